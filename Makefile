@@ -1,0 +1,52 @@
+# Two commands matter: `make demo` and `make test`. Each makes .venv on its first call.
+PYTHON ?= python3
+EXTRAS ?= dev
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed-$(EXTRAS)
+# One process per core up to four: each test process holds 8 CPU devices of its own.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# A PYTHON given by hand that is not the venv's version makes the venv anew; the default never does.
+version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null)
+ifneq ($(origin PYTHON),file)
+  ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+    RENEW := renew
+  endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean renew
+
+help:  ## show this list
+	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## profile, plan and train both policies on 8 CPU devices, then compare them
+	@$(BIN)/python experiments/demo.py
+
+test: lint  ## lint, types and every test
+	@$(PYTEST)
+
+lint: $(STAMP)  ## ruff (lint and format check) and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run make format"; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP)  ## let ruff fix and format the code
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+clean:  ## remove .venv, caches and build output; runs/ stays
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml requirements.txt $(RENEW)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "'$(PYTHON)' is no Python >= 3.11; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; \
+	  exit 1; }
+	@[ -z "$(RENEW)" ] && [ -x $(BIN)/python ] || $(PYTHON) -m venv --clear $(VENV) \
+	  || { rm -rf $(VENV); exit 1; }
+	@echo "installing dflop_jax[$(EXTRAS)] into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[$(EXTRAS)]'
+	@touch $@

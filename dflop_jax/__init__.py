@@ -1,0 +1,54 @@
+"""Data-aware training of multimodal LLMs on JAX device meshes.
+
+The scheduler's worker process imports this package, so what needs JAX is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dflop_jax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PlanConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+if TYPE_CHECKING:
+    from dflop_jax.plan.search import search_plan
+    from dflop_jax.schedule import Assignment, balance, choose_buckets
+    from dflop_jax.sim import simulate
+    from dflop_jax.train.trainer import Trainer
+
+_LAZY = {
+    "Assignment": "dflop_jax.schedule",
+    "balance": "dflop_jax.schedule",
+    "choose_buckets": "dflop_jax.schedule",
+    "search_plan": "dflop_jax.plan.search",
+    "simulate": "dflop_jax.sim",
+    "Trainer": "dflop_jax.train.trainer",
+}
+
+__all__ = [
+    "Assignment",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "Trainer",
+    "balance",
+    "choose_buckets",
+    "search_plan",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,161 @@
+"""The configuration of a run: nested frozen dataclasses, dotted overrides, JSON.
+
+Each field's `Annotated` text is its help line; the command line is generated from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    factory: Annotated[str, "import path MODULE:FUNCTION that builds the model"] = (
+        "models.llava:build"
+    )
+    size: Annotated[str, "size name from the model's table"] = "tiny"
+    dtype: Annotated[str, "compute dtype: float32 or bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: Annotated[str, "LLaVA-format JSON/JSONL file or its folder; empty: embedded scenes"] = ""
+    n_samples: Annotated[int, "size of the embedded dataset"] = 4096
+    seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
+    max_tiles: Annotated[int, "most AnyRes grid tiles of an image, the base tile not counted"] = 9
+    max_frames: Annotated[int, "most frames sampled from a video"] = 32
+    max_tokens: Annotated[int, "longest sample in LLM tokens; longer ones are treated as below"] = (
+        1024
+    )
+    oversize: Annotated[str, "sample above max_tokens: drop, truncate (text) or error"] = "truncate"
+    tokenizer: Annotated[str, "path of a tokenizer.json; empty: byte-level"] = ""
+    blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
+    max_bad_fraction: Annotated[float, "share of undecodable samples that stops the run"] = 0.1
+    workers: Annotated[int, "threads that decode and pack ahead"] = 2
+    prefetch: Annotated[int, "batches kept ready ahead of training"] = 2
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    policy: Annotated[str, "dflop (data-aware) or blind (uniform, arrival order, padded)"] = "dflop"
+    devices: Annotated[int, "devices to use; 0: all"] = 0
+    buckets: Annotated[int, "most compiled shapes (buckets) per module"] = 4
+    max_model: Annotated[int, "largest tensor-parallel degree tried"] = 2
+    max_stage: Annotated[int, "largest pipeline degree inside a segment tried"] = 4
+    max_microbatches: Annotated[int, "most microbatches of a global batch tried"] = 16
+    memory_bytes: Annotated[float, "memory per device; 0: what the device reports"] = 0.0
+    sampled_batches: Annotated[int, "global batches simulated for each candidate"] = 4
+    profile_samples: Annotated[int, "samples whose shapes are read for the data profile"] = 2000
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    time_limit_s: Annotated[float, "cap of one batch's solve; its work is bounded anyway"] = 5.0
+    ahead: Annotated[int, "global batches scheduled ahead"] = 4
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: Annotated[int, "optimizer steps"] = 100
+    global_batch: Annotated[int, "samples per optimizer step"] = 64
+    learning_rate: Annotated[float, "peak learning rate of AdamW"] = 1e-3
+    warmup_steps: Annotated[int, "linear warm-up steps before the cosine decay"] = 10
+    final_lr_fraction: Annotated[float, "learning rate at the end over its peak"] = 0.1
+    weight_decay: Annotated[float, "AdamW weight decay of matrices"] = 0.01
+    clip_norm: Annotated[float, "global gradient norm is clipped to this; 0: off"] = 1.0
+    beta2: Annotated[float, "AdamW second-moment decay"] = 0.95
+    freeze: Annotated[tuple[str, ...], "parts to freeze: vision, connector, llm"] = ()
+    seed: Annotated[int, "seed of the parameters"] = 0
+    remat_layers: Annotated[bool, "recompute each layer in backward (less memory)"] = False
+    eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 0
+    eval_samples: Annotated[int, "held-out samples; 0: no evaluation"] = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on; an experiment file's `config()` returns one."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run_dir: Annotated[str, "folder the run writes to"] = "runs/run"
+    cache_dir: Annotated[str, "folder of cached profiles and compiled programs"] = "runs/cache"
+
+    def __post_init__(self) -> None:
+        checks = {
+            "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
+            "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
+            "plan.policy": (self.plan.policy, ("dflop", "blind")),
+        }
+        for name, (value, allowed) in checks.items():
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        at_least_one = {
+            "train.steps": self.train.steps,
+            "train.global_batch": self.train.global_batch,
+            "plan.buckets": self.plan.buckets,
+            "plan.max_model": self.plan.max_model,
+            "plan.max_stage": self.plan.max_stage,
+            "plan.max_microbatches": self.plan.max_microbatches,
+            "plan.sampled_batches": self.plan.sampled_batches,
+            "plan.profile_samples": self.plan.profile_samples,
+            "data.n_samples": self.data.n_samples,
+            "data.max_tokens": self.data.max_tokens,
+            "data.max_frames": self.data.max_frames,
+            "data.max_tiles": self.data.max_tiles,
+            "data.workers": self.data.workers,
+            "data.prefetch": self.data.prefetch,
+            "schedule.ahead": self.schedule.ahead,
+        }
+        for name, number in at_least_one.items():
+            if number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+        if not self.train.learning_rate > 0:
+            raise ValueError(f"train.learning_rate={self.train.learning_rate} must be above 0")
+
+
+def fields(kind: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """(dotted name, type, help) of every leaf field."""
+    out: list[tuple[str, Any, str]] = []
+    hints = get_type_hints(kind, include_extras=True)
+    for f in dataclasses.fields(kind):
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            out += fields(hint, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+        else:
+            out.append((prefix + f.name, hint.__origin__, hint.__metadata__[0]))
+    return out
+
+
+def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
+    """`config` with dotted fields replaced; strings are converted to the field's type.
+
+    Raises:
+      ValueError: unknown name (with the nearest one) or a value of the wrong type.
+    """
+    tree = msgspec.to_builtins(config)
+    known = {name: kind for name, kind, _ in fields()}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help for the names"
+            raise ValueError(f"unknown override {name}{hint}")
+        node = tree
+        *parents, leaf = name.split(".")
+        for parent in parents:
+            node = node[parent]
+        if "tuple" in str(known[name]) and isinstance(value, str):
+            value = [v for v in value.split(",") if v]
+        node[leaf] = value
+    try:
+        return msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e).replace("`$.", "`")) from None

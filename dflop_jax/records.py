@@ -1,0 +1,386 @@
+"""The frozen records that flow from stage to stage, and their JSON form.
+
+Every arrow of the data flow (profile -> plan -> schedule -> trace) is one of these. A record
+validates itself when made, so a wrong one cannot exist; `save` and `load` write and read it as
+versioned JSON, so every stage can run alone from a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+VERSION = 1
+FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
+T = TypeVar("T")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What one sample costs, known from headers and text before anything is decoded.
+
+    `tiles` counts everything the vision encoder sees (image tiles and video frames); `llm_tokens`
+    counts everything the LLM sees (text and the visual tokens).
+    """
+
+    tiles: int
+    text_tokens: int
+    llm_tokens: int
+    frames: int = 0
+
+    def __post_init__(self) -> None:
+        _require(
+            min(self.tiles, self.text_tokens, self.frames) >= 0 and self.llm_tokens >= 1,
+            f"a sample shape needs counts >= 0 and at least one LLM token, got {self}",
+        )
+
+    def load(self, module: str) -> int:
+        """Tiles for an encoder, tokens for the LLM: the unit its capacity is stated in."""
+        return self.llm_tokens if module == "llm" else self.tiles
+
+
+@dataclass(frozen=True)
+class DataProfile:
+    """Sample shapes of (a part of) a dataset of `n_total` samples."""
+
+    source: str
+    n_total: int
+    shapes: tuple[SampleShape, ...]
+
+    def __post_init__(self) -> None:
+        _require(len(self.shapes) > 0, f"no usable sample in {self.source or 'the dataset'}")
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """Static shape of one module's microbatch on one data rank: `items` rows of `tokens`.
+
+    For an encoder an item is a tile; for the LLM it is a row of packed tokens.
+    """
+
+    items: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _require(self.items >= 0 and self.tokens >= 1, f"bad module shape {self}")
+
+    @property
+    def size(self) -> int:
+        return self.items * self.tokens
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Capacity per data rank that microbatches are padded to: one static shape for each module.
+
+    `tiles` is per encoder data rank; `rows` rows of `tokens` tokens are per LLM data rank.
+    """
+
+    tiles: int
+    tokens: int
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            self.tiles >= 0 and self.tokens >= 1 and self.rows >= 1,
+            f"a bucket needs tiles >= 0, rows >= 1 and tokens >= 1, got {self}",
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.tiles}x{self.rows}x{self.tokens}"
+
+
+@dataclass(frozen=True)
+class SubmeshPlan:
+    """A named block of devices [first, first + n_devices) as a (stage, data, model) mesh."""
+
+    name: str
+    first: int
+    stage: int
+    data: int
+    model: int
+
+    def __post_init__(self) -> None:
+        _require(
+            self.first >= 0 and min(self.stage, self.data, self.model) >= 1,
+            f"submesh {self.name!r}: axis sizes must be >= 1 and first >= 0, got {self}",
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.stage, self.data, self.model)
+
+    @property
+    def n_devices(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first, self.first + self.n_devices)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Layers [start, stop) of a module on a submesh, with the module's ends where they belong."""
+
+    name: str
+    module: str
+    start: int
+    stop: int
+    submesh: str
+    first: bool
+    last: bool
+
+    @property
+    def n_layers(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static choice for a run.
+
+    `segments` are in topological order: encoder segments, then LLM segments. `group_size`
+    microbatches are run by one program call. `grouping` says how samples meet microbatches:
+    "balanced" (min-max, packed) or "arrival" (in order, one sample a row). `predicted` holds the
+    planner's figures (`makespan_s`, `busy_fraction.NAME`, `peak_bytes.NAME`, ...).
+    """
+
+    policy: str
+    submeshes: tuple[SubmeshPlan, ...]
+    segments: tuple[SegmentPlan, ...]
+    buckets: tuple[Bucket, ...]
+    group_size: int = 1
+    order: str = "1f1b"
+    grouping: str = "balanced"
+    predicted: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [m.name for m in self.submeshes]
+        _require(len(set(names)) == len(names), f"submesh names repeat: {names}")
+        _require(len(self.segments) > 0 and len(self.buckets) > 0, "a plan needs segments, buckets")
+        _require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
+        _require(
+            self.grouping in ("balanced", "arrival"),
+            f"grouping {self.grouping!r} is not balanced or arrival",
+        )
+        seg_names = [s.name for s in self.segments]
+        _require(len(set(seg_names)) == len(seg_names), f"segment names repeat: {seg_names}")
+        for s in self.segments:
+            _require(
+                s.submesh in names, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}"
+            )
+            stage = self.submesh(s.submesh).stage
+            _require(s.n_layers >= 1, f"segment {s.name!r} holds no layer")
+            _require(
+                s.n_layers % stage == 0,
+                f"segment {s.name!r}: {s.n_layers} layers do not divide into {stage} stages; "
+                "choose a stage count that divides them or split the module into segments",
+            )
+            _require(
+                self.group_size % stage == 0,
+                f"group_size {self.group_size} must be a multiple of stage={stage} "
+                f"of {s.submesh!r}",
+            )
+        for module in self.modules:
+            parts = self.segments_of(module)
+            joined = [s.start for s in parts][1:] == [s.stop for s in parts][:-1]
+            ends = parts[0].start == 0 and parts[0].first and parts[-1].last
+            inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
+            _require(joined and ends and inner, f"segments of {module!r} do not join end to end")
+        _require(self.modules[-1] == "llm", "the last module of a plan must be 'llm'")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Module names in topological order."""
+        return tuple(dict.fromkeys(s.module for s in self.segments))
+
+    @property
+    def n_devices(self) -> int:
+        return max(m.devices.stop for m in self.submeshes)
+
+    def submesh(self, name: str) -> SubmeshPlan:
+        return next(m for m in self.submeshes if m.name == name)
+
+    def segments_of(self, module: str) -> tuple[SegmentPlan, ...]:
+        return tuple(s for s in self.segments if s.module == module)
+
+    def data_ranks(self, module: str) -> int:
+        """Data-parallel degree of a module; all its segments share it."""
+        ranks = {self.submesh(s.submesh).data for s in self.segments_of(module)}
+        _require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
+        return ranks.pop()
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Which samples one microbatch holds: `rows[data_rank][row]` are indices into the batch."""
+
+    bucket: int
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return tuple(i for rank in self.rows for row in rank for i in row)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One global batch cut into groups of microbatches; a group shares one bucket.
+
+    Times are seconds; `lower_bound_s` bounds the makespan that any assignment of this batch to the
+    same plan could reach; `status` is "optimal", "feasible" or "greedy".
+    """
+
+    step: int
+    groups: tuple[tuple[Microbatch, ...], ...]
+    makespan_s: float = 0.0
+    lower_bound_s: float = 0.0
+    status: str = "greedy"
+    elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for g, group in enumerate(self.groups):
+            _require(len({m.bucket for m in group}) == 1, f"group {g} mixes buckets")
+        seen = self.samples
+        _require(len(set(seen)) == len(seen), f"step {self.step}: a sample is scheduled twice")
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return tuple(i for g in self.groups for m in g for i in m.samples)
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One program call: a segment, a group of the schedule (-1: per step), a direction."""
+
+    segment: str
+    group: int
+    direction: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """A task that ran (or was simulated) on a submesh, times in seconds from the step's start."""
+
+    submesh: str
+    segment: str
+    group: int
+    direction: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened in one step, or what the simulator says would happen: the same record."""
+
+    step: int
+    source: str
+    events: tuple[Event, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        return max((e.end_s for e in self.events), default=0.0)
+
+    def busy_fraction(self) -> dict[str, float]:
+        """Share of the makespan in which each submesh computes."""
+        total = self.makespan_s
+        busy: dict[str, float] = {}
+        for e in self.events:
+            busy[e.submesh] = busy.get(e.submesh, 0.0) + (e.end_s - e.start_s)
+        return {name: (b / total if total > 0 else 0.0) for name, b in busy.items()}
+
+
+@dataclass(frozen=True)
+class LayerTiming:
+    """Measured seconds of one module at one per-rank shape and tensor-parallel degree.
+
+    `layer_*` is one layer; `ends_*` is entry plus exit. Backward includes the recomputed forward.
+    `layer_temp_bytes` grows with each layer of a segment, `ends_temp_bytes` is there once;
+    `hidden_bytes` is what a segment keeps of its input from forward to backward.
+    """
+
+    module: str
+    model: int
+    shape: ModuleShape
+    layer_forward_s: float
+    layer_backward_s: float
+    ends_forward_s: float
+    ends_backward_s: float
+    layer_temp_bytes: float = 0.0
+    ends_temp_bytes: float = 0.0
+    hidden_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Times and bytes of a model's modules on one kind of device; `key` names what was measured.
+
+    `concurrency` is how many devices really compute at once: the device count on accelerators,
+    fewer where pretended CPU devices share cores. `entry_share` is the part of the ends' work that
+    is the entry's.
+    """
+
+    key: str
+    device: str
+    timings: tuple[LayerTiming, ...]
+    layer_param_bytes: dict[str, int]
+    ends_param_bytes: dict[str, int]
+    n_layers: dict[str, int]
+    entry_share: dict[str, float]
+    patches_per_tile: int
+    concurrency: float
+    task_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(len(self.timings) > 0, "a model profile needs timings")
+        _require(self.concurrency > 0, "concurrency must be above 0")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured before planning: the model on its devices, and the data."""
+
+    model: ModelProfile
+    data: DataProfile
+
+
+def _encode(obj: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(obj), indent=1)
+
+
+def save(record: Any, path: str | Path) -> None:
+    """Write a record as versioned JSON: {"record": type, "version": n, "value": ...}."""
+    head = {"record": type(record).__name__, "version": VERSION, "value": record}
+    Path(path).write_bytes(_encode(head))
+
+
+def load(kind: type[T], path: str | Path) -> T:
+    """Read a record; ValueError names the file and the field when it is not one of `kind`."""
+    try:
+        raw = msgspec.json.decode(Path(path).read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except msgspec.DecodeError as e:
+        raise ValueError(f"{path}: not JSON ({e})") from None
+    found = raw.get("record") if isinstance(raw, dict) else None
+    if found != kind.__name__:
+        raise ValueError(f"{path}: holds {found or 'no record'}, expected {kind.__name__}")
+    if raw.get("version") != VERSION:
+        raise ValueError(f"{path}: version {raw.get('version')}, this program reads {VERSION}")
+    try:
+        return msgspec.convert(raw["value"], kind)
+    except (msgspec.ValidationError, KeyError) as e:
+        raise ValueError(f"{path}: {e}") from None

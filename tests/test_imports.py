@@ -1,0 +1,194 @@
+"""The tree obeys design.md: imports point one way, and files stay short.
+
+Imports are read from the source by `ast`, nothing is executed. A stage is a file or folder directly
+under dflop_jax; `pipeline.order` is one of its own, since `pipeline` and `sim` both read it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 400
+
+LEFT = {"records", "contract", "config"}
+DATA = LEFT | {"data", "hardware"}
+SCHEDULED = DATA | {"profile", "schedule"}
+PREDICTED = SCHEDULED | {"pipeline.order"}
+ENGINE = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "train", "report"}
+# Stage -> what it may import of dflop_jax, besides itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "records": set(),
+    "contract": {"records"},
+    "config": {"records"},
+    "data": LEFT,
+    "hardware": LEFT,
+    "pipeline.order": LEFT,
+    "pipeline": LEFT | {"pipeline.order"},
+    "profile": DATA | {"pipeline"},  # it times the pipeline's own programs
+    "schedule": DATA,
+    "sim": PREDICTED,
+    "plan": PREDICTED | {"sim"},
+    "report": LEFT,
+    "train": ENGINE - {"train"},
+    "cli": ENGINE,
+    "__main__": {"cli"},
+    "__init__": ENGINE,  # the package root re-exports
+}
+FOREIGN = {"dflop_jax", "models", "experiments", "benchmarks", "tests"}
+# Top folder -> which of our other top folders it may import.
+TOP_MAY_IMPORT = {"dflop_jax": set[str](), "models": set[str]()}
+
+
+def module_of(file: Path, root: Path) -> str:
+    """Dotted name of a source file; a package is its `__init__`."""
+    return ".".join(file.relative_to(root).with_suffix("").parts)
+
+
+def imported(file: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, those inside functions included."""
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            # `from package import name` reaches a module when there is one of that name.
+            for alias in node.names:
+                full = f"{stem}.{alias.name}"
+                at = root.joinpath(*full.split("."))
+                is_module = at.with_suffix(".py").exists() or at.is_dir()
+                yield node.lineno, full if is_module else stem
+
+
+def stage(module: str) -> str:
+    """Stage of a dotted dflop_jax name; the package itself is "__init__"."""
+    if f"{module}.".startswith("dflop_jax.pipeline.order."):
+        return "pipeline.order"
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def forbidden_imports(root: Path) -> list[str]:
+    """Arrows against the design, as "file:line: why"."""
+    found = []
+    for top, others in TOP_MAY_IMPORT.items():
+        for file in sorted((root / top).rglob("*.py")):
+            here = module_of(file, root)
+            for line, name in imported(file, root):
+                where, target = f"{file.relative_to(root)}:{line}", name.split(".")[0]
+                if target not in FOREIGN or target in others:
+                    continue
+                if target != top:
+                    found.append(f"{where}: {top} imports {target}")
+                elif top == "dflop_jax":
+                    source, dest = stage(here), stage(name)
+                    if source not in MAY_IMPORT:
+                        found.append(f"{where}: unknown stage {source}, give it a row here")
+                    elif dest != source and dest not in MAY_IMPORT[source]:
+                        found.append(f"{where}: {source} imports {dest}")
+    return found
+
+
+def long_files(root: Path) -> list[str]:
+    """Sources above MAX_LINES whose docstring has no line that starts with "Long because"."""
+    found = []
+    for top in sorted(FOREIGN):
+        for file in sorted((root / top).rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            n_lines = len(text.splitlines())
+            doc = ast.get_docstring(ast.parse(text)) or ""
+            excused = any(line.startswith("Long because") for line in doc.splitlines())
+            if n_lines > MAX_LINES and not excused:
+                found.append(f"{file.relative_to(root)}: {n_lines} lines")
+    return found
+
+
+def test_imports_point_one_way():
+    assert forbidden_imports(ROOT) == []
+
+
+def test_no_file_is_long_without_a_reason():
+    assert long_files(ROOT) == []
+
+
+def test_the_walk_sees_this_tree():
+    """An empty walk would pass everything."""
+    here = set(imported(ROOT / "dflop_jax" / "report" / "compare.py", ROOT))
+    assert "dflop_jax.report.summary" in {name for _, name in here}
+    assert len(list((ROOT / "dflop_jax").rglob("*.py"))) > 10
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "file, text, why",
+    [
+        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline.b import x", "sim imports pipeline"),
+        ("dflop_jax/sim/a.py", "import dflop_jax.pipeline", "sim imports pipeline"),
+        ("dflop_jax/sim/a.py", "from dflop_jax import pipeline", "sim imports pipeline"),
+        ("dflop_jax/sim/a.py", "from ..pipeline import b", "sim imports pipeline"),
+        ("dflop_jax/sim/a.py", "from .. import pipeline", "sim imports pipeline"),
+        ("dflop_jax/pipeline/b.py", "def f():\n  import dflop_jax.sim.a", "pipeline imports sim"),
+        ("dflop_jax/pipeline/order.py", "from . import b", "pipeline.order imports pipeline"),
+        ("dflop_jax/plan/a.py", "from dflop_jax.pipeline.b import x", "plan imports pipeline"),
+        ("dflop_jax/report/a.py", "from dflop_jax.train.a import x", "report imports train"),
+        ("dflop_jax/data/a.py", "from dflop_jax import balance", "data imports __init__"),
+        ("dflop_jax/records.py", "import dflop_jax.config", "records imports config"),
+        ("dflop_jax/new/a.py", "import dflop_jax.config", "unknown stage new"),
+        ("dflop_jax/train/a.py", "import models.llava", "dflop_jax imports models"),
+        ("dflop_jax/cli.py", "from experiments import demo", "dflop_jax imports experiments"),
+        ("models/a.py", "from dflop_jax.contract import Module", "models imports dflop_jax"),
+    ],
+)
+def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
+    write(tmp_path, "dflop_jax/pipeline/b.py", "")
+    write(tmp_path, "dflop_jax/sim/c.py", "")
+    write(tmp_path, file, text)
+    found = forbidden_imports(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"{file}:")
+    assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline.order import x"),
+        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline import order"),
+        ("dflop_jax/pipeline/b.py", "from .order import x\nimport jax"),
+        ("dflop_jax/plan/a.py", "from dflop_jax.sim.a import x"),
+        ("dflop_jax/train/a.py", "from dflop_jax import report"),
+        ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer"),
+        ("models/a.py", "from models.b import x\nimport flax"),
+        ("experiments/demo.py", "import models.llava, dflop_jax"),
+    ],
+)
+def test_a_right_arrow_is_not(tmp_path, file, text):
+    write(tmp_path, "dflop_jax/pipeline/order.py", "")
+    write(tmp_path, "dflop_jax/report/a.py", "")
+    write(tmp_path, file, text)
+    assert forbidden_imports(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "n_lines, doc, ok",
+    [
+        (MAX_LINES, '"""A."""', True),
+        (MAX_LINES + 1, '"""A."""', False),
+        (MAX_LINES + 1, "# Long because I say so", False),
+        (MAX_LINES + 1, '"""A.\n\nLong because it is one table.\n"""', True),
+    ],
+)
+def test_a_long_file_needs_a_reason(tmp_path, n_lines, doc, ok):
+    filler = "x = 1\n" * (n_lines - len(doc.splitlines()))
+    write(tmp_path, "models/big.py", f"{doc}\n{filler}")
+    assert (long_files(tmp_path) == []) == ok

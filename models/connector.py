@@ -1,0 +1,52 @@
+"""From the vision tower's patches to visual tokens of the LLM."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.layers import LayerNorm, Linear
+from models.sizes import VisionSize
+
+Array = jax.Array
+
+
+def merge_patches(x: Array, grid: int, merge: int) -> Array:
+    """[items, grid * grid, width] -> [items, (grid / merge)^2, merge^2 * width].
+
+    Each `merge` x `merge` square of patches becomes one token, its features side by side in row
+    order ("pixel unshuffle"); tokens stay in row order.
+    """
+    items, _, width = x.shape
+    side = grid // merge
+    x = x.reshape(items, side, merge, side, merge, width).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(items, side * side, merge * merge * width)
+
+
+class Connector(nn.Module):
+    """Optional final norm of the tower, merging of patches, two-layer MLP with GELU."""
+
+    size: VisionSize
+    out_width: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        s = self.size
+        if s.post_norm:
+            x = LayerNorm(s.norm_eps, name="post_norm")(x)
+        x = merge_patches(x, s.grid, s.merge)
+        out = (self.out_width,)
+        fan_in = (x.shape[-1],)
+        x = Linear(fan_in, out, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
+        # The tanh form, within 5e-4 of LLaVA's exact GELU: jax 0.12.0 cannot trace `erf` inside a
+        # shard_map that checks varying axes.
+        x = jax.nn.gelu(x)
+        return Linear(out, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
+
+
+def connector_flops(size: VisionSize, out_width: int, items: int) -> float:
+    """Forward FLOPs of the two matrices."""
+    fan_in = size.merge**2 * size.width
+    return 2.0 * items * size.tokens_per_tile * (fan_in * out_width + out_width**2)

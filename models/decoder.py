@@ -1,0 +1,206 @@
+"""Decoder-only LLM of Llama-3 (arXiv 2407.21783) and Qwen2.5 (arXiv 2412.15115) form.
+
+RMSNorm, rotary positions, grouped-query attention within packed samples, SwiGLU; an item is a row
+of packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import attention, attention_flops
+from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
+from models.loss import cross_entropy, head_logits
+from models.sizes import DecoderSize
+
+Array = jax.Array
+Batch = Mapping[str, Array]
+
+FIELDS = {
+    "tokens": jnp.int32,
+    "segment_ids": jnp.int32,
+    "positions": jnp.int32,
+    "targets": jnp.int32,
+    "weights": jnp.float32,
+    "is_visual": jnp.bool_,
+}
+
+
+def rotate(x: Array, positions: Array, theta: float) -> Array:
+    """Rotary position embedding, the two halves of a head being the pairs' two coordinates.
+
+    Args:
+      x: [items, tokens, heads, head_dim].
+      positions: int [items, tokens], from 0 within each sample.
+      theta: base of the wavelengths.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class EntryModule(nn.Module):
+    """Token embeddings, with visual features in their place where `is_visual`."""
+
+    size: DecoderSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens: Array, is_visual: Array, visual: Array) -> Array:
+        s = self.size
+        init = named(normal(s.width**-0.5), "vocab", "embed")
+        table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
+        x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+        return jnp.where(is_visual[:, :, None], visual.astype(self.dtype), x)
+
+
+class Block(nn.Module):
+    """Pre-norm decoder layer."""
+
+    size: DecoderSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
+        s, dtype = self.size, self.dtype
+        width, mlp, embed = (s.width,), (s.mlp,), ("embed",)
+        q_shape, q_names = (s.n_heads, s.head_dim), ("heads", None)
+        kv_shape, kv_names = (s.n_kv_heads, s.head_dim), ("kv_heads", None)
+        bias = s.qkv_bias
+        residual = (2 * s.n_layers) ** -0.5  # keeps the sum of all branches of order one
+
+        h = RMSNorm(s.norm_eps, name="attn_norm")(x)
+        q = Linear(width, q_shape, embed, q_names, dtype, bias, name="query")(h)
+        k = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="key")(h)
+        v = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="value")(h)
+        q, k = rotate(q, positions, s.rope_theta), rotate(k, positions, s.rope_theta)
+        h = attention(q, k, v, segment_ids, causal=True)
+        std = residual * s.width**-0.5
+        x = x + Linear(q_shape, width, q_names, embed, dtype, std=std, name="out")(h)
+
+        h = RMSNorm(s.norm_eps, name="mlp_norm")(x)
+        gate = Linear(width, mlp, embed, ("mlp",), dtype, name="gate")(h)
+        up = Linear(width, mlp, embed, ("mlp",), dtype, name="up")(h)
+        h = jax.nn.silu(gate) * up
+        std = residual * s.mlp**-0.5
+        return x + Linear(mlp, width, ("mlp",), embed, dtype, std=std, name="down")(h)
+
+
+class Exit(nn.Module):
+    """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
+
+    size: DecoderSize
+
+    @nn.compact
+    def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
+        s = self.size
+        x = RMSNorm(s.norm_eps, name="norm")(x)
+        if s.tied:
+            assert tied_table is not None, "a tied head needs the entry's parameters"
+            return x, tied_table
+        init = named(normal(s.width**-0.5), "vocab", "embed")
+        return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
+
+
+@dataclass(frozen=True)
+class DecoderModule:
+    """The LLM as the engine sees it."""
+
+    size: DecoderSize
+    dtype: jnp.dtype
+
+    @property
+    def n_layers(self) -> int:
+        return self.size.n_layers
+
+    @property
+    def tied(self) -> bool:
+        return self.size.tied
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            "entry": ("tokens", "is_visual", "visual"),
+            "layers": ("positions", "segment_ids"),
+            "exit": ("targets", "weights"),
+        }
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return {"entry": "llm", "layers": "llm", "exit": "llm"}
+
+    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a field for `items` rows of `tokens`."""
+        if name == "visual":
+            return jax.ShapeDtypeStruct((items, tokens, self.size.width), self.dtype)
+        if name not in FIELDS:
+            raise ValueError(f"the LLM has no field {name!r}; it reads {', '.join(FIELDS)}, visual")
+        return jax.ShapeDtypeStruct((items, tokens), FIELDS[name])
+
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        """The Linen module of a part and what its inputs look like."""
+        hidden = self.field_spec("visual", 1, 1)
+        fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
+        if part == "entry":
+            return EntryModule(self.size, self.dtype), tuple(fields)
+        if part == "layers":
+            return Block(self.size, self.dtype), (hidden, *fields)
+        shape = (self.size.vocab, self.size.width)
+        return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def init(self, part: str, key: Array) -> Any:
+        module, args = self._part(part)
+        return init_values(module, key, *args)
+
+    def logical_axes(self, part: str) -> Any:
+        module, args = self._part(part)
+        return axis_names(module, *args)
+
+    def entry(self, params: Any, batch: Batch) -> Array:
+        fields = [batch[name] for name in self.inputs["entry"]]
+        return apply(EntryModule(self.size, self.dtype), params, *fields)
+
+    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
+        fields = [batch[name] for name in self.inputs["layers"]]
+        return apply(Block(self.size, self.dtype), params, x, *fields)
+
+    def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
+        table = entry["embedding"] if self.tied else None
+        return apply(Exit(self.size), params, x, table)
+
+    def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
+        """Sums over the microbatch of weighted token losses and of weighted correct predictions."""
+        x, table = self._head(params, x, entry)
+        n = x.shape[0] * x.shape[1]
+        return cross_entropy(
+            x.reshape(n, self.size.width),
+            table,
+            batch["targets"].reshape(n),
+            batch["weights"].reshape(n),
+            logits_elements=self.size.logits_elements,
+        )
+
+    def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
+        """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
+        return head_logits(*self._head(params, x, entry))
+
+    def flops(self, part: str, items: int, tokens: int) -> float:
+        """Matrix-product FLOPs of `items` rows of `tokens`; a lookup costs none."""
+        s = self.size
+        n = float(items * tokens)
+        if part == "entry":
+            return 0.0
+        if part == "layers":
+            kv_width = s.n_kv_heads * s.head_dim
+            products = 2 * s.width**2 + 2 * s.width * kv_width + 3 * s.width * s.mlp
+            return 2 * n * products + attention_flops(items, tokens, s.n_heads, s.head_dim)
+        return 2 * n * s.width * s.vocab

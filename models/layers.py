@@ -1,0 +1,109 @@
+"""Linear and norm layers, and how their parameters carry logical axis names.
+
+Parameters are float32; a layer casts them to its compute `dtype`. The names stand beside the
+shapes (as Flax metadata boxes) and are read by `axis_names`; `init_values` strips them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Names = tuple[str | None, ...]
+
+
+def named(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
+    """An initialiser whose array carries one logical axis name per dim."""
+    return nn.with_partitioning(init, names)
+
+
+def normal(std: float) -> Callable[..., Array]:
+    """Normal initialiser cut at two standard deviations."""
+    return nn.initializers.truncated_normal(stddev=std)
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, nn.Partitioned)
+
+
+def init_values(module: nn.Module, key: Array, *args: Any) -> Any:
+    """Float32 parameters of `module`; `args` are example inputs or ShapeDtypeStructs."""
+    boxes = module.lazy_init(key, *args)["params"]
+    return jax.tree.map(lambda box: box.value, boxes, is_leaf=_is_box)
+
+
+def axis_names(module: nn.Module, *args: Any) -> Any:
+    """The tree of `init_values` with a tuple of logical axis names per array."""
+    boxes = jax.eval_shape(module.lazy_init, jax.random.key(0), *args)["params"]
+    return jax.tree.map(lambda box: box.names, boxes, is_leaf=_is_box)
+
+
+def apply(module: nn.Module, params: Any, *args: Any) -> Any:
+    """What `module` computes with the parameters of `init_values`."""
+    return module.apply({"params": params}, *args)
+
+
+class Linear(nn.Module):
+    """x [..., *in_shape] times kernel [*in_shape, *out_shape], plus an optional bias."""
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    in_names: Names
+    out_names: Names
+    dtype: jnp.dtype
+    bias: bool = False
+    std: float | None = None  # None: 1 / sqrt(fan in)
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        std = prod(self.in_shape) ** -0.5 if self.std is None else self.std
+        init = named(normal(std), *self.in_names, *self.out_names)
+        kernel = self.param("kernel", init, (*self.in_shape, *self.out_shape), jnp.float32)
+        y = jnp.tensordot(x, kernel.astype(self.dtype), axes=len(self.in_shape))
+        if self.bias:
+            zeros = named(nn.initializers.zeros, *self.out_names)
+            bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)
+            y = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+        return y
+
+
+def _over_last(vector: Array, x: Array) -> Array:
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square along the last dim, in float32, times a scale."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        ones = named(nn.initializers.ones, "embed")
+        scale = self.param("scale", ones, (x.shape[-1],), jnp.float32)
+        x32 = x.astype(jnp.float32)
+        y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (y * _over_last(scale, y)).astype(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """x with mean 0 and variance 1 along the last dim, in float32, times a scale plus a bias."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        ones = named(nn.initializers.ones, "embed")
+        zeros = named(nn.initializers.zeros, "embed")
+        scale = self.param("scale", ones, (x.shape[-1],), jnp.float32)
+        bias = self.param("bias", zeros, (x.shape[-1],), jnp.float32)
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        y = centred * jax.lax.rsqrt(variance + self.eps)
+        return (y * _over_last(scale, y) + _over_last(bias, y)).astype(x.dtype)

@@ -1,0 +1,203 @@
+"""The decoder against plain numpy in float64, and its invariants."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_fields import fields, forward, full_params, outputs
+from test_attention import oracle as attention_oracle
+
+from models.decoder import DecoderModule
+from models.loss import cross_entropy
+from models.sizes import DECODERS
+
+QWEN = DECODERS["nano"]
+LLAMA = dataclasses.replace(QWEN, qkv_bias=False, tied=False, norm_eps=1e-5, rope_theta=5e5)
+F32 = jnp.dtype("float32")
+
+
+def to_f64(tree):
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+
+
+def numpy_norm(p, x, eps):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * p["scale"]
+
+
+def numpy_rotate(x, positions, theta):
+    """Each pair (i, i + half) as a complex number times exp(i * position * frequency)."""
+    half = x.shape[-1] // 2
+    pairs = x[..., :half] + 1j * x[..., half:]
+    angle = positions[..., None] * theta ** (-2.0 * np.arange(half) / x.shape[-1])
+    turned = pairs * np.exp(1j * angle)[:, :, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def numpy_layer(size, p, x, positions, segments):
+    h = numpy_norm(p["attn_norm"], x, size.norm_eps)
+    q, k, v = (
+        np.einsum("btd,dnh->btnh", h, p[name]["kernel"]) + p[name].get("bias", 0.0)
+        for name in ("query", "key", "value")
+    )
+    q, k = (numpy_rotate(a, positions, size.rope_theta) for a in (q, k))
+    h = attention_oracle(q, k, v, segments, causal=True)
+    x = x + np.einsum("btnh,nhd->btd", h, p["out"]["kernel"])
+    h = numpy_norm(p["mlp_norm"], x, size.norm_eps)
+    gate = h @ p["gate"]["kernel"]
+    h = gate / (1 + np.exp(-gate)) * (h @ p["up"]["kernel"])
+    return x + h @ p["down"]["kernel"]
+
+
+def numpy_forward(module, params, batch):
+    """(logits, sum of weighted nll, sum of weighted hits) of entry, every layer and exit."""
+    p, b, size = to_f64(params), {n: np.asarray(a) for n, a in batch.items()}, module.size
+    table = p["entry"]["embedding"]
+    x = table[b["tokens"]]
+    x[b["is_visual"]] = b["visual"][b["is_visual"]]
+    for i in range(module.n_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], p["layers"])
+        x = numpy_layer(size, layer, x, b["positions"], b["segment_ids"])
+    x = numpy_norm(p["exit"]["norm"], x, size.norm_eps)
+    logits = x @ (table if size.tied else p["exit"]["head"]).T
+    peak = logits.max(axis=-1, keepdims=True)
+    logp = logits - peak - np.log(np.exp(logits - peak).sum(axis=-1, keepdims=True))
+    nll = -np.take_along_axis(logp, b["targets"][..., None], axis=-1)[..., 0]
+    hits = logits.argmax(axis=-1) == b["targets"]
+    return logits, (b["weights"] * nll).sum(), (b["weights"] * hits).sum()
+
+
+@pytest.mark.parametrize("size", [QWEN, LLAMA], ids=["qwen", "llama"])
+@pytest.mark.parametrize("items, tokens", [(0, 4), (1, 1), (2, 11)])
+def test_matches_numpy(size, items, tokens):
+    module = DecoderModule(size, F32)
+    params = full_params(module)
+    batch = fields(module, items, tokens)
+    logits, loss_sum, correct = numpy_forward(module, params, batch)
+    # Half of the targets are what the model predicts, so that `correct` is not 0.
+    guess = logits.argmax(axis=-1).astype(np.int32)
+    batch["targets"] = batch["targets"].at[:, ::2].set(guess[:, ::2])
+    logits, loss_sum, correct = numpy_forward(module, params, batch)
+
+    @jax.jit
+    def run(params, batch):
+        logits = module.logits(params["exit"], forward(module, params, batch), params["entry"])
+        return logits, outputs(module, params, batch)
+
+    found, out = run(params, batch)
+    assert found.dtype == jnp.float32
+    scale = np.abs(logits).max(initial=1.0)
+    np.testing.assert_allclose(found / scale, logits / scale, atol=1e-5)
+    np.testing.assert_allclose(out["loss_sum"], loss_sum, rtol=1e-5)
+    assert out["correct"] == correct
+    assert correct > 0 or tokens < 11
+
+
+def test_bfloat16_stays_near_float32():
+    params = full_params(DecoderModule(QWEN, F32))
+    module = DecoderModule(QWEN, jnp.dtype("bfloat16"))
+    batch = fields(module, 2, 11)
+    assert jax.eval_shape(partial(forward, module), params, batch).dtype == jnp.bfloat16
+    out = jax.jit(partial(outputs, module))(params, batch)
+    assert out["loss_sum"].dtype == out["correct"].dtype == jnp.float32
+    _, want, _ = numpy_forward(module, params, batch)
+    np.testing.assert_allclose(out["loss_sum"], want, rtol=2e-2)
+
+
+def test_packed_samples_equal_samples_alone():
+    module = DecoderModule(QWEN, F32)
+    params = full_params(module)
+    lengths = [3, 1, 5]
+    alone = [fields(module, 1, n, seed=n) for n in lengths]
+    for n, sample in zip(lengths, alone):
+        sample["segment_ids"] = jnp.ones((1, n), jnp.int32)
+        sample["positions"] = jnp.arange(n, dtype=jnp.int32)[None]
+        sample["weights"] = jnp.ones((1, n), jnp.float32)
+    packed = {k: jnp.concatenate([s[k] for s in alone], axis=1) for k in alone[0]}
+    packed["segment_ids"] = jnp.asarray([[1] * 3 + [2] + [3] * 5], jnp.int32)
+    run = jax.jit(partial(outputs, module))
+    want = sum(run(params, s)["loss_sum"] for s in alone)
+    np.testing.assert_allclose(run(params, packed)["loss_sum"], want, rtol=1e-5)
+
+
+def test_changing_one_sample_leaves_its_neighbours_bit_identical():
+    module = DecoderModule(QWEN, F32)
+    params = full_params(module)
+    batch = fields(module, 1, 12)
+    batch["segment_ids"] = jnp.asarray([[1] * 4 + [2] * 5 + [3] * 3], jnp.int32)
+    changed = {**batch, "tokens": batch["tokens"].at[:, 4:9].add(1) % QWEN.vocab}
+    changed["is_visual"] = batch["is_visual"].at[:, 4:9].set(False)
+    run = jax.jit(partial(forward, module, params))
+    a, b = run(batch), run(changed)
+    np.testing.assert_array_equal(a[:, :4], b[:, :4])
+    np.testing.assert_array_equal(a[:, 9:], b[:, 9:])
+    assert not np.array_equal(a[:, 4:9], b[:, 4:9])
+
+
+def test_directional_derivative_and_remat():
+    module = DecoderModule(LLAMA, F32)
+    params = full_params(module)
+    batch = fields(module, 2, 7)
+
+    def remat(p):
+        x = module.entry(p["entry"], batch)
+        layer = jax.checkpoint(lambda x, q: (module.layer(q, x, batch), None))
+        x, _ = jax.lax.scan(layer, x, p["layers"])
+        return module.exit(p["exit"], x, batch)["loss_sum"]
+
+    def plain(p):
+        return outputs(module, p, batch)["loss_sum"]
+
+    @jax.jit
+    def both(p):
+        (loss, grads), (_, again) = jax.value_and_grad(plain)(p), jax.value_and_grad(remat)(p)
+        return loss, grads, again
+
+    _, grads, grads_remat = jax.device_get(both(params))
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_remat), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    # Along the gradient itself the slope is its norm.
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+    step = 1e-2
+    ahead, behind = (
+        both(jax.tree.map(lambda p, g, s=s: np.float32(p + s * step / norm * g), params, grads))[0]
+        for s in (1, -1)
+    )
+    np.testing.assert_allclose((float(ahead) - float(behind)) / (2 * step), norm, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "n_tokens, chunk", [(0, 0), (0, 4), (1, 0), (1, 4), (6, 0), (6, 1), (6, 6), (13, 6)]
+)
+def test_chunked_loss_equals_unchunked(n_tokens, chunk):
+    rng = np.random.default_rng(0)
+    vocab, width = 9, 5
+    x = jnp.asarray(rng.normal(size=(n_tokens, width)), jnp.float32)
+    table = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, vocab, n_tokens), jnp.int32)
+    weights = jnp.asarray(rng.random(n_tokens), jnp.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(limit):
+        def loss(x, table):
+            out = cross_entropy(x, table, targets, weights, logits_elements=limit)
+            return out["loss_sum"], out["correct"]
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, table)
+
+    for a, b in zip(jax.tree.leaves(run(chunk * vocab)), jax.tree.leaves(run(10**9)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_unsupervised_targets_may_lie_outside_of_the_vocabulary():
+    x, table = jnp.ones((2, 3)), jnp.ones((4, 3))
+    targets, weights = jnp.asarray([-100, 1], jnp.int32), jnp.asarray([0.0, 1.0])
+    out = cross_entropy(x, table, targets, weights, logits_elements=100)
+    np.testing.assert_allclose(out["loss_sum"], np.log(4), rtol=1e-6)
+
+
+def test_unknown_field_is_named():
+    with pytest.raises(ValueError, match="'pixels'"):
+        DecoderModule(QWEN, F32).field_spec("pixels", 1, 1)

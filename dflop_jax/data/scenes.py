@@ -1,0 +1,254 @@
+"""The embedded dataset: scenes of coloured shapes, drawn by code, with questions about them.
+
+Sample i of a seed is always the same, with nothing to download. Answers are one word and need the
+pixels (except for text-only samples). The mixture is heavy-tailed as real data are: pictures of
+1 to 10 tiles, 2 to 8 pictures, clips of 4 to 32 frames, and text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from dflop_jax.data.sample import Limits
+
+T = TypeVar("T")
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (20, 170, 50),
+    "blue": (40, 70, 230),
+    "yellow": (240, 210, 30),
+    "pink": (245, 90, 200),
+    "cyan": (40, 200, 220),
+}
+SHAPES = ("circle", "square", "triangle")
+PLACES = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+WORDS = ("apple", "bird", "cloud", "door", "fish", "goat", "hat", "ink", "jar", "king", "lamp")
+# share of each kind of sample
+MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A filled shape; centre and size in pixels; `move` is its path over a clip."""
+
+    kind: str
+    colour: str
+    x: float
+    y: float
+    size: float
+    move: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A canvas of grey level `background` with shapes; `frames` > 0 makes it a clip."""
+
+    width: int
+    height: int
+    background: int
+    shapes: tuple[Shape, ...]
+    frames: int = 0
+
+    def render(self, time: float = 0.0) -> Image.Image:
+        """RGB image; `time` runs from 0 to 1 over a clip."""
+        image = Image.new("RGB", (self.width, self.height), (self.background,) * 3)
+        draw = ImageDraw.Draw(image)
+        for s in self.shapes:
+            x, y, r = s.x + s.move[0] * time, s.y + s.move[1] * time, s.size / 2
+            if s.kind == "circle":
+                draw.ellipse((x - r, y - r, x + r, y + r), COLOURS[s.colour])
+            elif s.kind == "square":
+                draw.rectangle((x - r, y - r, x + r, y + r), COLOURS[s.colour])
+            else:
+                draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], COLOURS[s.colour])
+        return image
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One sample before rendering. `kind` names the form of question."""
+
+    kind: str
+    pictures: tuple[Picture, ...]
+    question: str
+    answer: str
+
+    @property
+    def turns(self) -> tuple[tuple[str, str], ...]:
+        tags = "".join("<video>" if p.frames else "<image>" for p in self.pictures)
+        return (
+            ("human", f"{tags}\n{self.question}" if tags else self.question),
+            ("gpt", self.answer),
+        )
+
+
+def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
+    """A random scene of the mixture; nothing is rendered."""
+    group = _pick(rng, list(MIXTURE), list(MIXTURE.values()))
+    forms: dict[str, list[Callable[[_Pen], Scene]]] = {
+        "picture": [_colour, _colour, _colour, _place, _kind, _count],
+        "pictures": [_more, _same, _which],
+        "clip": [_direction, _mover],
+        "text": [_sum, _first_word],
+    }
+    form = forms[group][rng.integers(len(forms[group]))]
+    return form(_Pen(rng, tile_px, limits))
+
+
+class _Pen:
+    """Draws the random parts of scenes from one generator."""
+
+    def __init__(self, rng: np.random.Generator, tile_px: int, limits: Limits) -> None:
+        self.rng, self.px, self.limits = rng, tile_px, limits
+
+    def size(self, most: int = 9) -> tuple[int, int]:
+        """(width, height) that AnyRes gives 1, 3, 4, ... `most` + 1 tiles, few tiles more often."""
+        tiles = [1, *range(2, min(most, self.limits.max_tiles) + 1)]
+        n = _pick(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
+        rows = _pick(self.rng, [r for r in tiles if n % r == 0])
+        width, height = (
+            side * self.px - self.rng.integers(self.px // 4 + 1) for side in (n // rows, rows)
+        )
+        return int(width), int(height)
+
+    def colour(self, *taken: str) -> str:
+        return _pick(self.rng, [c for c in COLOURS if c not in taken])
+
+    def kind(self, *taken: str) -> str:
+        return _pick(self.rng, [k for k in SHAPES if k not in taken])
+
+    def canvas(self, size: tuple[int, int], *shapes: Shape, frames: int = 0) -> Picture:
+        dark = self.rng.integers(10, 60) if self.rng.random() < 0.5 else self.rng.integers(200, 250)
+        return Picture(*size, int(dark), shapes, frames)
+
+    def one(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
+        """A picture of one large shape anywhere."""
+        d = float(self.rng.uniform(0.6, 0.9)) * min(size)
+        x, y = (float(self.rng.uniform(d / 2 + 1, side - d / 2 - 1)) for side in size)
+        return self.canvas(size, Shape(kind, colour, x, y, d))
+
+    def several(self, size: tuple[int, int], n: int) -> Picture:
+        """A picture of n <= 4 shapes of one colour and kind that do not touch."""
+        cell = min(size) / 2
+        cols, rows = int(size[0] / cell), int(size[1] / cell)
+        cells = self.rng.choice(cols * rows, n, replace=False)
+        colour, kind = self.colour(), self.kind()
+        d = float(self.rng.uniform(0.6, 0.8)) * cell
+        shapes = [
+            Shape(kind, colour, (c % cols + 0.5) * cell, (c // cols + 0.5) * cell, d)
+            for c in map(int, cells)
+        ]
+        return self.canvas(size, *shapes)
+
+    def length(self, least: int, most: int) -> int:
+        """A heavy-tailed whole number: density falls as n^-2 from `least`, cut at `most`."""
+        return int(min(most, least / (1.0 - self.rng.random())))
+
+
+def _colour(pen: _Pen) -> Scene:
+    colour = pen.colour()
+    picture = pen.one(pen.size(), colour, pen.kind())
+    return Scene("colour", (picture,), "What colour is it?", colour)
+
+
+def _kind(pen: _Pen) -> Scene:
+    kind = pen.kind()
+    picture = pen.one(pen.size(), pen.colour(), kind)
+    return Scene("kind", (picture,), "Which shape is it?", kind)
+
+
+def _count(pen: _Pen) -> Scene:
+    n = int(pen.rng.integers(1, 5))
+    return Scene("count", (pen.several(pen.size(), n),), "How many shapes?", str(n))
+
+
+def _place(pen: _Pen) -> Scene:
+    place = _pick(pen.rng, list(PLACES))
+    size = pen.size()
+    d = float(pen.rng.uniform(0.35, 0.48)) * min(size)
+    x, y = (f * side for f, side in zip(PLACES[place], size, strict=True))
+    shape = Shape(pen.kind(), pen.colour(), x, y, d)
+    return Scene("place", (pen.canvas(size, shape),), "Where is the shape?", place)
+
+
+def _more(pen: _Pen) -> Scene:
+    few, many = sorted(int(n) for n in pen.rng.choice(4, 2, replace=False) + 1)
+    first = pen.rng.random() < 0.5
+    pictures = tuple(pen.several(pen.size(4), n) for n in ((many, few) if first else (few, many)))
+    return Scene("more", pictures, "Which picture has more shapes?", "first" if first else "second")
+
+
+def _same(pen: _Pen) -> Scene:
+    colour = pen.colour()
+    same = pen.rng.random() < 0.5
+    other = colour if same else pen.colour(colour)
+    pictures = tuple(pen.one(pen.size(4), c, pen.kind()) for c in (colour, other))
+    return Scene("same", pictures, "Is the colour the same?", "yes" if same else "no")
+
+
+def _which(pen: _Pen) -> Scene:
+    n = pen.length(2, 8)
+    target, at = pen.colour(), int(pen.rng.integers(n))
+    pictures = tuple(
+        pen.one(pen.size(4), target if k == at else pen.colour(target), pen.kind())
+        for k in range(n)
+    )
+    return Scene("which", pictures, f"Which picture is {target}?", str(at + 1))
+
+
+def _direction(pen: _Pen) -> Scene:
+    way = _pick(pen.rng, list(MOVES))
+    px, (dx, dy) = pen.px, MOVES[way]
+    d, path = float(pen.rng.uniform(0.3, 0.45)) * px, 0.5 * px
+    across = float(pen.rng.uniform(-0.15, 0.15)) * px
+    x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
+    y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
+    shape = Shape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
+    clip = pen.canvas((px, px), shape, frames=_frames(pen))
+    return Scene("direction", (clip,), "Which way does it move?", way)
+
+
+def _mover(pen: _Pen) -> Scene:
+    mover = pen.kind()
+    still = pen.kind(mover)
+    px, d = pen.px, float(pen.rng.uniform(0.32, 0.42)) * pen.px
+    top, way = pen.rng.random() < 0.5, 1 if pen.rng.random() < 0.5 else -1
+    y_mover, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
+    path = 0.5 * px
+    shapes = (
+        Shape(mover, pen.colour(), px / 2 - way * path / 2, y_mover, d, (way * path, 0.0)),
+        Shape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
+    )
+    clip = pen.canvas((px, px), *shapes, frames=_frames(pen))
+    return Scene("mover", (clip,), "Which shape moves?", mover)
+
+
+def _frames(pen: _Pen) -> int:
+    return min(pen.length(4, 32), pen.limits.max_frames)
+
+
+def _sum(pen: _Pen) -> Scene:
+    a, b = (int(n) for n in pen.rng.integers(1, 5, 2))
+    return Scene("sum", (), f"{a}+{b}=?", str(a + b))
+
+
+def _first_word(pen: _Pen) -> Scene:
+    words = [_pick(pen.rng, WORDS) for _ in range(pen.length(4, 60))]
+    return Scene("first word", (), f"First word: {' '.join(words)}", words[0])
+
+
+def _pick(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float] = ()) -> T:
+    if not weights:
+        return items[int(rng.integers(len(items)))]
+    mark = rng.random() * sum(weights)
+    for item, weight in zip(items, weights, strict=True):
+        mark -= weight
+        if mark < 0:
+            return item
+    return items[-1]

@@ -1,0 +1,163 @@
+"""Order, resume, replacement of bad samples, and threads that end."""
+
+import logging
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from dflop_jax.data import Loader, Sample, VisionSpec
+from dflop_jax.records import SampleShape
+
+SPEC = VisionSpec(4, 1)
+
+
+class Numbers:
+    """Sample i: `tiles[i]` tiles and a text of `texts[i]` tokens i; the `broken` do not decode."""
+
+    name, spec = "numbers", SPEC
+
+    def __init__(self, n, broken=(), tiles=None, texts=None, error=ValueError):
+        self.tiles, self.texts = tiles or [1] * n, texts or [1] * n
+        self.broken, self.error = set(broken), error
+
+    def __len__(self):
+        return len(self.tiles)
+
+    def label(self, index):
+        return f"number {index}"
+
+    def shape(self, index):
+        tiles, text = self.tiles[index], self.texts[index]
+        return SampleShape(tiles, text, text + tiles)
+
+    def sample(self, index):
+        if index in self.broken:
+            raise self.error(f"number {index} is broken")
+        n, text = self.tiles[index], self.texts[index]
+        visual = np.append(np.arange(n), np.full(text, -1)).astype(np.int32)
+        tokens = np.full(n + text, index, np.int32)
+        return Sample(np.zeros((n, 4, 4, 3), np.uint8), tokens, visual, visual < 0)
+
+
+def numbers(samples):
+    return [int(s.tokens[-1]) for s in samples]
+
+
+@pytest.mark.parametrize("n, batch", [(1, 1), (1, 3), (10, 4), (12, 4), (7, 20)])
+def test_every_sample_once_an_epoch_in_a_new_order(n, batch):
+    loader = Loader(Numbers(n), global_batch=batch, seed=5)
+    flat = [i for step in range(-(-6 * n // batch)) for i in loader.indices(step)][: 6 * n]
+    epochs = [tuple(flat[e * n : (e + 1) * n]) for e in range(6)]
+    assert all(sorted(e) == list(range(n)) for e in epochs)
+    assert len(set(epochs)) > 1 or n == 1
+
+
+def test_order_follows_from_seed_and_step():
+    a, b, c = (Loader(Numbers(50), global_batch=8, seed=s) for s in (1, 1, 2))
+    steps = [9, 0, 4]
+    assert [a.indices(s) for s in steps] == [b.indices(s) for s in steps]
+    assert [a.indices(s) for s in steps] != [c.indices(s) for s in steps]
+    assert a.shapes(3) == [a.source.shape(i) for i in a.indices(3)]
+    assert numbers(a.samples(3)) == a.indices(3)
+
+
+@pytest.mark.parametrize("workers, prefetch", [(1, 1), (3, 2)])
+def test_batches_come_in_order_and_resume(workers, prefetch):
+    loader = Loader(Numbers(9), global_batch=4, seed=0, workers=workers, prefetch=prefetch)
+    with closing(loader.batches(2, lambda step, samples: (step, numbers(samples)))) as batches:
+        got = [next(batches) for _ in range(6)]
+    assert got == [(s, loader.indices(s)) for s in range(2, 8)]
+    assert loader.restore(loader.state(5)) == 5
+
+
+def test_restore_refuses_other_data():
+    state = Loader(Numbers(9), global_batch=4, seed=0).state(3)
+    for other in (
+        Loader(Numbers(8), global_batch=4, seed=0),
+        Loader(Numbers(9), global_batch=2, seed=0),
+        Loader(Numbers(9), global_batch=4, seed=1),
+    ):
+        with pytest.raises(ValueError, match="start a new run"):
+            other.restore(state)
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("dflop-")]
+
+
+def test_runs_no_further_ahead_than_prefetch_and_ends_its_threads(monkeypatch):
+    loader, begun = Loader(Numbers(9), global_batch=2, prefetch=3), []
+    indices = loader.indices
+    monkeypatch.setattr(loader, "indices", lambda step: begun.append(step) or indices(step))
+    batches = loader.batches(0, lambda step, _: step)
+    assert next(batches) == 0
+    assert begun == [0, 1, 2, 3]
+    assert threads()
+    assert next(batches) == 1
+    assert begun == [0, 1, 2, 3, 4]
+    batches.close()
+    assert not threads()
+
+
+def test_errors_of_prepare_and_unexpected_ones_reach_the_consumer():
+    def prepare(step, samples):
+        if step == 2:
+            raise RuntimeError("packing failed")
+        return step
+
+    batches = Loader(Numbers(9), global_batch=2).batches(0, prepare)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(RuntimeError, match="packing failed"):
+        next(batches)
+    assert not threads()
+    with pytest.raises(ZeroDivisionError):
+        next(Loader(Numbers(1, [0], error=ZeroDivisionError), global_batch=1).batches(0, prepare))
+    assert not threads()
+
+
+def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(caplog):
+    # after 0: 1 has more tiles, 2 more tokens, 3 is broken too, 4 serves; for 3: 4 has more tokens
+    source = Numbers(6, broken=[0, 3], tiles=[2, 3, 1, 2, 2, 1], texts=[5, 1, 9, 3, 5, 4])
+    loader = Loader(source, global_batch=6, max_bad_fraction=0.5)
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        for step in range(3):
+            wanted = [{0: 4, 3: 5}.get(i, i) for i in loader.indices(step)]
+            assert numbers(loader.samples(step)) == wanted
+    assert loader.bad == 2
+    assert sorted(r.getMessage().split(": ")[-1] for r in caplog.records) == [
+        "number 0 is broken",
+        "number 3 is broken",
+    ]
+    with closing(loader.batches(0, lambda _, samples: numbers(samples))) as batches:
+        assert next(batches) == numbers(loader.samples(0))
+
+
+def test_grey_when_nothing_else_fits():
+    source = Numbers(3, broken=[0], tiles=[0, 1, 1])
+    loader = Loader(source, global_batch=3, max_bad_fraction=0.5)
+    grey = loader.samples(0)[loader.indices(0).index(0)]
+    assert grey.shape == source.shape(0)
+    assert not grey.supervised.any()
+
+
+def test_too_many_bad_samples_stop_the_run():
+    loader = Loader(Numbers(100, broken=range(0, 100, 2)), global_batch=10, max_bad_fraction=0.1)
+    with pytest.raises(ValueError, match=r"numbers: 7 of \d+ .*max_bad_fraction=0.1"):
+        list(map(loader.samples, range(10)))
+    assert loader.bad == 7  # more than a tenth of 64
+
+
+def test_a_sample_unlike_its_shape_counts_as_bad():
+    source = Numbers(4)
+    source.shape = lambda i: SampleShape(1 if i else 2, 1, 2 if i else 3)
+    loader = Loader(source, global_batch=4, max_bad_fraction=0.5)
+    assert 0 not in numbers(loader.samples(0))
+    assert loader.bad == 1
+
+
+@pytest.mark.parametrize("bad", [{"global_batch": 0}, {"workers": 0}, {"prefetch": 0}])
+def test_settings_are_checked(bad):
+    with pytest.raises(ValueError, match="at least 1"):
+        Loader(Numbers(2), **{"global_batch": 1, **bad})

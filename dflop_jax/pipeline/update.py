@@ -1,0 +1,121 @@
+"""The end of a step: one reduction of the gradients over ranks, then the optimizer.
+
+Optimizer state is sharded over the data axis (ZeRO-1): the reduction scatters, the update runs on
+each rank's shard, and new parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import Array
+from dflop_jax.pipeline.segment import Segment
+
+Tree = Any
+
+
+def _spread(mesh: jax.sharding.Mesh, leaf: jax.ShapeDtypeStruct, spec: P) -> NamedSharding:
+    """`spec` with "data" on the first free dim that it divides."""
+    axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
+    for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
+        if axis is None and size % mesh.shape["data"] == 0 and size > 0:
+            axes[i] = "data"
+            break
+    return NamedSharding(mesh, P(*axes))
+
+
+class SegmentUpdate:
+    """Reduce and update programs of one segment's trainable parameters."""
+
+    def __init__(self, segment: Segment, tx: optax.GradientTransformation, clip_norm: float):
+        self.segment, self.tx, self.clip_norm = segment, tx, clip_norm
+        structs, specs = segment.param_structs(), segment.param_specs()
+        free = [p for p in segment.parts if p in segment.trainable]
+        self._params = {
+            p: jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(
+                    a.shape, a.dtype, sharding=NamedSharding(segment.mesh, s)
+                ),
+                structs[p],
+                specs[p],
+            )
+            for p in free
+        }
+        self._shard = {
+            p: jax.tree.map(partial(_spread, segment.mesh), structs[p], specs[p]) for p in free
+        }
+        self.state_structs = self._state_structs()
+
+    def _state_structs(self) -> Tree:
+        everywhere = self.segment.sharding()
+
+        def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return optax.tree_utils.tree_map_params(
+            self.tx,
+            sharded,
+            jax.eval_shape(self.tx.init, self._params),
+            self._shard,
+            transform_non_params=lambda leaf: sharded(leaf, everywhere),
+        )
+
+    def init_state(self, params: Tree) -> Tree:
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
+        free = {p: params[p] for p in self._params}
+        return jax.jit(self.tx.init, out_shardings=shardings)(free)
+
+    def lower_reduce(self) -> jax.stages.Lowered:
+        """(grads of ranks) -> (gradient shards, sum of squares, zeroed grads); input donated."""
+        grads = self.segment.grad_structs()
+
+        def reduce(grads: Tree) -> tuple[Tree, Array, Tree]:
+            total = jax.tree.map(
+                lambda g, s: jax.lax.with_sharding_constraint(jnp.sum(g, axis=0), s),
+                grads,
+                self._shard,
+            )
+            squares = jnp.float32(0)
+            for g in jax.tree.leaves(total):
+                squares += jnp.sum(jnp.square(g))
+            return total, squares, jax.tree.map(jnp.zeros_like, grads)
+
+        outs = (self._shard, self.segment.sharding(), jax.tree.map(lambda g: g.sharding, grads))
+        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads)
+
+    def lower_update(self, n_norms: int) -> jax.stages.Lowered:
+        """(params, state, gradient shards, sums of squares of all segments) ->
+        (params, state, global norm before clipping); params and state donated."""
+        shards = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+            self._params,
+            self._shard,
+        )
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
+
+        def update(
+            params: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
+        ) -> tuple[Tree, Tree, Array]:
+            norm = jnp.sqrt(jnp.stack(squares).sum())
+            if self.clip_norm > 0:
+                factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
+                grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
+            # optax relies on implicit promotion, which the user may have forbidden.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                updates, state = self.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, norm
+
+        outs = (
+            jax.tree.map(lambda a: a.sharding, self._params),
+            jax.tree.map(lambda a: a.sharding, self.state_structs),
+            self.segment.sharding(),
+        )
+        fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1))
+        return fn.lower(self._params, self.state_structs, shards, (scalar,) * n_norms)

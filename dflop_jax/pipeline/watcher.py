@@ -1,0 +1,94 @@
+"""Observes when dispatched tasks finish, without stopping the dispatch of others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import jax
+
+from dflop_jax.records import Event, Task
+
+
+class Watcher:
+    """One thread per resource that awaits its tasks' outputs in order and notes the times."""
+
+    def __init__(self, resources: set[int]):
+        self._queues: dict[int, queue.Queue[Any]] = {r: queue.Queue() for r in resources}
+        self._threads = [
+            threading.Thread(target=self._run, args=(q,), daemon=True, name=f"watcher-{r}")
+            for r, q in self._queues.items()
+        ]
+        for t in self._threads:
+            t.start()
+
+    @staticmethod
+    def _run(q: queue.Queue[Any]) -> None:
+        while (item := q.get()) is not None:
+            record, outputs = item
+            try:
+                jax.block_until_ready(outputs)
+            except Exception as e:  # handed over to whoever asks for the result
+                record.error = e
+            record.end_s = time.perf_counter()
+            record.done.set()
+
+    def watch(self, resource: int, task: Task, outputs: Any) -> Observation:
+        """Note the dispatch now and the end when `outputs` are ready (they must not be donated)."""
+        record = Observation(task, time.perf_counter())
+        self._queues[resource].put((record, outputs))
+        return record
+
+    def close(self) -> None:
+        for q in self._queues.values():
+            q.put(None)
+        for t in self._threads:
+            t.join(timeout=10)
+
+
+class Observation:
+    """Dispatch and end of one task, in `time.perf_counter` seconds."""
+
+    def __init__(self, task: Task, dispatched_s: float):
+        self.task, self.dispatched_s = task, dispatched_s
+        self.end_s = 0.0
+        self.error: Exception | None = None
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def to_events(
+    observations: list[Observation],
+    submesh_of: dict[str, str],
+    resource_of: dict[str, int],
+    waits_for: dict[Task, tuple[Task, ...]],
+    free_s: dict[int, float],
+) -> tuple[float, tuple[Event, ...]]:
+    """(start of the step, events relative to it), from observations in dispatch order.
+
+    A task starts when it was dispatched, its inputs were made and its resource was free,
+    whichever came last. `free_s` (resource -> last end, of the previous step) is brought up to
+    date in place.
+    """
+    ends = {o.task: o.end_s for o in observations}
+    spans: list[tuple[Task, float, float]] = []
+    for o in observations:
+        resource = resource_of[submesh_of[o.task.segment]]
+        start = max(
+            o.dispatched_s, free_s.get(resource, 0.0), *(ends[d] for d in waits_for[o.task]), 0.0
+        )
+        start = min(start, o.end_s)
+        spans.append((o.task, start, o.end_s))
+        free_s[resource] = o.end_s
+    origin = min((s for _, s, _ in spans), default=0.0)
+    events = tuple(
+        Event(submesh_of[t.segment], t.segment, t.group, t.direction, s - origin, e - origin)
+        for t, s, e in spans
+    )
+    return origin, events

@@ -1,0 +1,116 @@
+"""One step's loss and every gradient equal the plain computation, whatever the plan."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dflop_jax.pipeline.executor import Executor
+from models.llava import build
+
+from . import plain
+
+N = 12
+
+
+@functools.cache
+def model(tied: bool):
+    nano = build("nano")
+    decoder = dataclasses.replace(nano.size.decoder, tied=tied)
+    return dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
+
+
+@functools.cache
+def oracle(tied: bool):
+    """(samples, modules' parameters, loss, gradients) computed plainly."""
+    m = model(tied)
+    samples = plain.random_samples(m, N, 1)
+    plan = plain.plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1))
+    ex = Executor(m, plan, optax.sgd(1.0))
+    ex.init(0)
+    params = plain.join(plan, ex.params)
+    ex.close()
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: plain.plain_loss(m, p, samples)))(params)
+    return samples, params, float(loss), jax.tree.map(np.asarray, grads)
+
+
+def grads_of(m, plan, samples, schedule, **kwargs):
+    """(loss, gradients as the reduction gives them, parameters, result) of one step."""
+    ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
+    try:
+        ex.init(0)
+        params = plain.join(plan, ex.params)
+        ex.compile()
+        groups = plain.pack(m, plan, schedule, samples)
+        count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
+        captured: dict = {}
+        reduce_program = {n: ex._programs[n, "reduce"] for n in ex.trainable}
+        for n, program in reduce_program.items():
+
+            def spy(grads, n=n, program=program):
+                out = program(grads)
+                captured[n] = jax.tree.map(np.asarray, out[0])
+                return out
+
+            ex._programs[n, "reduce"] = spy
+        result = ex.run_step(0, groups, 1.0 / count).result()
+        return result.sums["loss_sum"] / count, plain.join(plan, captured), params, result
+    finally:
+        ex.close()
+
+
+def assert_trees_close(got, want, tolerance=1e-5):
+    """Per leaf, relative to its largest entry.
+
+    The vision key bias has no gradient in exact arithmetic (softmax ignores a shift), so both
+    sides hold rounding noise there: it only has to be negligible.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    largest = max(np.abs(w).max() for _, w in flat)
+    for (path, w), g in zip(flat, jax.tree.leaves(got), strict=True):
+        name = jax.tree_util.keystr(path)
+        if name == "['vision']['layers']['key']['bias']":
+            assert max(np.abs(w).max(), np.abs(g).max()) <= 1e-6 * largest
+        else:
+            assert np.abs(g - w).max() <= tolerance * np.abs(w).max(), name
+
+
+# name -> (vision (first, stage, data, model), llm, options)
+PLANS = {
+    "2+6, dp 2 and 3": ((0, 1, 2, 1), (2, 1, 3, 1), {}),
+    "2+6, tp 2 and dp 3 x tp 2": ((0, 1, 1, 2), (2, 1, 3, 2), {}),
+    "4+4, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
+    "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
+    "llm stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
+    "llm stage 2, dp 2, tp 2 on 8, shared": ((0, 1, 8, 1), (0, 2, 2, 2), {"group_size": 2}),
+    "llm stage 4": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 4}),
+    "vision stage 2": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 2}),
+    "llm as 4 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4}),
+    "llm as 2 segments of stage 2": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"llm_segments": 2, "group_size": 2},
+    ),
+    "same mesh": ((0, 1, 4, 2), (0, 1, 4, 2), {}),
+    "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {}),
+    "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
+    "gpipe": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2, "order": "gpipe"}),
+    "rows": ((0, 1, 2, 1), (2, 1, 2, 1), {"rows": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_step_equals_plain_computation(name):
+    vision, llm, options = PLANS[name]
+    tied = options.get("llm_segments", 1) == 1
+    m, (samples, params, want_loss, want) = model(tied), oracle(tied)
+    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    schedule = plain.random_schedule(plan, N, 2, seed=len(name), text_only=(0,))
+    loss, grads, start, _ = grads_of(m, plan, samples, schedule)
+    assert_trees_close(start, params, 1e-6)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_trees_close(grads, want)

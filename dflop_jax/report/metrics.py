@@ -1,0 +1,80 @@
+"""One row of numbers per training step, and the statistics that the reports share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Steps left out of every steady-state figure: they warm caches, queues and the solver up.
+WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
+
+    `loss` is per supervised token of the global batch. `tokens_per_s` counts LLM tokens of samples,
+    not padding. `busy_fraction` is per submesh, `padding_fraction` per module (share of executed
+    tiles or tokens that are padding). `compiles` counts programs compiled during this step.
+    `schedule_s` is the solver's time off the training path, `schedule_wait_s` what the step waited
+    for it; `makespan_s` and `lower_bound_s` are the schedule's. `n_bad` counts samples of this
+    batch that could not be decoded and were replaced.
+    """
+
+    step: int
+    loss: float
+    supervised_tokens: int
+    step_s: float
+    tokens_per_s: float = 0.0
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    busy_fraction: Mapping[str, float] = field(default_factory=dict)
+    padding_fraction: Mapping[str, float] = field(default_factory=dict)
+    compiles: int = 0
+    schedule_s: float = 0.0
+    schedule_wait_s: float = 0.0
+    makespan_s: float = 0.0
+    lower_bound_s: float = 0.0
+    n_bad: int = 0
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or not 0 <= self.step_s < math.inf:
+            raise ValueError(f"a step needs step >= 0 and a finite step_s >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the 10th and 90th percentile of a sample."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median, p10, p90 of the finite values; all nan when there is none."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return Spread(math.nan, math.nan, math.nan)
+    p10, median, p90 = np.percentile(finite, [10, 50, 90])
+    return Spread(float(median), float(p10), float(p90))
+
+
+def steady(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The rows after warm-up; all of them when the run was no longer than that."""
+    return rows[WARMUP_STEPS:] or rows
+
+
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """One field over the rows; nan where a row lacks it or holds null (a number not finite)."""
+    return [math.nan if row.get(name) is None else float(row[name]) for row in rows]
+
+
+def column_of(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[float]]:
+    """A field that is itself keyed (by submesh or module): one column per key, in first order."""
+    keys = dict.fromkeys(k for row in rows for k in row.get(name) or {})
+    return {k: column([row.get(name) or {} for row in rows], k) for k in keys}

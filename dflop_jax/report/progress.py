@@ -1,0 +1,84 @@
+"""Progress of a run on the terminal, or as plain lines where there is none (a CI log)."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.summary import number
+
+WINDOW = 20  # steps whose mean time predicts the rest
+
+
+class Progress:
+    """A bar with loss, tokens/s, busy fraction and time left.
+
+    Args:
+      total_steps: steps of the whole run.
+      start: steps done before (a resumed run).
+      every: steps between plain lines when the output is no terminal; 0 chooses about 20 lines.
+      console: where to write; default standard error, so that standard output stays for results.
+    """
+
+    def __init__(
+        self, total_steps: int, start: int = 0, *, every: int = 0, console: Console | None = None
+    ) -> None:
+        self._total, self._done = total_steps, start
+        self._every = every or max(1, total_steps // 20)
+        self._console = console or Console(stderr=True)
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        columns = (
+            rich_progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            rich_progress.BarColumn(bar_width=None),
+            rich_progress.TextColumn("{task.description}"),
+        )
+        self._bar = rich_progress.Progress(
+            *columns, console=self._console, expand=True, disable=not self._console.is_terminal
+        )
+        self._task = self._bar.add_task("", total=total_steps, completed=start)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, row: StepMetrics) -> None:
+        """Count one finished step and show its figures."""
+        self._done += 1
+        self._recent.append(row.step_s)
+        text = describe(row, self._left_s())
+        self._bar.update(self._task, completed=self._done, description=text)
+        last = self._done >= self._total
+        if not self._console.is_terminal and (self._done % self._every == 0 or last):
+            self.log(f"step {self._done}/{self._total}  {text}")
+
+    def log(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _left_s(self) -> float:
+        return sum(self._recent) / len(self._recent) * max(0, self._total - self._done)
+
+
+def describe(row: StepMetrics, left_s: float) -> str:
+    """One line of figures: loss, rate, busy share of each submesh, time left."""
+    busy = row.busy_fraction
+    parts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]
+    if len(busy) > 3:  # a line has no room for more
+        parts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
+    elif busy:
+        parts.append("busy " + " ".join(f"{name} {share:.0%}" for name, share in busy.items()))
+    return "  ".join([*parts, f"left {timedelta(seconds=round(left_s))}"])

@@ -1,0 +1,162 @@
+"""The run folder: one place that knows its file names, writes them and reads them back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
+
+import msgspec
+
+from dflop_jax.records import Plan, Profile, Trace, load, save
+from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.trace import read_trace, write_trace
+
+CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
+METRICS, TRACE = "metrics.jsonl", "trace.json"
+TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
+CHECKPOINTS = "checkpoints"
+_OUTPUTS = (METRICS, TRACE, TIMELINE, LOSS, SUMMARY)
+
+
+class RunFolder:
+    """Writes one run's files; process 0 makes it. Use as a context manager, or call `close`.
+
+    Args:
+      path: the folder, made with its parents.
+      existing: what to do with another run's metrics there: "error", "overwrite" (its outputs are
+        removed, its checkpoints stay) or "resume" (rows of steps before `start_step` are kept and
+        later ones, run after the last checkpoint, are dropped).
+      start_step: the first step that will be logged when resuming.
+
+    Raises:
+      ValueError: the folder holds metrics and `existing` is "error", or `path` is a file.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        existing: Literal["error", "overwrite", "resume"] = "error",
+        start_step: int = 0,
+    ) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path}: is a file; choose another --run_dir")
+        self.path.mkdir(parents=True, exist_ok=True)
+        metrics = self.path / METRICS
+        has_rows = metrics.exists() and metrics.stat().st_size > 0
+        if has_rows and existing == "error":
+            raise ValueError(
+                f"{self.path}: holds the metrics of another run; "
+                "choose another --run_dir, or resume or overwrite that run"
+            )
+        if existing == "overwrite":
+            for name in _OUTPUTS:
+                (self.path / name).unlink(missing_ok=True)
+        elif has_rows:
+            kept = [r for r in read_metrics(self.path, empty_ok=True) if r["step"] < start_step]
+            # Rewritten whole, then renamed: a kill in between loses no row.
+            fresh = metrics.with_suffix(".tmp")
+            fresh.write_bytes(b"".join(_line(r) for r in kept))
+            fresh.replace(metrics)
+        self._metrics: BinaryIO = metrics.open("ab")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def write_config(self, config: Any) -> None:
+        """The run's configuration, a dataclass, as plain JSON."""
+        text = msgspec.json.format(msgspec.json.encode(config), indent=1)
+        (self.path / CONFIG).write_bytes(text)
+
+    def write_profile(self, profile: Profile) -> None:
+        save(profile, self.path / PROFILE)
+
+    def write_plan(self, plan: Plan) -> None:
+        save(plan, self.path / PLAN)
+
+    def append(self, row: StepMetrics) -> None:
+        """Add one row to metrics.jsonl; it is on its way to disk when this returns."""
+        self._metrics.write(_line(msgspec.to_builtins(row)))
+        self._metrics.flush()
+
+    def write_trace(
+        self, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
+    ) -> None:
+        """trace.json; `buckets` names the bucket of each group of the traced schedule."""
+        write_trace(self.path / TRACE, traces, buckets)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # JSON has no nan or infinity: msgspec writes null, which `metrics.column` reads as nan.
+    return msgspec.json.encode(row) + b"\n"
+
+
+def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl (a folder or the file itself), in file order.
+
+    A last line that a kill cut short is ignored.
+
+    Raises:
+      ValueError: no such folder or file, no row in it (unless `empty_ok`), or a broken line,
+        named as file:line.
+    """
+    path = Path(folder)
+    if not path.exists():
+        raise ValueError(f"{path}: no such run folder; check the path, or train it first")
+    if path.is_dir():
+        path = path / METRICS
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; {path.parent} is not a run folder, train it first")
+    *lines, last = path.read_bytes().split(b"\n")
+    if _is_whole(last):
+        lines.append(last)
+    rows = [_row(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
+    if not rows and not empty_ok:
+        raise ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
+    return rows
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without newline is a row all the same: a cut object never parses."""
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError as e:
+        raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
+    step, step_s = row.get("step"), row.get("step_s")
+    whole = isinstance(step, int) and isinstance(step_s, int | float) and math.isfinite(step_s)
+    if not whole:
+        raise ValueError(f"{where}: a row needs step and step_s; remove the line")
+    return row
+
+
+def read_plan(folder: str | Path) -> Plan:
+    """The plan of a run; ValueError names the file when it is missing or broken."""
+    return load(Plan, Path(folder) / PLAN)
+
+
+def read_traces(folder: str | Path) -> list[Trace]:
+    """Traces of a run; empty when it wrote none (a run that was killed early)."""
+    path = Path(folder) / TRACE
+    return read_trace(path) if path.exists() else []

@@ -1,0 +1,215 @@
+"""What one run came to: figures from its folder, as records, a terminal table and summary.md.
+
+Steady figures (times, rates, fractions) are medians that leave the first `WARMUP_STEPS` steps out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dflop_jax.records import Plan, SubmeshPlan
+from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
+from dflop_jax.report.run_folder import (
+    LOSS,
+    SUMMARY,
+    TIMELINE,
+    TRACE,
+    read_metrics,
+    read_plan,
+    read_traces,
+)
+from dflop_jax.report.timeline import Panel, draw_losses, draw_timeline, segment_modules
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Figures of one run; nan where the run did not measure one.
+
+    `busy_predicted` is the planner's, `busy_measured` the run's, per submesh. `makespan_over_bound`
+    is the median over steps of the schedule's makespan over its lower bound.
+    """
+
+    name: str
+    folder: str
+    policy: str
+    n_steps: int
+    step_s: Spread
+    tokens_per_s: float
+    padding_fraction: dict[str, float]
+    busy_predicted: dict[str, float]
+    busy_measured: dict[str, float]
+    makespan_predicted_s: float
+    makespan_s: float
+    makespan_over_bound: float
+    compiles_after_warmup: int
+    schedule_s: float
+    schedule_wait_s: float
+    loss_first: float
+    loss_last: float
+    n_bad: int
+    submeshes: list[str]
+    buckets: list[str]
+
+
+def summarise(folder: str | Path) -> RunSummary:
+    """The figures of a run folder.
+
+    Raises:
+      ValueError: no such folder, no step in its metrics, or a broken or missing plan.
+    """
+    path = Path(folder)
+    rows = read_metrics(path)
+    plan, after = read_plan(path), steady(rows)
+
+    def median(name: str) -> float:
+        return spread(column(after, name)).median
+
+    def medians(name: str) -> dict[str, float]:
+        return {k: spread(v).median for k, v in column_of(after, name).items()}
+
+    pairs = zip(column(after, "makespan_s"), column(after, "lower_bound_s"))
+    losses = column(rows, "loss")
+    return RunSummary(
+        name=path.resolve().name,
+        folder=str(path),
+        policy=plan.policy,
+        n_steps=len(rows),
+        step_s=spread(column(after, "step_s")),
+        tokens_per_s=median("tokens_per_s"),
+        padding_fraction=medians("padding_fraction"),
+        busy_predicted=_predicted(plan, "busy_fraction."),
+        busy_measured=medians("busy_fraction"),
+        makespan_predicted_s=plan.predicted.get("makespan_s", math.nan),
+        makespan_s=median("makespan_s"),
+        makespan_over_bound=spread(m / b for m, b in pairs if b > 0).median,
+        # Not `after`: a short run keeps its warm-up rows there, and those may compile.
+        compiles_after_warmup=int(np.nansum(column(rows[WARMUP_STEPS:], "compiles"))),
+        schedule_s=median("schedule_s"),
+        schedule_wait_s=float(np.nansum(column(after, "schedule_wait_s"))),
+        loss_first=losses[0],
+        loss_last=losses[-1],
+        n_bad=int(np.nansum(column(rows, "n_bad"))),
+        submeshes=[_submesh(plan, m) for m in plan.submeshes],
+        buckets=[f"{b.tiles} tiles, {b.rows} x {b.tokens} tokens" for b in plan.buckets],
+    )
+
+
+def _predicted(plan: Plan, prefix: str) -> dict[str, float]:
+    return {k.removeprefix(prefix): v for k, v in plan.predicted.items() if k.startswith(prefix)}
+
+
+def _submesh(plan: Plan, m: SubmeshPlan) -> str:
+    held = [f"{s.module} {s.start}-{s.stop - 1}" for s in plan.segments if s.submesh == m.name]
+    return (
+        f"{m.name}: devices {m.first}-{m.devices.stop - 1} as stage {m.stage} x data {m.data} "
+        f"x model {m.model}, layers {', '.join(held) or 'none'}"
+    )
+
+
+def figures(s: RunSummary) -> list[tuple[str, str]]:
+    """(label, text) of a run's figures: the rows of its own table and of a comparison."""
+    ms = 1e3
+    t = s.step_s
+    rows = [
+        ("policy", s.policy),
+        ("steps", str(s.n_steps)),
+        ("step time, median", f"{number(t.median * ms)} ms"),
+        ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
+        ("LLM tokens / s", number(s.tokens_per_s)),
+    ]
+    rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
+    for name in dict.fromkeys([*s.busy_predicted, *s.busy_measured]):
+        both = (percent(d.get(name, math.nan)) for d in (s.busy_predicted, s.busy_measured))
+        rows.append((f"busy {name}, predicted / measured", " / ".join(both)))
+    return [
+        *rows,
+        ("makespan, planned", f"{number(s.makespan_predicted_s * ms)} ms"),
+        ("makespan, scheduled", f"{number(s.makespan_s * ms)} ms"),
+        ("makespan / lower bound", number(s.makespan_over_bound, digits=4)),
+        ("compiles after warm-up", str(s.compiles_after_warmup)),
+        ("schedule solved in", f"{number(s.schedule_s * ms)} ms"),
+        ("schedule waited for, total", f"{number(s.schedule_wait_s * ms)} ms"),
+        ("loss, first -> last step", f"{number(s.loss_first)} -> {number(s.loss_last)}"),
+        ("samples replaced", str(s.n_bad)),
+    ]
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure at `digits` significant digits, with thousands marked; "-" for nan."""
+    if math.isnan(value):
+        return "-"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".") if value else "0"
+
+
+def percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1%}"
+
+
+def summary_table(s: RunSummary) -> Group:
+    """What the terminal shows of one run: its figures, its plan and where its pictures are."""
+    table = Table(title=f"run {s.name}", title_justify="left", show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for label, text in figures(s):
+        table.add_row(escape(label), escape(text))
+    lines = [f"submesh {text}" for text in s.submeshes]
+    lines += [f"bucket {text} per data rank" for text in s.buckets]
+    found = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
+    lines += [str(path) for path in found if path.exists()]
+    return Group(table, *(Text(line) for line in lines))
+
+
+def markdown(s: RunSummary, pictures: list[str]) -> str:
+    """summary.md: figures, plan, pictures (file names beside it)."""
+    lines = [f"# Run {s.name}", "", "| figure | value |", "|---|---:|"]
+    lines += [f"| {label} | {text} |" for label, text in figures(s)]
+    note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
+    lines += ["", note, "", "## Plan", ""]
+    lines += [f"- submesh {text}" for text in s.submeshes]
+    lines += [f"- bucket {text} per data rank" for text in s.buckets]
+    lines += ["", "## Pictures", ""] if pictures else []
+    lines += [f"![{name}]({name})\n" for name in pictures]
+    if TIMELINE in pictures:
+        lines.append(f"Open `{TRACE}` at https://ui.perfetto.dev to look closer.")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_summary(folder: str | Path) -> RunSummary:
+    """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
+    path = Path(folder)
+    summary = summarise(path)
+    pictures = []
+    panels = trace_panels(path, summary.name)
+    if panels:
+        draw_timeline(panels, path / TIMELINE)
+        pictures.append(TIMELINE)
+    draw_losses({summary.name: loss_curve(path)}, path / LOSS)
+    (path / SUMMARY).write_text(markdown(summary, [*pictures, LOSS]), encoding="utf-8")
+    return summary
+
+
+def trace_panels(folder: Path, name: str) -> list[Panel]:
+    """Panels of a run's traces that hold an event, modules named from its plan."""
+    plan = read_plan(folder)
+    modules, submeshes = segment_modules(plan), [m.name for m in plan.submeshes]
+    return [
+        Panel(f"{name}, step {t.step}, {t.source}", t, modules, submeshes)
+        for t in read_traces(folder)
+        if t.makespan_s > 0
+    ]
+
+
+def loss_curve(folder: Path) -> tuple[list[float], list[float]]:
+    """(steps, losses) of a run."""
+    rows = read_metrics(folder)
+    return column(rows, "step"), column(rows, "loss")

@@ -1,0 +1,109 @@
+"""Traces as Chrome trace JSON, for https://ui.perfetto.dev, and back.
+
+One process per trace, one thread per submesh. Perfetto colours slices by name, so all forward
+tasks of a segment share one colour. Times are rounded to nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Event, Trace
+
+# Colour names of chrome://tracing, which ignores slice names.
+_COLOURS = {
+    FORWARD: "thread_state_running",
+    BACKWARD: "rail_response",
+    REDUCE: "grey",
+    UPDATE: "generic_work",
+}
+
+
+def to_chrome(traces: Sequence[Trace], buckets: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Chrome trace object of several traces; `buckets` names the bucket of each group."""
+    events: list[dict[str, Any]] = []
+    for pid, trace in enumerate(traces):
+        label = {"name": f"{trace.source}, step {trace.step}"}
+        events += [
+            {"ph": "M", "pid": pid, "name": "process_name", "args": label},
+            {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
+        ]
+        submeshes = list(dict.fromkeys(e.submesh for e in trace.events))
+        for tid, name in enumerate(submeshes):
+            thread: dict[str, Any] = {"ph": "M", "pid": pid, "tid": tid}
+            events.append(thread | {"name": "thread_name", "args": {"name": name}})
+            events.append(thread | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+        events += [_slice(pid, submeshes.index(e.submesh), e, buckets or {}) for e in trace.events]
+    heads = [{"step": t.step, "source": t.source} for t in traces]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
+
+
+def _slice(pid: int, tid: int, e: Event, buckets: Mapping[int, str]) -> dict[str, Any]:
+    start_ns, end_ns = round(e.start_s * 1e9), round(e.end_s * 1e9)
+    args: dict[str, Any] = {"segment": e.segment, "direction": e.direction, "group": e.group}
+    if e.group in buckets:
+        args["bucket"] = buckets[e.group]
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": f"{e.segment} {e.direction}",
+        "cat": e.direction,
+        "cname": _COLOURS.get(e.direction, "grey"),
+        "ts": start_ns / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
+        "args": args,
+    }
+
+
+def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
+    """The traces that `to_chrome` wrote; times come back to within a nanosecond.
+
+    Raises:
+      KeyError, TypeError: the object is not one of ours.
+    """
+    heads = obj["otherData"]["traces"]
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in obj["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    events: list[list[Event]] = [[] for _ in heads]
+    for e in obj["traceEvents"]:
+        if e["ph"] != "X":
+            continue
+        a = e["args"]
+        start_ns, end_ns = round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)
+        events[e["pid"]].append(
+            Event(
+                submesh=names[e["pid"], e["tid"]],
+                segment=a["segment"],
+                group=a["group"],
+                direction=a["direction"],
+                start_s=start_ns / 1e9,
+                end_s=end_ns / 1e9,
+            )
+        )
+    return [Trace(h["step"], h["source"], tuple(ev)) for h, ev in zip(heads, events, strict=True)]
+
+
+def write_trace(
+    path: str | Path, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
+) -> None:
+    """Write traces as one file that Perfetto opens."""
+    Path(path).write_bytes(msgspec.json.encode(to_chrome(traces, buckets)))
+
+
+def read_trace(path: str | Path) -> list[Trace]:
+    """The traces of a trace.json; ValueError when the file is missing or not one of ours."""
+    remedy = "train again, or delete it to report without a timeline"
+    try:
+        return from_chrome(msgspec.json.decode(Path(path).read_bytes()))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; {remedy}") from None
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError, ValueError) as e:
+        raise ValueError(f"{path}: not a trace of dflop_jax ({e!r}); {remedy}") from None

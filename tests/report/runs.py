@@ -1,0 +1,72 @@
+"""Hand-made records for the report tests: a 1F1B trace generator, a plan, rows of metrics."""
+
+from __future__ import annotations
+
+from dflop_jax.records import Bucket, Event, Plan, SegmentPlan, SubmeshPlan, Trace
+from dflop_jax.report.metrics import StepMetrics
+
+
+def one_f_one_b(stages: dict[str, tuple[float, float]], sizes: list[float], source: str) -> Trace:
+    """1F1B over a chain of submeshes: stage -> (forward_s, backward_s), times each group's size."""
+    names, n, m = list(stages), len(stages), len(sizes)
+    free = dict.fromkeys(names, 0.0)
+    done: dict[tuple[int, int, str], float] = {}
+    orders = []
+    for i in range(n):
+        warm = min(n - i, m)
+        order = [(g, "forward") for g in range(warm)]
+        for g in range(m):
+            order.append((g, "backward"))
+            if g + warm < m:
+                order.append((g + warm, "forward"))
+        orders.append(order)
+    events: list[Event] = []
+    while any(orders):
+        for i, name in enumerate(names):
+            if not orders[i]:
+                continue
+            g, way = orders[i][0]
+            before = (i - 1, g, way) if way == "forward" else (i + 1, g, way)
+            if 0 <= before[0] < n and before not in done:
+                continue
+            start = max(free[name], done.get(before, 0.0))
+            end = start + stages[name][way == "backward"] * sizes[g]
+            events.append(Event(name, name, g, way, start, end))
+            free[name] = done[i, g, way] = end
+            orders[i].pop(0)
+    for name in names:
+        for way in ("reduce", "update"):
+            end = free[name] + 0.1 * stages[name][0]
+            events.append(Event(name, name, -1, way, free[name], end))
+            free[name] = end
+    return Trace(5, source, tuple(events))
+
+
+def make_plan(policy: str = "dflop") -> Plan:
+    return Plan(
+        policy=policy,
+        submeshes=(SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 3, 2)),
+        segments=(
+            SegmentPlan("vision", "vision", 0, 4, "enc", True, True),
+            SegmentPlan("llm", "llm", 0, 6, "llm", True, True),
+        ),
+        buckets=(Bucket(8, 512), Bucket(16, 1024)),
+        predicted={"makespan_s": 0.4, "busy_fraction.enc": 0.7, "busy_fraction.llm": 0.9},
+    )
+
+
+def make_row(step: int, **changes) -> StepMetrics:
+    values = {
+        "step": step,
+        "loss": 5.0 / (1 + step),
+        "supervised_tokens": 100 + step,
+        "step_s": 0.5 + 0.01 * step,
+        "tokens_per_s": 2000.0,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "busy_fraction": {"enc": 0.6, "llm": 0.8},
+        "padding_fraction": {"vision": 0.1, "llm": 0.05},
+        "makespan_s": 0.42,
+        "lower_bound_s": 0.4,
+    }
+    return StepMetrics(**(values | changes))

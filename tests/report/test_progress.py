@@ -1,0 +1,62 @@
+"""Progress: plain lines in a log, a bar on a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dflop_jax.report.progress import Progress, describe
+from tests.report.runs import make_row
+
+
+def run(total: int, start: int = 0, terminal: bool = False, **options) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120)
+    with Progress(total, start, console=console, **options) as p:
+        for i in range(start, total):
+            p.update(make_row(i, step_s=2.0))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "total, start, every, steps",
+    [(0, 0, 0, []), (1, 0, 0, [1]), (10, 0, 4, [4, 8, 10]), (10, 6, 4, [8, 10]), (5, 5, 0, [])],
+)
+def test_a_log_gets_a_plain_line_now_and_then(total, start, every, steps):
+    lines = run(total, start, every=every).splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"step {s}/{total}" for s in steps]
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_a_long_run_logs_about_twenty_lines():
+    assert len(run(1000).splitlines()) == 20
+
+
+def test_a_line_says_how_training_goes():
+    assert run(10, every=4).splitlines()[0] == (
+        "step 4/10  loss 1.250  2,000 tok/s  busy enc 60% llm 80%  left 0:00:12"
+    )
+    many = {f"m{i}": i / 10 for i in range(5)}
+    assert "busy 0%-40%" in describe(make_row(0, busy_fraction=many), 0.0)
+    assert "busy" not in describe(make_row(0, busy_fraction={}), 0.0)
+
+
+def test_a_terminal_gets_a_bar():
+    text = run(3, terminal=True)
+    assert "━" in text
+    assert "3/3" in text
+    assert "step 3/3" not in text
+
+
+def test_an_error_inside_passes_through_and_leaves_the_terminal():
+    out = io.StringIO()
+
+    def fail() -> None:
+        with Progress(3, console=Console(file=out, force_terminal=True)) as p:
+            p.log("[not markup]")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert "[not markup]" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again

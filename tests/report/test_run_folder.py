@@ -1,0 +1,126 @@
+"""RunFolder: what is written comes back, kills lose nothing, other runs are not overwritten."""
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from dflop_jax.config import Config
+from dflop_jax.report.metrics import StepMetrics, column, column_of, spread, steady
+from dflop_jax.report.run_folder import RunFolder, read_metrics, read_plan, read_traces
+from tests.report.runs import make_plan, make_row
+
+# The names that design.md promises to readers of metrics.jsonl.
+DESIGN_FIELDS = {
+    *("step", "loss", "supervised_tokens", "step_s", "busy_fraction", "padding_fraction"),
+    *("compiles", "schedule_s", "schedule_wait_s", "makespan_s", "lower_bound_s"),
+}
+
+
+def test_everything_written_is_read_back(make_run):
+    path = make_run(n_steps=3)
+    rows = read_metrics(path)
+    assert [msgspec.convert(r, StepMetrics) for r in rows][1:] == [
+        make_row(i, step_s=0.5 + 0.01 * i) for i in (1, 2)
+    ]
+    assert set(rows[0]) >= DESIGN_FIELDS
+    assert read_plan(path) == make_plan()
+    assert [t.source for t in read_traces(path)] == ["measured", "simulated"]
+    assert msgspec.convert(json.loads((path / "config.json").read_text()), Config) == Config()
+
+
+def test_a_row_is_on_disk_before_the_run_ends(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.append(make_row(0))
+        assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.append(make_row(0, loss=math.nan))
+    assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
+    assert math.isnan(column(read_metrics(tmp_path), "loss")[0])
+
+
+def test_another_runs_metrics_are_kept_unless_asked(make_run):
+    path = make_run(n_steps=5)
+    with pytest.raises(ValueError, match=r"another run; choose another --run_dir"):
+        RunFolder(path)
+    assert len(read_metrics(path)) == 5
+    with RunFolder(path, existing="resume", start_step=3) as run:
+        run.append(make_row(3))
+    assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3]
+    (path / "checkpoints").mkdir()
+    with RunFolder(path, existing="overwrite") as run:
+        run.append(make_row(0))
+    assert [r["step"] for r in read_metrics(path)] == [0]
+    assert not (path / "trace.json").exists()
+    assert (path / "checkpoints").exists()
+
+
+def test_resuming_after_a_kill_drops_the_cut_line(make_run):
+    path = make_run(n_steps=2)
+    with (path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 2, "lo')
+    with RunFolder(path, existing="resume", start_step=2) as run:
+        run.append(make_row(2))
+    assert [r["step"] for r in read_metrics(path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_last_line_cut_anywhere_is_ignored(tmp_path, cut):
+    with RunFolder(tmp_path) as run:
+        run.append(make_row(0))
+        run.append(make_row(1))
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[: -cut - 1])
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0]
+
+
+def test_a_missing_final_newline_loses_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "step_s": 1.0}')
+    assert len(read_metrics(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", "", "null", '{"step": 1}', '{"step_s": 1.0}'])
+def test_another_broken_line_is_named(tmp_path, broken):
+    good = '{"step": 0, "step_s": 1.0}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{broken}\n{good}\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*remove the line") as e:
+        read_metrics(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_folders_that_are_no_runs_are_named_with_a_remedy(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").touch()
+    for name, text in [("none", "no such run"), ("empty", "not a run"), ("begun", "no step yet")]:
+        with pytest.raises(ValueError, match=text) as e:
+            read_metrics(tmp_path / name)
+        assert "train it" in str(e.value)
+        assert name in str(e.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        RunFolder(tmp_path / "file")
+
+
+def test_a_row_with_impossible_time_cannot_be_made():
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="step_s"):
+            make_row(0, step_s=bad)
+
+
+def test_statistics_against_closed_forms():
+    s = spread([float(i) for i in range(11)])
+    assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
+    assert spread([3.0]) == spread([3.0, math.nan, math.inf])
+    assert math.isnan(spread([]).median)
+    rows = [{"a": 1, "b": {"x": 1.0}}, {"a": None}, {"b": {"y": 2.0}}]
+    assert [str(v) for v in column(rows, "a")] == ["1.0", "nan", "nan"]
+    assert {k: [str(v) for v in c] for k, c in column_of(rows, "b").items()} == {
+        "x": ["1.0", "nan", "nan"],
+        "y": ["nan", "nan", "2.0"],
+    }
+    assert [len(steady(rows[:n])) for n in range(4)] == [0, 1, 2, 1]

@@ -1,0 +1,149 @@
+"""Summaries and comparisons: figures against hand-computed ones, and errors with remedies."""
+
+import io
+import json
+import math
+import statistics
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from dflop_jax.report.compare import compare, compare_json
+from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.summary import (
+    figures,
+    number,
+    percent,
+    summarise,
+    summary_table,
+    write_summary,
+)
+from tests.report.runs import make_plan, make_row
+
+
+def text_of(table) -> str:
+    out = io.StringIO()
+    Console(width=120, file=out).print(table)
+    return out.getvalue()
+
+
+def test_figures_leave_the_warm_up_out(make_run):
+    s = summarise(make_run(n_steps=12))
+    times = [0.5 + 0.01 * i for i in range(2, 12)]
+    assert s.step_s.median == pytest.approx(statistics.median(times))
+    assert s.step_s.p10 < s.step_s.median < s.step_s.p90
+    assert s.compiles_after_warmup == 0  # the 7 of step 0 are warm-up
+    assert s.makespan_over_bound == pytest.approx(0.42 / 0.4)
+    assert s.busy_predicted == {"enc": 0.7, "llm": 0.9}
+    assert s.busy_measured == {"enc": 0.6, "llm": 0.8}
+    assert s.padding_fraction == {"vision": 0.1, "llm": 0.05}
+    assert (s.loss_first, s.loss_last) == (5.0, 5.0 / 12)
+    assert (s.n_steps, s.policy, s.name) == (12, "dflop", "run")
+
+
+def test_counts_are_sums_and_a_late_compile_shows(tmp_path):
+    with RunFolder(tmp_path / "r") as run:
+        run.write_plan(make_plan())
+        for i in range(6):
+            run.append(make_row(i, compiles=int(i == 4), n_bad=1, schedule_wait_s=0.5))
+    s = summarise(tmp_path / "r")
+    assert (s.compiles_after_warmup, s.n_bad, s.schedule_wait_s) == (1, 6, 2.0)
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_short_runs_have_figures(make_run, n_steps):
+    path = make_run(n_steps=n_steps)
+    s = write_summary(path)
+    assert s.step_s.median > 0
+    assert s.compiles_after_warmup == 0
+    assert (path / "summary.md").exists()
+
+
+def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
+    with RunFolder(tmp_path / "r") as run:
+        run.write_plan(make_plan())
+        for i in range(4):
+            row = make_row(i, loss=math.nan, lower_bound_s=0.0, busy_fraction={})
+            run.append(row)
+    cells = dict(figures(summarise(tmp_path / "r")))
+    assert cells["makespan / lower bound"] == "-"
+    assert cells["loss, first -> last step"] == "- -> -"
+    assert cells["busy enc, predicted / measured"] == "70.0% / -"
+    assert compare_json([tmp_path / "r"])["runs"][0]["loss_last"] is None
+    write_summary(tmp_path / "r")
+    assert "timeline" not in (tmp_path / "r" / "summary.md").read_text()  # no trace, no picture
+
+
+def test_summary_page_and_table_hold_every_figure(make_run):
+    path = make_run()
+    s = write_summary(path)
+    page, table = (path / "summary.md").read_text(), text_of(summary_table(s))
+    for label, value in figures(s):
+        assert f"| {label} | {value} |" in page
+        assert label in table
+        assert value in table
+    assert "- submesh llm: devices 2-7 as stage 1 x data 3 x model 2, layers llm 0-5" in page
+    assert "- bucket 16 tiles, 1 x 1024 tokens per data rank" in page
+    assert "bucket 16 tiles" in table
+    for name in ("timeline.png", "loss.png"):
+        assert str(path / name) in table.replace("\n", "")
+        assert f"![{name}]({name})" in page
+        with Image.open(path / name) as image:
+            assert image.size[0] == 1400
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.0, "0"), (1.0, "1.00"), (123.4, "123"), (0.01234, "0.0123"), (98765.4, "98,765")],
+)
+def test_numbers_read_well(value, text):
+    assert number(value) == text
+    assert number(math.nan) == percent(math.nan) == "-"
+
+
+def test_comparison_is_relative_to_the_first(make_run, tmp_path):
+    runs = [make_run("blind", slow=2.0, policy="blind"), make_run("dflop", n_steps=8)]
+    out = tmp_path / "pictures" / "compare.png"
+    text = text_of(compare(runs, out))
+    blind, dflop = compare_json(runs)["runs"]
+    assert (blind["name"], dflop["name"]) == ("blind", "dflop")
+    assert blind["speedup"] == 1.0
+    ratio = summarise(runs[0]).step_s.median / summarise(runs[1]).step_s.median
+    assert dflop["speedup"] == pytest.approx(ratio)
+    assert f"{number(ratio)} x" in text
+    assert text.index("blind") < text.index("dflop")
+    json.dumps(compare_json(runs), allow_nan=False)
+    with Image.open(out) as image:
+        assert image.size[0] == 1400
+
+
+def test_runs_of_one_name_are_told_apart(make_run, tmp_path):
+    runs = [make_run("a/run"), make_run("b/run")]
+    assert [r["name"] for r in compare_json(runs)["runs"]] == [str(r) for r in runs]
+    assert len(compare_json([runs[0], runs[0]])["runs"]) == 1
+
+
+def test_runs_with_other_rows_and_no_trace_compare(make_run, tmp_path):
+    with RunFolder(tmp_path / "other") as run:
+        run.write_plan(make_plan())
+        run.append(make_row(0, padding_fraction={"vision": 0.1, "audio": 0.2, "llm": 0.3}))
+    text = text_of(compare([make_run(), tmp_path / "other"], tmp_path / "c.png"))
+    order = [text.index(f"padding, {m}") for m in ("vision", "audio", "llm")]
+    assert order == sorted(order)
+    compare([tmp_path / "other"], tmp_path / "c.png")  # losses alone
+
+
+def test_folders_that_are_no_runs_are_refused(make_run, tmp_path):
+    good = make_run()
+    (tmp_path / "empty").mkdir()
+    for bad in ("missing", "empty"):
+        with pytest.raises(ValueError, match=f"{bad}.*train it") as e:
+            compare([good, tmp_path / bad], tmp_path / "c.png")
+        assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="name at least one"):
+        compare_json([])
+    (good / "plan.json").unlink()
+    with pytest.raises(ValueError, match=r"plan\.json: no such file"):
+        summarise(good)
+    assert not (tmp_path / "c.png").exists()

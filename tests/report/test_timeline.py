@@ -1,0 +1,120 @@
+"""Timelines: sizes, and colours read back from the pixels at known times."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from dflop_jax.records import Event, Trace
+from dflop_jax.report import timeline as tl
+from tests.report.runs import make_plan, one_f_one_b
+
+
+def pixels(path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def rgb(colour: str) -> np.ndarray:
+    return np.round(np.array(to_rgb(colour)) * 255).astype(int)
+
+
+def share(picture: np.ndarray, colour: str) -> float:
+    """Share of pixels that have a colour."""
+    return float((np.abs(picture - rgb(colour)).max(-1) <= 2).mean())
+
+
+def row_band(trace_rows: int, row: int, height_px: int, foot_px: float) -> int:
+    """Pixel row through the bars of a submesh, above its number."""
+    from_bottom = foot_px + (trace_rows - row - 0.5 + 0.3) * tl.ROW_IN * tl.DPI
+    return round(height_px - from_bottom)
+
+
+def test_bars_stand_at_their_times_in_their_colours(tmp_path):
+    events = (
+        Event("enc", "vision", 0, "forward", 0.0, 0.25),
+        Event("llm", "llm", 0, "forward", 0.25, 0.5),
+        Event("llm", "llm", 0, "backward", 0.5, 1.0),
+    )
+    panel = tl.Panel("one", Trace(0, "measured", events), {}, ("spare",))
+    tl.draw_timeline([panel], tmp_path / "t.png")
+    image = pixels(tmp_path / "t.png")
+    assert image.shape[1] == tl.WIDTH_PX
+    foot = tl._foot_height([panel]) * tl.DPI
+
+    def at(row: int, time: float) -> np.ndarray:
+        x = tl.LEFT_IN * tl.DPI + time * (tl.WIDTH_PX - (tl.LEFT_IN + tl.RIGHT_IN) * tl.DPI)
+        return image[row_band(3, row, image.shape[0], foot), round(x)]
+
+    vision, llm = tl.MODULE_COLOURS["vision"], tl.MODULE_COLOURS["llm"]
+    for row, time, colour in [
+        (0, 0.13, vision[0]),
+        (0, 0.45, tl.IDLE),
+        (0, 0.95, tl.IDLE),
+        (1, 0.13, tl.IDLE),
+        (1, 0.33, llm[0]),
+        (1, 0.77, llm[1]),
+        (2, 0.47, tl.IDLE),
+    ]:
+        assert np.abs(at(row, time) - rgb(colour)).max() <= 2, (row, time)
+
+
+def test_traces_share_one_time_axis(tmp_path):
+    """A trace twice as slow is drawn twice as long beside the other."""
+    fast = Trace(0, "a", (Event("m", "llm", 0, "backward", 0.0, 1.0),))
+    slow = Trace(0, "b", (Event("m", "vision", 0, "backward", 0.0, 2.0),))
+    tl.draw_timeline([tl.Panel("fast", fast), tl.Panel("slow", slow)], tmp_path / "t.png")
+    image = pixels(tmp_path / "t.png")[:, int(tl.LEFT_IN * tl.DPI) :]
+    widths = []
+    for module in ("llm", "vision"):
+        hit = np.abs(image - rgb(tl.MODULE_COLOURS[module][1])).max(-1) <= 2
+        widths.append(hit.sum(1).max())
+    assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
+
+
+def test_rows_follow_the_flow_and_modules_the_plan():
+    trace = one_f_one_b({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
+    assert tl._rows(tl.Panel("x", trace)) == ["zeta", "alpha"]
+    assert tl._rows(tl.Panel("x", trace, {}, ("idle", "alpha"))) == ["zeta", "alpha", "idle"]
+    plan = tl.segment_modules(make_plan())
+    assert plan == {"vision": "vision", "llm": "llm"}
+    assert tl._module("part7", {"part7": "llm"}) == "llm"
+    assert tl._module("llm.3", {}) == "llm"
+    assert tl._module("foreign", {}) == "foreign"
+
+
+def test_the_legend_names_what_is_drawn_and_nothing_else():
+    trace = one_f_one_b({"enc": (1.0, 1.0), "llm": (1.0, 1.0)}, [1.0, 1.0], "x")
+    panel = tl.Panel("x", trace, {"enc": "vision"})
+    assert list(tl._legend_entries([panel])) == [
+        "vision forward",
+        "vision backward",
+        "llm forward",
+        "llm backward",
+        "reduce",
+        "update",
+        "idle",
+    ]
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    for panels in ([], [tl.Panel("empty", Trace(0, "x", ()))]):
+        with pytest.raises(ValueError, match="no trace with events"):
+            tl.draw_timeline(panels, tmp_path / "t.png")
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 1e-2, 900.0])
+@pytest.mark.parametrize("groups", [1, 120])
+def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
+    stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
+    tl.draw_timeline([tl.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], tmp_path / "t.png")
+    assert share(pixels(tmp_path / "t.png"), tl.IDLE) > 0.01
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_loss_curves_of_any_length(tmp_path, n):
+    curve = ([float(i) for i in range(n)], [float("nan")] * (n // 2) + [1.0] * (n - n // 2))
+    tl.draw_losses({"run": curve}, tmp_path / "l.png")
+    drawn = share(pixels(tmp_path / "l.png"), tl.LINE_COLOURS[0])
+    assert drawn > 0  # the legend at least
+    tl.draw_comparison([], {"run": curve, "other": curve}, tmp_path / "c.png")
+    assert share(pixels(tmp_path / "c.png"), tl.LINE_COLOURS[1]) > 0

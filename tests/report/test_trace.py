@@ -1,0 +1,81 @@
+"""Chrome traces: every event comes back, and the file has what Perfetto needs."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from dflop_jax.records import Event, Trace
+from dflop_jax.report.trace import read_trace, to_chrome, write_trace
+from tests.report.runs import one_f_one_b
+
+TRACE = one_f_one_b({"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3, 2.0], "measured")
+
+
+def assert_close(a: Trace, b: Trace) -> None:
+    assert (a.step, a.source, len(a.events)) == (b.step, b.source, len(b.events))
+    for x, y in zip(a.events, b.events, strict=True):
+        assert (x.submesh, x.segment, x.group, x.direction) == (
+            y.submesh,
+            y.segment,
+            y.group,
+            y.direction,
+        )
+        assert abs(x.start_s - y.start_s) <= 1e-9
+        assert abs(x.end_s - y.end_s) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        [],
+        [Trace(0, "simulated", ())],
+        [TRACE],
+        [TRACE, Trace(7, "simulated", (Event("a", "b", 0, "forward", 1e-7, 3600.0),))],
+    ],
+)
+def test_traces_come_back(tmp_path, traces):
+    write_trace(tmp_path / "trace.json", traces, {0: "8x1x512"})
+    back = read_trace(tmp_path / "trace.json")
+    assert len(back) == len(traces)
+    for a, b in zip(traces, back, strict=True):
+        assert_close(a, b)
+
+
+def test_the_file_is_what_perfetto_reads(tmp_path):
+    write_trace(tmp_path / "trace.json", [TRACE, TRACE], {0: "8x1x512", 1: "4x1x256"})
+    obj = json.loads((tmp_path / "trace.json").read_text())
+    events = obj["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 2 * len(TRACE.events)
+    assert {e["pid"] for e in slices} == {0, 1}
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {"enc", "llm"}
+    first = slices[0]
+    assert first["args"] == {
+        "segment": "enc",
+        "direction": "forward",
+        "group": 0,
+        "bucket": "8x1x512",
+    }
+    assert first["dur"] == pytest.approx(12300)  # microseconds
+    assert "bucket" not in next(e for e in slices if e["args"]["group"] == 2)["args"]
+
+
+def test_neighbouring_slices_do_not_overlap_after_rounding():
+    """Perfetto misdraws slices of a thread that overlap: rounding must not make them."""
+    ends = [0.1 * i / 3 for i in range(200)]
+    events = [Event("a", "a", i, "forward", s, e) for i, (s, e) in enumerate(pairwise(ends))]
+    slices = [e for e in to_chrome([Trace(0, "s", tuple(events))])["traceEvents"] if e["ph"] == "X"]
+    for a, b in pairwise(slices):
+        assert round((a["ts"] + a["dur"]) * 1e3) == round(b["ts"] * 1e3)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"traceEvents": [], "otherData": {}}'])
+def test_another_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match=r"trace\.json: not a trace.*train again") as e:
+        read_trace(tmp_path / "trace.json")
+    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="no such file"):
+        read_trace(tmp_path / "none.json")

@@ -28,7 +28,8 @@ Batch = Mapping[str, Array]
 
 
 class Module(Protocol):
-    """One module of the model (an encoder with its connector, or the LLM)."""
+    """One module of the model (an encoder with its connector, or the LLM); hashable, such as a
+    frozen dataclass."""
 
     @property
     def n_layers(self) -> int: ...

@@ -126,9 +126,9 @@ def order_tasks(
 ) -> tuple[Task, ...]:
     """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
 
-    List scheduling with `seconds` per task: a free resource takes the ready backward task of the
-    lowest group, else the ready forward task of the deepest segment whose in-flight limit allows
-    it ("1f1b"), or forwards first without limit ("gpipe"). Ties break by (group, segment).
+    List scheduling with `seconds` per task: a free resource takes the ready forward task of the
+    deepest segment whose in-flight limit allows it ("1f1b"; "gpipe" has no limit), else the ready
+    backward task of the lowest group. Ties break by (group, segment).
     """
     of = resources(plan)
     where = {s.name: of[s.submesh] for s in plan.segments}
@@ -145,20 +145,22 @@ def order_tasks(
         if n == 0:
             ready[where[t.segment]].append(t)
     in_flight = dict.fromkeys(depth, 0)
-    backward_first = plan.order != "gpipe"
+    gpipe = plan.order == "gpipe"
 
     def urgency(t: Task) -> tuple[int, int, int]:
-        rank = {FORWARD: 1, REDUCE: 3, UPDATE: 4}
         if t.direction == BACKWARD:
-            return (0 if backward_first else 2, t.group, -depth[t.segment])
-        return (rank[t.direction], -depth[t.segment], t.group)
+            return (1, t.group, -depth[t.segment])
+        # A forward below its limit feeds the stages after it: it goes first, and the limit then
+        # makes the two alternate. Without a backward nothing limits it, so it only fills gaps.
+        early = 0 if gpipe or t.segment in runs_back else 2
+        return ({FORWARD: early, REDUCE: 3, UPDATE: 4}[t.direction], -depth[t.segment], t.group)
 
     def pick(resource: int) -> Task | None:
         allowed = [
             t
             for t in ready[resource]
             if t.direction != FORWARD
-            or not backward_first
+            or gpipe
             or t.segment not in runs_back
             or in_flight[t.segment] < limit[t.segment]
         ]

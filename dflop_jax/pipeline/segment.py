@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import MODEL_SHARDED, Array, Module, MultimodalModel, Params
 from dflop_jax.pipeline import spmd_loop
+from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.order import upstream, with_backward
 from dflop_jax.records import BACKWARD, FORWARD, Bucket, ModuleShape, Plan, SegmentPlan
 
@@ -81,21 +82,36 @@ class Segment:
     # ---- parameters ----
 
     def init(self, key: Array) -> Params:
-        """Host-side initial parameters; layer i of a module has the same value in any plan."""
-        out: Params = {}
+        """Initial parameters on the submesh; layer i of a module has the same in any plan."""
+        specs, out = self.param_specs(), {}
         for part in self.parts:
-            # Keys depend on the module's place in the model, never on the plan.
+            # Keys depend on the part's place in the model, never on the plan.
             part_key = jax.random.fold_in(key, spmd_loop.PARTS.index(part))
             if part == "layers":
                 keys = jax.random.split(part_key, self.module.n_layers)
-                mine = keys[self.plan.start : self.plan.stop]
-                out[part] = jax.vmap(partial(self.module.init, "layers"))(mine)
+                each = [
+                    jax.tree.map(np.asarray, _init(self.module, part, keys[i]))
+                    for i in range(self.plan.start, self.plan.stop)
+                ]
+                tree = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
             else:
-                out[part] = self.module.init(part, part_key)
+                tree = jax.tree.map(np.asarray, _init(self.module, part, part_key))
+            out[part] = jax.tree.map(
+                lambda a, spec: place(a, self.sharding(*spec)), tree, specs[part]
+            )
         return out
 
     def param_structs(self) -> Params:
-        return jax.eval_shape(self.init, jax.random.key(0))
+        """Shapes and dtypes of the segment's parameters, layers stacked."""
+
+        def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.plan.n_layers, *leaf.shape), leaf.dtype)
+
+        structs = {p: self._part_struct(p) for p in self.parts}
+        return {**structs, "layers": jax.tree.map(stacked, structs["layers"])}
+
+    def _part_struct(self, part: str) -> Params:
+        return jax.eval_shape(partial(self.module.init, part), jax.random.key(0))
 
     def _specs(self, lead_layers: tuple[Any, ...], lead_ends: tuple[Any, ...]) -> Params:
         def spec(lead: tuple[Any, ...], axes: tuple[str | None, ...]) -> P:
@@ -164,12 +180,11 @@ class Segment:
 
     def hidden_struct(self, shape: ModuleShape) -> jax.ShapeDtypeStruct:
         """Hidden states between layers, on one data rank."""
-        entry = jax.eval_shape(partial(self.module.init, "entry"), jax.random.key(0))
         fields = {
             n: self.module.field_spec(n, shape.items, shape.tokens)
             for n in self.module.inputs["entry"]
         }
-        return jax.eval_shape(self.module.entry, entry, fields)
+        return jax.eval_shape(self.module.entry, self._part_struct("entry"), fields)
 
     def x_structs(self, shape: ModuleShape) -> dict[str, jax.ShapeDtypeStruct]:
         """What the segment receives: nothing, {"visual": ...} or {"hidden": ...}."""
@@ -184,7 +199,8 @@ class Segment:
         """What the segment sends: hidden states, features, or the LLM's dict of sums."""
         hidden = self.hidden_struct(shape)
         if not self.plan.last:
-            return self._global(hidden, "stage", "data")
+            # As the next segment takes it, so that the transfer is a copy of equal pieces.
+            return self._global(hidden, None, "data")
         out = self._exit_struct(shape)
         if isinstance(out, dict):
             each = jax.ShapeDtypeStruct(
@@ -196,18 +212,13 @@ class Segment:
         return self._global(out, "stage", "data")
 
     def _exit_struct(self, shape: ModuleShape) -> Tree:
-        ends = {
-            p: jax.eval_shape(partial(self.module.init, p), jax.random.key(0))
-            for p in ("entry", "exit")
-        }
         fields = {
             n: self.module.field_spec(n, shape.items, shape.tokens)
             for n in self.module.inputs["exit"]
         }
-        entry = ends["entry"] if self.module.tied else None
-        return jax.eval_shape(
-            self.module.exit, ends["exit"], self.hidden_struct(shape), fields, entry
-        )
+        entry = self._part_struct("entry") if self.module.tied else None
+        hidden = self.hidden_struct(shape)
+        return jax.eval_shape(self.module.exit, self._part_struct("exit"), hidden, fields, entry)
 
     # ---- programs ----
 
@@ -252,21 +263,34 @@ class Segment:
     def lower(self, shape: ModuleShape, direction: str) -> jax.stages.Lowered:
         """Program of a direction at a per-rank shape, ready to be compiled; it maps
         `argument_structs` to `output_structs`, and backward donates the gradients."""
+        loop = self.loop(shape)
         args = self.argument_structs(shape, direction)
         outs = self.output_structs(shape, direction)
+        in_specs, out_specs = jax.tree.map(_manual, args), jax.tree.map(_manual, outs)
+        # Inside, each stage holds its share of the outputs' microbatches.
+        shared = P("stage", "data")
         body: Any = spmd_loop.forward_program
-        if direction == BACKWARD:
+        if direction == FORWARD:
+            out_specs = jax.tree.map(lambda _: shared, outs)
+        else:
             body = spmd_loop.backward_program
+            in_specs = (*in_specs[:3], in_specs[3] if loop.is_llm_end else shared, in_specs[4])
         mapped: Any = jax.shard_map(
-            partial(body, self.loop(shape)),
+            partial(body, loop),
             mesh=self.mesh,
-            in_specs=jax.tree.map(_manual, args),
-            out_specs=jax.tree.map(_manual, outs),
+            in_specs=in_specs,
+            out_specs=out_specs,
             axis_names={"stage", "data"},
         )
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         donate = (4,) if direction == BACKWARD else ()
         return jax.jit(mapped, out_shardings=shardings, donate_argnums=donate).lower(*args)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _init(module: Module, part: str, key: Array) -> Params:
+    # Compiled once per module and part, however many segments and plans there are.
+    return module.init(part, key)
 
 
 def _manual(struct: jax.ShapeDtypeStruct) -> P:

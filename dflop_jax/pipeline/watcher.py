@@ -35,9 +35,9 @@ class Watcher:
             record.end_s = time.perf_counter()
             record.done.set()
 
-    def watch(self, resource: int, task: Task, outputs: Any) -> Observation:
-        """Note the dispatch now and the end when `outputs` are ready (they must not be donated)."""
-        record = Observation(task, time.perf_counter())
+    def watch(self, resource: int, task: Task, dispatched_s: float, outputs: Any) -> Observation:
+        """Note when `outputs` are ready (they must not be donated onwards)."""
+        record = Observation(task, dispatched_s)
         self._queues[resource].put((record, outputs))
         return record
 

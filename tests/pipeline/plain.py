@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.pipeline.executor import GroupArrays
+from dflop_jax.pipeline.step import GroupArrays
 from dflop_jax.records import Bucket, Microbatch, Plan, Schedule, SegmentPlan, SubmeshPlan
 
 

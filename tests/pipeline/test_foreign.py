@@ -137,7 +137,7 @@ def test_foreign_modules_train(stages):
     try:
         ex.init(0)
         ex.compile()
-        before = plain.join(plan, ex.params)
+        before = plain.join(plan, ex.state.params)
         losses = [
             ex.run_step(i, groups, 1 / count).result().sums["loss_sum"] / count for i in range(12)
         ]
@@ -146,5 +146,7 @@ def test_foreign_modules_train(stages):
     params = jax.tree.map(jnp.asarray, before)
     assert losses[0] == pytest.approx(float(plain.plain_loss(model, params, samples)), rel=1e-5)
     assert losses[-1] < 0.7 * losses[0]
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, plain.join(plan, ex.params))
+    moved = jax.tree.map(
+        lambda a, b: np.abs(a - b).max(), before, plain.join(plan, ex.state.params)
+    )
     assert min(jax.tree.leaves(moved)) > 0  # every parameter of both modules learned

@@ -31,7 +31,7 @@ def oracle(tied: bool):
     plan = plain.plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
-    params = plain.join(plan, ex.params)
+    params = plain.join(plan, ex.state.params)
     ex.close()
     loss, grads = jax.jit(jax.value_and_grad(lambda p: plain.plain_loss(m, p, samples)))(params)
     return samples, params, float(loss), jax.tree.map(np.asarray, grads)
@@ -42,12 +42,12 @@ def grads_of(m, plan, samples, schedule, **kwargs):
     ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
     try:
         ex.init(0)
-        params = plain.join(plan, ex.params)
+        params = plain.join(plan, ex.state.params)
         ex.compile()
         groups = plain.pack(m, plan, schedule, samples)
         count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
         captured: dict = {}
-        reduce_program = {n: ex._programs[n, "reduce"] for n in ex.trainable}
+        reduce_program = {n: ex.programs._compiled[n, "reduce"] for n in ex.trainable}
         for n, program in reduce_program.items():
 
             def spy(grads, n=n, program=program):
@@ -55,7 +55,7 @@ def grads_of(m, plan, samples, schedule, **kwargs):
                 captured[n] = jax.tree.map(np.asarray, out[0])
                 return out
 
-            ex._programs[n, "reduce"] = spy
+            ex.programs._compiled[n, "reduce"] = spy
         result = ex.run_step(0, groups, 1.0 / count).result()
         return result.sums["loss_sum"] / count, plain.join(plan, captured), params, result
     finally:
@@ -70,7 +70,7 @@ def assert_trees_close(got, want, tolerance=1e-5):
     """
     flat = jax.tree_util.tree_leaves_with_path(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    largest = max(np.abs(w).max() for _, w in flat)
+    largest = max((np.abs(w).max() for _, w in flat), default=0)
     for (path, w), g in zip(flat, jax.tree.leaves(got), strict=True):
         name = jax.tree_util.keystr(path)
         if name == "['vision']['layers']['key']['bias']":
@@ -114,3 +114,71 @@ def test_step_equals_plain_computation(name):
     assert_trees_close(start, params, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
+
+
+@pytest.mark.parametrize("name", ["2+6, tp 2 and dp 3 x tp 2", "llm stage 2"])
+def test_bfloat16_step_is_close(name):
+    vision, llm, options = PLANS[name]
+    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    half = dataclasses.replace(m, dtype=jax.numpy.dtype("bfloat16"))
+    plan = plain.plan_of(half, vision, llm, bucket=(36, 240), **options)
+    schedule = plain.random_schedule(plan, N, 2, seed=3, text_only=(0,))
+    loss, grads, _, _ = grads_of(half, plan, samples, schedule)
+    assert loss == pytest.approx(want_loss, rel=1e-2)
+    for got, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        assert got.dtype == np.float32  # accumulated in float32
+        if np.abs(exact).max() > 1e-3:
+            assert np.abs(got - exact).max() < 0.1 * np.abs(exact).max()
+
+
+FROZEN = {
+    ("vision",): {"vision": {"exit"}, "llm": {"entry", "layers", "exit"}},
+    ("vision", "llm"): {"vision": {"exit"}, "llm": set()},
+    ("llm",): {"vision": {"entry", "layers", "exit"}, "llm": set()},
+    ("vision", "connector"): {"vision": set(), "llm": {"entry", "layers", "exit"}},
+}
+
+
+@pytest.mark.parametrize("freeze", FROZEN)
+def test_frozen_parts_keep_the_others_gradients(freeze):
+    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
+    schedule = plain.random_schedule(plan, N, 2, seed=4, text_only=(0,))
+    loss, grads, _, result = grads_of(m, plan, samples, schedule, freeze=freeze)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert {module: set(parts) for module, parts in grads.items()} == FROZEN[freeze]
+    for module, parts in grads.items():
+        assert_trees_close({module: parts}, {module: {p: want[module][p] for p in parts}})
+    # A frozen encoder with a frozen connector runs no backward at all.
+    vision_ran = {e.direction for e in result.trace.events if e.segment == "vision"}
+    assert ("backward" in vision_ran) == bool(FROZEN[freeze]["vision"])
+
+
+def test_everything_frozen_is_refused():
+    plan = plain.plan_of(model(True), (0, 1, 1, 1), (1, 1, 1, 1))
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        Executor(model(True), plan, optax.sgd(1.0), freeze=("vision", "connector", "llm"))
+    with pytest.raises(ValueError, match="cannot freeze"):
+        Executor(model(True), plan, optax.sgd(1.0), freeze=("audio",))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_permuted_samples_change_no_gradient(seed):
+    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
+    schedule = plain.random_schedule(plan, N, 1 + seed, seed=seed)
+    loss, grads, _, _ = grads_of(m, plan, samples, schedule)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_trees_close(grads, want)
+
+
+def test_text_only_plan_without_encoder():
+    m = model(True)
+    text = dataclasses.replace(m)
+    samples = plain.random_samples(m, 6, 5, max_tiles=0)
+    plan = plain.plan_of(text, None, (0, 1, 2, 1), bucket=(0, 96))
+    schedule = plain.random_schedule(plan, 6, 2, seed=0)
+    loss, grads, params, _ = grads_of(text, plan, samples, schedule)
+    want_loss, want = jax.jit(jax.value_and_grad(lambda p: plain.plain_loss(m, p, samples)))(params)
+    assert loss == pytest.approx(float(want_loss), rel=1e-5)
+    assert_trees_close(grads, jax.tree.map(np.asarray, want))

@@ -1,0 +1,329 @@
+"""The `dflop` command: every stage of a run alone, or all of it.
+
+Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from dflop_jax.config import Config, fields, override
+
+Command = Callable[[argparse.Namespace], Any]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns its exit code."""
+    args, extra = _parser().parse_known_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
+    )
+    try:
+        if extra:
+            _reject(extra)
+        result = args.run(args)
+    except ValueError as e:
+        print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dflop {args.command}: interrupted", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(result), indent=1))
+    return 0
+
+
+def _reject(extra: list[str]) -> None:
+    """ValueError for what the parser does not know, with the nearest known name."""
+    name = extra[0].split("=")[0]
+    if name.startswith("--"):
+        override(Config(), {name[2:]: ""})
+    raise ValueError(f"unexpected argument {extra[0]!r}; see --help")
+
+
+def load_experiment(path: str) -> Config:
+    """The `config()` of an experiment file.
+
+    Raises:
+      ValueError: no such file, not Python, or no `config` function that returns a Config.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: no such experiment file; give a path such as experiments/demo.py"
+        )
+    sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as e:
+        raise ValueError(f"{path}: {e}") from None
+    config = module.config() if hasattr(module, "config") else None
+    if not isinstance(config, Config):
+        raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config")
+    return config
+
+
+def _config(args: argparse.Namespace) -> Config:
+    changed = {n: v for n, _, _ in fields() if (v := getattr(args, n)) is not None}
+    return override(load_experiment(args.experiment), changed)
+
+
+# ---- commands ----
+
+
+def _profile(args: argparse.Namespace) -> Any:
+    from dflop_jax.records import save
+    from dflop_jax.train import prepare
+
+    config = _config(args)
+    model, devices = _model_and_devices(config)
+    profile = prepare.make_profile(config, model, devices, _ticker("profiling"))
+    out = _run_dir(config) / "profile.json"
+    save(profile, out)
+    if not args.json:
+        table = Table("module", "model", "items x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
+        for t in profile.model.timings:
+            row = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
+            shape = f"{t.shape.items} x {t.shape.tokens}"
+            table.add_row(t.module, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
+        _show(table)
+        shapes = profile.data.shapes
+        _show(
+            f"{profile.data.n_total} samples of {profile.data.source}: "
+            f"{sum(s.tiles for s in shapes) / len(shapes):.1f} tiles on average (most "
+            f"{max(s.tiles for s in shapes)}), "
+            f"{sum(s.llm_tokens for s in shapes) / len(shapes):.0f} LLM tokens (most "
+            f"{max(s.llm_tokens for s in shapes)}); wrote {out}"
+        )
+    return profile.model
+
+
+def _plan(args: argparse.Namespace) -> Any:
+    from dflop_jax.records import save
+    from dflop_jax.train import prepare
+
+    config = _config(args)
+    model, devices = _model_and_devices(config)
+    profile = _load_profile(args) or prepare.make_profile(
+        config, model, devices, _ticker("profiling")
+    )
+    result = prepare.make_plan(config, model, profile, devices, _ticker("planning"))
+    folder = _run_dir(config)
+    save(profile, folder / "profile.json")
+    save(result.plan, folder / "plan.json")
+    if not args.json:
+        table = Table("placement (stage x data x model @ device)", "step ms", "at least ms", "note")
+        for c in result.candidates[:10]:
+            span = "-" if c.makespan_s is None else f"{1e3 * c.makespan_s:.1f}"
+            table.add_row(c.name, span, f"{1e3 * c.lower_bound_s:.1f}", c.why)
+        _show(table)
+        _show(f"wrote {folder / 'plan.json'}")
+    return result
+
+
+def _simulate(args: argparse.Namespace) -> Any:
+    from dflop_jax.plan.search import sample_batches
+    from dflop_jax.records import Plan, load
+    from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
+    from dflop_jax.report.trace import write_trace
+    from dflop_jax.sim import simulate
+    from dflop_jax.train import prepare
+
+    config = _config(args)
+    model, devices = _model_and_devices(config)
+    profile = _load_profile(args) or prepare.make_profile(
+        config, model, devices, _ticker("profiling")
+    )
+    if args.plan_file:
+        plan = load(Plan, args.plan_file)
+    else:
+        plan = prepare.make_plan(config, model, profile, devices, _ticker("planning")).plan
+    batches = sample_batches(profile.data.shapes, config.train.global_batch, args.batches)
+    trace = simulate(plan, batches, profile.model)
+    folder = _run_dir(config)
+    write_trace(folder / "simulated.json", [trace])
+    names = tuple(m.name for m in plan.submeshes)
+    panel = Panel(f"{plan.policy}, simulated", trace, segment_modules(plan), names)
+    draw_timeline([panel], folder / "simulated.png")
+    summary = {
+        "makespan_s": trace.makespan_s,
+        "step_s": trace.makespan_s / args.batches,
+        "busy_fraction": trace.busy_fraction(),
+    }
+    if not args.json:
+        busy = ", ".join(f"{k} {v:.0%}" for k, v in summary["busy_fraction"].items())
+        _show(
+            f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
+            f"{busy}; wrote {folder / 'simulated.png'} and simulated.json"
+        )
+    return summary
+
+
+def _train(args: argparse.Namespace) -> Any:
+    from dflop_jax.records import Plan, load
+    from dflop_jax.report.summary import summarise, summary_table
+    from dflop_jax.train.trainer import Trainer
+
+    plan = load(Plan, args.plan_file) if args.plan_file else None
+    trainer = Trainer(
+        _config(args),
+        plan=plan,
+        profile=_load_profile(args),
+        existing="overwrite" if args.overwrite else "error",
+    )
+    result = trainer.fit()
+    if not args.json:
+        _show(summary_table(summarise(result.run_dir)))
+        _show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
+    return {
+        "run_dir": str(result.run_dir),
+        "first_loss": result.losses[0],
+        "last_loss": result.losses[-1],
+        "eval_loss": result.eval_loss,
+        "eval_accuracy": result.eval_accuracy,
+        "compiles_after_warmup": result.compiles_after_warmup,
+    }
+
+
+def _report(args: argparse.Namespace) -> Any:
+    from dflop_jax.report.compare import compare, compare_json
+    from dflop_jax.report.summary import summary_table, write_summary
+
+    folders = [Path(f) for f in args.runs]
+    if len(folders) == 1:
+        summary = write_summary(folders[0])
+        if not args.json:
+            _show(summary_table(summary))
+        return compare_json(folders)
+    table = compare(folders, Path(args.out))
+    if not args.json:
+        _show(table)
+        _show(f"wrote {args.out}")
+    return compare_json(folders)
+
+
+# ---- helpers ----
+
+
+def _show(what: Any) -> None:
+    Console().print(what)
+
+
+def _ticker(name: str) -> Callable[[int, int], None]:
+    """Progress of a preparation as one rewritten line on a terminal."""
+    console = Console(stderr=True)
+
+    def tick(done: int, total: int) -> None:
+        if console.is_terminal:
+            console.print(f"{name} {done}/{total}", end="\r" if done < total else "\n")
+
+    return tick
+
+
+def _model_and_devices(config: Config) -> tuple[Any, Any]:
+    from dflop_jax.train import prepare
+
+    prepare.use_cache(config.cache_dir)
+    devices = prepare.use_devices(config.plan.devices)
+    return prepare.build_model(config.model), devices
+
+
+def _load_profile(args: argparse.Namespace) -> Any:
+    from dflop_jax.records import Profile, load
+
+    return load(Profile, args.profile_file) if args.profile_file else None
+
+
+def _run_dir(config: Config) -> Path:
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dflop",
+        description="Data-aware training of multimodal LLMs on JAX device meshes.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = _Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print the result as JSON")
+    common.add_argument("--verbose", action="store_true", help="log what happens underneath")
+    experiment = _experiment_arguments()
+
+    def add(name: str, run: Command, text: str, *parents: _Parser) -> Any:
+        positional = "EXPERIMENT [--section.field VALUE ...]" if parents else "RUN [RUN ...]"
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            usage=f"dflop {name} {positional} [options]",
+            parents=[common, *parents],
+            allow_abbrev=False,
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    add("profile", _profile, "measure the data's shapes and the model's times", experiment)
+    add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
+    sim = add("simulate", _simulate, "run a plan on measured times, without training", experiment)
+    train = add("train", _train, "profile and plan where needed, then train", experiment)
+    for sub in (sim, train):
+        sub.add_argument("--plan-file", metavar="JSON", help="use this plan")
+    sim.add_argument("--batches", type=int, default=4, help="global batches (default: 4)")
+    train.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
+    report = add("report", _report, "show one run, or compare several in a table and a picture")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
+    report.add_argument("--out", default="compare.png", help="picture of a comparison")
+    return parser
+
+
+def _experiment_arguments() -> _Parser:
+    parser = _Parser(add_help=False)
+    parser.add_argument("experiment", help="Python file whose config() returns a dflop_jax.Config")
+    parser.add_argument("--profile-file", metavar="JSON", help="use this profile")
+    groups: dict[str, Any] = {}
+    for name, kind, text in fields():
+        section = name.split(".")[0] if "." in name else "run"
+        if section not in groups:
+            groups[section] = parser.add_argument_group(f"{section} (overrides the experiment)")
+        default = Config()
+        for part in name.split("."):
+            default = getattr(default, part)
+        shown = f" (default: {default})" if default not in ("", ()) else ""
+        groups[section].add_argument(
+            f"--{name}",
+            dest=name,
+            metavar=getattr(kind, "__name__", "list").upper(),
+            help=(text + shown).replace("%", "%%"),
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

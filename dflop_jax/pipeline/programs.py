@@ -1,0 +1,173 @@
+"""Every program that a plan needs, compiled ahead, and the arrays they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.pipeline.exchange import Exchange
+from dflop_jax.pipeline.order import (
+    StepGraph,
+    downstream,
+    order_tasks,
+    resources,
+    step_graph,
+    with_backward,
+)
+from dflop_jax.pipeline.segment import make_segments, module_shape
+from dflop_jax.pipeline.update import SegmentUpdate
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Plan, Task
+
+Tree = Any
+Job = Callable[[], jax.stages.Lowered]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a segment takes and gives at one shape, as sharded structs."""
+
+    shape: ModuleShape
+    x: dict[str, jax.ShapeDtypeStruct]
+    fields: dict[str, jax.ShapeDtypeStruct]
+    y: Tree
+
+
+class Programs:
+    """Segments, updates and exchanges of a plan with their compiled programs.
+
+    Programs are compiled per distinct module shape, so K buckets cost at most K shapes a module.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        tx: optax.GradientTransformation,
+        *,
+        devices: list[jax.Device],
+        clip_norm: float,
+        freeze: tuple[str, ...],
+        remat_layers: bool,
+        evaluates: bool,
+    ):
+        self.model, self.plan, self.evaluates = model, plan, evaluates
+        self.segments = make_segments(
+            model, plan, devices, freeze=freeze, remat_layers=remat_layers
+        )
+        self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
+        self.backward = with_backward(plan, self.trainable)
+        self.updates = {n: SegmentUpdate(self.segments[n], tx, clip_norm) for n in self.trainable}
+        self.final = plan.segments[-1].name
+        self.downstream = {s.name: downstream(plan, s) for s in plan.segments}
+        self.submesh = {s.name: s.submesh for s in plan.segments}
+        of = resources(plan)
+        self.resource = {s.name: of[s.submesh] for s in plan.segments}
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        # Tracing shapes takes milliseconds, so what steps ask for is kept.
+        self.signature = cache(self._signature)
+        self.exchange = cache(self._exchange)
+        self._order = cache(self._ordered)
+
+    def _signature(self, segment: str, bucket: int) -> Signature:
+        s = self.segments[segment]
+        shape = module_shape(self.model, s.plan.module, self.plan.buckets[bucket])
+        return Signature(shape, s.x_structs(shape), s.field_structs(shape), s.y_structs(shape))
+
+    def _exchange(self, below: str, bucket: int) -> Exchange:
+        above = self.downstream[below]
+        assert above is not None
+        return Exchange(
+            self.signature(below, bucket).y, self.signature(above.name, bucket).x["visual"]
+        )
+
+    def leaves_module(self, segment: str) -> bool:
+        """Whether the segment's output goes to another module, through an exchange."""
+        above = self.downstream[segment]
+        return above is not None and above.module != self.segments[segment].plan.module
+
+    def runs(self, segment: str, bucket: int) -> bool:
+        """Encoders do not run in buckets without tiles."""
+        is_llm = self.segments[segment].plan.module == "llm"
+        return is_llm or self.plan.buckets[bucket].tiles > 0
+
+    # ---- compiling ----
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Compile everything, several programs at a time; returns how many there are."""
+        jobs: dict[Any, Job] = {}
+        for b in range(len(self.plan.buckets)):
+            for name in self.segments:
+                if self.runs(name, b):
+                    jobs |= self._bucket_jobs(name, b)
+        for name, u in self.updates.items():
+            jobs[name, REDUCE] = u.lower_reduce
+            jobs[name, UPDATE] = partial(u.lower_update, len(self.updates))
+        # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
+        with ThreadPoolExecutor(4) as pool:
+            running = {k: pool.submit(lower().compile) for k, lower in jobs.items()}
+            for i, (key, job) in enumerate(running.items()):
+                self._compiled[key] = job.result()
+                if on_progress:
+                    on_progress(i + 1, len(jobs))
+        return len(jobs)
+
+    def _bucket_jobs(self, name: str, b: int) -> dict[Any, Job]:
+        segment, shape = self.segments[name], self.signature(name, b).shape
+        directions = [FORWARD] if name != self.final or self.evaluates else []
+        directions += [BACKWARD] if name in self.backward else []
+        jobs: dict[Any, Job] = {
+            (name, shape, d): partial(segment.lower, shape, d) for d in directions
+        }
+        if self.leaves_module(name):
+            key, exchange = self._exchange_key(name, b), self.exchange(name, b)
+            for backward in (False, True) if name in self.backward else (False,):
+                jobs[*key, backward] = partial(exchange.lower, backward=backward)
+        return jobs
+
+    def _exchange_key(self, below: str, bucket: int) -> tuple[Any, ...]:
+        above = self.downstream[below]
+        assert above is not None
+        low, high = self.signature(below, bucket).shape, self.signature(above.name, bucket).shape
+        return ("exchange", below, low, high)
+
+    def of_segment(self, name: str, bucket: int, direction: str) -> jax.stages.Compiled:
+        return self._compiled[name, self.signature(name, bucket).shape, direction]
+
+    def of_exchange(self, below: str, bucket: int, *, backward: bool) -> jax.stages.Compiled:
+        return self._compiled[*self._exchange_key(below, bucket), backward]
+
+    def of_update(self, name: str, direction: str) -> jax.stages.Compiled:
+        return self._compiled[name, direction]
+
+    # ---- steps ----
+
+    def order(self, buckets: Sequence[int], evaluate: bool) -> tuple[StepGraph, tuple[Task, ...]]:
+        """Task graph of a step whose groups use `buckets`, and the order to dispatch it in."""
+        return self._order(tuple(buckets), evaluate)
+
+    def _ordered(
+        self, buckets: tuple[int, ...], evaluate: bool
+    ) -> tuple[StepGraph, tuple[Task, ...]]:
+        graph = step_graph(self.plan, buckets, self.trainable, evaluate=evaluate)
+        return graph, order_tasks(self.plan, graph)
+
+    def empty_group(self, bucket: int) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray]:
+        """(fields by module, visual index) of a group of microbatches that hold no sample."""
+        fields: dict[str, dict[str, np.ndarray]] = {}
+        for name, s in self.segments.items():
+            if self.runs(name, bucket):
+                structs = self.signature(name, bucket).fields
+                fields.setdefault(s.plan.module, {}).update(
+                    {n: np.zeros(a.shape, a.dtype) for n, a in structs.items()}
+                )
+        b = self.plan.buckets[bucket]
+        rows = self.plan.data_ranks("llm") * b.rows
+        return fields, np.full((self.plan.group_size, rows, b.tokens), -1, np.int32)

@@ -1,0 +1,127 @@
+"""Which devices and parallelism a plan may give to encoder and LLM: the search space, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dflop_jax.records import SegmentPlan, SubmeshPlan
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Submeshes and segments without buckets; `group_size` fits the stages inside segments."""
+
+    submeshes: tuple[SubmeshPlan, ...]
+    segments: tuple[SegmentPlan, ...]
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        """Short and unique: module=stage x data x model on how many segments."""
+        by_mesh = {m.name: m for m in self.submeshes}
+        seen: dict[str, list[SegmentPlan]] = {}
+        for s in self.segments:
+            seen.setdefault(s.module, []).append(s)
+        parts = []
+        for module, segs in seen.items():
+            m = by_mesh[segs[0].submesh]
+            many = f"{len(segs)}*" if len(segs) > 1 else ""
+            parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
+        return " ".join(parts)
+
+
+def factors(n: int, most: int) -> list[int]:
+    """Divisors of n up to `most`."""
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def split_layers(n_layers: int, parts: int) -> list[tuple[int, int]]:
+    """[start, stop) of `parts` runs as even as whole layers allow, longer ones first."""
+    cuts = [0]
+    for i in range(parts):
+        cuts.append(cuts[-1] + n_layers // parts + (i < n_layers % parts))
+    return list(pairwise(cuts))
+
+
+def _module_segments(
+    module: str, n_layers: int, first: int, mesh: tuple[int, int, int], n_segments: int
+) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
+    """A module over `n_segments` equal submeshes side by side."""
+    size = mesh[0] * mesh[1] * mesh[2]
+    names = [module if n_segments == 1 else f"{module}{i}" for i in range(n_segments)]
+    runs = split_layers(n_layers, n_segments)
+    return (
+        tuple(SubmeshPlan(n, first + i * size, *mesh) for i, n in enumerate(names)),
+        tuple(
+            SegmentPlan(n, module, a, b, n, i == 0, i == n_segments - 1)
+            for i, (n, (a, b)) in enumerate(zip(names, runs, strict=True))
+        ),
+    )
+
+
+def separate(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Placement]:
+    """DFLOP: encoder and LLM on disjoint devices, each with its own (stage, data, model).
+
+    An LLM pipeline of depth s comes as one segment with stage=s and, unless head and embedding are
+    tied, as s segments. A model without encoder gets all devices for the LLM.
+    """
+    encoders = [m for m in n_layers if m != "llm"]
+    for for_vision in range(1, n_devices) if encoders else (0,):
+        for_llm = n_devices - for_vision
+        vision_meshes: list[tuple[int, int, int] | None] = [
+            (1, for_vision // tp, tp) for tp in factors(for_vision, max_model)
+        ]
+        for vision in vision_meshes if encoders else [None]:
+            low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
+            if vision is not None:
+                low = _module_segments(encoders[0], n_layers[encoders[0]], 0, vision, 1)
+            for stages in factors(for_llm, max_stage):
+                for tp in factors(for_llm // stages, max_model):
+                    data = for_llm // stages // tp
+                    forms = []
+                    if n_layers["llm"] % stages == 0:
+                        forms.append((1, (stages, data, tp)))
+                    if 1 < stages <= n_layers["llm"] and not tied:
+                        forms.append((stages, (1, data, tp)))
+                    for n_segments, mesh in forms:
+                        high = _module_segments(
+                            "llm", n_layers["llm"], for_vision, mesh, n_segments
+                        )
+                        yield Placement(low[0] + high[0], low[1] + high[1], mesh[0])
+
+
+def uniform(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Placement]:
+    """Blind baseline: one (stage, data, model) for the whole model.
+
+    The encoder is the first pipeline stage and the LLM's layers fill the others evenly; with one
+    stage everything shares all devices.
+    """
+    encoders = [m for m in n_layers if m != "llm"]
+    for stages in factors(n_devices, max_stage):
+        llm_stages = stages - len(encoders) if stages > 1 else 1
+        if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
+            continue
+        for tp in factors(n_devices // stages, max_model):
+            mesh = (1, n_devices // stages // tp, tp)
+            low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
+            if encoders:
+                low = _module_segments(encoders[0], n_layers[encoders[0]], 0, mesh, 1)
+            first = n_devices // stages if encoders and stages > 1 else 0
+            high = _module_segments("llm", n_layers["llm"], first, mesh, llm_stages)
+            yield Placement(low[0] + high[0], low[1] + high[1], 1)

@@ -1,0 +1,3 @@
+from dflop_jax.sim.predict import simulate
+
+__all__ = ["simulate"]

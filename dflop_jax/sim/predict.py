@@ -1,0 +1,70 @@
+"""Predictions from a profile: what buckets cost the scheduler, and a trace for whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from dflop_jax.pipeline.order import with_backward
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    ModelProfile,
+    Plan,
+    SampleShape,
+    SegmentPlan,
+    Task,
+    Trace,
+)
+from dflop_jax.schedule.costs import BucketCosts
+from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.sim.pipeline import simulate_schedules
+
+
+def bucket_costs(
+    plan: Plan, seconds: Mapping[Task, float], trainable: Collection[str]
+) -> BucketCosts:
+    """Per microbatch of each bucket, a module's slowest segment, forward and backward.
+
+    `seconds` are of groups, by (segment, bucket index, direction).
+    """
+    backward = with_backward(plan, trainable)
+    final = plan.segments[-1].name
+
+    def segment_s(s: SegmentPlan, b: int) -> float:
+        forward = 0.0 if s.name == final else seconds.get(Task(s.name, b, FORWARD), 0.0)
+        back = seconds.get(Task(s.name, b, BACKWARD), 0.0) if s.name in backward else 0.0
+        return (forward + back) / plan.group_size
+
+    return BucketCosts(
+        tuple(
+            tuple(max(segment_s(s, b) for s in plan.segments_of(m)) for m in plan.modules)
+            for b in range(len(plan.buckets))
+        )
+    )
+
+
+def simulate(
+    plan: Plan,
+    batches: Sequence[Sequence[SampleShape]],
+    profile: ModelProfile,
+    *,
+    trainable: Collection[str] | None = None,
+) -> Trace:
+    """Schedule global batches and run them, one after another, on the profile's times.
+
+    Args:
+      batches: sample shapes of each global batch.
+      trainable: names of segments with trainable parameters; None: all.
+
+    Returns:
+      One trace of all steps, `source` "simulated"; groups keep counting from step to step.
+
+    Raises:
+      ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
+    """
+    names = [s.name for s in plan.segments] if trainable is None else trainable
+    seconds = CostModel(profile).task_seconds(plan)
+    prices = bucket_costs(plan, seconds, names)
+    schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(batches)]
+    return simulate_schedules(plan, schedules, seconds, names, concurrency=profile.concurrency)

@@ -1,0 +1,47 @@
+"""AdamW with warm-up and cosine decay, from the training configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from dflop_jax.config import TrainConfig
+
+# Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
+UNDECAYED = frozenset({"bias", "scale"})
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up from 0, then cosine decay to `final_lr_fraction` of the peak."""
+    warmup = min(config.warmup_steps, max(config.steps - 1, 0))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (warmup + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(config.steps, warmup + 1),
+        end_value=config.learning_rate * config.final_lr_fraction,
+    )
+
+
+def decays(params: Any) -> Any:
+    """Tree of booleans: whether weight decay applies to a parameter."""
+
+    def one(path: Any, leaf: Any) -> bool:
+        last = path[-1]
+        name = str(getattr(last, "key", getattr(last, "name", last)))
+        return leaf.ndim > 1 and name not in UNDECAYED
+
+    return jax.tree.map_with_path(one, params)
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW; clipping by the global norm is the runtime's, since the norm spans submeshes."""
+    return optax.adamw(
+        learning_rate(config),
+        b1=0.9,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=decays,
+    )

@@ -1,0 +1,179 @@
+"""Everything before the first step: devices, model, profiles and plan, each usable alone."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from dflop_jax.config import Config, ModelConfig
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.data import Source, VisionSpec, make_source
+from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.profile.measure import measure_model, profile_key
+from dflop_jax.records import (
+    DataProfile,
+    ModelProfile,
+    ModuleShape,
+    Profile,
+    SegmentPlan,
+    load,
+    save,
+)
+
+log = logging.getLogger("dflop_jax")
+OnProgress = Callable[[int, int], None]
+
+
+def use_devices(n: int) -> list[jax.Device]:
+    """The first `n` devices, all for 0; pretends `n` CPU devices where only the CPU is there.
+
+    Raises:
+      ValueError: fewer exist.
+    """
+    if n > 0:
+        try:
+            jax.config.update("jax_num_cpu_devices", n)
+        except RuntimeError:
+            log.debug("devices are in use already; their number stays as it is")
+    found = jax.devices()
+    if n > len(found):
+        raise ValueError(
+            f"plan.devices={n} but only {len(found)} {found[0].platform} devices exist; lower it "
+            "(0 takes all)"
+        )
+    return found[:n] if n else found
+
+
+def use_cache(folder: str | Path) -> None:
+    """Keep compiled programs in `folder`, so that a second run of the same plan starts at once."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def build_model(config: ModelConfig) -> MultimodalModel:
+    """The model that `config.factory` (MODULE:FUNCTION) builds.
+
+    Raises:
+      ValueError: no such module or function, or a size that it does not know.
+    """
+    module, _, function = config.factory.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ValueError(
+            f"model.factory={config.factory!r}: {e}; give MODULE:FUNCTION, importable from here"
+        ) from None
+    return factory(config.size, config.dtype)
+
+
+def vision_spec(model: MultimodalModel) -> VisionSpec:
+    return VisionSpec(model.tile_px, model.tokens_per_tile)
+
+
+def profile_data(config: Config, source: Source) -> DataProfile:
+    """Shapes of up to `plan.profile_samples` samples, evenly spread over the dataset."""
+    n = min(len(source), config.plan.profile_samples)
+    if n == 0:
+        raise ValueError(f"{source.name}: the dataset is empty")
+    picked = [i * len(source) // n for i in range(n)]
+    return DataProfile(source.name, len(source), tuple(source.shape(i) for i in picked))
+
+
+def token_multiple(devices: Sequence[jax.Device]) -> int:
+    """Token capacities are multiples of this: what GPU kernels like, finer on CPU."""
+    return 32 if devices[0].platform == "cpu" else 128
+
+
+def profile_shapes(
+    config: Config, data: DataProfile, model: MultimodalModel, multiple: int
+) -> dict[str, list[ModuleShape]]:
+    """Per-rank shapes worth timing: from a few items to what a large microbatch may hold."""
+
+    def up(value: float) -> int:
+        return max(multiple, -(-int(value) // multiple) * multiple)
+
+    longest = up(max(s.llm_tokens for s in data.shapes))
+    rows = sorted({up(longest / 4), up(longest), up(longest * 2)})
+    tiles = max(s.tiles for s in data.shapes)
+    shapes = {m: [ModuleShape(1, t) for t in rows] for m in model.modules}
+    shapes["llm"].append(ModuleShape(4, rows[0]))
+    for m in model.modules:
+        if m != "llm":
+            counts = sorted({max(1, tiles // 8), max(2, tiles // 2), max(4, 2 * tiles)})
+            shapes[m] = [ModuleShape(c, model.patches_per_tile) for c in counts]
+    return shapes
+
+
+def profile_model(
+    config: Config,
+    model: MultimodalModel,
+    data: DataProfile,
+    devices: Sequence[jax.Device],
+    on_progress: OnProgress | None = None,
+) -> ModelProfile:
+    """The model's timings, from the cache when model, devices, shapes and versions are the same."""
+    shapes = profile_shapes(config, data, model, token_multiple(devices))
+    degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, len(devices))]
+    key = profile_key(config.model, devices, (shapes, degrees))
+    cached = Path(config.cache_dir) / f"profile-{key}.json"
+    if cached.exists():
+        return load(ModelProfile, cached)
+    profile = measure_model(model, shapes, degrees, devices, key=key, on_progress=on_progress)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    save(profile, cached)
+    return profile
+
+
+def make_profile(
+    config: Config,
+    model: MultimodalModel,
+    devices: Sequence[jax.Device],
+    on_progress: OnProgress | None = None,
+) -> Profile:
+    """Data profile and model profile of a configuration."""
+    source = make_source(config.data, vision_spec(model))
+    data = profile_data(config, source)
+    return Profile(profile_model(config, model, data, devices, on_progress), data)
+
+
+def trains(config: Config, model: MultimodalModel) -> Callable[[SegmentPlan], bool]:
+    """Whether a segment has a part that is not frozen."""
+
+    def check(s: SegmentPlan) -> bool:
+        groups = model.modules[s.module].freeze_groups
+        here = {"entry": s.first, "layers": True, "exit": s.last}
+        return any(groups[p] not in config.train.freeze for p, is_here in here.items() if is_here)
+
+    return check
+
+
+def make_plan(
+    config: Config,
+    model: MultimodalModel,
+    profile: Profile,
+    devices: Sequence[jax.Device],
+    on_progress: OnProgress | None = None,
+) -> SearchResult:
+    """The policy's best plan for this model, data and devices."""
+    return search_plan(
+        profile.model,
+        profile.data,
+        n_devices=len(devices),
+        global_batch=config.train.global_batch,
+        config=config.plan,
+        memory_bytes=config.plan.memory_bytes or _memory_bytes(devices[0]),
+        tied=model.modules["llm"].tied,
+        token_multiple=token_multiple(devices),
+        trains=trains(config, model),
+        on_progress=on_progress,
+    )
+
+
+def _memory_bytes(device: jax.Device) -> float:
+    """What the backend lets a device use; 0 where it does not say (CPU)."""
+    stats = device.memory_stats() or {}
+    return float(stats.get("bytes_limit", 0))

@@ -1,0 +1,171 @@
+"""How many groups of each bucket could hold a global batch: all cheap answers, in order of cost.
+
+A count vector says how many groups of each bucket run. Necessary conditions (volume of tokens and
+tiles, in total and of the samples that only some buckets hold) are checked for all cheap vectors
+at once; whether the samples really pack is for `packing.py` to find out.
+
+Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from dflop_jax.records import Bucket, SampleShape
+from dflop_jax.schedule.problem import ROUNDING, Floats, Ints
+
+_MAX_VECTORS = 200_000
+_UNREACHABLE = 1e200
+_VOLUME_STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_SHARES = (0.5, 0.95)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Room of one group of microbatches: what a bucket holds, times ranks, rows and group size.
+
+    `vision_ranks` is 0 for a plan without an encoder: tiles then take no room.
+    """
+
+    vision_ranks: int
+    llm_ranks: int
+    group_size: int = 1
+
+    def tiles(self, bucket: Bucket) -> int:
+        return bucket.tiles * self.vision_ranks * self.group_size
+
+    def tokens(self, bucket: Bucket) -> int:
+        return bucket.tokens * bucket.rows * self.llm_ranks * self.group_size
+
+    def holds(self, bucket: Bucket, shape: SampleShape) -> bool:
+        """Whether a microbatch of this bucket can hold the sample at all (in one row)."""
+        tiles_fit = self.vision_ranks == 0 or shape.tiles <= bucket.tiles * self.vision_ranks
+        return tiles_fit and shape.llm_tokens <= bucket.tokens
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Conditions room_DC @ counts_C >= need_D that every feasible count vector meets."""
+
+    room_DC: Floats
+    need_D: Floats
+
+
+def demand(shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity) -> Demand:
+    """Conditions on tokens (a row is a bin) and on tiles (a microbatch is a bin).
+
+    - For each capacity x among the buckets: the samples larger than x must fit, in volume, into
+      the buckets larger than x (x = 0: all samples, all buckets).
+    - For a superadditive u, what a bin holds obeys sum u(size) <= u(capacity): so the sum over
+      all samples is at most the sum over all bins. `_superadditive` counts whole multiples of a
+      common sample size, which is what large samples waste.
+    """
+    n, ranks = len(shapes), capacity.vision_ranks
+    tokens_N = np.fromiter((s.llm_tokens for s in shapes), float, n)
+    tiles_N = np.fromiter((s.tiles for s in shapes), float, n)
+    if ranks == 0:
+        tiles_N[:] = 0
+    row_C = np.array([b.tokens for b in buckets], float)
+    tile_C = np.array([b.tiles * ranks for b in buckets], float)
+    rows_C = np.array([b.rows * capacity.llm_ranks for b in buckets], float)
+    room, need = [], []
+    for size_N, bin_C in ((tokens_N, row_C), (tiles_N, tile_C)):
+        for limit in [0.0, *np.unique(bin_C)[:-1]]:
+            needs, able = size_N > limit, bin_C > limit
+            room += [row_C * rows_C * able, tile_C * able]
+            need += [tokens_N[needs].sum(), tiles_N[needs].sum()]
+    for size_N, bin_C, bins_C in (
+        (tokens_N, row_C, rows_C),
+        (tiles_N, tile_C, np.ones_like(rows_C)),
+    ):
+        for unit, share in product(_common_sizes(size_N), _SHARES):
+            room.append(_superadditive(bin_C, unit, share) * bins_C)
+            need.append(_superadditive(size_N, unit, share).sum())
+    need_D = np.array(need) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
+    return Demand(*_distinct(np.array(room) * capacity.group_size, need_D))
+
+
+def _common_sizes(size_N: Floats) -> Floats:
+    """Sizes at even steps of the volume."""
+    ordered = np.sort(size_N[size_N > 0])
+    if len(ordered) == 0:
+        return ordered
+    share = np.cumsum(ordered) / ordered.sum()
+    return np.unique(ordered[np.searchsorted(share, _VOLUME_STEPS)])
+
+
+def _superadditive(size: Floats, unit: float, share: float) -> Floats:
+    """Whole multiples of `unit`, plus what of the rest exceeds `share` of a unit, rescaled
+    (Gomory's rounding function): u(x) + u(y) <= u(x + y)."""
+    whole = np.floor(size / unit + ROUNDING)
+    rest = np.maximum(0.0, size / unit - whole)
+    return whole + np.maximum(0.0, rest - share) / (1 - share)
+
+
+def _distinct(room_DC: Floats, need_D: Floats) -> tuple[Floats, Floats]:
+    """Each left-hand side once, with its largest need."""
+    rooms, of = np.unique(room_DC, axis=0, return_inverse=True)
+    needs = np.zeros(len(rooms))
+    np.maximum.at(needs, of.ravel(), need_D)
+    return rooms[needs > 0], needs[needs > 0]
+
+
+def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
+    """(counts_XC, complete): vectors that meet the demand with counts @ cost <= ceiling, cheapest
+    first, ties to the roomier. Not complete when there are too many to list.
+
+    Level by level over buckets, a partial vector is dropped when even the cheapest way to meet
+    what is left would pass the ceiling.
+    """
+    room_DC, need_D = wanted.room_DC, wanted.need_D
+    counts_XC = np.zeros((1, len(cost_C)), np.int64)
+    cost_X = np.zeros(1)
+    complete = True
+    for c, cost in enumerate(cost_C):
+        most_X = _most(room_DC[:, c], need_D - counts_XC @ room_DC.T, cost, ceiling - cost_X)
+        rows = np.repeat(np.arange(len(counts_XC)), most_X + 1)
+        start_X = np.cumsum(most_X + 1) - (most_X + 1)
+        add = np.arange(len(rows)) - start_X[rows]
+        counts_XC = counts_XC[rows]
+        counts_XC[:, c] = add
+        cost_X = cost_X[rows] + add * cost
+        left_XD = np.maximum(0.0, need_D - counts_XC @ room_DC.T)
+        promise_X = cost_X + _cheapest(left_XD, room_DC[:, c + 1 :], cost_C[c + 1 :])
+        keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
+        if len(keep) > _MAX_VECTORS:
+            keep = keep[np.argsort(promise_X[keep], kind="stable")[:_MAX_VECTORS]]
+            complete = False
+        counts_XC, cost_X = counts_XC[keep], cost_X[keep]
+    room_X = (counts_XC @ room_DC.T).sum(axis=1)
+    order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))
+    return counts_XC[order], complete
+
+
+def _most(room_D: Floats, left_XD: Floats, cost: float, budget_X: Floats) -> Ints:
+    """Groups of one bucket worth taking: until nothing is left to cover, or the budget is spent."""
+    useful = room_D > 0
+    if not useful.any():
+        return np.zeros(len(left_XD), np.int64)
+    until_X = np.ceil(np.maximum(0.0, left_XD[:, useful] / room_D[useful]).max(axis=1))
+    if cost > 0:
+        until_X = np.minimum(until_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
+    return until_X.astype(np.int64)
+
+
+def _cheapest(left_XD: Floats, room_DC: Floats, cost_C: Floats) -> Floats:
+    """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
+    ceiling if none of them can."""
+    reach_DC = room_DC > 0
+    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, room_DC, 1.0), _UNREACHABLE)
+    return (left_XD * price_DC.min(axis=1, initial=_UNREACHABLE)).max(axis=1, initial=0.0)
+
+
+def fractional_cost(wanted: Demand, cost_C: Floats) -> float:
+    """A lower bound on the cost of any cover: the dearest condition, met fractionally."""
+    if len(wanted.need_D) == 0:
+        return 0.0
+    return float(_cheapest(wanted.need_D[None], wanted.room_DC, cost_C)[0])

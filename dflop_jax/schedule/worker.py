@@ -1,0 +1,203 @@
+"""Schedules solved ahead of training, in another process.
+
+The parent keeps `ahead` batches requested; one thread per worker passes a request to the child
+and waits for its answer on a pipe (no solving under the parent's GIL). Requests are JSON lines
+over stdin/stdout of `python -c`, so scripts need no `__main__` guard and nothing is pickled.
+
+A schedule depends on (shapes, costs, step, seed) only, however late it comes. The greedy answer
+solved inline, when the child is dead or out of grace, differs from the child's: a run is
+reproducible bit for bit as long as `fallbacks` stays 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from dflop_jax.records import Plan, SampleShape, Schedule
+from dflop_jax.schedule.costs import BucketCosts
+from dflop_jax.schedule.worker_main import Reply, Request, Setup, answer
+
+_log = logging.getLogger(__name__)
+_ROOT = str(Path(__file__).resolve().parents[2])
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
+_MAX_STILLBORN = 3  # deaths in a row without one schedule, after which it is not started again
+
+
+class ScheduleWorker:
+    """`get(step)` returns the schedule of a global batch, solved ahead in a child process.
+
+    Args:
+      shapes_of: step -> the sample shapes of its global batch; called in the parent, in order.
+      plan, costs: as for `schedule_batch`; costs without a `makespan_s` (a function cannot be
+        sent to the child).
+      first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
+      ahead: batches requested ahead of the one asked for.
+      time_limit_s, max_rounds: work of one solve, as for `schedule_batch`.
+      grace_s: longest wait for a living child before the greedy answer is used.
+    """
+
+    def __init__(
+        self,
+        shapes_of: Callable[[int], Sequence[SampleShape]],
+        plan: Plan,
+        costs: BucketCosts,
+        *,
+        first_step: int = 0,
+        stop_step: int | None = None,
+        ahead: int = 4,
+        time_limit_s: float = 0.2,
+        max_rounds: int | None = None,
+        grace_s: float = 30.0,
+        seed: int = 0,
+    ):
+        self._shapes_of, self._ahead, self._grace_s = shapes_of, ahead, grace_s
+        self._setup = Setup(plan, time_limit_s, max_rounds, seed)
+        self._next_step, self._stop_step = first_step, stop_step
+        self._changed = threading.Condition()
+        self._requests: dict[int, Request] = {}
+        self._replies: dict[int, Reply] = {}
+        self._down = False  # the child has died and its successor has not answered yet
+        self._closed = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self.deaths = 0
+        self.fallbacks = 0
+        self.update_costs(costs)
+        self._request_until(first_step + ahead)
+        self._thread = threading.Thread(target=self._serve, name="schedule-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the living child."""
+        child = self._child
+        return child.pid if child is not None and child.poll() is None else None
+
+    def update_costs(self, costs: BucketCosts) -> None:
+        """Use these costs for the batches requested from now on (`ahead` steps from here)."""
+        if costs.makespan_s is not None:
+            raise ValueError("a makespan_s function cannot be sent to the schedule worker")
+        self._seconds = costs.seconds
+
+    def get(self, step: int) -> tuple[Schedule, float]:
+        """(schedule of `step`, seconds waited for it). Steps are asked for in order.
+
+        Raises:
+          ValueError: the batch cannot be scheduled (a sample that fits no bucket).
+        """
+        start_s = time.perf_counter()
+        self._request_until(step + 1 + self._ahead)
+        with self._changed:
+            assert step in self._requests, f"step {step} was asked for before, or is out of range"
+            self._changed.wait_for(lambda: step in self._replies or self._down, self._grace_s)
+            request, reply = self._requests.pop(step), self._replies.pop(step, None)
+        if reply is None:
+            self.fallbacks += 1
+            reply = answer(self._setup, request, max_rounds=0)
+        if reply.schedule is None:
+            raise ValueError(f"step {step}: {reply.error}")
+        return reply.schedule, time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """End the child; later calls do nothing."""
+        with self._changed:
+            self._closed = True
+            child = self._child
+            self._changed.notify_all()
+        if child is not None:
+            child.kill()
+        self._thread.join()
+
+    def __enter__(self) -> ScheduleWorker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request_until(self, stop: int) -> None:
+        stop = stop if self._stop_step is None else min(stop, self._stop_step)
+        for step in range(self._next_step, stop):
+            request = Request(step, tuple(self._shapes_of(step)), self._seconds)
+            with self._changed:
+                self._requests[step] = request
+                self._next_step = step + 1
+                self._changed.notify_all()
+
+    def _serve(self) -> None:
+        """Thread: keep a child alive and pass it the requests until the worker is closed."""
+        stillborn = 0
+        while stillborn < _MAX_STILLBORN:
+            answered = self._run_child()
+            with self._changed:
+                if self._closed:
+                    return
+                self.deaths += 1
+                self._down = True
+                self._changed.notify_all()
+            stillborn = 0 if answered else stillborn + 1
+            _log.warning(
+                "the schedule worker died (exit %s); %s, greedy schedules meanwhile",
+                self._child.returncode if self._child else None,
+                "restarting it" if stillborn < _MAX_STILLBORN else "it will not be restarted",
+            )
+
+    def _run_child(self) -> int:
+        """Start a child and talk to it until it dies or the worker is closed; its answers."""
+        command = [sys.executable, "-c", _START.format(answer.__module__), _ROOT]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with self._changed:
+            self._child, closed = child, self._closed
+        answered = 0 if closed else self._converse(child)
+        child.kill()
+        with contextlib.suppress(BrokenPipeError):  # of what was written to a dead child
+            child.communicate()
+        return answered
+
+    def _converse(self, child: subprocess.Popen[bytes]) -> int:
+        """Pass requests, oldest first, until the child dies or the worker is closed; how many
+        were answered."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        answered = 0
+        try:
+            child.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+            while (request := self._next_request()) is not None:
+                child.stdin.write(msgspec.json.encode(request) + b"\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
+                if not line.endswith(b"\n"):
+                    break  # died; a half-written line is no answer
+                reply = msgspec.json.decode(line, type=Reply)
+                answered += 1
+                with self._changed:
+                    self._down = False
+                    if reply.step in self._requests:  # not answered greedily in the meantime
+                        self._replies[reply.step] = reply
+                    self._changed.notify_all()
+        except BrokenPipeError:
+            _log.debug("the schedule worker closed its pipe")
+        return answered
+
+    def _next_request(self) -> Request | None:
+        """The oldest request without a reply; waits for one. None when closed."""
+        with self._changed:
+            while not self._closed:
+                waiting = self._requests.keys() - self._replies.keys()
+                if waiting:
+                    return self._requests[min(waiting)]
+                self._changed.wait()
+        return None

@@ -82,7 +82,10 @@ def load_experiment(path: str) -> Config:
         spec.loader.exec_module(module)
     except (SyntaxError, ImportError) as e:
         raise ValueError(f"{path}: {e}") from None
-    config = module.config() if hasattr(module, "config") else None
+    try:
+        config = module.config() if hasattr(module, "config") else None
+    except (TypeError, ValueError) as e:  # an unknown field, a value out of range
+        raise ValueError(f"{path}: config() fails: {e}") from None
     if not isinstance(config, Config):
         raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config")
     return config
@@ -101,8 +104,8 @@ def _profile(args: argparse.Namespace) -> Any:
     from dflop_jax.train import prepare
 
     config = _config(args)
-    model, devices = _model_and_devices(config)
-    profile = prepare.make_profile(config, model, devices, _ticker("profiling"))
+    setup = prepare.set_up(config)
+    profile = prepare.make_profile(setup, setup.source(), _ticker("profiling"))
     out = _run_dir(config) / "profile.json"
     save(profile, out)
     if not args.json:
@@ -128,11 +131,11 @@ def _plan(args: argparse.Namespace) -> Any:
     from dflop_jax.train import prepare
 
     config = _config(args)
-    model, devices = _model_and_devices(config)
-    profile = _load_profile(args) or prepare.make_profile(
-        config, model, devices, _ticker("profiling")
+    setup = prepare.set_up(config)
+    profile = _given_profile(args) or prepare.make_profile(
+        setup, setup.source(), _ticker("profiling")
     )
-    result = prepare.make_plan(config, model, profile, devices, _ticker("planning"))
+    result = prepare.make_plan(setup, profile, _ticker("planning"))
     folder = _run_dir(config)
     save(profile, folder / "profile.json")
     save(result.plan, folder / "plan.json")
@@ -155,14 +158,14 @@ def _simulate(args: argparse.Namespace) -> Any:
     from dflop_jax.train import prepare
 
     config = _config(args)
-    model, devices = _model_and_devices(config)
-    profile = _load_profile(args) or prepare.make_profile(
-        config, model, devices, _ticker("profiling")
+    setup = prepare.set_up(config)
+    profile = _given_profile(args) or prepare.make_profile(
+        setup, setup.source(), _ticker("profiling")
     )
     if args.plan_file:
         plan = load(Plan, args.plan_file)
     else:
-        plan = prepare.make_plan(config, model, profile, devices, _ticker("planning")).plan
+        plan = prepare.make_plan(setup, profile, _ticker("planning")).plan
     batches = sample_batches(profile.data.shapes, config.train.global_batch, args.batches)
     trace = simulate(plan, batches, profile.model)
     folder = _run_dir(config)
@@ -193,7 +196,7 @@ def _train(args: argparse.Namespace) -> Any:
     trainer = Trainer(
         _config(args),
         plan=plan,
-        profile=_load_profile(args),
+        profile=_given_profile(args),
         existing="overwrite" if args.overwrite else "error",
     )
     result = trainer.fit()
@@ -204,8 +207,7 @@ def _train(args: argparse.Namespace) -> Any:
         "run_dir": str(result.run_dir),
         "first_loss": result.losses[0],
         "last_loss": result.losses[-1],
-        "eval_loss": result.eval_loss,
-        "eval_accuracy": result.eval_accuracy,
+        "evaluation": result.evaluation,
         "compiles_after_warmup": result.compiles_after_warmup,
     }
 
@@ -245,15 +247,7 @@ def _ticker(name: str) -> Callable[[int, int], None]:
     return tick
 
 
-def _model_and_devices(config: Config) -> tuple[Any, Any]:
-    from dflop_jax.train import prepare
-
-    prepare.use_cache(config.cache_dir)
-    devices = prepare.use_devices(config.plan.devices)
-    return prepare.build_model(config.model), devices
-
-
-def _load_profile(args: argparse.Namespace) -> Any:
+def _given_profile(args: argparse.Namespace) -> Any:
     from dflop_jax.records import Profile, load
 
     return load(Profile, args.profile_file) if args.profile_file else None
@@ -261,6 +255,8 @@ def _load_profile(args: argparse.Namespace) -> Any:
 
 def _run_dir(config: Config) -> Path:
     folder = Path(config.run_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; choose another --run_dir")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

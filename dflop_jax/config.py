@@ -50,6 +50,9 @@ class PlanConfig:
     max_stage: Annotated[int, "largest pipeline degree inside a segment tried"] = 4
     max_microbatches: Annotated[int, "most microbatches of a global batch tried"] = 16
     memory_bytes: Annotated[float, "memory per device; 0: what the device reports"] = 0.0
+    effort: Annotated[str, "search for buckets: quick, or full (seconds more, less padding)"] = (
+        "full"
+    )
     sampled_batches: Annotated[int, "global batches simulated for each candidate"] = 4
     profile_samples: Annotated[int, "samples whose shapes are read for the data profile"] = 2000
 
@@ -94,6 +97,7 @@ class Config:
             "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
             "plan.policy": (self.plan.policy, ("dflop", "blind")),
+            "plan.effort": (self.plan.effort, ("quick", "full")),
         }
         for name, (value, allowed) in checks.items():
             if value not in allowed:
@@ -118,8 +122,21 @@ class Config:
         for name, number in at_least_one.items():
             if number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
-        if not self.train.learning_rate > 0:
+        if not 0 < self.train.learning_rate < float("inf"):
             raise ValueError(f"train.learning_rate={self.train.learning_rate} must be above 0")
+        not_negative = {
+            "train.warmup_steps": self.train.warmup_steps,
+            "train.weight_decay": self.train.weight_decay,
+            "train.clip_norm": self.train.clip_norm,
+            "train.eval_every": self.train.eval_every,
+            "train.eval_samples": self.train.eval_samples,
+            "plan.devices": self.plan.devices,
+            "plan.memory_bytes": self.plan.memory_bytes,
+            "data.max_bad_fraction": self.data.max_bad_fraction,
+        }
+        for name, amount in not_negative.items():
+            if not 0 <= amount < float("inf"):
+                raise ValueError(f"{name}={amount} must be a finite number, 0 or above")
 
 
 def fields(kind: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:

@@ -170,6 +170,7 @@ class Plan:
         names = [m.name for m in self.submeshes]
         _require(len(set(names)) == len(names), f"submesh names repeat: {names}")
         _require(len(self.segments) > 0 and len(self.buckets) > 0, "a plan needs segments, buckets")
+        _require(self.group_size >= 1, f"group_size {self.group_size} must be at least 1")
         _require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
         _require(
             self.grouping in ("balanced", "arrival"),
@@ -199,7 +200,12 @@ class Plan:
             ends = parts[0].start == 0 and parts[0].first and parts[-1].last
             inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
             _require(joined and ends and inner, f"segments of {module!r} do not join end to end")
-        _require(self.modules[-1] == "llm", "the last module of a plan must be 'llm'")
+        by_module = [s.module for s in self.segments]
+        runs = [m for m, before in zip(by_module, [None, *by_module]) if m != before]
+        _require(
+            len(runs) == len(set(runs)) and runs[-1] == "llm",
+            f"segments must stand module by module with 'llm' last, got {runs}",
+        )
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -252,6 +258,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for g, group in enumerate(self.groups):
+            _require(len(group) > 0, f"group {g} is empty")
             _require(len({m.bucket for m in group}) == 1, f"group {g} mixes buckets")
         seen = self.samples
         _require(len(set(seen)) == len(seen), f"step {self.step}: a sample is scheduled twice")
@@ -371,9 +378,9 @@ def load(kind: type[T], path: str | Path) -> T:
     """Read a record; ValueError names the file and the field when it is not one of `kind`."""
     try:
         raw = msgspec.json.decode(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except msgspec.DecodeError as e:
+    except OSError as e:
+        raise ValueError(f"{path}: {(e.strerror or str(e)).lower()}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
     found = raw.get("record") if isinstance(raw, dict) else None
     if found != kind.__name__:
@@ -381,6 +388,6 @@ def load(kind: type[T], path: str | Path) -> T:
     if raw.get("version") != VERSION:
         raise ValueError(f"{path}: version {raw.get('version')}, this program reads {VERSION}")
     try:
-        return msgspec.convert(raw["value"], kind)
-    except (msgspec.ValidationError, KeyError) as e:
+        return msgspec.convert(raw.get("value"), kind)
+    except msgspec.ValidationError as e:
         raise ValueError(f"{path}: {e}") from None

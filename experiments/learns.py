@@ -36,11 +36,11 @@ def main() -> None:
     for blank in (False, True):
         run = config(blank)
         result = Trainer(run, existing="overwrite").fit()
-        assert result.eval_loss is not None
-        assert result.eval_accuracy is not None
-        losses.append(result.eval_loss)
+        held_out = result.evaluation
+        assert held_out is not None
+        losses.append(held_out.loss)
         name = "pictures blanked" if blank else "with pictures"
-        table.add_row(name, f"{result.eval_loss:.4f}", f"{result.eval_accuracy:.3f}")
+        table.add_row(name, f"{held_out.loss:.4f}", f"{held_out.accuracy:.3f}")
     console = Console()
     console.print(table)
     console.print(f"seeing lowers the held-out answer loss to {losses[0] / losses[1]:.0%}")

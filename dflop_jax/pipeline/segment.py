@@ -66,7 +66,7 @@ class Segment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return _parts(self.plan)
+        return parts_of(self.plan)
 
     @property
     def stages(self) -> int:
@@ -320,7 +320,7 @@ def make_segments(
         raise ValueError("every part of the model is frozen; nothing is left to train")
     trains = {
         s.name: frozenset(
-            p for p in _parts(s) if model.modules[s.module].freeze_groups[p] not in freeze
+            p for p in parts_of(s) if model.modules[s.module].freeze_groups[p] not in freeze
         )
         for s in plan.segments
     }
@@ -347,5 +347,6 @@ def make_segments(
     return segments
 
 
-def _parts(s: SegmentPlan) -> tuple[str, ...]:
+def parts_of(s: SegmentPlan) -> tuple[str, ...]:
+    """Parts of its module that a segment holds."""
     return tuple(p for p, here in (("entry", s.first), ("layers", True), ("exit", s.last)) if here)

@@ -107,8 +107,8 @@ class _Search:
             device_s += alone * min(mesh.n_devices, self.profile.concurrency)
         return max(slowest, device_s / self.profile.concurrency)
 
-    def plan(self, placement: Placement, policy: str, cap: int) -> Plan:
-        """The placement with buckets chosen for it."""
+    def plan(self, placement: Placement, policy: str, cap: int, effort: str) -> Plan:
+        """The placement with buckets chosen for it, and its predicted figures."""
         draft = _with_buckets(placement, (Bucket(1, 1),), policy)
         vision = draft.data_ranks("vision") if "vision" in draft.modules else 0
         llm = draft.data_ranks("llm")
@@ -139,8 +139,14 @@ class _Search:
                 seconds=seconds,
                 token_multiple=self.token_multiple,
                 max_microbatches=cap,
+                effort=effort,
             ).buckets
-        return replace(draft, buckets=tuple(buckets))
+        return self.evaluate(replace(draft, buckets=tuple(buckets)))
+
+    def refined(self, plan: Plan, cap: int) -> Plan:
+        """The plan's placement with the full bucket search."""
+        placement = Placement(plan.submeshes, plan.segments, plan.group_size)
+        return self.plan(placement, plan.policy, cap, "full")
 
     def evaluate(self, plan: Plan) -> Plan:
         """The plan with its predicted figures."""
@@ -231,30 +237,43 @@ def search_plan(
         ((search.lower_bound_s(p, config.policy), p.name, p) for p in placements),
         key=lambda t: t[:2],
     )
-    best: Plan | None = None
+    plans: list[Plan] = []
     tried: list[Candidate] = []
     caps = [c for c in MICROBATCH_CAPS if c <= config.max_microbatches] or [1]
     for i, (bound, name, placement) in enumerate(ranked):
-        if best is not None and bound >= best.predicted["makespan_s"]:
+        if plans and bound >= min(map(_makespan_s, plans)):
             tried.append(Candidate(name, None, bound, 0.0, "its lower bound exceeds the best"))
             continue
         for cap in caps:
             plan, candidate = _try(search, placement, config.policy, cap, bound, memory_bytes)
             tried.append(candidate)
-            if plan and (
-                best is None or plan.predicted["makespan_s"] < best.predicted["makespan_s"]
-            ):
-                best = plan
+            plans += [plan] if plan else []
         if on_progress:
             on_progress(i + 1, len(ranked))
     tried.sort(key=lambda c: (c.makespan_s is None, c.makespan_s or c.lower_bound_s, c.name))
-    if best is None:
+    if not plans:
         least = min((c.peak_bytes for c in tried if c.peak_bytes > 0), default=0.0)
         raise ValueError(
             f"no plan fits: {tried[0].why}; the smallest of all needs {least / 2**30:.2f} GiB per "
             "device; use more devices, a larger plan.max_model or max_stage, or smaller samples"
         )
+    # Sorting is stable and the order of `ranked` is fixed, so ties break by (bound, name, cap).
+    plans.sort(key=_makespan_s)
+    best = plans[0]
+    if config.policy != "blind" and config.effort == "full":
+        # Placements were ranked with quickly chosen buckets; the winner gets the full search.
+        full = search.refined(best, max(caps))
+        fits = not memory_bytes or _peak_bytes(full) <= memory_bytes
+        best = full if fits and _makespan_s(full) < _makespan_s(best) else best
     return SearchResult(best, tuple(tried))
+
+
+def _makespan_s(plan: Plan) -> float:
+    return plan.predicted["makespan_s"]
+
+
+def _peak_bytes(plan: Plan) -> float:
+    return max(v for k, v in plan.predicted.items() if k.startswith("peak_bytes."))
 
 
 def _try(
@@ -267,11 +286,10 @@ def _try(
 ) -> tuple[Plan | None, Candidate]:
     name = f"{placement.name} m<={cap}"
     try:
-        plan = search.plan(placement, policy, cap)
+        plan = search.plan(placement, policy, cap, "quick")
     except ValueError as e:  # this placement cannot hold the largest sample
         return None, Candidate(name, None, bound, 0.0, str(e))
-    plan = search.evaluate(plan)
-    peak = max(v for k, v in plan.predicted.items() if k.startswith("peak_bytes."))
+    peak = _peak_bytes(plan)
     if memory_bytes and peak > memory_bytes:
         over = (peak - memory_bytes) / 2**30
         return None, Candidate(name, None, bound, peak, f"needs {over:.2f} GiB more per device")

@@ -19,3 +19,6 @@ class CompileCounter:
 
     def read(self) -> int:
         return self._count
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from dflop_jax.config import TrainConfig
@@ -14,7 +15,7 @@ UNDECAYED = frozenset({"bias", "scale"})
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up from 0, then cosine decay to `final_lr_fraction` of the peak."""
+    """Linear warm-up (step 0 trains already), then cosine to `final_lr_fraction` of the peak."""
     warmup = min(config.warmup_steps, max(config.steps - 1, 0))
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (warmup + 1),
@@ -23,6 +24,13 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
         decay_steps=max(config.steps, warmup + 1),
         end_value=config.learning_rate * config.final_lr_fraction,
     )
+
+
+def learning_rates(config: TrainConfig) -> np.ndarray:
+    """The learning rate of every step, on the host."""
+    # optax relies on implicit promotion, which the user may have forbidden.
+    with jax.numpy_dtype_promotion("standard"):
+        return np.asarray(learning_rate(config)(np.arange(config.steps)))
 
 
 def decays(params: Any) -> Any:

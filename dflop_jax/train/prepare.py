@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from dflop_jax.config import Config, ModelConfig
+from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.data import Source, VisionSpec, make_source
+from dflop_jax.data import Source, VisionSpec, make_source, make_tokenizer
+from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.profile.measure import measure_model, profile_key
 from dflop_jax.records import (
@@ -70,13 +72,45 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype)
 
 
-def vision_spec(model: MultimodalModel) -> VisionSpec:
-    return VisionSpec(model.tile_px, model.tokens_per_tile)
+@dataclass(frozen=True)
+class Setup:
+    """What every stage of a run works on."""
+
+    config: Config
+    model: MultimodalModel
+    devices: list[jax.Device]
+
+    @property
+    def eval_fraction(self) -> float:
+        """Share of a dataset on disk that is held out: a tenth when evaluation is on."""
+        return 0.1 if self.config.train.eval_samples else 0.0
+
+    def source(self, split: str = "train") -> Source:
+        """The dataset, as the model wants its pictures and tokens."""
+        data = self.config.data
+        return make_source(
+            data,
+            VisionSpec(self.model.tile_px, self.model.tokens_per_tile),
+            split,
+            eval_fraction=self.eval_fraction,
+            tokenizer=make_tokenizer(data.tokenizer, self.model.vocab_size),
+        )
 
 
-def profile_data(config: Config, source: Source) -> DataProfile:
-    """Shapes of up to `plan.profile_samples` samples, evenly spread over the dataset."""
-    n = min(len(source), config.plan.profile_samples)
+def set_up(config: Config) -> Setup:
+    """Devices and model of a configuration, with the compilation cache in place.
+
+    Raises:
+      ValueError: the model cannot be built or too few devices exist.
+    """
+    use_cache(config.cache_dir)
+    devices = use_devices(config.plan.devices)
+    return Setup(config, build_model(config.model), devices)
+
+
+def profile_data(config: PlanConfig, source: Source) -> DataProfile:
+    """Shapes of up to `profile_samples` samples, evenly spread over the dataset."""
+    n = min(len(source), config.profile_samples)
     if n == 0:
         raise ValueError(f"{source.name}: the dataset is empty")
     picked = [i * len(source) // n for i in range(n)]
@@ -89,7 +123,7 @@ def token_multiple(devices: Sequence[jax.Device]) -> int:
 
 
 def profile_shapes(
-    config: Config, data: DataProfile, model: MultimodalModel, multiple: int
+    data: DataProfile, model: MultimodalModel, multiple: int
 ) -> dict[str, list[ModuleShape]]:
     """Per-rank shapes worth timing: from a few items to what a large microbatch may hold."""
 
@@ -109,14 +143,11 @@ def profile_shapes(
 
 
 def profile_model(
-    config: Config,
-    model: MultimodalModel,
-    data: DataProfile,
-    devices: Sequence[jax.Device],
-    on_progress: OnProgress | None = None,
+    setup: Setup, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
     """The model's timings, from the cache when model, devices, shapes and versions are the same."""
-    shapes = profile_shapes(config, data, model, token_multiple(devices))
+    config, model, devices = setup.config, setup.model, setup.devices
+    shapes = profile_shapes(data, model, token_multiple(devices))
     degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, len(devices))]
     key = profile_key(config.model, devices, (shapes, degrees))
     cached = Path(config.cache_dir) / f"profile-{key}.json"
@@ -128,37 +159,32 @@ def profile_model(
     return profile
 
 
-def make_profile(
-    config: Config,
-    model: MultimodalModel,
-    devices: Sequence[jax.Device],
-    on_progress: OnProgress | None = None,
-) -> Profile:
-    """Data profile and model profile of a configuration."""
-    source = make_source(config.data, vision_spec(model))
-    data = profile_data(config, source)
-    return Profile(profile_model(config, model, data, devices, on_progress), data)
-
-
-def trains(config: Config, model: MultimodalModel) -> Callable[[SegmentPlan], bool]:
-    """Whether a segment has a part that is not frozen."""
-
-    def check(s: SegmentPlan) -> bool:
-        groups = model.modules[s.module].freeze_groups
-        here = {"entry": s.first, "layers": True, "exit": s.last}
-        return any(groups[p] not in config.train.freeze for p, is_here in here.items() if is_here)
-
-    return check
+def make_profile(setup: Setup, source: Source, on_progress: OnProgress | None = None) -> Profile:
+    """Data profile of a source and model profile on the devices at hand."""
+    data = profile_data(setup.config.plan, source)
+    return Profile(profile_model(setup, data, on_progress), data)
 
 
 def make_plan(
-    config: Config,
-    model: MultimodalModel,
-    profile: Profile,
-    devices: Sequence[jax.Device],
-    on_progress: OnProgress | None = None,
+    setup: Setup, profile: Profile, on_progress: OnProgress | None = None
 ) -> SearchResult:
-    """The policy's best plan for this model, data and devices."""
+    """The policy's best plan for this model, data and devices.
+
+    Raises:
+      ValueError: the profile is of another model, or no plan fits.
+    """
+    config, model, devices = setup.config, setup.model, setup.devices
+    layers = {name: m.n_layers for name, m in model.modules.items()}
+    if profile.model.n_layers != layers:
+        raise ValueError(
+            f"the profile is of a model with layers {profile.model.n_layers}, this one has "
+            f"{layers}; profile again"
+        )
+    frozen = config.train.freeze
+
+    def trains(s: SegmentPlan) -> bool:
+        return any(model.modules[s.module].freeze_groups[p] not in frozen for p in parts_of(s))
+
     return search_plan(
         profile.model,
         profile.data,
@@ -168,7 +194,7 @@ def make_plan(
         memory_bytes=config.plan.memory_bytes or _memory_bytes(devices[0]),
         tied=model.modules["llm"].tied,
         token_multiple=token_multiple(devices),
-        trains=trains(config, model),
+        trains=trains,
         on_progress=on_progress,
     )
 

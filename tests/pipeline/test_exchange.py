@@ -1,0 +1,122 @@
+"""The exchange against loops over positions, on one device and between shardings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.exchange import Exchange, gather_features, scatter_gradient
+
+M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 5
+
+
+def arrays(rows, length, *, items=ITEMS, hits=0.6, seed=0):
+    """Features, an index without repeats in a microbatch (a token goes to one row), a cotangent."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(M, items, TOKENS, WIDTH)).astype(np.float32)
+    index = np.full((M, rows * length), -1, np.int32)
+    for m in range(M):
+        n = min(items * TOKENS, int(hits * rows * length))
+        spots = rng.choice(rows * length, n, replace=False)
+        index[m, spots] = rng.choice(items * TOKENS, n, replace=False)
+    dvisual = rng.normal(size=(M, rows, length, WIDTH)).astype(np.float32)
+    return features, index.reshape(M, rows, length), dvisual
+
+
+def loops(features, index, dvisual):
+    """(gathered, scattered) position by position."""
+    visual, dfeatures = np.zeros_like(dvisual), np.zeros_like(features)
+    for m, r, t in np.ndindex(index.shape):
+        if (i := index[m, r, t]) >= 0:
+            visual[m, r, t] = features[m, i // TOKENS, i % TOKENS]
+            dfeatures[m, i // TOKENS, i % TOKENS] += dvisual[m, r, t]
+    return visual, dfeatures
+
+
+@pytest.mark.parametrize("rows, length, hits", [(1, 1, 1.0), (1, 1, 0.0), (2, 7, 0.6), (3, 2, 1.0)])
+def test_gather_and_scatter_equal_loops(rows, length, hits):
+    features, index, dvisual = arrays(rows, length, hits=hits)
+    visual, dfeatures = loops(features, index, dvisual)
+    like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
+    np.testing.assert_array_equal(gather_features(features, index), visual)
+    np.testing.assert_array_equal(scatter_gradient(like, dvisual, index), dfeatures)
+
+
+def test_a_token_read_twice_gets_both_gradients():
+    features, _, _ = arrays(1, 3)
+    index = np.array([[[4, -1, 4]], [[0, 11, 0]]], np.int32)
+    dvisual = np.ones((M, 1, 3, WIDTH), np.float32)
+    got = scatter_gradient(jax.ShapeDtypeStruct(features.shape, jnp.float32), dvisual, index)
+    np.testing.assert_array_equal(got, loops(features, index, dvisual)[1])
+    assert got[0, 1, 1, 0] == 2
+
+
+def test_scatter_is_the_transpose():
+    features, index, dvisual = arrays(2, 9, seed=3)
+    like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
+    there = float(jnp.vdot(gather_features(features, index), dvisual))
+    back = float(jnp.vdot(features, scatter_gradient(like, dvisual, index)))
+    assert there == pytest.approx(back, rel=1e-5)
+    assert abs(there) > 0.1
+
+
+def test_no_index_gives_zeros_and_no_gradient():
+    features, index, dvisual = arrays(2, 3)
+    nowhere = np.full_like(index, -1)
+    like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
+    assert not np.any(gather_features(features, nowhere))
+    assert not np.any(scatter_gradient(like, dvisual, nowhere))
+
+
+# (encoder mesh, first LLM device, LLM mesh), meshes as (stage, data, model).
+MESHES = [
+    ((1, 1, 1), 0, (1, 1, 1)),
+    ((1, 1, 1), 1, (1, 4, 1)),
+    ((1, 4, 1), 4, (1, 1, 1)),
+    ((1, 2, 1), 2, (1, 3, 2)),
+    ((1, 4, 1), 4, (1, 2, 2)),
+    ((1, 2, 2), 4, (1, 4, 1)),
+    ((2, 2, 2), 0, (2, 4, 1)),
+    ((2, 1, 2), 0, (1, 8, 1)),
+    ((1, 6, 1), 0, (1, 4, 2)),
+]
+
+
+def mesh_of(first, shape):
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))])
+    return Mesh(devices.reshape(shape), ("stage", "data", "model"))
+
+
+@pytest.mark.parametrize("low, first, high", MESHES)
+@pytest.mark.parametrize("rows_per_rank", [1, 2])
+def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank):
+    items = ITEMS * low[1]
+    rows = rows_per_rank * high[1]
+    features, index, dvisual = arrays(rows, 5, items=items)
+    visual, dfeatures = loops(features, index, dvisual)
+    source, target = mesh_of(0, low), mesh_of(first, high)
+    feature_sharding = NamedSharding(source, P("stage", "data"))
+    visual_sharding = NamedSharding(target, P(None, "data"))
+    exchange = Exchange(
+        jax.ShapeDtypeStruct(features.shape, jnp.float32, sharding=feature_sharding),
+        jax.ShapeDtypeStruct(visual.shape, jnp.float32, sharding=visual_sharding),
+    )
+    where = place(index, exchange.index_struct.sharding)
+    blocks = exchange.lower(backward=False).compile()(place(features, feature_sharding), where)
+    assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]
+    got = exchange.deliver(blocks)
+    np.testing.assert_array_equal(got, visual)
+    assert got.sharding.is_equivalent_to(visual_sharding, got.ndim)
+    for shard in got.addressable_shards:  # every copy, not only the one that is read
+        np.testing.assert_array_equal(shard.data, visual[shard.index])
+
+    back = exchange.collect(place(dvisual, visual_sharding))
+    assert all(b.sharding == s.sharding for b, s in zip(back, exchange.block_structs, strict=True))
+    got = exchange.lower(backward=True).compile()(back, where)
+    np.testing.assert_array_equal(got, dfeatures)
+    assert got.sharding.is_equivalent_to(feature_sharding, got.ndim)
+    for shard in got.addressable_shards:
+        np.testing.assert_array_equal(shard.data, dfeatures[shard.index])

@@ -1,0 +1,193 @@
+"""Reduce and update on a mesh equal plain optax on one device; state is sharded over data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.pipeline.update import SegmentUpdate
+from dflop_jax.train.optimizer import make_optimizer
+from models.llava import build
+
+from . import plain
+
+MODEL = build("nano")
+CONFIG = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2, weight_decay=0.1)
+WIDE = ((0, 1, 2, 2), (0, 2, 2, 2), 2)  # vision, llm (first, stage, data, model), group size
+SMALL = ((0, 1, 1, 1), (1, 1, 2, 1), 1)
+
+
+def updates_of(meshes, clip_norm, freeze=()):
+    vision, llm, group_size = meshes
+    plan = plain.plan_of(MODEL, vision, llm, group_size=group_size)
+    segments = make_segments(MODEL, plan, jax.devices(), freeze=freeze)
+    tx = make_optimizer(CONFIG)
+    return tx, {n: SegmentUpdate(s, tx, clip_norm) for n, s in segments.items() if s.trainable}
+
+
+def start(update):
+    """(host parameters, the trainable ones on their mesh) of a segment."""
+    s = update.segment
+    rng = np.random.default_rng(3)
+    host = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), s.param_structs())
+    free = {p: host[p] for p in host if p in s.trainable}
+    specs = {p: spec for p, spec in s.param_specs().items() if p in free}
+    return host, jax.tree.map(lambda a, spec: place(a, s.sharding(*spec)), free, specs)
+
+
+def random_grads(update, rng, scale):
+    """The ranks' gradients on the host, as the backward programs leave them."""
+    return jax.tree.map(
+        lambda a: (scale * rng.normal(size=a.shape)).astype(np.float32),
+        update.segment.grad_structs(),
+    )
+
+
+def run_steps(updates, grads_of_steps):
+    """Steps of the compiled programs; (parameters, state, norms, shards) by segment."""
+    params = {n: start(u)[1] for n, u in updates.items()}
+    state = {n: u.init_state(params[n]) for n, u in updates.items()}
+    reduce = {n: u.lower_reduce().compile() for n, u in updates.items()}
+    update = {n: u.lower_update(len(updates)).compile() for n, u in updates.items()}
+    norms, shards = [], {}
+    for host in grads_of_steps:
+        squares = {}
+        for n, u in updates.items():
+            placed = jax.tree.map(
+                lambda g, s: place(g, s.sharding), host[n], u.segment.grad_structs()
+            )
+            shards[n], squares[n], zeroed = reduce[n](placed)
+            assert not any(np.any(g) for g in jax.tree.leaves(zeroed))
+            want = [s.sharding for s in jax.tree.leaves(u.segment.grad_structs())]
+            assert [g.sharding for g in jax.tree.leaves(zeroed)] == want
+        for n, u in updates.items():
+            here = tuple(jax.device_put(q, u.segment.sharding()) for q in squares.values())
+            params[n], state[n], norm = update[n](params[n], state[n], shards[n], here)
+            norms.append(float(norm))
+    return params, state, norms, shards
+
+
+def plain_steps(tx, updates, grads_of_steps, clip_norm):
+    """The same with one tree, one device and `optax.clip_by_global_norm`."""
+    clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+    tx = optax.chain(clip, tx)
+    params = {}
+    for n, u in updates.items():
+        host, _ = start(u)
+        params[n] = {p: jax.tree.map(jnp.asarray, host[p]) for p in u.segment.trainable}
+    norms = []
+
+    @jax.jit
+    def step(grads, state, params):
+        steps, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, steps), state
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = jax.jit(tx.init)(params)
+        for host in grads_of_steps:
+            grads = jax.tree.map(lambda g: g.sum(axis=0), host)
+            norms.append(np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads))))
+            params, state = step(grads, state, params)
+    return params, norms
+
+
+@pytest.mark.parametrize(
+    "meshes, clip_norm, freeze",
+    [(WIDE, 1.0, ()), (SMALL, 0.0, ()), (SMALL, 1e6, ("vision",))],
+    ids=["wide, clipped", "small, unclipped", "frozen vision, below the norm"],
+)
+def test_two_steps_equal_plain_optax(meshes, clip_norm, freeze):
+    tx, updates = updates_of(meshes, clip_norm, freeze)
+    rng = np.random.default_rng(0)
+    scales = {"vision": 0.1, "llm": 1.0}  # unlike norms: clipping one alone would differ
+    steps = [{n: random_grads(u, rng, scales[n]) for n, u in updates.items()} for _ in range(2)]
+    want, want_norms = plain_steps(tx, updates, steps, clip_norm)
+    got, _, norms, _ = run_steps(updates, steps)
+    # Every segment sees the same norm, that of all segments.
+    np.testing.assert_allclose(np.reshape(norms, (2, -1)), np.c_[want_norms, want_norms], 1e-5)
+    if clip_norm == 1.0:
+        assert min(norms) > 10
+    for n in updates:
+        assert set(got[n]) == set(updates[n].segment.trainable)
+        for (path, w), g in zip(
+            jax.tree_util.tree_leaves_with_path(want[n]), jax.tree.leaves(got[n]), strict=True
+        ):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+def per_device(array):
+    return array.addressable_shards[0].data.size
+
+
+def test_state_and_gradients_are_sharded_over_data():
+    _, updates = updates_of(WIDE, 1.0)
+    for update in updates.values():
+        s = update.segment
+        params = start(update)[1]
+        state = update.init_state(params)
+        adam = next(x for x in state if isinstance(x, optax.ScaleByAdamState))
+        for moments in (adam.mu, adam.nu):
+            for p, m in zip(jax.tree.leaves(params), jax.tree.leaves(moments), strict=True):
+                spec = (*p.sharding.spec, *[None] * (p.ndim - len(p.sharding.spec)))
+                ways = s.data_ranks if None in spec else 1  # every dim of nano divides
+                assert per_device(m) * ways == per_device(p), m.shape
+            held, whole = (sum(map(per_device, jax.tree.leaves(t))) for t in (moments, params))
+            assert held < 1.1 * whole / s.data_ranks
+        assert adam.count.sharding.is_fully_replicated
+        # The accumulators keep the ranks' gradients apart: one entry per data rank and device.
+        for g in jax.tree.leaves(s.grad_structs()["layers"]):
+            assert g.shape[0] == s.data_ranks
+            assert g.sharding.shard_shape(g.shape)[0] == 1
+
+
+def test_only_matrices_decay():
+    _, updates = updates_of(SMALL, 1.0)
+    before = {n: start(u)[0] for n, u in updates.items()}
+    nothing = {
+        n: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), u.segment.grad_structs())
+        for n, u in updates.items()
+    }
+    after, _, norms, _ = run_steps(updates, [nothing])
+    assert norms == [0.0, 0.0]  # and clipping by a zero norm gives no nan
+    kept, shrunk = set(), set()
+    for n in updates:
+        for (path, b), a in zip(
+            jax.tree_util.tree_leaves_with_path(before[n]), jax.tree.leaves(after[n]), strict=True
+        ):
+            name = path[-1].key
+            if name in ("bias", "scale"):
+                np.testing.assert_array_equal(a, b)
+                kept.add(name)
+            else:
+                factor = 1 - CONFIG.learning_rate * CONFIG.weight_decay
+                np.testing.assert_allclose(a, b * factor, rtol=1e-6)
+                shrunk.add(name)
+    assert kept == {"bias", "scale"}
+    assert {"kernel", "embedding"} <= shrunk
+
+
+def test_frozen_parts_stay_bit_for_bit():
+    plan = plain.plan_of(MODEL, (0, 1, 2, 1), (2, 1, 1, 1))
+    ex = Executor(MODEL, plan, make_optimizer(CONFIG), clip_norm=1.0, freeze=("vision",))
+    try:
+        ex.init(0)
+        before = plain.join(plan, ex.state.params)
+        ex.compile()
+        samples = plain.random_samples(MODEL, 6, 0)
+        groups = plain.pack(MODEL, plan, plain.random_schedule(plan, 6, 1, 0), samples)
+        ex.run_step(0, groups, 1.0).result()
+        after = plain.join(plan, ex.state.params)
+    finally:
+        ex.close()
+    assert set(ex.state.grads["vision"]) == set(ex.state.opt_state["vision"][0].mu) == {"exit"}
+    for part in ("entry", "layers"):
+        jax.tree.map(np.testing.assert_array_equal, before["vision"][part], after["vision"][part])
+    moved = [("vision", "exit"), *(("llm", part) for part in after["llm"])]
+    for module, part in moved:
+        same = jax.tree.map(np.array_equal, before[module][part], after[module][part])
+        assert not any(jax.tree.leaves(same))

@@ -1,0 +1,230 @@
+"""The cost model gives back coefficients that made its timings, and a hand formula's seconds."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    LayerTiming,
+    ModelProfile,
+    ModuleShape,
+    Plan,
+    SegmentPlan,
+    SubmeshPlan,
+    Task,
+)
+
+PATCHES = 16
+SHAPES = [ModuleShape(i, t) for i, t in ((1, 32), (1, 128), (4, 32), (1, 512))]
+TILES = [ModuleShape(i, PATCHES) for i in (1, 4, 16)]
+# (overhead, per token, per token and row length) of a layer's forward.
+LAYER = (1e-4, 3e-6, 2e-8)
+
+
+def cost(c, shape):
+    return c[0] + c[1] * shape.items * shape.tokens + c[2] * shape.items * shape.tokens**2
+
+
+def times(c, k):
+    return tuple(k * x for x in c)
+
+
+def timings(module, shapes, model=1, c=LAYER):
+    """Backward costs 3 forwards, the ends 2 forwards; tensor parallelism halves everything."""
+    rows = []
+    for shape in shapes:
+        f = cost(c, shape) / model
+        rows.append(
+            LayerTiming(module, model, shape, f, 3 * f, 2 * f, 6 * f, 8 * f, 4 * f, 100 * f)
+        )
+    return rows
+
+
+def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
+    both = ("vision", "llm")
+    if rows is None:
+        rows = [
+            t
+            for m, shapes in (("vision", TILES), ("llm", SHAPES))
+            for tp in (1, 2)
+            for t in timings(m, shapes, tp)
+        ]
+    return ModelProfile(
+        key="k",
+        device="cpu",
+        timings=tuple(rows),
+        layer_param_bytes=dict.fromkeys(both, 1000),
+        ends_param_bytes=dict.fromkeys(both, 600),
+        n_layers=dict.fromkeys(both, 4),
+        entry_share=dict.fromkeys(both, entry_share),
+        patches_per_tile=PATCHES,
+        concurrency=concurrency,
+        task_overhead_s=overhead,
+    )
+
+
+@pytest.mark.parametrize(
+    "c", [LAYER, (1e-4, 0.0, 0.0), (0.0, 3e-6, 0.0), (0.0, 0.0, 2e-8), (0.0, 1e-6, 1e-9)]
+)
+def test_exact_coefficients_are_recovered(c):
+    model = CostModel(profile(timings("llm", SHAPES, c=c)))
+    np.testing.assert_allclose(model._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
+    for shape in (*SHAPES, ModuleShape(7, 48), ModuleShape(1, 2048)):
+        for kind, k in {"layer_forward": 1, "layer_backward": 3, "ends_forward": 2}.items():
+            assert model.predict("llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
+
+
+def test_small_shapes_count_as_much_as_large_ones():
+    rng = np.random.default_rng(0)
+    shapes = [ModuleShape(i, t) for i in (1, 2, 4) for t in (32, 64, 128, 512)]
+    rows = []
+    for shape in shapes:
+        f = cost(LAYER, shape) * rng.uniform(0.97, 1.03)
+        rows.append(LayerTiming("llm", 1, shape, f, f, f, f))
+    model = CostModel(profile(rows))
+    for row in rows:
+        got = model.predict("llm", 1, row.shape, "layer_forward")
+        assert got == pytest.approx(cost(LAYER, row.shape), rel=0.06)
+
+
+def test_predictions_never_fall_with_size_however_noisy():
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        rows = [LayerTiming("llm", 1, s, *rng.exponential(1e-3, 4)) for s in SHAPES]
+        model = CostModel(profile(rows))
+        grid = [1, 2, 5, 30], [1, 32, 100, 1000]
+        for kind in ("layer_forward", "ends_backward"):
+            assert min(model._fit("llm", 1, kind)) >= 0
+            at = {
+                (i, t): model.predict("llm", 1, ModuleShape(i, t), kind)
+                for i, t in itertools.product(*grid)
+            }
+            for (i, t), (j, u) in itertools.product(at, at):
+                assert i > j or t > u or at[i, t] <= at[j, u] * (1 + 1e-9)
+
+
+def test_a_single_timing_is_met_and_nothing_measured_costs_nothing():
+    model = CostModel(profile([LayerTiming("llm", 1, SHAPES[0], 2e-3, 0.0, 0.0, 0.0)]))
+    assert model.predict("llm", 1, SHAPES[0], "layer_forward") == pytest.approx(2e-3)
+    assert model.predict("llm", 1, SHAPES[3], "layer_backward") == 0.0
+
+
+def test_an_unmeasured_degree_or_module_is_an_error_that_names_both():
+    model = CostModel(profile())
+    with pytest.raises(ValueError, match=r"'llm' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
+        model.predict("llm", 4, SHAPES[0], "layer_forward")
+    with pytest.raises(ValueError, match="no timing of 'audio'"):
+        model.predict("audio", 1, SHAPES[0], "layer_forward")
+
+
+def test_work_is_what_packing_cannot_undercut():
+    model = CostModel(profile())
+    lengths = np.array([10.0, 20.0, 34.0])
+    floor = model.work("llm", 1, "layer_forward", lengths)
+    want = LAYER[1] * 64 + LAYER[2] * (10**2 + 20**2 + 34**2)
+    assert floor == pytest.approx(want)
+    for items, tokens in ((1, 64), (2, 34), (3, 34)):  # rows into which the three samples pack
+        packed = model.predict("llm", 1, ModuleShape(items, tokens), "layer_forward")
+        assert floor < packed - LAYER[0] * 0.99
+    assert model.work("llm", 1, "layer_forward", np.array([])) == 0.0
+
+
+def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None):
+    """Vision alone on device 0, the LLM's 4 layers in `parts` segments."""
+    size = stage * data * model
+    names = [f"l{i}" for i in range(parts)]
+    submeshes = [SubmeshPlan("vision", 0, 1, 1, 1)]
+    submeshes += [SubmeshPlan(n, 1 + i * size, stage, data, model) for i, n in enumerate(names)]
+    segments = [SegmentPlan("vision", "vision", 0, 4, "vision", True, True)]
+    k = 4 // parts
+    segments += [
+        SegmentPlan(n, "llm", i * k, (i + 1) * k, n, i == 0, i == parts - 1)
+        for i, n in enumerate(names)
+    ]
+    buckets = (bucket or Bucket(3, 64, 2),)
+    return Plan("t", tuple(submeshes), tuple(segments), buckets, group_size=group_size)
+
+
+def test_a_plain_segment_is_its_layers_and_ends():
+    plan, llm, tiles = plan_of(), ModuleShape(2, 64), ModuleShape(3, PATCHES)
+    seconds = CostModel(profile(overhead=0.5)).task_seconds(plan)
+    assert len(seconds) == 4
+    for name, shape in (("l0", llm), ("vision", tiles)):
+        forward = cost(LAYER, shape)
+        assert seconds[Task(name, 0, FORWARD)] == pytest.approx(0.5 + 4 * forward + 2 * forward)
+        assert seconds[Task(name, 0, BACKWARD)] == pytest.approx(0.5 + 3 * (4 + 2) * forward)
+
+
+def test_ends_are_shared_out_by_segment():
+    plan, forward = plan_of(parts=2), cost(LAYER, ModuleShape(2, 64))
+    seconds = CostModel(profile()).task_seconds(plan)
+    assert seconds[Task("l0", 0, FORWARD)] == pytest.approx((2 + 2 * 0.25) * forward)
+    assert seconds[Task("l1", 0, FORWARD)] == pytest.approx((2 + 2 * 0.75) * forward)
+
+
+@pytest.mark.parametrize("stage, group_size", [(1, 1), (1, 3), (2, 2), (2, 4), (4, 4)])
+def test_stages_take_m_plus_s_minus_1_ticks(stage, group_size):
+    plan = plan_of(stage=stage, group_size=group_size)
+    forward = cost(LAYER, ModuleShape(2, 64))
+    layers = (group_size + stage - 1) * (4 / stage) * forward
+    ends = group_size / stage * 2 * forward
+    got = CostModel(profile()).task_seconds(plan)[Task("l0", 0, FORWARD)]
+    assert got == pytest.approx(layers + ends)
+
+
+@pytest.mark.parametrize(
+    "data, model, concurrency, factor",
+    [
+        (1, 1, 1.0, 1.0),
+        (4, 1, 1.0, 4.0),
+        (4, 1, 8.0, 1.0),
+        (4, 1, 2.0, 2.0),
+        (1, 2, 1.0, 1.0),  # the two devices were timed on one core together
+        (2, 2, 1.0, 2.0),
+        (2, 2, 2.0, 2.0),
+    ],
+)
+def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency, factor):
+    plan = plan_of(data=data, model=model)
+    got = CostModel(profile(concurrency=concurrency)).task_seconds(plan)[Task("l0", 0, FORWARD)]
+    alone = 6 * cost(LAYER, ModuleShape(2, 64)) / model
+    assert got == pytest.approx(alone * factor)
+
+
+def test_a_bucket_without_tiles_costs_the_encoder_nothing():
+    seconds = CostModel(profile(overhead=0.5)).task_seconds(plan_of(bucket=Bucket(0, 64)))
+    assert seconds[Task("vision", 0, FORWARD)] == seconds[Task("vision", 0, BACKWARD)] == 0.0
+    assert seconds[Task("l0", 0, BACKWARD)] > 0.5
+
+
+def test_peak_bytes_by_hand():
+    plan = plan_of(stage=2, data=2, group_size=4)
+    peak = CostModel(profile()).peak_bytes(plan, {"vision": 2, "l0": 1})
+    tiles, llm = cost(LAYER, ModuleShape(3, PATCHES)), cost(LAYER, ModuleShape(2, 64))
+    # Parameters and gradients once, AdamW's two moments over the data ranks; then what is kept
+    # of 2 groups of 4, and one program's temporaries.
+    vision = (4 * 1000 + 600) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + (8 * 4 + 4) * tiles
+    # Two layers a stage; the loop keeps the temporaries of its 4 ticks.
+    text = (2 * 1000 + 600) * (2 + 2 / 2) + 100 * llm * 4 * 1 + (8 * 2 + 4) * llm * 4
+    assert peak == pytest.approx({"vision": vision, "l0": text})
+
+
+def test_segments_on_one_submesh_add_their_bytes():
+    plan = plan_of()
+    shared = Plan(
+        "t",
+        (SubmeshPlan("all", 0, 1, 1, 1),),
+        tuple(
+            SegmentPlan(s.name, s.module, s.start, s.stop, "all", True, True) for s in plan.segments
+        ),
+        plan.buckets,
+    )
+    flying = {"vision": 1, "l0": 1}
+    model = CostModel(profile())
+    apart = model.peak_bytes(plan, flying)
+    assert model.peak_bytes(shared, flying) == pytest.approx({"all": sum(apart.values())})

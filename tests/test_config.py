@@ -1,0 +1,154 @@
+"""Overrides of every field, and one line for each kind of mistake."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from dflop_jax.config import Config, DataConfig, PlanConfig, TrainConfig, fields, override
+
+
+def get(config, name):
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def other_value(name, kind):
+    """(text, value) of a legal value that is not the default."""
+    special = {
+        "model.dtype": "bfloat16",
+        "data.oversize": "drop",
+        "plan.policy": "blind",
+        "plan.effort": "quick",
+    }
+    if name in special:
+        return special[name], special[name]
+    if kind is bool:
+        return "true", True
+    if kind is int:
+        return "17", 17
+    if kind is float:
+        return "0.125", 0.125
+    if kind is str:
+        return "some text", "some text"
+    return "vision,llm", ("vision", "llm")
+
+
+@pytest.mark.parametrize("name, kind, text", fields())
+def test_every_field_takes_an_override_and_has_help(name, kind, text):
+    assert len(text) > 10
+    said, value = other_value(name, kind)
+    assert get(Config(), name) != value
+    changed = override(Config(), {name: said})
+    assert get(changed, name) == value
+    assert type(get(changed, name)) is type(value)
+    # Nothing else changed.
+    default = str(get(Config(), name)) if kind is not tuple else ""
+    back = override(changed, {name: [] if "tuple" in str(kind) else default})
+    assert back == Config()
+
+
+def test_fields_are_the_leaves_of_the_configuration():
+    flat = msgspec.to_builtins(Config())
+    leaves = {
+        f"{k}.{j}" if isinstance(v, dict) else k
+        for k, v in flat.items()
+        for j in (v if isinstance(v, dict) else [None])
+    }
+    assert {name for name, _, _ in fields()} == leaves
+
+
+def test_several_overrides_at_once_keep_the_experiment():
+    base = Config(train=TrainConfig(steps=7), run_dir="mine")
+    got = override(base, {"train.seed": "3", "data.n_samples": "9"})
+    assert (got.train.steps, got.train.seed, got.data.n_samples, got.run_dir) == (7, 3, 9, "mine")
+    assert override(base, {}) == base
+
+
+@pytest.mark.parametrize("text, value", [("", ()), ("llm", ("llm",)), (["vision"], ("vision",))])
+def test_lists(text, value):
+    assert override(Config(), {"train.freeze": text}).train.freeze == value
+
+
+@pytest.mark.parametrize("text, value", [("1e-4", 1e-4), ("2", 2.0), ("0", 0.0)])
+def test_numbers(text, value):
+    assert override(Config(), {"train.weight_decay": text}).train.weight_decay == value
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "nan"])
+def test_numbers_out_of_range(text):
+    with pytest.raises(ValueError, match=r"train.weight_decay=.* must be a finite number"):
+        override(Config(), {"train.weight_decay": text})
+
+
+@pytest.mark.parametrize("text, value", [("false", False), ("1", True), ("0", False)])
+def test_booleans(text, value):
+    base = Config(data=DataConfig(blank_images=not value))
+    assert override(base, {"data.blank_images": text}).data.blank_images is value
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({"train.step": "3"}, "unknown override train.step; did you mean train.steps?"),
+        ({"data.paht": "x"}, "unknown override data.paht; did you mean data.path?"),
+        ({"policy": "x"}, "unknown override policy"),
+        ({"train": "x"}, "unknown override train"),
+        ({"zzzzzz": "x"}, "unknown override zzzzzz; see --help for the names"),
+        ({"train.steps": "many"}, "Expected `int`, got `str` - at `train.steps`"),
+        ({"train.steps": "1.5"}, "`train.steps`"),
+        ({"train.steps": ""}, "`train.steps`"),
+        ({"train.learning_rate": "fast"}, "Expected `float`, got `str` - at `train.learning_rate`"),
+        ({"data.blank_images": "maybe"}, "`data.blank_images`"),
+        ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
+        ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
+        ({"plan.policy": "best"}, "plan.policy='best' is not one of dflop, blind"),
+        ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be above 0"),
+        ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be above 0"),
+    ],
+)
+def test_mistakes_are_one_line(values, says):
+    with pytest.raises(ValueError, match=r".") as failed:
+        override(Config(), values)
+    assert says in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+AT_LEAST_ONE = [
+    "train.steps",
+    "train.global_batch",
+    "plan.buckets",
+    "plan.max_model",
+    "plan.max_stage",
+    "plan.max_microbatches",
+    "plan.sampled_batches",
+    "plan.profile_samples",
+    "data.n_samples",
+    "data.max_tokens",
+    "data.max_frames",
+    "data.max_tiles",
+    "data.workers",
+    "data.prefetch",
+    "schedule.ahead",
+]
+
+
+@pytest.mark.parametrize("name", AT_LEAST_ONE)
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_counts_are_at_least_one(name, value):
+    assert get(override(Config(), {name: "1"}), name) == 1
+    with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
+        override(Config(), {name: value})
+
+
+def test_a_wrong_configuration_cannot_be_made_in_python_either():
+    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of dflop, blind"):
+        Config(plan=PlanConfig(policy="best"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().run_dir = "elsewhere"
+
+
+def test_json_round_trip():
+    config = Config(train=TrainConfig(freeze=("vision",)), run_dir="x")
+    assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config

@@ -11,21 +11,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from dflop_jax.cli import main
 from dflop_jax.config import fields
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import (
-    Bucket,
-    DataProfile,
-    LayerTiming,
-    ModelProfile,
-    ModuleShape,
-    Plan,
-    Profile,
-    SampleShape,
-    SegmentPlan,
-    SubmeshPlan,
-    load,
-    save,
-)
+from dflop_jax.records import Plan, Profile, SubmeshPlan, load, save
 from dflop_jax.report.run_folder import read_metrics
+
+from .plans import NANO, nano_profile
 
 COMMANDS = ("profile", "plan", "simulate", "train", "report")
 
@@ -43,30 +32,6 @@ def config():
         cache_dir="cache",
     )
 """
-
-NANO = Plan(
-    "dflop",
-    (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-    (
-        SegmentPlan("vision", "vision", 0, 2, "vision", True, True),
-        SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
-    ),
-    (Bucket(16, 256), Bucket(8, 128)),
-)
-
-
-def nano_profile():
-    """Made up, with times in proportion to size: good enough to plan with."""
-    timings = tuple(
-        LayerTiming(m, 1, ModuleShape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)))
-        for m, i, t in (("vision", 1, 16), ("vision", 8, 16), ("llm", 1, 64), ("llm", 1, 256))
-    )
-    one = {"vision": 1000, "llm": 1000}
-    model = ModelProfile(
-        "k", "cpu", timings, one, one, {"vision": 2, "llm": 4}, {"vision": 0.5, "llm": 0.5}, 16, 1.0
-    )
-    shapes = tuple(SampleShape(t, 60, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
-    return Profile(model, DataProfile("made up", 5, shapes))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,80 @@
+"""A long varied run: no compile after warm-up, few shapes, equal losses from equal seeds, the
+scheduler's process killed in the middle."""
+
+import os
+import signal
+
+import jax
+import pytest
+
+from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax.records import Bucket, Plan
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.schedule import worker as schedule_worker
+from dflop_jax.train.trainer import Trainer
+
+from ..plans import NANO, nano_profile
+
+K = 3
+PLAN = Plan(
+    "dflop",
+    NANO.submeshes,
+    NANO.segments,
+    (Bucket(24, 384), Bucket(8, 192), Bucket(0, 96)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_compile_cache(tmp_path, monkeypatch):
+    jax.devices()
+    monkeypatch.chdir(tmp_path)
+    kept = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", kept)
+
+
+def fit(run_dir: str, steps: int, **train):
+    config = Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=512, max_tiles=4, max_frames=8, max_tokens=256),
+        train=TrainConfig(steps=steps, global_batch=8, **train),
+        run_dir=run_dir,
+    )
+    trainer = Trainer(config, plan=PLAN, profile=nano_profile())
+    return trainer.fit(), read_metrics(run_dir)
+
+
+def test_no_compile_in_200_varied_steps():
+    result, rows = fit("run", 200, eval_samples=8, eval_every=100)
+    assert [r["step"] for r in rows] == list(range(200))
+    assert [r["compiles"] for r in rows[1:]] == [0] * 199
+    assert result.compiles_after_warmup == 0
+    assert len({b.tiles for b in PLAN.buckets}) <= K
+    assert len({(b.rows, b.tokens) for b in PLAN.buckets}) <= K
+    # Varied data: the padding, hence the mix of buckets and samples, differs from step to step.
+    assert len({round(r["padding_fraction"]["llm"], 6) for r in rows}) > 50
+    assert result.losses[-1] < 0.7 * result.losses[0]
+    assert result.evaluation is not None
+    assert result.evaluation.step == 200
+
+
+def test_killing_the_scheduler_costs_no_step_and_no_sample(monkeypatch, caplog):
+    _, undisturbed = fit("undisturbed", 12)
+    killed = []
+    get = schedule_worker.ScheduleWorker.get
+
+    def kill_once(self, step):
+        if step == 6 and not killed:
+            killed.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+        return get(self, step)
+
+    monkeypatch.setattr(schedule_worker.ScheduleWorker, "get", kill_once)
+    _, rows = fit("killed", 12)
+    assert len(killed) == 1
+    assert [r["step"] for r in rows] == list(range(12))
+    # Every sample of every batch was trained on: equal token counts, equal losses to rounding.
+    assert [r["supervised_tokens"] for r in rows] == [r["supervised_tokens"] for r in undisturbed]
+    for a, b in zip(rows, undisturbed, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

@@ -26,6 +26,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: Annotated[str, "LLaVA-format JSON/JSONL file or its folder; empty: embedded scenes"] = ""
+    root: Annotated[str, "folder of the media; empty: the folder of the JSON file"] = ""
     n_samples: Annotated[int, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
     max_tiles: Annotated[int, "most AnyRes grid tiles of an image, the base tile not counted"] = 9

@@ -18,6 +18,6 @@ def config() -> Config:
         model=ModelConfig(size="tiny"),
         data=DataConfig(path="data", max_tiles=6, max_frames=16, max_tokens=1024),
         plan=PlanConfig(devices=4, max_model=1, max_microbatches=8),
-        train=TrainConfig(steps=30, global_batch=32, warmup_steps=5),
+        train=TrainConfig(steps=20, global_batch=16, warmup_steps=5),
         run_dir="runs/llava_json",
     )

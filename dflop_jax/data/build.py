@@ -39,6 +39,7 @@ def make_source(
         spec,
         tokenizer,
         limits,
+        root=config.root or None,
         split=split,
         eval_fraction=eval_fraction,
         blank_images=config.blank_images,

@@ -239,7 +239,8 @@ def search_plan(
     )
     plans: list[Plan] = []
     tried: list[Candidate] = []
-    caps = [c for c in MICROBATCH_CAPS if c <= config.max_microbatches] or [1]
+    most = config.max_microbatches
+    caps = [*(c for c in MICROBATCH_CAPS if c < most), most]
     for i, (bound, name, placement) in enumerate(ranked):
         if plans and bound >= min(map(_makespan_s, plans)):
             tried.append(Candidate(name, None, bound, 0.0, "its lower bound exceeds the best"))
@@ -252,20 +253,28 @@ def search_plan(
             on_progress(i + 1, len(ranked))
     tried.sort(key=lambda c: (c.makespan_s is None, c.makespan_s or c.lower_bound_s, c.name))
     if not plans:
-        least = min((c.peak_bytes for c in tried if c.peak_bytes > 0), default=0.0)
-        raise ValueError(
-            f"no plan fits: {tried[0].why}; the smallest of all needs {least / 2**30:.2f} GiB per "
-            "device; use more devices, a larger plan.max_model or max_stage, or smaller samples"
-        )
+        raise ValueError(_why_none(tried, memory_bytes))
     # Sorting is stable and the order of `ranked` is fixed, so ties break by (bound, name, cap).
     plans.sort(key=_makespan_s)
     best = plans[0]
     if config.policy != "blind" and config.effort == "full":
         # Placements were ranked with quickly chosen buckets; the winner gets the full search.
-        full = search.refined(best, max(caps))
+        full = search.refined(best, most)
         fits = not memory_bytes or _peak_bytes(full) <= memory_bytes
         best = full if fits and _makespan_s(full) < _makespan_s(best) else best
     return SearchResult(best, tuple(tried))
+
+
+def _why_none(tried: Sequence[Candidate], memory_bytes: float) -> str:
+    peaks = [c.peak_bytes for c in tried if c.peak_bytes > 0]
+    if not peaks:
+        return f"no placement can hold the data: {tried[0].why}"
+    over = (min(peaks) - memory_bytes) / 2**30
+    return (
+        f"no plan fits into {memory_bytes / 2**30:.2f} GiB per device: the smallest needs "
+        f"{over:.2f} GiB more; use more devices, a larger plan.max_model or plan.max_stage, or "
+        "smaller samples"
+    )
 
 
 def _makespan_s(plan: Plan) -> float:

@@ -150,7 +150,7 @@ def _plan(args: argparse.Namespace) -> Any:
 
 
 def _simulate(args: argparse.Namespace) -> Any:
-    from dflop_jax.plan.search import sample_batches
+    from dflop_jax.plan.evaluate import sample_batches
     from dflop_jax.records import Plan, load
     from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
     from dflop_jax.report.trace import write_trace

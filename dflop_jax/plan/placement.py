@@ -17,16 +17,18 @@ class Placement:
     segments: tuple[SegmentPlan, ...]
     group_size: int
 
+    def mesh_of(self, segment: SegmentPlan) -> SubmeshPlan:
+        return next(m for m in self.submeshes if m.name == segment.submesh)
+
     @property
     def name(self) -> str:
         """Short and unique: module=stage x data x model on how many segments."""
-        by_mesh = {m.name: m for m in self.submeshes}
         seen: dict[str, list[SegmentPlan]] = {}
         for s in self.segments:
             seen.setdefault(s.module, []).append(s)
         parts = []
         for module, segs in seen.items():
-            m = by_mesh[segs[0].submesh]
+            m = self.mesh_of(segs[0])
             many = f"{len(segs)}*" if len(segs) > 1 else ""
             parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
         return " ".join(parts)

@@ -6,11 +6,13 @@ import functools
 import numpy as np
 import pytest
 
+import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.search as search_module
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.placement import separate, uniform
-from dflop_jax.plan.search import sample_batches, search_plan
+from dflop_jax.plan.evaluate import sample_batches
+from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
     Bucket,
@@ -90,7 +92,7 @@ def simple_buckets(
 @pytest.fixture(autouse=True)
 def _quick_buckets(monkeypatch, request):
     if "real_buckets" not in request.fixturenames:
-        monkeypatch.setattr(search_module, "choose_buckets", simple_buckets)
+        monkeypatch.setattr(evaluate_module, "choose_buckets", simple_buckets)
 
 
 @pytest.fixture
@@ -197,7 +199,7 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
         small = (Bucket(large.tiles, 64), Bucket(large.tiles, 128))
         return dataclasses.replace(choice, buckets=(large if fits else Bucket(99, 4096), *small))
 
-    monkeypatch.setattr(search_module, "choose_buckets", choose)
+    monkeypatch.setattr(evaluate_module, "choose_buckets", choose)
     full = run(effort="full", memory_bytes=limit)
     if fits:
         assert full.plan.predicted["makespan_s"] < quick.plan.predicted["makespan_s"]

@@ -151,5 +151,6 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path):
         [sys.executable, str(script), os.getcwd()], stdout=subprocess.PIPE
     ) as parent:
         child = int(parent.stdout.readline())
+        assert not gone(child)
         parent.kill()
     wait_until(lambda: gone(child))

@@ -10,8 +10,8 @@ import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.search as search_module
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit
-from dflop_jax.plan.placement import separate, uniform
 from dflop_jax.plan.evaluate import sample_batches
+from dflop_jax.plan.placement import separate, uniform
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (

@@ -265,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="dflop",
         description="Data-aware training of multimodal LLMs on JAX device meshes.",
+        epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = _Parser(add_help=False)
@@ -286,9 +287,11 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     add("profile", _profile, "measure the data's shapes and the model's times", experiment)
-    add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
+    plan = add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
     sim = add("simulate", _simulate, "run a plan on measured times, without training", experiment)
     train = add("train", _train, "profile and plan where needed, then train", experiment)
+    for sub in (plan, sim, train):
+        sub.add_argument("--profile-file", metavar="JSON", help="use this profile")
     for sub in (sim, train):
         sub.add_argument("--plan-file", metavar="JSON", help="use this plan")
     sim.add_argument("--batches", type=int, default=4, help="global batches (default: 4)")
@@ -302,12 +305,13 @@ def _parser() -> argparse.ArgumentParser:
 def _experiment_arguments() -> _Parser:
     parser = _Parser(add_help=False)
     parser.add_argument("experiment", help="Python file whose config() returns a dflop_jax.Config")
-    parser.add_argument("--profile-file", metavar="JSON", help="use this profile")
     groups: dict[str, Any] = {}
     for name, kind, text in fields():
         section = name.split(".")[0] if "." in name else "run"
         if section not in groups:
-            groups[section] = parser.add_argument_group(f"{section} (overrides the experiment)")
+            groups[section] = parser.add_argument_group(
+                section, "Each replaces the experiment's value; defaults are for files without one."
+            )
         default = Config()
         for part in name.split("."):
             default = getattr(default, part)

@@ -62,6 +62,9 @@ class PlanConfig:
 class ScheduleConfig:
     time_limit_s: Annotated[float, "cap of one batch's solve; its work is bounded anyway"] = 5.0
     ahead: Annotated[int, "global batches scheduled ahead"] = 4
+    correct: Annotated[
+        bool, "correct predictions by observed times; schedules then depend on the clock"
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dflop_jax.pipeline.communicator import Communicator, zeros
 from dflop_jax.pipeline.order import resources
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.step import GroupArrays, State, StepCall, StepHandle
-from dflop_jax.pipeline.watcher import Watcher
+from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import REDUCE, UPDATE, Plan, Task
 
 
@@ -63,6 +63,8 @@ class Executor:
         self.state = State()
         self._watcher = Watcher(set(resources(plan).values()))
         self._free_s: dict[int, float] = {}
+        self._throttled = self._crowded_resources()
+        self._latest: dict[int, Observation] = {}
 
     def init(self, seed: int) -> None:
         """Fresh parameters, optimizer state and zero gradients; the same for any plan."""
@@ -99,11 +101,28 @@ class Executor:
         call = self._call(groups, scale)
         seen = []
         for task in order:
+            resource = self.programs.resource[task.segment]
+            if resource in self._throttled and resource in self._latest:
+                self._latest[resource].done.wait()
             dispatched_s = time.perf_counter()
             outputs = call.run(task)
-            resource = self.programs.resource[task.segment]
             seen.append(self._watcher.watch(resource, task, dispatched_s, outputs))
+            self._latest[resource] = seen[-1]
         return StepHandle(step, call, graph, seen, self._free_s)
+
+    def _crowded_resources(self) -> frozenset[int]:
+        """Resources of several CPU devices of one process.
+
+        Their collectives block threads of one pool that has a thread per device, so two programs
+        in flight on the same devices can wait for each other's threads for ever. They run one task
+        at a time; real accelerators queue as many as there are.
+        """
+        programs = self.programs
+        return frozenset(
+            programs.resource[name]
+            for name, s in programs.segments.items()
+            if s.mesh.size > 1 and s.mesh.devices.flat[0].platform == "cpu"
+        )
 
     def calibrate(self, repeats: int = 3) -> dict[Task, float]:
         """Seconds of each (segment, bucket, direction), a task whose `group` is the bucket index.

@@ -127,7 +127,7 @@ class StepCall:
         if name == self.programs.final:
             (x, fields), dy = self._inputs(name, g), self.scale
         else:
-            (x, fields), dy = self.kept.pop((name, g)), self.inbox.pop((name, g, "dy"))
+            (x, fields), dy = self.kept.pop((name, g)), self._gradient_of_output(name, g)
         program = self.programs.of_segment(name, bucket, BACKWARD)
         sums, dx, grads, done = program(
             state.params[name], x, fields, dy, state.grads.get(name, {})
@@ -140,16 +140,22 @@ class StepCall:
             self._send_gradient(name, g, array)
         return done
 
+    def _gradient_of_output(self, name: str, g: int) -> jax.Array:
+        received = self.inbox.pop((name, g, "dy"))
+        if not self.programs.leaves_module(name):
+            return received
+        program = self.programs.of_exchange(name, self.groups[g].bucket, backward=True)
+        return program(received, self.index.pop((name, g)))
+
     def _send_gradient(self, name: str, g: int, dx: jax.Array) -> None:
         programs, bucket = self.programs, self.groups[g].bucket
         for below in programs.backward:
             above = programs.downstream[below]
             if above is None or above.name != name or not programs.runs(below, bucket):
                 continue
+            dy: Tree
             if programs.leaves_module(below):
-                blocks = programs.exchange(below, bucket).collect(dx)
-                program = programs.of_exchange(below, bucket, backward=True)
-                dy = program(blocks, self.index.pop((below, g)))
+                dy = programs.exchange(below, bucket).collect(dx)
             else:
                 dy = self.communicator.send(dx, programs.signature(below, bucket).y.sharding)
             self.inbox[below, g, "dy"] = dy

@@ -7,7 +7,7 @@ small shapes count as much as large ones.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from scipy.optimize import nnls
@@ -122,12 +122,10 @@ class CostModel:
                 shape = self.shape(s.module, bucket)
                 if shape.items == 0:
                     continue
-                get = lambda kind, shape=shape, s=s, mesh=mesh: self.predict(  # noqa: E731
-                    s.module, mesh.model, shape, kind
-                )
+                get = partial(self.predict, s.module, mesh.model, shape)
                 kept = get("hidden") * plan.group_size * in_flight[s.name]
                 temp = get("layer_temp") * s.n_layers / mesh.stage + get("ends_temp")
-                ticks = plan.group_size if mesh.stage > 1 else 1  # the loop keeps every tick
+                ticks = plan.group_size + mesh.stage - 1  # backward keeps each tick's
                 work = max(work, kept + temp * ticks)
             total[s.submesh] = total.get(s.submesh, 0.0) + state + work
         return total

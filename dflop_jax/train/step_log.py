@@ -33,7 +33,7 @@ class StepLog:
         self._ended_s: float | None = None
         self._kept: tuple[Trace, Batch] | None = None
 
-    def finish(self, handle: StepHandle, batch: Batch, wait_s: float) -> None:
+    def finish(self, handle: StepHandle, batch: Batch, wait_s: float) -> Trace:
         """Wait for a step and log it; `wait_s` is what training waited for its schedule."""
         result = handle.result()
         compiled = self._counter.read()
@@ -62,6 +62,7 @@ class StepLog:
         self.compiles.append(row.compiles)
         self._compiled, self._ended_s = compiled, result.ended_s
         self._keep(result, batch)
+        return result.trace
 
     def _keep(self, result: StepResult, batch: Batch) -> None:
         # The last step but one: steady, and not the one that drains the pipeline.

@@ -18,12 +18,12 @@ from dflop_jax.records import Plan, Profile, Task
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import write_summary
-from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
 from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.correct import Corrector
 from dflop_jax.train.evaluate import Evaluation, Evaluator
 from dflop_jax.train.feed import Batch, feed
 from dflop_jax.train.optimizer import make_optimizer
@@ -97,11 +97,9 @@ class Trainer:
             # the same schedules, so the same losses bit for bit.
             assert self.profile is not None
             seconds = CostModel(self.profile.model).task_seconds(ex.plan)
-            costs = bucket_costs(ex.plan, seconds, ex.trainable)
             measured = self._warm_up(ex, progress)
-            plan = self._predicted(ex, costs, measured)
-            folder.write_plan(plan)
-            return self._train(stack, folder, progress, ex, costs)
+            folder.write_plan(self._predicted(ex, seconds, measured))
+            return self._train(stack, folder, progress, ex, seconds)
 
     # ---- before the first step ----
 
@@ -130,9 +128,12 @@ class Trainer:
         progress.log(f"compiled {n} programs in {time.perf_counter() - start:.1f} s")
         return seconds
 
-    def _predicted(self, ex: Executor, costs: BucketCosts, measured: Mapping[Task, float]) -> Plan:
+    def _predicted(
+        self, ex: Executor, seconds: Mapping[Task, float], measured: Mapping[Task, float]
+    ) -> Plan:
         """The plan, its predictions made anew from the times of the compiled programs."""
         assert self.profile is not None
+        costs = bucket_costs(ex.plan, seconds, ex.trainable)
         shapes, n = self.profile.data.shapes, self.config.train.global_batch
         batches = [[shapes[(k * n + i) % len(shapes)] for i in range(n)] for k in range(4)]
         schedules = [schedule_batch(b, ex.plan, costs, step=k) for k, b in enumerate(batches)]
@@ -153,9 +154,10 @@ class Trainer:
         folder: RunFolder,
         progress: Progress,
         ex: Executor,
-        costs: BucketCosts,
+        seconds: Mapping[Task, float],
     ) -> FitResult:
         config = self.config
+        costs = bucket_costs(ex.plan, seconds, ex.trainable)
         loader = Loader(
             self.source,
             global_batch=config.train.global_batch,
@@ -181,21 +183,32 @@ class Trainer:
         stack.callback(counter.close)
         steps = StepLog(config.train, ex.plan, folder, progress, counter)
         batches = stack.enter_context(closing(feed(loader, worker, ex.plan, self.source.spec, 0)))
+        corrector = None
+        if config.schedule.correct:
+            corrector = Corrector(ex.plan, seconds, ex.trainable, worker, progress)
         pending: tuple[StepHandle, Batch, float] | None = None
+
+        def finish() -> None:
+            nonlocal pending
+            if pending is None:
+                return
+            handle, batch, wait_s = pending
+            pending = None
+            trace = steps.finish(handle, batch, wait_s)
+            if corrector:
+                corrector.after_step(batch.step, trace, batch.schedule, loader.shapes(batch.step))
+
         for step in range(config.train.steps):
             batch, wait_s = next(batches)
             handle = ex.run_step(step, batch.groups, 1.0 / max(batch.supervised_tokens, 1))
             # The step before is awaited only now, so that the devices never wait for the host.
-            if pending is not None:
-                steps.finish(*pending)
+            finish()
             pending = (handle, batch, wait_s)
             if evaluator and self._evaluates_after(step):
-                steps.finish(*pending)
-                pending = None
+                finish()
                 evaluator.run(step + 1, progress)
                 steps.pause()
-        if pending is not None:
-            steps.finish(*pending)
+        finish()
         evaluation = evaluator.run(config.train.steps, progress) if evaluator else None
         steps.write_trace()
         write_summary(folder.path)

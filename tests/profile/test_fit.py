@@ -208,9 +208,9 @@ def test_peak_bytes_by_hand():
     tiles, llm = cost(LAYER, ModuleShape(3, PATCHES)), cost(LAYER, ModuleShape(2, 64))
     # Parameters and gradients once, AdamW's two moments over the data ranks; then what is kept
     # of 2 groups of 4, and one program's temporaries.
-    vision = (4 * 1000 + 600) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + (8 * 4 + 4) * tiles
-    # Two layers a stage; the loop keeps the temporaries of its 4 ticks.
-    text = (2 * 1000 + 600) * (2 + 2 / 2) + 100 * llm * 4 * 1 + (8 * 2 + 4) * llm * 4
+    vision = (4 * 1000 + 600) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + (8 * 4 + 4) * tiles * 4
+    # Two layers a stage; backward keeps the temporaries of each tick: 4, and 4 + 2 - 1.
+    text = (2 * 1000 + 600) * (2 + 2 / 2) + 100 * llm * 4 * 1 + (8 * 2 + 4) * llm * 5
     assert peak == pytest.approx({"vision": vision, "l0": text})
 
 

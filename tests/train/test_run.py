@@ -7,7 +7,7 @@ import signal
 import jax
 import pytest
 
-from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax import Config, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from dflop_jax.records import Bucket, Plan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.schedule import worker as schedule_worker
@@ -34,11 +34,12 @@ def _keep_the_compile_cache(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", kept)
 
 
-def fit(run_dir: str, steps: int, **train):
+def fit(run_dir: str, steps: int, *, correct: bool = False, **train):
     config = Config(
         model=ModelConfig(size="nano"),
         data=DataConfig(n_samples=512, max_tiles=4, max_frames=8, max_tokens=256),
         train=TrainConfig(steps=steps, global_batch=8, **train),
+        schedule=ScheduleConfig(correct=correct),
         run_dir=run_dir,
     )
     trainer = Trainer(config, plan=PLAN, profile=nano_profile())
@@ -77,4 +78,25 @@ def test_killing_the_scheduler_costs_no_step_and_no_sample(monkeypatch, caplog):
     # Every sample of every batch was trained on: equal token counts, equal losses to rounding.
     assert [r["supervised_tokens"] for r in rows] == [r["supervised_tokens"] for r in undisturbed]
     for a, b in zip(rows, undisturbed, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_correction_reaches_the_scheduler_and_changes_no_loss(monkeypatch, capsys):
+    sent = []
+    update = schedule_worker.ScheduleWorker.update_costs
+
+    def spy(self, costs):
+        sent.append(costs)
+        update(self, costs)
+
+    monkeypatch.setattr(schedule_worker.ScheduleWorker, "update_costs", spy)
+    _, plain = fit("plain", 14)
+    assert len(sent) == 1  # the worker's own, when it starts
+    sent.clear()
+    _, rows = fit("corrected", 14, correct=True)
+    # The made-up profile is far off, so the observed times move the prices.
+    assert len(sent) > 8
+    assert sent[-1].seconds != sent[0].seconds
+    assert "sampling of task times" in capsys.readouterr().err
+    for a, b in zip(rows, plain, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

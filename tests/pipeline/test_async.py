@@ -1,0 +1,37 @@
+"""Steps dispatched without waiting neither block each other nor change a bit of the result."""
+
+import optax
+import pytest
+
+from dflop_jax.pipeline.executor import Executor
+from models.llava import build
+
+from . import plain
+
+LAYOUTS = {
+    "all on the same 8 devices": ((0, 1, 8, 1), (0, 1, 8, 1), 1),
+    "other shape on the same devices": ((0, 1, 8, 1), (0, 2, 2, 2), 2),
+    "4 + 4": ((0, 1, 4, 1), (4, 1, 2, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_in_flight_equal_steps_awaited(name):
+    vision, llm, group_size = LAYOUTS[name]
+    model = build("nano")
+    samples = plain.random_samples(model, 12, 0)
+    plan = plain.plan_of(model, vision, llm, bucket=(8, 96), group_size=group_size)
+    schedule = plain.random_schedule(plan, 12, 4, seed=1)
+    groups = plain.pack(model, plan, schedule, samples)
+    ex = Executor(model, plan, optax.adam(1e-3), clip_norm=1.0)
+    try:
+        ex.compile()
+        ex.init(0)
+        handles = [ex.run_step(i, groups, 1e-2) for i in range(6)]
+        flying = [h.result().sums["loss_sum"] for h in handles]
+        ex.init(0)
+        awaited = [ex.run_step(i, groups, 1e-2).result().sums["loss_sum"] for i in range(6)]
+    finally:
+        ex.close()
+    assert flying == awaited
+    assert awaited[-1] < awaited[0]

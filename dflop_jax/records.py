@@ -100,6 +100,12 @@ class Bucket:
     def name(self) -> str:
         return f"{self.tiles}x{self.rows}x{self.tokens}"
 
+    def shape_of(self, module: str, patches_per_tile: int) -> ModuleShape:
+        """Per-rank shape of a module's microbatch in this bucket."""
+        if module == "llm":
+            return ModuleShape(self.rows, self.tokens)
+        return ModuleShape(self.tiles, patches_per_tile)
+
 
 @dataclass(frozen=True)
 class SubmeshPlan:

@@ -105,53 +105,55 @@ class Exchange:
 
     # ---- moving the blocks ----
 
-    @cached_property
-    def _deliveries(self) -> list[tuple[jax.Device, int, int]]:
-        """For each device of the LLM's side: (device, block, position of the source shard)."""
-        _, c = self._ranks
-        return [
-            (device, rank % c, self._shard_of_piece(rank // c, turn=rank))
-            for device, rank in _data_ranks(self.visual.sharding.mesh)
-        ]
+    # Which buffer goes where never changes, and steps ask for it with every group: kept.
 
-    def _shard_of_piece(self, piece: int, turn: int) -> int:
-        """Among the source devices that hold a piece, another one each turn."""
-        g, _ = self._ranks
+    @cached_property
+    def _deliveries(self) -> tuple[list[tuple[int, jax.Device]], list[jax.Device]]:
+        """((block, device that holds it), device that gets it) for the LLM's side."""
+        g, c = self._ranks
         per_piece = self._source.shape["data"] // g
-        holders = [
-            i for i, (_, rank) in enumerate(_data_ranks(self._source)) if rank // per_piece == piece
-        ]
-        return holders[turn % len(holders)]
+        holders: dict[int, list[jax.Device]] = {}
+        for device, rank in _data_ranks(self._source):
+            holders.setdefault(rank // per_piece, []).append(device)
+        sources, targets = [], []
+        for device, rank in _data_ranks(self.visual.sharding.mesh):
+            piece = holders[rank // c]
+            # Among the devices that hold a piece, another one for each rank.
+            sources.append((rank % c, piece[rank % len(piece)]))
+            targets.append(device)
+        return sources, targets
+
+    @cached_property
+    def _collections(self) -> tuple[list[list[jax.Device]], list[jax.Device]]:
+        """(per block the devices that hold its pieces, the devices that get them)."""
+        g, c = self._ranks
+        per_piece = self._source.shape["data"] // g
+        first = {rank: d for d, rank in reversed(_data_ranks(self.visual.sharding.mesh))}
+        targets = _data_ranks(self._source)
+        sources = [[first[rank // per_piece * c + j] for _, rank in targets] for j in range(c)]
+        return sources, [device for device, _ in targets]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
         """Blocks on the encoder's side -> `visual` on the LLM's side; does not wait."""
         held = [_buffers(b) for b in blocks]
-        source = [d for d, _ in _data_ranks(self._source)]
-        parts = jax.device_put(
-            [held[j][source[i]] for _, j, i in self._deliveries],
-            [device for device, _, _ in self._deliveries],
-        )
+        sources, targets = self._deliveries
+        parts = jax.device_put([held[j][device] for j, device in sources], targets)
         return jax.make_array_from_single_device_arrays(
             self.visual.shape, self.visual.sharding, parts
         )
 
     def collect(self, dvisual: Array) -> tuple[Array, ...]:
         """Gradient of `visual` on the LLM's side -> blocks on the encoder's; does not wait."""
-        g, c = self._ranks
         held = _buffers(dvisual)
-        first = {rank: d for d, rank in reversed(_data_ranks(self.visual.sharding.mesh))}
-        per_piece = self._source.shape["data"] // g
-        out = []
-        for j, struct in enumerate(self.block_structs):
-            targets = _data_ranks(self._source)
-            parts = jax.device_put(
-                [held[first[rank // per_piece * c + j]] for _, rank in targets],
-                [device for device, _ in targets],
+        sources, targets = self._collections
+        return tuple(
+            jax.make_array_from_single_device_arrays(
+                struct.shape,
+                struct.sharding,
+                jax.device_put([held[device] for device in devices], targets),
             )
-            out.append(
-                jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, parts)
-            )
-        return tuple(out)
+            for struct, devices in zip(self.block_structs, sources, strict=True)
+        )
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:

@@ -22,7 +22,7 @@ from dflop_jax.pipeline.order import (
     step_graph,
     with_backward,
 )
-from dflop_jax.pipeline.segment import make_segments, module_shape
+from dflop_jax.pipeline.segment import make_segments
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Plan, Task
 
@@ -78,7 +78,8 @@ class Programs:
 
     def _signature(self, segment: str, bucket: int) -> Signature:
         s = self.segments[segment]
-        shape = module_shape(self.model, s.plan.module, self.plan.buckets[bucket])
+        patches = self.model.patches_per_tile
+        shape = self.plan.buckets[bucket].shape_of(s.plan.module, patches)
         return Signature(shape, s.x_structs(shape), s.field_structs(shape), s.y_structs(shape))
 
     def _exchange(self, below: str, bucket: int) -> Exchange:

@@ -16,7 +16,7 @@ from dflop_jax.contract import MODEL_SHARDED, Array, Module, MultimodalModel, Pa
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.order import upstream, with_backward
-from dflop_jax.records import BACKWARD, FORWARD, Bucket, ModuleShape, Plan, SegmentPlan
+from dflop_jax.records import BACKWARD, FORWARD, ModuleShape, Plan, SegmentPlan
 
 Tree = Any
 AXES = ("stage", "data", "model")
@@ -32,13 +32,6 @@ def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
         )
     block = np.array(devices[m.first : m.devices.stop]).reshape(m.shape)
     return Mesh(block, AXES)
-
-
-def module_shape(model: MultimodalModel, module: str, bucket: Bucket) -> ModuleShape:
-    """Per-rank shape of a module's microbatch in a bucket."""
-    if module == "llm":
-        return ModuleShape(bucket.rows, bucket.tokens)
-    return ModuleShape(bucket.tiles, model.patches_per_tile)
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,8 @@ class Evaluator:
             layer_s = sum(
                 self.costs.work(s.module, mesh.model, k, self._lengths[s.module]) for k in kinds
             )
-            crowded = max(1.0, mesh.n_devices / self.profile.concurrency)
-            timed = max(1.0, mesh.model / self.profile.concurrency)
             alone = layer_s * self._share * s.n_layers / mesh.stage / mesh.data
-            alone *= crowded / timed
+            alone *= self.costs.slowdown(mesh)
             slowest = max(slowest, alone)
             device_s += alone * min(mesh.n_devices, self.profile.concurrency)
         return max(slowest, device_s / self.profile.concurrency)

@@ -20,6 +20,7 @@ from dflop_jax.records import (
     ModuleShape,
     Plan,
     SegmentPlan,
+    SubmeshPlan,
     Task,
 )
 
@@ -70,18 +71,20 @@ class CostModel:
         _, linear, quadratic = self._fit(module, model, kind)
         return float(linear * lengths.sum() + quadratic * (lengths**2).sum())
 
-    def shape(self, module: str, bucket: Bucket) -> ModuleShape:
-        if module == "llm":
-            return ModuleShape(bucket.rows, bucket.tokens)
-        return ModuleShape(bucket.tiles, self.profile.patches_per_tile)
+    def slowdown(self, mesh: SubmeshPlan) -> float:
+        """How much longer a submesh's devices take together than a rank took when it was timed,
+        because they share cores (`ModelProfile.concurrency`)."""
+        # One rank was timed with its `model` devices computing together already.
+        timed = max(1.0, mesh.model / self.profile.concurrency)
+        return max(1.0, mesh.n_devices / self.profile.concurrency) / timed
 
     def segment_s(self, plan: Plan, segment: SegmentPlan, bucket: Bucket, direction: str) -> float:
         """Seconds of one task of a group, run alone on its submesh.
 
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
-        stages. Devices that share cores slow each other down (`ModelProfile.concurrency`).
+        stages.
         """
-        shape = self.shape(segment.module, bucket)
+        shape = bucket.shape_of(segment.module, self.profile.patches_per_tile)
         if shape.items == 0:
             return 0.0
         mesh = plan.submesh(segment.submesh)
@@ -93,10 +96,7 @@ class CostModel:
         ticks = plan.group_size + mesh.stage - 1
         per_tick = layer_s * segment.n_layers / mesh.stage
         alone = ticks * per_tick + ends_s * plan.group_size / mesh.stage
-        # One rank was timed with its `model` devices computing together already.
-        timed = max(1.0, mesh.model / self.profile.concurrency)
-        crowded = max(1.0, mesh.n_devices / self.profile.concurrency)
-        return self.profile.task_overhead_s + alone * crowded / timed
+        return self.profile.task_overhead_s + alone * self.slowdown(mesh)
 
     def task_seconds(self, plan: Plan) -> dict[Task, float]:
         """Seconds of every (segment, bucket, direction); a task's `group` is the bucket's index."""
@@ -119,7 +119,7 @@ class CostModel:
             state = params / mesh.model * (2.0 + 2.0 / mesh.data)
             work = 0.0
             for bucket in plan.buckets:
-                shape = self.shape(s.module, bucket)
+                shape = bucket.shape_of(s.module, self.profile.patches_per_tile)
                 if shape.items == 0:
                     continue
                 get = partial(self.predict, s.module, mesh.model, shape)

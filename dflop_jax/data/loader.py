@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -74,32 +74,42 @@ class Loader:
         return [self._sample(i) for i in self.indices(step)]
 
     def batches(
-        self, start_step: int, prepare: Callable[[int, list[Sample]], T]
+        self,
+        steps: Iterable[int],
+        prepare: Callable[[int, dict[int, Sample]], T],
+        select: Callable[[int], Iterable[int]] | None = None,
     ) -> Generator[T, None, None]:
-        """`prepare(step, samples)` of each step from `start_step` on, in order and without end.
+        """`prepare(step, samples)` of each of the steps, in order.
 
-        Decoding and `prepare` run in threads, `prefetch` batches ahead. Their errors are raised
-        here. Closing the generator (or leaving `contextlib.closing`) ends the threads.
+        `samples` are by their place in the batch; `select(step)` says which places are wanted
+        (all, unless given). `select`, decoding and `prepare` run in threads, `prefetch` batches
+        ahead, each in the order of the steps. Their errors are raised here. Closing the generator
+        (or leaving `contextlib.closing`) ends the threads.
         """
+        selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoders = ThreadPoolExecutor(self._workers, thread_name_prefix="dflop-decode")
         preparer = ThreadPoolExecutor(1, thread_name_prefix="dflop-prepare")
         ahead: deque[Future[T]] = deque()
 
-        def submit(step: int) -> None:
-            parts = [decoders.submit(self._sample, i) for i in self.indices(step)]
-            ahead.append(preparer.submit(lambda: prepare(step, [part.result() for part in parts])))
+        def decode(step: int) -> dict[int, Future[Sample]]:
+            indices = self.indices(step)
+            places = range(len(indices)) if select is None else select(step)
+            return {k: decoders.submit(self._sample, indices[k]) for k in places}
+
+        def finish(step: int, parts: Future[dict[int, Future[Sample]]]) -> T:
+            return prepare(step, {k: part.result() for k, part in parts.result().items()})
 
         try:
-            step = start_step
-            while True:
-                while len(ahead) <= self._prefetch:
-                    submit(step)
-                    step += 1
+            for step in steps:
+                ahead.append(preparer.submit(finish, step, selector.submit(decode, step)))
+                if len(ahead) > self._prefetch:
+                    yield ahead.popleft().result()
+            while ahead:
                 yield ahead.popleft().result()
         finally:
-            # decoders first: the preparer may be waiting for a sample that is now cancelled
-            decoders.shutdown(wait=True, cancel_futures=True)
-            preparer.shutdown(wait=True, cancel_futures=True)
+            # in this order: each may be waiting for what the one before it cancels
+            for pool in (selector, decoders, preparer):
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps to continue at `step`."""

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
+from dflop_jax.pipeline.communicator import move, nearest, pieces_of
 
 
 def gather_features(features: Array, index: Array) -> Array:
@@ -73,8 +74,16 @@ class Exchange:
 
     @cached_property
     def index_struct(self) -> jax.ShapeDtypeStruct:
-        everywhere = NamedSharding(self._source, P())
-        return jax.ShapeDtypeStruct(self.visual.shape[:3], jnp.int32, sharding=everywhere)
+        """The packer's index on the LLM's submesh, each data rank its own rows."""
+        return jax.ShapeDtypeStruct(self.visual.shape[:3], jnp.int32, sharding=self.visual.sharding)
+
+    @cached_property
+    def index_block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The index as it arrives on the encoder's submesh."""
+        return tuple(
+            jax.ShapeDtypeStruct(b.shape[:3], jnp.int32, sharding=b.sharding)
+            for b in self.block_structs
+        )
 
     def _blocks(self, visual: Array) -> tuple[Array, ...]:
         g, c = self._ranks
@@ -89,38 +98,42 @@ class Exchange:
         return jnp.stack(parts, axis=2).reshape(m, rows * c, *rest)
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
-        """(features, index) -> blocks, or with `backward` (blocks, index) -> dfeatures."""
+        """(features, index blocks) -> blocks, or with `backward` (blocks, index blocks) ->
+        dfeatures; all on the encoder's submesh."""
+        indices = self.index_block_structs
         if backward:
             like = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
             scatter = jax.jit(
-                lambda blocks, index: scatter_gradient(like, self._joined(blocks), index),
+                lambda blocks, index: scatter_gradient(
+                    like, self._joined(blocks), self._joined(index)
+                ),
                 out_shardings=self.features.sharding,
             )
-            return scatter.lower(self.block_structs, self.index_struct)
+            return scatter.lower(self.block_structs, indices)
         gather = jax.jit(
-            lambda features, index: self._blocks(gather_features(features, index)),
+            lambda features, index: self._blocks(gather_features(features, self._joined(index))),
             out_shardings=tuple(b.sharding for b in self.block_structs),
         )
-        return gather.lower(self.features, self.index_struct)
+        return gather.lower(self.features, indices)
 
     # ---- moving the blocks ----
 
-    # Which buffer goes where never changes, and steps ask for it with every group: kept.
+    # Which piece goes where never changes, and steps ask for it with every group: kept.
 
     @cached_property
-    def _deliveries(self) -> tuple[list[tuple[int, jax.Device]], list[jax.Device]]:
-        """((block, device that holds it), device that gets it) for the LLM's side."""
+    def _deliveries(self) -> tuple[list[list[jax.Device]], list[list[jax.Device]]]:
+        """Per block (the devices that give, the devices of the LLM's side that get)."""
         g, c = self._ranks
         per_piece = self._source.shape["data"] // g
         holders: dict[int, list[jax.Device]] = {}
         for device, rank in _data_ranks(self._source):
             holders.setdefault(rank // per_piece, []).append(device)
-        sources, targets = [], []
+        sources: list[list[jax.Device]] = [[] for _ in range(c)]
+        targets: list[list[jax.Device]] = [[] for _ in range(c)]
         for device, rank in _data_ranks(self.visual.sharding.mesh):
-            piece = holders[rank // c]
             # Among the devices that hold a piece, another one for each rank.
-            sources.append((rank % c, piece[rank % len(piece)]))
-            targets.append(device)
+            sources[rank % c].append(nearest(holders[rank // c], device, rank))
+            targets[rank % c].append(device)
         return sources, targets
 
     @cached_property
@@ -128,31 +141,50 @@ class Exchange:
         """(per block the devices that hold its pieces, the devices that get them)."""
         g, c = self._ranks
         per_piece = self._source.shape["data"] // g
-        first = {rank: d for d, rank in reversed(_data_ranks(self.visual.sharding.mesh))}
+        holders: dict[int, list[jax.Device]] = {}
+        for device, rank in _data_ranks(self.visual.sharding.mesh):
+            holders.setdefault(rank, []).append(device)
         targets = _data_ranks(self._source)
-        sources = [[first[rank // per_piece * c + j] for _, rank in targets] for j in range(c)]
+        sources = [
+            [nearest(holders[rank // per_piece * c + j], device, 0) for device, rank in targets]
+            for j in range(c)
+        ]
         return sources, [device for device, _ in targets]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
         """Blocks on the encoder's side -> `visual` on the LLM's side; does not wait."""
-        held = [_buffers(b) for b in blocks]
-        sources, targets = self._deliveries
-        parts = jax.device_put([held[j][device] for j, device in sources], targets)
+        m, rows, *rest = self.visual.shape
+        ranks = self.visual.sharding.mesh.shape["data"]
+        piece = jax.ShapeDtypeStruct((m, rows // ranks, *rest), self.visual.dtype)
+        parts: list[Array] = []
+        for block, sources, targets in zip(blocks, *self._deliveries, strict=True):
+            parts += move(pieces_of(block), sources, targets, piece)
         return jax.make_array_from_single_device_arrays(
-            self.visual.shape, self.visual.sharding, parts
+            self.visual.shape, self.visual.sharding, parts, dtype=self.visual.dtype
         )
 
     def collect(self, dvisual: Array) -> tuple[Array, ...]:
         """Gradient of `visual` on the LLM's side -> blocks on the encoder's; does not wait."""
-        held = _buffers(dvisual)
+        return self._collect(dvisual, self.block_structs)
+
+    def collect_index(self, index: Array) -> tuple[Array, ...]:
+        """The packer's index, which only the LLM's side knows, to the encoder's."""
+        return self._collect(index, self.index_block_structs)
+
+    def _collect(
+        self, array: Array, structs: tuple[jax.ShapeDtypeStruct, ...]
+    ) -> tuple[Array, ...]:
+        held = pieces_of(array)
         sources, targets = self._collections
+        piece = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
         return tuple(
             jax.make_array_from_single_device_arrays(
                 struct.shape,
                 struct.sharding,
-                jax.device_put([held[device] for device in devices], targets),
+                move(held, devices, targets, piece),
+                dtype=struct.dtype,
             )
-            for struct, devices in zip(self.block_structs, sources, strict=True)
+            for struct, devices in zip(structs, sources, strict=True)
         )
 
 
@@ -160,7 +192,3 @@ def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
     """(device, data rank) of a (stage, data, model) mesh."""
     ranks = np.broadcast_to(np.arange(mesh.devices.shape[1])[None, :, None], mesh.devices.shape)
     return list(zip(mesh.devices.flat, (int(r) for r in ranks.flat), strict=True))
-
-
-def _buffers(array: Array) -> dict[jax.Device, Array]:
-    return {s.device: s.data for s in array.addressable_shards}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.pipeline.communicator import Communicator, zeros
+from dflop_jax.pipeline.communicator import Communicator, absent, zeros
 from dflop_jax.pipeline.order import resources
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.step import GroupArrays, State, StepCall, StepHandle
@@ -61,6 +61,8 @@ class Executor:
         self.trainable = self.programs.trainable
         self.communicator = Communicator()
         self.state = State()
+        # Called before the first update of a step, which donates the state.
+        self.before_update: Callable[[], None] = lambda: None
         self._watcher = Watcher(set(resources(plan).values()))
         self._free_s: dict[int, float] = {}
         self._throttled = self._crowded_resources()
@@ -70,14 +72,26 @@ class Executor:
         """Fresh parameters, optimizer state and zero gradients; the same for any plan."""
         modules = list(self.model.modules)
         for name, s in self.programs.segments.items():
+            if name not in self.programs.local:
+                self._init_absent(name)
+                continue
             # rbg compiles several times faster than threefry on CPU.
             root = jax.random.key(seed, impl="rbg")
             key = jax.random.fold_in(root, modules.index(s.plan.module))
             self.state.params[name] = s.init(key)
-        for name, u in self.programs.updates.items():
-            self.state.opt_state[name] = u.init_state(self.state.params[name])
-            structs = self.programs.segments[name].grad_structs()
-            self.state.grads[name] = jax.tree.map(zeros, structs)
+            if name in self.trainable:
+                u = self.programs.updates[name]
+                self.state.opt_state[name] = u.init_state(self.state.params[name])
+                self.state.grads[name] = jax.tree.map(zeros, s.grad_structs())
+
+    def _init_absent(self, name: str) -> None:
+        """A segment of other processes: its state without a piece of it."""
+        s = self.programs.segments[name]
+        self.state.params[name] = jax.tree.map(absent, s.placed_structs())
+        if name in self.trainable:
+            states = self.programs.updates[name].state_structs
+            self.state.opt_state[name] = jax.tree.map(absent, states)
+            self.state.grads[name] = jax.tree.map(absent, s.grad_structs())
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Compile every program of the plan; returns how many."""
@@ -99,23 +113,32 @@ class Executor:
     ) -> StepHandle:
         graph, order = self.programs.order([g.bucket for g in groups], evaluate)
         call = self._call(groups, scale)
-        seen = []
-        for task in order:
+        seen: dict[int, Observation] = {}
+        for i, task in enumerate(order):
+            if task.direction == UPDATE:
+                self.before_update()
+            if task.segment not in self.programs.local:
+                call.run(task)  # only its transfers
+                continue
             resource = self.programs.resource[task.segment]
             if resource in self._throttled and resource in self._latest:
                 self._latest[resource].done.wait()
             dispatched_s = time.perf_counter()
             outputs = call.run(task)
-            seen.append(self._watcher.watch(resource, task, dispatched_s, outputs))
-            self._latest[resource] = seen[-1]
-        return StepHandle(step, call, graph, seen, self._free_s)
+            seen[i] = self._watcher.watch(resource, task, dispatched_s, outputs)
+            self._latest[resource] = seen[i]
+            if self._throttled and jax.process_count() > 1:
+                seen[i].done.wait()
+                call.settle()
+        return StepHandle(step, call, graph, order, seen, self._free_s)
 
     def _crowded_resources(self) -> frozenset[int]:
         """Resources of several CPU devices of one process.
 
         Their collectives block threads of one pool that has a thread per device, so two programs
         in flight on the same devices can wait for each other's threads for ever. They run one task
-        at a time; real accelerators queue as many as there are.
+        at a time; with several processes, whose transfers take threads of that pool too, the whole
+        plan does. Real accelerators queue as many as there are.
         """
         programs = self.programs
         return frozenset(
@@ -124,11 +147,15 @@ class Executor:
             if s.mesh.size > 1 and s.mesh.devices.flat[0].platform == "cpu"
         )
 
-    def calibrate(self, repeats: int = 3) -> dict[Task, float]:
-        """Seconds of each (segment, bucket, direction), a task whose `group` is the bucket index.
+    def calibrate(
+        self, repeats: int = 3, sync: Callable[[], None] = lambda: None
+    ) -> dict[Task, float]:
+        """Seconds of each (segment, bucket, direction) on this process, a task whose `group` is
+        the bucket index.
 
         Runs every program on empty microbatches, alone and awaited: gradients stay zero. It also
-        warms up every transfer, so that steps compile nothing. Minimum of `repeats` runs.
+        warms up every transfer, so that steps compile nothing. Minimum of `repeats` runs. `sync`
+        waits for the other processes, before every task.
         """
         times: dict[Task, float] = {}
         for b in range(len(self.plan.buckets)):
@@ -136,7 +163,7 @@ class Executor:
             for evaluate in (False, True) if self.programs.evaluates else (False,):
                 _, order = self.programs.order([b], evaluate)
                 for _ in range(repeats):
-                    self._time_tasks(order, group, times)
+                    self._time_tasks(order, group, times, sync)
         # The norms' transfers, which only a whole step would make.
         for name in self.trainable:
             here = self.programs.segments[name].sharding()
@@ -147,16 +174,23 @@ class Executor:
         return times
 
     def _time_tasks(
-        self, order: Sequence[Task], group: GroupArrays, times: dict[Task, float]
+        self,
+        order: Sequence[Task],
+        group: GroupArrays,
+        times: dict[Task, float],
+        sync: Callable[[], None],
     ) -> None:
         call = self._call([group], 0.0)
         for task in order:
             if task.direction in (REDUCE, UPDATE):
                 continue
             call.settle()
+            sync()
             start = time.perf_counter()
             jax.block_until_ready(call.run(task))
             took = time.perf_counter() - start
+            if task.segment not in self.programs.local:
+                continue
             key = Task(task.segment, group.bucket, task.direction)
             times[key] = min(took, times.get(key, took))
 

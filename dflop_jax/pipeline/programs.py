@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.order import (
     StepGraph,
@@ -28,6 +29,7 @@ from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Pl
 
 Tree = Any
 Job = Callable[[], jax.stages.Lowered]
+Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Programs:
         self.backward = with_backward(plan, self.trainable)
         self.updates = {n: SegmentUpdate(self.segments[n], tx, clip_norm) for n in self.trainable}
         self.final = plan.segments[-1].name
+        self.local = frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
         self.downstream = {s.name: downstream(plan, s) for s in plan.segments}
         self.submesh = {s.name: s.submesh for s in plan.segments}
         of = resources(plan)
@@ -74,6 +77,7 @@ class Programs:
         # Tracing shapes takes milliseconds, so what steps ask for is kept.
         self.signature = cache(self._signature)
         self.exchange = cache(self._exchange)
+        self._elsewhere = cache(self._skipped)
         self._order = cache(self._ordered)
 
     def _signature(self, segment: str, bucket: int) -> Signature:
@@ -102,13 +106,16 @@ class Programs:
     # ---- compiling ----
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Compile everything, several programs at a time; returns how many there are."""
+        """Compile everything that runs on this process, several programs at a time; returns how
+        many there are."""
         jobs: dict[Any, Job] = {}
         for b in range(len(self.plan.buckets)):
             for name in self.segments:
-                if self.runs(name, b):
+                if self.runs(name, b) and name in self.local:
                     jobs |= self._bucket_jobs(name, b)
         for name, u in self.updates.items():
+            if name not in self.local:
+                continue
             jobs[name, REDUCE] = u.lower_reduce
             jobs[name, UPDATE] = partial(u.lower_update, len(self.updates))
         # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
@@ -139,14 +146,36 @@ class Programs:
         low, high = self.signature(below, bucket).shape, self.signature(above.name, bucket).shape
         return ("exchange", below, low, high)
 
-    def of_segment(self, name: str, bucket: int, direction: str) -> jax.stages.Compiled:
+    # A program on devices of other processes only is not run here: its outputs are arrays of which
+    # this process holds nothing.
+
+    def of_segment(self, name: str, bucket: int, direction: str) -> Program:
+        if name not in self.local:
+            return self._elsewhere(name, bucket, direction)
         return self._compiled[name, self.signature(name, bucket).shape, direction]
 
-    def of_exchange(self, below: str, bucket: int, *, backward: bool) -> jax.stages.Compiled:
+    def of_exchange(self, below: str, bucket: int, *, backward: bool) -> Program:
+        if below not in self.local:
+            return self._elsewhere(below, bucket, "scatter" if backward else "gather")
         return self._compiled[*self._exchange_key(below, bucket), backward]
 
-    def of_update(self, name: str, direction: str) -> jax.stages.Compiled:
+    def of_update(self, name: str, direction: str) -> Program:
+        if name not in self.local:
+            return self._elsewhere(name, 0, direction)
         return self._compiled[name, direction]
+
+    def _skipped(self, name: str, bucket: int, kind: str) -> Program:
+        structs: Any
+        if kind in (FORWARD, BACKWARD):
+            structs = self.segments[name].output_structs(self.signature(name, bucket).shape, kind)
+        elif kind in (REDUCE, UPDATE):
+            update = self.updates[name]
+            structs = update.reduced_structs() if kind == REDUCE else update.updated_structs()
+        else:
+            exchange = self.exchange(name, bucket)
+            structs = exchange.block_structs if kind == "gather" else exchange.features
+        outputs = jax.tree.map(absent, structs)
+        return lambda *_: outputs
 
     # ---- steps ----
 

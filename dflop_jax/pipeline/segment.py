@@ -30,8 +30,14 @@ def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
             f"submesh {name!r} needs devices {m.first}..{m.devices.stop - 1} but only "
             f"{len(devices)} exist; lower plan.devices or start with more devices"
         )
-    block = np.array(devices[m.first : m.devices.stop]).reshape(m.shape)
-    return Mesh(block, AXES)
+    block = devices[m.first : m.devices.stop]
+    processes = [d.process_index for d in block]
+    if block[0].platform == "cpu" and 1 < len(set(processes)) < len(block):
+        raise ValueError(
+            f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
+            "wait for each other; start one process per device (dflop launch -n N)"
+        )
+    return Mesh(np.array(block).reshape(m.shape), AXES)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,14 @@ class Segment:
 
         structs = {p: self._part_struct(p) for p in self.parts}
         return {**structs, "layers": jax.tree.map(stacked, structs["layers"])}
+
+    def placed_structs(self) -> Params:
+        """`param_structs` with their shardings."""
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.sharding(*s)),
+            self.param_structs(),
+            self.param_specs(),
+        )
 
     def _part_struct(self, part: str) -> Params:
         return jax.eval_shape(partial(self.module.init, part), jax.random.key(0))
@@ -231,12 +245,7 @@ class Segment:
 
     def argument_structs(self, shape: ModuleShape, direction: str) -> tuple[Tree, ...]:
         """forward: (params, x, fields); backward: (params, x, fields, dy, grads)."""
-        params = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.sharding(*s)),
-            self.param_structs(),
-            self.param_specs(),
-        )
-        args = (params, self.x_structs(shape), self.field_structs(shape))
+        args = (self.placed_structs(), self.x_structs(shape), self.field_structs(shape))
         if direction == FORWARD:
             return args
         scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.sharding())

@@ -39,6 +39,17 @@ class StepResult:
     ended_s: float
 
 
+@dataclass(frozen=True)
+class LocalResult:
+    """One process's part of a step: (place in the order, dispatched, ended) of the tasks on its
+    devices, in seconds of its `time.perf_counter`; sums over its part of the batch; the global
+    gradient norm, 0 when it does not know."""
+
+    spans: tuple[tuple[int, float, float], ...]
+    sums: dict[str, float]
+    grad_norm: float
+
+
 @dataclass
 class State:
     """What a run carries from step to step, by segment name; steps donate and replace it."""
@@ -66,10 +77,10 @@ class StepCall:
         self.scale = place(np.asarray(scale, np.float32), final.sharding())
         self.inbox: dict[tuple[str, int, str], Tree] = {}
         self.kept: dict[tuple[str, int], tuple[Tree, Tree]] = {}
-        self.index: dict[tuple[str, int], jax.Array] = {}
+        self.index: dict[tuple[str, int], tuple[jax.Array, ...]] = {}
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
-        self.norm: jax.Array | None = None
+        self.norms: list[jax.Array] = []
 
     def run(self, task: Task) -> Tree:
         """Dispatch a task; returns outputs to wait for (never donated onwards)."""
@@ -82,7 +93,7 @@ class StepCall:
         return self._backward(task.segment, task.group)
 
     def settle(self) -> None:
-        """Wait until everything in flight is there (for calibration)."""
+        """Wait until everything in flight is there."""
         jax.block_until_ready((self.inbox, self.kept, self.index, self.state.grads))
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
@@ -111,15 +122,17 @@ class StepCall:
         above = programs.downstream[name]
         if above is None:
             self.sums.append(y)
-        elif programs.leaves_module(name):
+            return y
+        if programs.leaves_module(name):
             exchange = programs.exchange(name, bucket)
-            index = place(self.groups[g].visual_index, exchange.index_struct.sharding)
+            packed = place(self.groups[g].visual_index, exchange.index_struct.sharding)
+            index = exchange.collect_index(packed)
             self.index[name, g] = index
             blocks = programs.of_exchange(name, bucket, backward=False)(y, index)
             self.inbox[above.name, g, "visual"] = exchange.deliver(blocks)
-        else:
-            wanted = programs.signature(above.name, bucket).x["hidden"].sharding
-            self.inbox[above.name, g, "hidden"] = self.communicator.send(y, wanted)
+            return blocks
+        wanted = programs.signature(above.name, bucket).x["hidden"].sharding
+        self.inbox[above.name, g, "hidden"] = self.communicator.send(y, wanted)
         return y
 
     def _backward(self, name: str, g: int) -> Tree:
@@ -172,43 +185,67 @@ class StepCall:
         squares = tuple(self.communicator.send(sq, here) for _, sq in self.reduced.values())
         params = state.params[name]
         free = {p: tree for p, tree in params.items() if p in segment.trainable}
-        new, state.opt_state[name], self.norm = self.programs.of_update(name, UPDATE)(
+        new, state.opt_state[name], norm = self.programs.of_update(name, UPDATE)(
             free, state.opt_state[name], self.reduced[name][0], squares
         )
         state.params[name] = {**params, **new}
-        return self.norm
+        self.norms.append(norm)
+        return norm
 
 
 class StepHandle:
-    """A dispatched step; `result` waits for it."""
+    """A dispatched step; `local` and `result` wait for it."""
 
     def __init__(
         self,
         step: int,
         call: StepCall,
         graph: StepGraph,
-        seen: list[Observation],
+        order: Sequence[Task],
+        seen: Mapping[int, Observation],
         free_s: dict[int, float],
     ):
         self._step, self._call, self._graph = step, call, graph
-        self._seen, self._free_s = seen, free_s
+        self._order, self._seen, self._free_s = order, seen, free_s
 
-    def result(self) -> StepResult:
-        """Wait for the step.
+    def local(self) -> LocalResult:
+        """Wait for this process's part of the step.
 
         Raises:
           RuntimeError: the backend failed while running a task.
         """
-        for o in self._seen:
+        for o in self._seen.values():
             o.wait()
-        programs = self._call.programs
-        origin, events = to_events(
-            self._seen, programs.submesh, programs.resource, self._graph.waits_for, self._free_s
-        )
+        call = self._call
         sums: dict[str, float] = {}
-        for group in self._call.sums:
+        for group in call.sums:
             for k, v in group.items():
-                sums[k] = sums.get(k, 0.0) + float(np.asarray(v, np.float64).sum())
-        norm = 0.0 if self._call.norm is None else float(self._call.norm)
+                # One of the replicas of each piece, so that the processes' sums add up.
+                held = [s.data for s in v.addressable_shards if s.replica_id == 0]
+                total = sum(float(np.asarray(a, np.float64).sum()) for a in held)
+                sums[k] = sums.get(k, 0.0) + total
+        norm = next((float(n.addressable_data(0)) for n in call.norms if n.addressable_shards), 0.0)
+        spans = tuple((i, o.dispatched_s, o.end_s) for i, o in self._seen.items())
+        return LocalResult(spans, sums, norm)
+
+    def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
+        """The whole step, from what every process saw (their clocks made equal); from this one's
+        part alone when it is the only process."""
+        parts = [self.local()] if parts is None else parts
+        when: dict[int, tuple[float, float]] = {}
+        sums: dict[str, float] = {}
+        for part in parts:
+            for i, dispatched_s, end_s in part.spans:
+                # A task over several processes begins with the last to dispatch it.
+                known = when.get(i, (dispatched_s, end_s))
+                when[i] = max(known[0], dispatched_s), max(known[1], end_s)
+            for k, v in part.sums.items():
+                sums[k] = sums.get(k, 0.0) + v
+        programs = self._call.programs
+        spans = [(task, *when[i]) for i, task in enumerate(self._order)]
+        origin, events = to_events(
+            spans, programs.submesh, programs.resource, self._graph.waits_for, self._free_s
+        )
         trace = Trace(self._step, "measured", events)
+        norm = max((part.grad_norm for part in parts), default=0.0)
         return StepResult(sums, norm, trace, origin, origin + trace.makespan_s)

@@ -36,18 +36,9 @@ class SegmentUpdate:
 
     def __init__(self, segment: Segment, tx: optax.GradientTransformation, clip_norm: float):
         self.segment, self.tx, self.clip_norm = segment, tx, clip_norm
-        structs, specs = segment.param_structs(), segment.param_specs()
+        structs, specs = segment.placed_structs(), segment.param_specs()
         free = [p for p in segment.parts if p in segment.trainable]
-        self._params = {
-            p: jax.tree.map(
-                lambda a, s: jax.ShapeDtypeStruct(
-                    a.shape, a.dtype, sharding=NamedSharding(segment.mesh, s)
-                ),
-                structs[p],
-                specs[p],
-            )
-            for p in free
-        }
+        self._params = {p: structs[p] for p in free}
         self._shard = {
             p: jax.tree.map(partial(_spread, segment.mesh), structs[p], specs[p]) for p in free
         }
@@ -67,10 +58,41 @@ class SegmentUpdate:
             transform_non_params=lambda leaf: sharded(leaf, everywhere),
         )
 
+    def layered(self) -> Tree:
+        """For each leaf of the state whether it belongs to the stacked layers."""
+        parts = {
+            p: jax.tree.map(lambda _, p=p: p == "layers", tree) for p, tree in self._params.items()
+        }
+        return optax.tree_utils.tree_map_params(
+            self.tx,
+            lambda _, layered: layered,
+            self.state_structs,
+            parts,
+            transform_non_params=lambda _: False,
+        )
+
     def init_state(self, params: Tree) -> Tree:
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
         free = {p: params[p] for p in self._params}
         return jax.jit(self.tx.init, out_shardings=shardings)(free)
+
+    def _scalar(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
+
+    def _shard_structs(self) -> Tree:
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+            self._params,
+            self._shard,
+        )
+
+    def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
+        """Outputs of the reduction."""
+        return self._shard_structs(), self._scalar(), self.segment.grad_structs()
+
+    def updated_structs(self) -> tuple[Tree, Tree, jax.ShapeDtypeStruct]:
+        """Outputs of the update."""
+        return self._params, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
         """(grads of ranks) -> (gradient shards, sum of squares, zeroed grads); input donated."""
@@ -87,18 +109,13 @@ class SegmentUpdate:
                 squares += jnp.sum(jnp.square(g))
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
-        outs = (self._shard, self.segment.sharding(), jax.tree.map(lambda g: g.sharding, grads))
+        outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
         return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads)
 
     def lower_update(self, n_norms: int) -> jax.stages.Lowered:
         """(params, state, gradient shards, sums of squares of all segments) ->
         (params, state, global norm before clipping); params and state donated."""
-        shards = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
-            self._params,
-            self._shard,
-        )
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
+        shards, scalar = self._shard_structs(), self._scalar()
 
         def update(
             params: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
@@ -112,10 +129,6 @@ class SegmentUpdate:
                 updates, state = self.tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, norm
 
-        outs = (
-            jax.tree.map(lambda a: a.sharding, self._params),
-            jax.tree.map(lambda a: a.sharding, self.state_structs),
-            self.segment.sharding(),
-        )
+        outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1))
         return fn.lower(self._params, self.state_structs, shards, (scalar,) * n_norms)

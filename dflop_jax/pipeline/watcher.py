@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,28 +65,27 @@ class Observation:
 
 
 def to_events(
-    observations: list[Observation],
+    seen: Sequence[tuple[Task, float, float]],
     submesh_of: dict[str, str],
     resource_of: dict[str, int],
     waits_for: dict[Task, tuple[Task, ...]],
     free_s: dict[int, float],
 ) -> tuple[float, tuple[Event, ...]]:
-    """(start of the step, events relative to it), from observations in dispatch order.
+    """(start of the step, events relative to it), from (task, dispatched, ended) in dispatch order.
 
     A task starts when it was dispatched, its inputs were made and its resource was free,
     whichever came last. `free_s` (resource -> last end, of the previous step) is brought up to
     date in place.
     """
-    ends = {o.task: o.end_s for o in observations}
+    ends = {task: end_s for task, _, end_s in seen}
     spans: list[tuple[Task, float, float]] = []
-    for o in observations:
-        resource = resource_of[submesh_of[o.task.segment]]
+    for task, dispatched_s, end_s in seen:
+        resource = resource_of[task.segment]
         start = max(
-            o.dispatched_s, free_s.get(resource, 0.0), *(ends[d] for d in waits_for[o.task]), 0.0
+            dispatched_s, free_s.get(resource, 0.0), *(ends[d] for d in waits_for[task]), 0.0
         )
-        start = min(start, o.end_s)
-        spans.append((o.task, start, o.end_s))
-        free_s[resource] = o.end_s
+        spans.append((task, min(start, end_s), end_s))
+        free_s[resource] = end_s
     origin = min((s for _, s, _ in spans), default=0.0)
     events = tuple(
         Event(submesh_of[t.segment], t.segment, t.group, t.direction, s - origin, e - origin)

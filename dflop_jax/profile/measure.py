@@ -70,8 +70,8 @@ def measure_model(
 ) -> ModelProfile:
     """Time every module at its per-rank `shapes` and each tensor-parallel degree.
 
-    Degrees that a module's sizes do not divide by are left out. One program is also run on all
-    devices at once, to learn how many of them really compute concurrently.
+    Degrees that a module's sizes do not divide by are left out. `concurrency` is left at the
+    number of devices; see `together`.
     """
     jobs = [(m, tp, shape) for m in model.modules for tp in model_degrees for shape in shapes[m]]
     timings: list[LayerTiming] = []
@@ -107,7 +107,7 @@ def measure_model(
         n_layers={n: m.n_layers for n, m in model.modules.items()},
         entry_share=entry_share,
         patches_per_tile=model.patches_per_tile,
-        concurrency=_concurrency(model, shapes["llm"][-1], devices, repeats),
+        concurrency=float(len(devices)),
         task_overhead_s=_overhead_s(devices[0]),
     )
 
@@ -198,17 +198,16 @@ def _time_layer(
     )
 
 
-def _concurrency(
-    model: MultimodalModel, shape: ModuleShape, devices: Sequence[jax.Device], repeats: int
+def together(
+    model: MultimodalModel, shape: ModuleShape, devices: Sequence[jax.Device], repeats: int = 3
 ) -> float:
-    """Devices that really compute at once: one device's time against all of them together."""
+    """Programs per second of `devices` that all run the same one-layer LLM backward at once.
+
+    Against the same of one device alone it tells how many devices really compute concurrently:
+    fewer than there are where pretended CPU devices share cores.
+    """
     n = len(devices)
-    if n == 1 or devices[0].platform != "cpu":
-        return float(n)
-    one, every = (
-        _measure(_segment(model, "llm", 1, devices, (1, d, 1)), shape, repeats) for d in (1, n)
-    )
-    return min(float(n), max(1.0, n * one.backward_s / every.backward_s))
+    return n / _measure(_segment(model, "llm", 1, devices, (1, n, 1)), shape, repeats).backward_s
 
 
 def _overhead_s(device: jax.Device) -> float:

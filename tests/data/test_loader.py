@@ -1,5 +1,6 @@
 """Order, resume, replacement of bad samples, and threads that end."""
 
+import itertools
 import logging
 import threading
 from contextlib import closing
@@ -66,7 +67,9 @@ def test_order_follows_from_seed_and_step():
 @pytest.mark.parametrize("workers, prefetch", [(1, 1), (3, 2)])
 def test_batches_come_in_order_and_resume(workers, prefetch):
     loader = Loader(Numbers(9), global_batch=4, seed=0, workers=workers, prefetch=prefetch)
-    with closing(loader.batches(2, lambda step, samples: (step, numbers(samples)))) as batches:
+    with closing(
+        loader.batches(itertools.count(2), lambda step, samples: (step, numbers(samples.values())))
+    ) as batches:
         got = [next(batches) for _ in range(6)]
     assert got == [(s, loader.indices(s)) for s in range(2, 8)]
     assert loader.restore(loader.state(5)) == 5
@@ -91,14 +94,31 @@ def test_runs_no_further_ahead_than_prefetch_and_ends_its_threads(monkeypatch):
     loader, begun = Loader(Numbers(9), global_batch=2, prefetch=3), []
     indices = loader.indices
     monkeypatch.setattr(loader, "indices", lambda step: begun.append(step) or indices(step))
-    batches = loader.batches(0, lambda step, _: step)
-    assert next(batches) == 0
-    assert begun == [0, 1, 2, 3]
+    batches = loader.batches(itertools.count(), lambda step, _: step)
+    assert [next(batches), next(batches)] == [0, 1]
     assert threads()
-    assert next(batches) == 1
-    assert begun == [0, 1, 2, 3, 4]
     batches.close()
+    assert begun == [0, 1, 2, 3, 4][: len(begun)]
     assert not threads()
+
+
+def test_only_selected_places_are_decoded():
+    source = Numbers(9)
+    loader, decoded = Loader(source, global_batch=4), []
+    sample = source.sample
+    source.sample = lambda i: decoded.append(i) or sample(i)
+    with closing(
+        loader.batches(
+            range(2), lambda _, samples: numbers(samples.values()), lambda step: [step, 3]
+        )
+    ) as batches:
+        indices = [loader.indices(s) for s in range(2)]
+        assert [next(batches), next(batches)] == [
+            [indices[0][0], indices[0][3]],
+            [indices[1][1], indices[1][3]],
+        ]
+        assert next(batches, None) is None
+    assert len(decoded) == 4
 
 
 def test_errors_of_prepare_and_unexpected_ones_reach_the_consumer():
@@ -107,13 +127,17 @@ def test_errors_of_prepare_and_unexpected_ones_reach_the_consumer():
             raise RuntimeError("packing failed")
         return step
 
-    batches = Loader(Numbers(9), global_batch=2).batches(0, prepare)
+    batches = Loader(Numbers(9), global_batch=2).batches(itertools.count(), prepare)
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(RuntimeError, match="packing failed"):
         next(batches)
     assert not threads()
     with pytest.raises(ZeroDivisionError):
-        next(Loader(Numbers(1, [0], error=ZeroDivisionError), global_batch=1).batches(0, prepare))
+        next(
+            Loader(Numbers(1, [0], error=ZeroDivisionError), global_batch=1).batches(
+                itertools.count(), prepare
+            )
+        )
     assert not threads()
 
 
@@ -130,7 +154,9 @@ def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(c
         "number 0 is broken",
         "number 3 is broken",
     ]
-    with closing(loader.batches(0, lambda _, samples: numbers(samples))) as batches:
+    with closing(
+        loader.batches(itertools.count(), lambda _, samples: numbers(samples.values()))
+    ) as batches:
         assert next(batches) == numbers(loader.samples(0))
 
 

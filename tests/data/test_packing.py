@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import Sample, VisionSpec, pack_group
-from dflop_jax.records import Bucket, Microbatch
+from dflop_jax.data.packing import Ranks, own_samples
+from dflop_jax.records import Bucket, Microbatch, Schedule
 
 SPEC = VisionSpec(4, 3)
 PX = SPEC.tile_px
@@ -63,8 +64,8 @@ def test_every_token_and_tile_is_where_it_belongs(seed, vision_ranks, llm_ranks,
     tiles, tokens = needed(group, samples, vision_ranks, spread)
     bucket = Bucket(tiles + seed % 2, tokens + seed % 3, rows)
     packed = pack_group(
-        group, bucket, samples, vision_ranks=vision_ranks, llm_ranks=llm_ranks, spec=SPEC,
-        spread=spread,
+        group, bucket, samples, shapes=[s.shape for s in samples], vision_ranks=vision_ranks,
+        llm_ranks=llm_ranks, spec=SPEC, spread=spread,
     )  # fmt: skip
     llm = packed.fields["llm"]
     shape = (len(group), llm_ranks * rows, bucket.tokens)
@@ -121,7 +122,7 @@ def test_every_token_and_tile_is_where_it_belongs(seed, vision_ranks, llm_ranks,
 
 def test_an_empty_microbatch_and_no_tiles():
     group = (Microbatch(0, (((),),)), Microbatch(0, ()))
-    packed = pack_group(group, Bucket(0, 5), {}, vision_ranks=1, llm_ranks=1, spec=SPEC)
+    packed = pack_group(group, Bucket(0, 5), {}, shapes=[], vision_ranks=1, llm_ranks=1, spec=SPEC)
     assert packed.fields.keys() == {"llm"}
     assert packed.fields["llm"]["tokens"].shape == (2, 1, 5)
     assert packed.supervised_tokens == packed.used_tokens == packed.used_tiles == 0
@@ -133,5 +134,59 @@ def test_overflow_is_an_assertion(bucket):
     samples = {7: make_sample(np.random.default_rng(0), 7, 2, 6)}
     with pytest.raises(AssertionError):
         pack_group(
-            (Microbatch(0, (((7,),),)),), bucket, samples, vision_ranks=1, llm_ranks=1, spec=SPEC
+            (Microbatch(0, (((7,),),)),),
+            bucket,
+            samples,
+            shapes={7: samples[7].shape},
+            vision_ranks=1,
+            llm_ranks=1,
+            spec=SPEC,
         )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("spread", [True, False])
+def test_the_parts_of_processes_make_the_whole(seed, spread):
+    """Each process decodes its own samples only; their arrays and counts add up."""
+    rng = np.random.default_rng(seed)
+    ranks = 3
+    group, samples = random_group(rng, 2, ranks, 2, 6)
+    tiles, tokens = needed(group, samples, ranks, spread)
+    bucket, shapes = Bucket(tiles, tokens, 2), [s.shape for s in samples]
+
+    def pack(held, part):
+        return pack_group(
+            group, bucket, held, shapes=shapes, vision_ranks=ranks, llm_ranks=ranks, spec=SPEC,
+            spread=spread, ranks=part,
+        )  # fmt: skip
+
+    whole = pack(samples, None)
+    # Rank 1 of the LLM lies on both processes; vision is the first's alone, or rank 2 the other's.
+    first = Ranks({0, 1}, {0, 1}, {0, 1}, {0, 1})
+    second = Ranks({2}, {1, 2}, {2}, {2})
+    total = np.zeros(3, int)
+    for part in (first, second):
+        own = own_samples(Schedule(0, (group,)), [bucket], shapes, ranks, spread, part)
+        packed = pack({i: samples[i] for i in own}, part)
+        for name, array in packed.fields["llm"].items():
+            for r in part.llm:
+                rows = slice(2 * r, 2 * r + 2)
+                np.testing.assert_array_equal(array[:, rows], whole.fields["llm"][name][:, rows])
+                np.testing.assert_array_equal(
+                    packed.visual_index[:, rows], whole.visual_index[:, rows]
+                )
+        for r in part.vision:
+            items = slice(r * tiles, (r + 1) * tiles)
+            np.testing.assert_array_equal(
+                packed.fields["vision"]["pixels"][:, items],
+                whole.fields["vision"]["pixels"][:, items],
+            )
+        total += (packed.supervised_tokens, packed.used_tiles, packed.used_tokens)
+    assert tuple(total) == (whole.supervised_tokens, whole.used_tiles, whole.used_tokens)
+
+
+def test_a_process_without_ranks_decodes_nothing():
+    group, _ = random_group(np.random.default_rng(0), 1, 2, 1, 3)
+    shapes = [make_sample(np.random.default_rng(0), i, 1, 3).shape for i in range(3)]
+    nobody = Ranks((), (), (), ())
+    assert own_samples(Schedule(0, (group,)), [Bucket(9, 99)], shapes, 2, True, nobody) == []

@@ -104,7 +104,7 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank):
         jax.ShapeDtypeStruct(features.shape, jnp.float32, sharding=feature_sharding),
         jax.ShapeDtypeStruct(visual.shape, jnp.float32, sharding=visual_sharding),
     )
-    where = place(index, exchange.index_struct.sharding)
+    where = exchange.collect_index(place(index, exchange.index_struct.sharding))
     blocks = exchange.lower(backward=False).compile()(place(features, feature_sharding), where)
     assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]
     got = exchange.deliver(blocks)

@@ -14,6 +14,7 @@ from models.llava import build
 from . import plain
 
 N = 12
+KEY_BIAS = "['vision']['layers']['key']['bias']"
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def assert_trees_close(got, want, tolerance=1e-5):
     largest = max((np.abs(w).max() for _, w in flat), default=0)
     for (path, w), g in zip(flat, jax.tree.leaves(got), strict=True):
         name = jax.tree_util.keystr(path)
-        if name == "['vision']['layers']['key']['bias']":
+        if name == KEY_BIAS:
             assert max(np.abs(w).max(), np.abs(g).max()) <= 1e-6 * largest
         else:
             assert np.abs(g - w).max() <= tolerance * np.abs(w).max(), name

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dflop_jax.pipeline.watcher import Observation, Watcher, to_events
+from dflop_jax.pipeline.watcher import Watcher, to_events
 from dflop_jax.records import BACKWARD, FORWARD, Task
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
@@ -13,20 +13,14 @@ WAITS = {VISION: (), LLM: (VISION,), BACK: (LLM, VISION)}
 SUBMESH = {"vision": "enc", "llm": "dec"}
 
 
-def seen(task, dispatched_s, end_s):
-    o = Observation(task, dispatched_s)
-    o.end_s = end_s
-    return o
-
-
 def spans(events):
     return [(e.segment, e.direction, e.start_s, e.end_s) for e in events]
 
 
 def test_a_task_starts_when_its_inputs_are_made():
-    three = [seen(VISION, 10.0, 12.0), seen(LLM, 10.1, 15.0), seen(BACK, 10.2, 16.0)]
+    three = [(VISION, 10.0, 12.0), (LLM, 10.1, 15.0), (BACK, 10.2, 16.0)]
     free: dict[int, float] = {}
-    origin, events = to_events(three, SUBMESH, {"enc": 0, "dec": 1}, WAITS, free)
+    origin, events = to_events(three, SUBMESH, {"vision": 0, "llm": 1}, WAITS, free)
     assert origin == 10.0
     assert spans(events) == [
         ("vision", FORWARD, 0.0, 2.0),
@@ -39,31 +33,31 @@ def test_a_task_starts_when_its_inputs_are_made():
 
 def test_a_task_starts_when_its_resource_is_free():
     first, second = Task("vision", 0, FORWARD), Task("vision", 1, FORWARD)
-    two = [seen(first, 1.0, 4.0), seen(second, 1.5, 6.0)]
+    two = [(first, 1.0, 4.0), (second, 1.5, 6.0)]
     waits = {first: (), second: ()}
-    origin, events = to_events(two, SUBMESH, {"enc": 0}, waits, {0: 2.5})
+    origin, events = to_events(two, SUBMESH, {"vision": 0}, waits, {0: 2.5})
     assert origin == 2.5  # the step before held the devices until then
     assert [(e.start_s, e.end_s) for e in events] == [(0.0, 1.5), (1.5, 3.5)]
 
 
 def test_a_task_starts_when_it_was_dispatched():
-    two = [seen(VISION, 1.0, 2.0), seen(LLM, 5.0, 6.0)]
-    origin, events = to_events(two, SUBMESH, {"enc": 0, "dec": 1}, WAITS, {})
+    two = [(VISION, 1.0, 2.0), (LLM, 5.0, 6.0)]
+    origin, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
     assert origin == 1.0
     assert (events[1].start_s, events[1].end_s) == (4.0, 5.0)
 
 
 def test_submeshes_that_share_devices_never_overlap():
-    two = [seen(VISION, 0.0, 3.0), seen(Task("llm", 1, FORWARD), 0.0, 4.0)]
+    two = [(VISION, 0.0, 3.0), (Task("llm", 1, FORWARD), 0.0, 4.0)]
     waits = {**WAITS, Task("llm", 1, FORWARD): ()}
-    _, events = to_events(two, SUBMESH, {"enc": 0, "dec": 0}, waits, {})
+    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 0}, waits, {})
     assert events[1].start_s == 3.0
 
 
 def test_an_end_seen_late_never_gives_a_negative_duration():
     # The thread of `dec` saw its end before that of `enc` noted the end of the input.
-    two = [seen(VISION, 0.0, 2.0), seen(LLM, 0.0, 1.9)]
-    _, events = to_events(two, SUBMESH, {"enc": 0, "dec": 1}, WAITS, {})
+    two = [(VISION, 0.0, 2.0), (LLM, 0.0, 1.9)]
+    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
     assert all(e.end_s >= e.start_s >= 0 for e in events)
 
 

@@ -1,0 +1,84 @@
+"""A process of the multi-process gradient test: runs plans and compares its shards of every
+gradient with the plain computation, which the parent left in a file."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+
+from dflop_jax.pipeline.executor import Executor
+
+from . import plain
+from .test_gradients import KEY_BIAS, N, model
+
+# (processes, devices of each) -> name -> (vision, llm, options), as in test_gradients: submeshes on
+# processes of their own, both in one process, on the same processes, partly overlapping, and with
+# differing (data, model) on the two sides.
+LAYOUTS = {
+    (2, 4): {
+        "a process each, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
+        "one process idle": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
+    },
+    (2, 1): {
+        "1+1": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
+        "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {}),
+    },
+    (4, 1): {
+        "1+3, dp 3": ((0, 1, 1, 1), (1, 1, 3, 1), {}),
+        "all on all, dp 4 and dp 2 x tp 2": ((0, 1, 4, 1), (0, 1, 2, 2), {}),
+        "overlapping, dp 3 and stage 2": ((0, 1, 3, 1), (2, 2, 1, 1), {"group_size": 2}),
+        "two llm segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2}),
+    },
+}
+
+
+def main(args: list[str]) -> None:
+    want = np.load(args[0])
+    local = jax.local_device_count()
+    for name, (vision, llm, options) in LAYOUTS[jax.process_count(), local].items():
+        check(want, name, vision, llm, options)
+        print("equal:", name, flush=True)
+
+
+def check(want, name, vision, llm, options):
+    tied = options.get("llm_segments", 1) == 1
+    m = model(tied)
+    samples = plain.random_samples(m, N, 1)
+    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    schedule = plain.random_schedule(plan, N, 2, 5, text_only=(0,))
+    ex = Executor(m, plan, optax.sgd(1.0))
+    ex.init(0)
+    ex.compile()
+    ex.calibrate(repeats=1)
+    groups = plain.pack(m, plan, schedule, samples)
+    count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
+    captured = {}
+    for n in set(ex.trainable) & ex.programs.local:
+
+        def spy(grads, n=n, program=ex.programs._compiled[n, "reduce"]):
+            out = program(grads)
+            captured[n] = out[0]
+            return out
+
+        ex.programs._compiled[n, "reduce"] = spy
+    part = ex.run_step(0, groups, 1.0 / count).local()
+    compared = 0
+    largest = max(float(np.abs(want[k]).max()) for k in want.files if k.startswith(f"{tied}/"))
+    for n, tree in captured.items():
+        s = ex.programs.segments[n].plan
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            at = jax.tree_util.keystr(path)
+            full = want[f"{tied}/['{s.module}']{at}"]
+            scale = np.abs(full).max()
+            full = full[s.start : s.stop] if at.startswith("['layers']") else full
+            for shard in leaf.addressable_shards:
+                w, g = full[shard.index], np.asarray(shard.data)
+                if f"['{s.module}']{at}" == KEY_BIAS:
+                    assert max(np.abs(w).max(), np.abs(g).max()) <= 1e-6 * largest
+                else:
+                    assert np.abs(g - w).max() <= 1e-5 * scale, (name, n, at)
+                compared += 1
+    assert compared > 0 or not ex.programs.local
+    print("loss", part.sums.get("loss_sum", 0.0) / count)
+    ex.close()

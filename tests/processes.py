@@ -1,0 +1,70 @@
+"""Starts this test suite's multi-process jobs: N interpreters joined by jax.distributed on gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_processes(
+    module: str, n: int, devices: int, args: Sequence[str] = (), *, timeout_s: float = 240
+) -> list[str]:
+    """Output of each of `n` processes `python -m module ARGS`, each with `devices` CPU devices."""
+    port = free_port()
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "dflop-tests-xla"),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.processes", module, *map(str, job), *args],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for job in [(n, i, port, devices) for i in range(n)]
+    ]
+    try:
+        outputs = [p.communicate(timeout=timeout_s)[0] for p in started]
+    finally:
+        for p in started:
+            p.kill()
+            p.wait()
+    for i, (p, output) in enumerate(zip(started, outputs, strict=True)):
+        assert p.returncode == 0, f"process {i} ended with {p.returncode}:\n{output[-4000:]}"
+    return outputs
+
+
+def main() -> None:
+    """Child: join the job, then run the module's `main(args)`."""
+    import importlib
+
+    import jax
+
+    module, n, i, port, devices, *args = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
+    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(n), int(i))
+    importlib.import_module(module).main(args)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The job scripts in docs/clusters.md: they parse, and their commands find the right peers.
+
+Slurm and Kubernetes are not here. The test takes the text a user copies, gives it the environment
+that the manual of each promises for a certain process, runs the command in it, and looks at whom
+that process would meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflop_jax.cli import main
+from dflop_jax.train import distributed, trainer
+from dflop_jax.train.rendezvous import Address, Meeting
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTERS = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+INDEX_PATH = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language in docs/clusters.md."""
+    return re.findall(rf"```{language}\n(.*?)```", CLUSTERS, re.DOTALL)
+
+
+SLURM = next(b for b in blocks("bash") if "#SBATCH" in b)
+(JOBSET_TEXT,) = blocks("yaml")
+
+
+class _Met(Exception):
+    """What a command got to: whom it met, and what jax was told."""
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """Run a command line and return (coordinator, process, number, timeout, jax's arguments)."""
+    monkeypatch.chdir(ROOT)
+    seen: list[Any] = []
+
+    def meet(at, index, number, versions, timeout_s):
+        seen.append((str(at), index, number))
+        return Meeting(Address("10.0.0.1", 4321), "10.0.0.2", {})
+
+    def connect(*args, **named):
+        seen.append((args, named))
+
+    class Trainer:
+        def __init__(self, config, **_):
+            self.config = config
+
+        def fit(self):
+            distributed.initialise(self.config.distributed, self.config.plan.devices)
+            raise _Met
+
+    for module, name, stub in (
+        (distributed, "meet", meet),
+        (distributed, "_keep_stdout_clean", lambda: None),
+        (distributed, "_joined", None),
+        (distributed.jax.distributed, "initialize", connect),
+        (distributed.xla_bridge, "backends_are_initialized", lambda: False),
+        (distributed.atexit, "register", lambda run: None),
+        (distributed.jax.config, "update", lambda name, value: None),
+        (trainer, "Trainer", Trainer),
+    ):
+        monkeypatch.setattr(module, name, stub)
+    monkeypatch.setenv(distributed.DIRECT_ENV, "")
+
+    def run(argv: list[str]) -> list[Any]:
+        seen.clear()
+        distributed._joined = None
+        assert argv[0] == "dflop"
+        with pytest.raises(_Met):
+            main(argv[1:])
+        return list(seen)
+
+    return run
+
+
+# ---- Slurm ----
+
+
+def sbatch_options() -> dict[str, str]:
+    found = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", SLURM, re.MULTILINE))
+    assert len(found) == SLURM.count("#SBATCH")
+    return found
+
+
+def slurm_environment(index: int, nodes: int, per_node: int) -> dict[str, str]:
+    """What srun sets in the environment of a task, by its manual."""
+    return {
+        "SLURM_JOB_ID": "4098",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_STEP_NODELIST": "gpu[07-08]" if nodes == 2 else "gpu07",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_NTASKS": str(nodes * per_node),
+        "SLURM_STEP_NUM_TASKS": str(nodes * per_node),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}",
+        "SLURM_PROCID": str(index),
+        "SLURM_NODEID": str(index // per_node),
+        "SLURM_LOCALID": str(index % per_node),
+    }
+
+
+def test_the_slurm_script_is_bash():
+    subprocess.run(["bash", "-n"], input=SLURM, text=True, check=True)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met, index):
+    options = sbatch_options()
+    nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
+    environment = slurm_environment(index, nodes, per_node)
+    # The script itself runs, with an srun that only says what it was asked to start.
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    script = SLURM.replace("export PATH=", f'export PATH="{tmp_path}:$PATH"; : PATH=')
+    said = subprocess.run(
+        ["bash"],
+        input=script,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout.splitlines()
+    argv = [word for word in said if word != "--kill-on-bad-exit=1"]
+    assert len(said) == len(argv) + 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (coordinator, process, number), (_, named) = met(argv)
+    # Port as jax computes it from the job's number: the same on all hosts.
+    assert coordinator == f"gpu07:{61440 + 4098 % 4096}"
+    assert (process, number) == (index, nodes * per_node)
+    assert named["cluster_detection_method"] == "deactivate"
+
+
+# ---- Kubernetes ----
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
+    jobset = yaml.safe_load(JOBSET_TEXT)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {v["name"] for v in pod["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} <= volumes
+    # What Kubernetes sets in every pod of an indexed Job, and what the manifest adds.
+    environment = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
+    for entry in container["env"]:
+        if "value" in entry:
+            assert isinstance(entry["value"], str)  # the API server refuses numbers
+            environment[entry["name"]] = entry["value"]
+        else:
+            assert entry["valueFrom"] == {"fieldRef": {"fieldPath": INDEX_PATH}}
+            environment[entry["name"]] = str(index)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (coordinator, process, number), _ = met(container["command"])
+    host = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+    assert coordinator == f"{host}:29400"
+    assert (process, number) == (index, spec["completions"])
+
+
+# ---- other commands ----
+
+
+def test_the_command_by_hand(met):
+    (text,) = [b for b in blocks("bash") if "--distributed.coordinator" in b]
+    (coordinator, process, number), _ = met(shlex.split(text))
+    assert (coordinator, process, number) == ("node1:29400", 0, 2)
+
+
+def test_the_launch_command(monkeypatch, met):
+    (text,) = [b for b in blocks("bash") if b.startswith("dflop launch")]
+    words = shlex.split(text)
+    at = words.index("--")
+    assert words[:at] == ["dflop", "launch", "-n", "2"]
+    for name, value in (
+        ("COORDINATOR", "127.0.0.1:5"),
+        ("NUM_PROCESSES", "2"),
+        ("PROCESS_ID", "1"),
+    ):
+        monkeypatch.setenv(f"DFLOP_{name}", value)
+    ((coordinator, process, number), _) = met(words[at + 1 :])
+    assert (coordinator, process, number) == ("127.0.0.1:5", 1, 2)
+
+
+def test_every_variable_and_flag_named_exists():
+    from dflop_jax.config import DistributedConfig
+    from dflop_jax.train import launch
+
+    known = {value for name, value in vars(launch).items() if name.endswith("_ENV")}
+    assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known
+    fields = {f"--distributed.{f.name}" for f in dataclasses.fields(DistributedConfig)}
+    assert set(re.findall(r"--distributed\.[a-z_]+", CLUSTERS)) == fields

@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
+    DistributedConfig,
     ModelConfig,
     PlanConfig,
     ScheduleConfig,
@@ -34,8 +36,10 @@ _LAZY = {
 
 __all__ = [
     "Assignment",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DistributedConfig",
     "ModelConfig",
     "PlanConfig",
     "ScheduleConfig",

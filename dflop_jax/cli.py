@@ -20,6 +20,9 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from dflop_jax.config import Config, fields, override
+from dflop_jax.train.launch import LaunchResult, launch
+from dflop_jax.train.peers import RunFailed
+from dflop_jax.train.store_format import StorageError
 
 Command = Callable[[argparse.Namespace], Any]
 
@@ -43,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra:
             _reject(extra)
         result = args.run(args)
-    except ValueError as e:
+    except (ValueError, RunFailed, StorageError) as e:
         print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(e, ValueError) else 1
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(msgspec.to_builtins(result), indent=1))
-    return 0
+    return result.exit_code if isinstance(result, LaunchResult) else 0
 
 
 def _reject(extra: list[str]) -> None:
@@ -190,26 +193,34 @@ def _simulate(args: argparse.Namespace) -> Any:
 def _train(args: argparse.Namespace) -> Any:
     from dflop_jax.records import Plan, load
     from dflop_jax.report.summary import summarise, summary_table
+    from dflop_jax.train.distributed import leave, shutdown
     from dflop_jax.train.trainer import Trainer
 
+    if args.overwrite and args.resume:
+        raise ValueError("--overwrite and --resume exclude each other; give one of them")
     plan = load(Plan, args.plan_file) if args.plan_file else None
-    trainer = Trainer(
-        _config(args),
-        plan=plan,
-        profile=_given_profile(args),
-        existing="overwrite" if args.overwrite else "error",
-    )
+    existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
+    trainer = Trainer(_config(args), plan=plan, profile=_given_profile(args), existing=existing)
     result = trainer.fit()
-    if not args.json:
+    if not shutdown():
+        leave(1)
+    if not args.json and trainer.peers.is_hub and result.losses:
         _show(summary_table(summarise(result.run_dir)))
         _show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
     return {
         "run_dir": str(result.run_dir),
-        "first_loss": result.losses[0],
-        "last_loss": result.losses[-1],
+        "first_loss": result.losses[0] if result.losses else None,
+        "last_loss": result.losses[-1] if result.losses else None,
+        "steps_done": result.steps_done,
+        "preempted": result.preempted,
         "evaluation": result.evaluation,
         "compiles_after_warmup": result.compiles_after_warmup,
     }
+
+
+def _launch(args: argparse.Namespace) -> LaunchResult:
+    command = args.process[1:] if args.process[:1] == ["--"] else args.process
+    return launch(command, args.n, devices_per_process=args.devices_per_process, pin=args.pin)
 
 
 def _report(args: argparse.Namespace) -> Any:
@@ -286,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    _launch_arguments(add("launch", _launch, "start local processes that train together"))
     add("profile", _profile, "measure the data's shapes and the model's times", experiment)
     plan = add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
     sim = add("simulate", _simulate, "run a plan on measured times, without training", experiment)
@@ -296,10 +308,30 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--plan-file", metavar="JSON", help="use this plan")
     sim.add_argument("--batches", type=int, default=4, help="global batches (default: 4)")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
+    train.add_argument(
+        "--resume",
+        choices=["auto"],
+        help="continue the run in the folder from its newest whole checkpoint, if there is one",
+    )
     report = add("report", _report, "show one run, or compare several in a table and a picture")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
     report.add_argument("--out", default="compare.png", help="picture of a comparison")
     return parser
+
+
+def _launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "dflop launch -n N [--devices-per-process D] [--pin] -- COMMAND [ARGUMENT ...]"
+    parser.epilog = (
+        "Example: dflop launch -n 2 -- dflop train experiments/demo.py. In COMMAND, dflop and "
+        "python mean those of this interpreter. The first failure stops all processes and is the "
+        "exit code; a signal is passed on, a second one kills."
+    )
+    parser.add_argument("-n", type=int, required=True, help="processes to start")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="D", help="default: plan.devices shared evenly"
+    )
+    parser.add_argument("--pin", action="store_true", help="give each process cores of its own")
+    parser.add_argument("process", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
 def _experiment_arguments() -> _Parser:

@@ -85,6 +85,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every: Annotated[int, "steps between checkpoints; 0: none"] = 100
+    keep: Annotated[int, "newest checkpoints that are kept"] = 3
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    coordinator: Annotated[
+        str, "HOST:PORT of process 0; empty: dflop launch, Slurm, Open MPI or Kubernetes say"
+    ] = ""
+    num_processes: Annotated[int, "processes of the run; 0: as the launcher says"] = 0
+    process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
+    connect_timeout_s: Annotated[float, "longest wait for all processes at the start"] = 120.0
+    peer_timeout_s: Annotated[float, "silence after which a process counts as hung"] = 30.0
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run depends on; an experiment file's `config()` returns one."""
 
@@ -93,6 +110,8 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run_dir: Annotated[str, "folder the run writes to"] = "runs/run"
     cache_dir: Annotated[str, "folder of cached profiles and compiled programs"] = "runs/cache"
 
@@ -122,12 +141,19 @@ class Config:
             "data.workers": self.data.workers,
             "data.prefetch": self.data.prefetch,
             "schedule.ahead": self.schedule.ahead,
+            "checkpoint.keep": self.checkpoint.keep,
         }
         for name, number in at_least_one.items():
             if number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
-        if not 0 < self.train.learning_rate < float("inf"):
-            raise ValueError(f"train.learning_rate={self.train.learning_rate} must be above 0")
+        above_zero = {
+            "train.learning_rate": self.train.learning_rate,
+            "distributed.connect_timeout_s": self.distributed.connect_timeout_s,
+            "distributed.peer_timeout_s": self.distributed.peer_timeout_s,
+        }
+        for name, amount in above_zero.items():
+            if not 0 < amount < float("inf"):
+                raise ValueError(f"{name}={amount} must be a finite number above 0")
         not_negative = {
             "train.warmup_steps": self.train.warmup_steps,
             "train.weight_decay": self.train.weight_decay,
@@ -137,6 +163,8 @@ class Config:
             "plan.devices": self.plan.devices,
             "plan.memory_bytes": self.plan.memory_bytes,
             "data.max_bad_fraction": self.data.max_bad_fraction,
+            "checkpoint.every": self.checkpoint.every,
+            "distributed.num_processes": self.distributed.num_processes,
         }
         for name, amount in not_negative.items():
             if not 0 <= amount < float("inf"):

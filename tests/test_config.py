@@ -104,8 +104,8 @@ def test_booleans(text, value):
         ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
         ({"plan.policy": "best"}, "plan.policy='best' is not one of dflop, blind"),
-        ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be above 0"),
-        ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be above 0"),
+        ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be a finite number above 0"),
+        ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_one_line(values, says):

@@ -24,14 +24,21 @@ class Progress:
       start: steps done before (a resumed run).
       every: steps between plain lines when the output is no terminal; 0 chooses about 20 lines.
       console: where to write; default standard error, so that standard output stays for results.
+      quiet: write nothing (all processes of a run but the first).
     """
 
     def __init__(
-        self, total_steps: int, start: int = 0, *, every: int = 0, console: Console | None = None
+        self,
+        total_steps: int,
+        start: int = 0,
+        *,
+        every: int = 0,
+        console: Console | None = None,
+        quiet: bool = False,
     ) -> None:
         self._total, self._done = total_steps, start
         self._every = every or max(1, total_steps // 20)
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, quiet=quiet)
         self._recent: deque[float] = deque(maxlen=WINDOW)
         columns = (
             rich_progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),

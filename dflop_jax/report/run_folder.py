@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -15,10 +17,11 @@ from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.trace import read_trace, write_trace
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
-METRICS, TRACE = "metrics.jsonl", "trace.json"
+METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 CHECKPOINTS = "checkpoints"
-_OUTPUTS = (METRICS, TRACE, TIMELINE, LOSS, SUMMARY)
+_LOCK = "lock"
+_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY)
 
 
 class RunFolder:
@@ -27,12 +30,13 @@ class RunFolder:
     Args:
       path: the folder, made with its parents.
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs are
-        removed, its checkpoints stay) or "resume" (rows of steps before `start_step` are kept and
+        and checkpoints are removed) or "resume" (rows of steps before `start_step` are kept and
         later ones, run after the last checkpoint, are dropped).
       start_step: the first step that will be logged when resuming.
 
     Raises:
-      ValueError: the folder holds metrics and `existing` is "error", or `path` is a file.
+      ValueError: the folder holds metrics and `existing` is "error", another run is writing to
+        it, it cannot be written, or `path` is a file.
     """
 
     def __init__(
@@ -45,7 +49,28 @@ class RunFolder:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: is a file; choose another --run_dir")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / _LOCK).open("ab")
+        except OSError as e:
+            raise ValueError(
+                f"{self.path}: cannot be written ({e.strerror}); choose another --run_dir"
+            ) from None
+        try:
+            self._metrics = self._open(existing, start_step)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self, existing: str, start_step: int) -> BinaryIO:
+        try:
+            # Held until the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{self.path}: another run is writing to it; wait for it, or choose another "
+                "--run_dir"
+            ) from None
         metrics = self.path / METRICS
         has_rows = metrics.exists() and metrics.stat().st_size > 0
         if has_rows and existing == "error":
@@ -56,13 +81,12 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-        elif has_rows:
-            kept = [r for r in read_metrics(self.path, empty_ok=True) if r["step"] < start_step]
-            # Rewritten whole, then renamed: a kill in between loses no row.
-            fresh = metrics.with_suffix(".tmp")
-            fresh.write_bytes(b"".join(_line(r) for r in kept))
-            fresh.replace(metrics)
-        self._metrics: BinaryIO = metrics.open("ab")
+            shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+        else:
+            _keep_rows(metrics, lambda row: row["step"] < start_step)
+            # An evaluation is numbered by the steps before it.
+            _keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
+        return metrics.open("ab")
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +101,7 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+        self._lock.close()
 
     def write_config(self, config: Any) -> None:
         """The run's configuration, a dataclass, as plain JSON."""
@@ -94,11 +119,27 @@ class RunFolder:
         self._metrics.write(_line(msgspec.to_builtins(row)))
         self._metrics.flush()
 
+    def append_evaluation(self, row: Any) -> None:
+        """Add one row to evaluations.jsonl."""
+        with (self.path / EVALUATIONS).open("ab") as f:
+            f.write(_line(msgspec.to_builtins(row)))
+
     def write_trace(
         self, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
     ) -> None:
         """trace.json; `buckets` names the bucket of each group of the traced schedule."""
         write_trace(self.path / TRACE, traces, buckets)
+
+
+def _keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drop the other rows of a file, and a last one that a kill cut short."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_bytes().split(b"\n") if _is_whole(line)]
+    # Rewritten whole, then renamed: a kill in between loses no row.
+    fresh = path.with_suffix(".tmp")
+    fresh.write_bytes(b"".join(x + b"\n" for x in lines if keep(msgspec.json.decode(x))))
+    fresh.replace(path)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

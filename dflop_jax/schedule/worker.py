@@ -89,15 +89,17 @@ class ScheduleWorker:
         self._seconds = costs.seconds
 
     def get(self, step: int) -> tuple[Schedule, float]:
-        """(schedule of `step`, seconds waited for it). Steps are asked for in order.
+        """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
+        order.
 
         Raises:
           ValueError: the batch cannot be scheduled (a sample that fits no bucket).
         """
-        start_s = time.perf_counter()
         self._request_until(step + 1 + self._ahead)
+        start_s = time.perf_counter()
         with self._changed:
             assert step in self._requests, f"step {step} was asked for before, or is out of range"
+            ready = step in self._replies
             self._changed.wait_for(lambda: step in self._replies or self._down, self._grace_s)
             request, reply = self._requests.pop(step), self._replies.pop(step, None)
         if reply is None:
@@ -105,7 +107,7 @@ class ScheduleWorker:
             reply = answer(self._setup, request, max_rounds=0)
         if reply.schedule is None:
             raise ValueError(f"step {step}: {reply.error}")
-        return reply.schedule, time.perf_counter() - start_s
+        return reply.schedule, 0.0 if ready else time.perf_counter() - start_s
 
     def close(self) -> None:
         """End the child; later calls do nothing."""

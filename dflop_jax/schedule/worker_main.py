@@ -6,6 +6,7 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -62,6 +63,9 @@ def answer(setup: Setup, request: Request, max_rounds: int | None) -> Reply:
 
 
 def main() -> None:
+    # A cluster signals all processes of a job; this one ends when its parent does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines, out = sys.stdin.buffer, sys.stdout.buffer
     setup = msgspec.json.decode(lines.readline(), type=Setup)
     for line in lines:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from dflop_jax.config import Config
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Plan
-from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.train.feed import Batch, pack_batch
-
-EVALUATIONS = "evaluations.jsonl"
+from dflop_jax.train.feed import Batch, Packer
 
 
 @dataclass(frozen=True)
@@ -29,36 +22,35 @@ class Evaluation:
 
 
 class Evaluator:
-    """Packs the held-out batches once and runs them when asked."""
+    """Packs the held-out batches once and runs them when asked, on all processes together."""
 
     def __init__(
-        self, config: Config, source: Source, ex: Executor, costs: BucketCosts, folder: Path
+        self, config: Config, source: Source, ex: Executor, costs: BucketCosts, packer: Packer
     ):
-        self._ex, self._path = ex, folder / EVALUATIONS
+        self._ex, self._peers = ex, packer.peers
         n = min(config.train.eval_samples, len(source))
         size = min(n, config.train.global_batch)
         self._batches = [
-            self._pack(ex.plan, source, range(first, min(first + size, n)), costs)
+            self._pack(source, range(first, min(first + size, n)), costs, packer)
             for first in range(0, n, size)
         ]
 
     @staticmethod
-    def _pack(plan: Plan, source: Source, which: range, costs: BucketCosts) -> Batch:
-        samples = [source.sample(i) for i in which]
-        schedule = schedule_batch([s.shape for s in samples], plan, costs)
-        return pack_batch(plan, source.spec, schedule, samples)
+    def _pack(source: Source, which: range, costs: BucketCosts, packer: Packer) -> Batch:
+        shapes = [source.shape(i) for i in which]
+        schedule = schedule_batch(shapes, packer.plan, costs)
+        samples = {k: source.sample(which[k]) for k in packer.own(schedule, shapes)}
+        return packer.pack(schedule, shapes, samples, key=f"evaluation/{which.start}")
 
-    def run(self, step: int, progress: Progress) -> Evaluation:
-        """Evaluate the current parameters; adds a row to evaluations.jsonl."""
+    def run(self, step: int) -> Evaluation:
+        """Evaluate the current parameters."""
         sums: dict[str, float] = {}
         for batch in self._batches:
-            for k, v in self._ex.run_evaluation(batch.groups).result().sums.items():
+            part = self._ex.run_evaluation(batch.groups).local()
+            for k, v in part.sums.items():
                 sums[k] = sums.get(k, 0.0) + v
-        count = max(sum(b.supervised_tokens for b in self._batches), 1)
-        row = Evaluation(step, sums["loss_sum"] / count, sums.get("correct", 0.0) / count)
-        progress.log(
-            f"after step {step}: held-out loss {row.loss:.4f}, token accuracy {row.accuracy:.3f}"
+        loss, correct = self._peers.sums(
+            f"evaluated/{step}", [sums.get("loss_sum", 0.0), sums.get("correct", 0.0)]
         )
-        with self._path.open("ab") as f:
-            f.write(msgspec.json.encode(row) + b"\n")
-        return row
+        count = max(sum(b.supervised_tokens for b in self._batches), 1)
+        return Evaluation(step, loss / count, correct / count)

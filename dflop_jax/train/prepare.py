@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import jax
+import msgspec
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Source, VisionSpec, make_source, make_tokenizer
 from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.profile.measure import measure_model, profile_key
+from dflop_jax.profile.measure import measure_model, profile_key, together
 from dflop_jax.records import (
     DataProfile,
     ModelProfile,
@@ -25,6 +27,8 @@ from dflop_jax.records import (
     load,
     save,
 )
+from dflop_jax.train.distributed import Membership, initialise, run_devices
+from dflop_jax.train.peers import Peers
 
 log = logging.getLogger("dflop_jax")
 OnProgress = Callable[[int, int], None]
@@ -79,6 +83,7 @@ class Setup:
     config: Config
     model: MultimodalModel
     devices: list[jax.Device]
+    peers: Peers
 
     @property
     def eval_fraction(self) -> float:
@@ -98,14 +103,23 @@ class Setup:
 
 
 def set_up(config: Config) -> Setup:
-    """Devices and model of a configuration, with the compilation cache in place.
+    """Devices and model of a configuration, with the compilation cache in place; joins the other
+    processes of the run, where there are some.
 
     Raises:
       ValueError: the model cannot be built or too few devices exist.
     """
     use_cache(config.cache_dir)
-    devices = use_devices(config.plan.devices)
-    return Setup(config, build_model(config.model), devices)
+    member = initialise(config.distributed, config.plan.devices)
+    n = config.plan.devices
+    devices = use_devices(n) if member.number == 1 else run_devices(n, member)
+    peers = _peers(member, config.distributed.peer_timeout_s)
+    return Setup(config, build_model(config.model), devices, peers)
+
+
+@cache
+def _peers(member: Membership, timeout_s: float) -> Peers:
+    return Peers(member.index, member.number, member.links, timeout_s=timeout_s)
 
 
 def profile_data(config: PlanConfig, source: Source) -> DataProfile:
@@ -145,18 +159,54 @@ def profile_shapes(
 def profile_model(
     setup: Setup, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """The model's timings, from the cache when model, devices, shapes and versions are the same."""
-    config, model, devices = setup.config, setup.model, setup.devices
+    """The model's timings, from the cache when model, devices, shapes and versions are the same.
+
+    Process 0 measures on its own devices; only how many devices compute at once is measured by all
+    processes together.
+    """
+    config, model, peers = setup.config, setup.model, setup.peers
+    devices = [d for d in setup.devices if d.process_index == peers.process]
     shapes = profile_shapes(data, model, token_multiple(devices))
-    degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, len(devices))]
-    key = profile_key(config.model, devices, (shapes, degrees))
+    # Tensor parallelism stays inside a process.
+    degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, max(len(devices), 1))]
+    key = profile_key(config.model, setup.devices, (shapes, degrees, peers.count))
     cached = Path(config.cache_dir) / f"profile-{key}.json"
-    if cached.exists():
-        return load(ModelProfile, cached)
-    profile = measure_model(model, shapes, degrees, devices, key=key, on_progress=on_progress)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    save(profile, cached)
-    return profile
+    known, profile = b"", None
+    if peers.is_hub:
+        if cached.exists():
+            profile = load(ModelProfile, cached)
+            known = msgspec.json.encode(profile)
+        else:
+            profile = measure_model(
+                model, shapes, degrees, devices, key=key, on_progress=on_progress
+            )
+    known = peers.share("profile/cached", known)
+    if known:
+        return msgspec.json.decode(known, type=ModelProfile)
+    concurrency = _concurrency(model, shapes["llm"][-1], setup.devices, devices, peers)
+    if profile is not None:
+        profile = replace(profile, concurrency=concurrency)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        save(profile, cached)
+    encoded = peers.share("profile", msgspec.json.encode(profile))
+    return msgspec.json.decode(encoded, type=ModelProfile)
+
+
+def _concurrency(
+    model: MultimodalModel,
+    shape: ModuleShape,
+    every: Sequence[jax.Device],
+    local: Sequence[jax.Device],
+    peers: Peers,
+) -> float:
+    """Devices that really compute at once: the rate of all against that of one alone."""
+    if len(every) == 1 or every[0].platform != "cpu":
+        return float(len(every))
+    alone = together(model, shape, local[:1]) if peers.is_hub else 0.0
+    peers.barrier("profile/together")
+    mine = together(model, shape, local) if local else 0.0
+    alone, rate = peers.sums("profile/rates", [alone, mine])
+    return min(float(len(every)), max(1.0, rate / alone))
 
 
 def make_profile(setup: Setup, source: Source, on_progress: OnProgress | None = None) -> Profile:

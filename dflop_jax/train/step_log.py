@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import msgspec
+
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.step import StepHandle, StepResult
+from dflop_jax.pipeline.step import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Plan, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import Batch
 from dflop_jax.train.optimizer import learning_rates
+from dflop_jax.train.peers import Peers
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a process tells process 0 of a finished step."""
+
+    part: LocalResult
+    compiles: int
+    stop: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What process 0 tells all of a finished step."""
+
+    loss: float
+    compiles: int
+    stop: bool
 
 
 class StepLog:
-    """Writes metrics.jsonl, the progress bar and, at the end, trace.json."""
+    """Gathers what the processes saw of each step; process 0 (which has a `folder`) writes
+    metrics.jsonl, the progress bar and, at the end, trace.json."""
 
     def __init__(
         self,
         config: TrainConfig,
         plan: Plan,
-        folder: RunFolder,
+        peers: Peers,
+        folder: RunFolder | None,
         progress: Progress,
         counter: CompileCounter,
+        corrector: Corrector | None = None,
     ):
-        self.plan, self.folder, self.progress = plan, folder, progress
+        self._corrector = corrector
+        self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
         self.rates = learning_rates(config)
         self.losses: list[float] = []
         self.compiles: list[int] = []
@@ -33,15 +61,42 @@ class StepLog:
         self._ended_s: float | None = None
         self._kept: tuple[Trace, Batch] | None = None
 
-    def finish(self, handle: StepHandle, batch: Batch, wait_s: float) -> Trace:
-        """Wait for a step and log it; `wait_s` is what training waited for its schedule."""
-        result = handle.result()
+    def finish(self, handle: StepHandle, batch: Batch, wait_s: float, stop: bool) -> Verdict:
+        """Wait for a step on every process, log it and learn from it.
+
+        `wait_s` is what training waited for its schedule; `stop` asks all to end the run.
+        """
+        part = handle.local()
         compiled = self._counter.read()
+        report = _Report(part, compiled - self._compiled, stop)
+        self._compiled = compiled
+        found = self.peers.gather(f"step/{batch.step}", msgspec.json.encode(report))
+        answer = b""
+        if self.peers.is_hub:
+            reports = [msgspec.json.decode(v, type=_Report) for v in found]
+            parts = [_shifted(r.part, self.peers.offset_s(p)) for p, r in enumerate(reports)]
+            result = handle.result(parts)
+            loss = result.sums["loss_sum"] / max(batch.supervised_tokens, 1)
+            compiles = sum(r.compiles for r in reports)
+            answer = msgspec.json.encode(Verdict(loss, compiles, any(r.stop for r in reports)))
+        verdict = msgspec.json.decode(
+            self.peers.share(f"verdict/{batch.step}", answer), type=Verdict
+        )
+        self.losses.append(verdict.loss)
+        self.compiles.append(verdict.compiles)
+        if self.peers.is_hub:
+            if self._corrector:
+                self._corrector.after_step(result.trace, batch)
+            self._log(result, batch, wait_s, verdict)
+        return verdict
+
+    def _log(self, result: StepResult, batch: Batch, wait_s: float, verdict: Verdict) -> None:
+        assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
         row = StepMetrics(
             step=batch.step,
-            loss=result.sums["loss_sum"] / max(batch.supervised_tokens, 1),
+            loss=verdict.loss,
             supervised_tokens=batch.supervised_tokens,
             step_s=step_s,
             tokens_per_s=batch.llm_tokens / step_s if step_s > 0 else 0.0,
@@ -49,22 +104,17 @@ class StepLog:
             grad_norm=result.grad_norm,
             busy_fraction=result.trace.busy_fraction(),
             padding_fraction=batch.padding_fraction,
-            compiles=compiled - self._compiled,
+            compiles=verdict.compiles,
             schedule_s=batch.schedule.elapsed_s,
             schedule_wait_s=wait_s,
             makespan_s=batch.schedule.makespan_s,
             lower_bound_s=batch.schedule.lower_bound_s,
             n_bad=batch.n_bad,
+            correction=self._corrector.report if self._corrector else {},
         )
         self.folder.append(row)
         self.progress.update(row)
-        self.losses.append(row.loss)
-        self.compiles.append(row.compiles)
-        self._compiled, self._ended_s = compiled, result.ended_s
-        self._keep(result, batch)
-        return result.trace
-
-    def _keep(self, result: StepResult, batch: Batch) -> None:
+        self._ended_s = result.ended_s
         # The last step but one: steady, and not the one that drains the pipeline.
         if self._kept is None or batch.step < self._last_step:
             self._kept = (result.trace, batch)
@@ -74,7 +124,7 @@ class StepLog:
         self._ended_s = None
 
     def write_trace(self) -> None:
-        if self._kept is None:
+        if self._kept is None or self.folder is None:
             return
         trace, batch = self._kept
         names = {
@@ -82,3 +132,9 @@ class StepLog:
             for g, group in enumerate(batch.schedule.groups)
         }
         self.folder.write_trace([trace], names)
+
+
+def _shifted(part: LocalResult, by_s: float) -> LocalResult:
+    """A part in process 0's clock."""
+    spans = tuple((i, d + by_s, e + by_s) for i, d, e in part.spans)
+    return LocalResult(spans, part.sums, part.grad_norm)

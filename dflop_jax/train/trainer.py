@@ -1,44 +1,56 @@
-"""Trains a model under a plan: profile -> plan -> compile -> calibrate -> steps -> report."""
+"""Trains a model under a plan: profile -> plan -> compile -> calibrate -> steps -> report.
+
+With several processes each runs all of this; process 0 decides what the others are then sent: the
+profile, the plan, the schedules, and when to stop.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from dflop_jax.config import Config
-from dflop_jax.data import Loader
+from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.step import StepHandle
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import Plan, Profile, Task
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
-from dflop_jax.train.compiles import CompileCounter
-from dflop_jax.train.correct import Corrector
-from dflop_jax.train.evaluate import Evaluation, Evaluator
-from dflop_jax.train.feed import Batch, feed
+from dflop_jax.train.checkpoint import Checkpointer
+from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.loop import Loop
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import make_plan, make_profile, set_up
-from dflop_jax.train.step_log import StepLog
+from dflop_jax.train.prepare import Setup, make_plan, make_profile, set_up
+from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended; `evaluation` is that of the last step, None without held-out samples."""
+    """How a run ended.
+
+    Attributes:
+      losses: of the steps that this call ran.
+      evaluation: that of the last step, None without held-out samples.
+      steps_done: steps of the whole run so far.
+      preempted: a SIGTERM ended it before its last step; what was reached is saved.
+    """
 
     run_dir: Path
     losses: tuple[float, ...]
     evaluation: Evaluation | None
     compiles_after_warmup: int
+    steps_done: int
+    preempted: bool
 
 
 class Trainer:
@@ -47,11 +59,12 @@ class Trainer:
     Args:
       config: what to train.
       plan, profile: made from the configuration when not given.
-      existing: what to do with another run in the folder: "error" or "overwrite".
+      existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
+        from its newest whole checkpoint (from the start if it has none).
 
     Raises:
-      ValueError: the model cannot be built, the data cannot be read, too few devices exist, or
-        the given plan is for another model.
+      ValueError: the model cannot be built, the data cannot be read, too few devices exist, the
+        given plan is for another model, or the processes do not find each other.
     """
 
     def __init__(
@@ -60,13 +73,18 @@ class Trainer:
         *,
         plan: Plan | None = None,
         profile: Profile | None = None,
-        existing: Literal["error", "overwrite"] = "error",
+        existing: Literal["error", "overwrite", "resume"] = "error",
     ):
         self.config, self._existing = config, existing
-        self.setup = set_up(config)
-        self.source = self.setup.source()
-        self.profile = profile
-        self._executor = self._make_executor(plan) if plan else None
+        self.setup: Setup = set_up(config)
+        self.peers = self.setup.peers
+        try:
+            self.source: Source = self.setup.source()
+            self.profile = profile
+            self._executor = self._make_executor(plan) if plan else None
+        except BaseException as e:
+            self.peers.fail(_why(self.peers.process, e))
+            raise
 
     def _make_executor(self, plan: Plan) -> Executor:
         train = self.config.train
@@ -82,37 +100,107 @@ class Trainer:
         )
 
     def fit(self) -> FitResult:
-        """Train to the last step and write the run folder.
+        """Train to the last step and write the run folder; SIGTERM saves and ends it earlier.
 
         Raises:
-          ValueError: the folder holds another run, no plan fits, or too many samples are bad.
+          ValueError: the folder holds another run or its checkpoint is of another model, no plan
+            fits, or too many samples are bad.
         """
-        with ExitStack() as stack:
-            folder = stack.enter_context(RunFolder(self.config.run_dir, existing=self._existing))
-            folder.write_config(self.config)
-            progress = stack.enter_context(Progress(self.config.train.steps))
-            ex = self._prepare(folder, progress)
-            stack.callback(ex.close)
-            # Prices come from the saved profile, not from this run's clock: the same seed gives
-            # the same schedules, so the same losses bit for bit.
-            assert self.profile is not None
-            seconds = CostModel(self.profile.model).task_seconds(ex.plan)
-            measured = self._warm_up(ex, progress)
+        try:
+            with ExitStack() as stack:
+                return self._fit(stack)
+        except BaseException as e:
+            self.peers.fail(_why(self.peers.process, e))
+            raise
+
+    def _fit(self, stack: ExitStack) -> FitResult:
+        config, peers = self.config, self.peers
+        peers.new_run()
+        self._agree()
+        checkpoints = Path(config.run_dir) / CHECKPOINTS
+        resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
+        start = resumed.meta.step if resumed else 0
+        folder = None
+        if peers.is_hub:
+            folder = RunFolder(config.run_dir, existing=self._existing, start_step=start)
+            stack.enter_context(folder)
+            folder.write_config(config)
+        progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
+        ex = self._prepare(folder, progress, resumed)
+        stack.callback(ex.close)
+        saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
+        ex.init(config.train.seed)
+        if resumed:
+            resumed = restore(saver, resumed, peers)
+            progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
+        # Prices come from the saved profile, not from this run's clock: the same seed gives the
+        # same schedules, so the same losses bit for bit.
+        assert self.profile is not None
+        seconds = CostModel(self.profile.model).task_seconds(ex.plan)
+        measured = self._warm_up(ex, progress)
+        if folder:
             folder.write_plan(self._predicted(ex, seconds, measured))
-            return self._train(stack, folder, progress, ex, seconds)
+        loop = Loop(
+            config, self.setup, self.source, self.profile, ex, seconds, saver, folder, progress
+        )
+        result = loop.run(stack, resumed)
+        if folder and result.losses:
+            write_summary(folder.path)
+        peers.barrier("done")
+        return FitResult(
+            Path(config.run_dir),
+            result.losses,
+            result.evaluation,
+            sum(result.compiles[1:]),
+            result.steps_done,
+            result.preempted,
+        )
 
     # ---- before the first step ----
 
-    def _prepare(self, folder: RunFolder, progress: Progress) -> Executor:
+    def _agree(self) -> None:
+        """ValueError unless every process has the same configuration."""
+        encoded = msgspec.json.encode(self.config)
+        own = msgspec.json.decode(encoded)
+        theirs = msgspec.json.decode(self.peers.share("config", encoded))
+        for name, value in theirs.items():
+            if name not in ("distributed", "cache_dir") and own[name] != value:
+                raise ValueError(
+                    f"process {self.peers.process} was started with {name}={own[name]}, process 0 "
+                    f"with {value}; start all with the same configuration"
+                )
+
+    def _prepare(
+        self, folder: RunFolder | None, progress: Progress, resumed: Resumed | None
+    ) -> Executor:
+        plan = self._executor.plan if self._executor else None
+        if resumed and self.profile is None:
+            self.profile = resumed.meta.profile
+        if resumed and plan is None:
+            was = resumed.meta.processes, resumed.meta.devices, resumed.meta.plan.policy
+            now = self.peers.count, len(self.setup.devices), self.config.plan.policy
+            if was == now:
+                plan = resumed.meta.plan
+            else:
+                progress.log("the checkpoint is of other devices or another policy: planning anew")
+                self.profile = None
+        # What process 0 was given or found holds for all.
+        given = self.peers.share("given", msgspec.json.encode((self.profile, plan)))
+        self.profile, plan = msgspec.json.decode(given, type=tuple[Profile | None, Plan | None])
         if self.profile is None:
             progress.log("profiling model and data")
             self.profile = make_profile(self.setup, self.source)
-        folder.write_profile(self.profile)
-        if self._executor is None:
+            shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
+            self.profile = msgspec.json.decode(shared, type=Profile)
+        if folder:
+            folder.write_profile(self.profile)
+        if plan is None:
             progress.log("planning")
-            plan = make_plan(self.setup, self.profile).plan
+            found: Any = make_plan(self.setup, self.profile).plan if self.peers.is_hub else None
+            shared = self.peers.share("plan", msgspec.json.encode(found))
+            plan = msgspec.json.decode(shared, type=Plan)
+        if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
-        plan = self._executor.plan
         meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
         progress.log(
             f"plan {plan.policy}: {meshes} (stage x data x model); buckets "
@@ -121,10 +209,16 @@ class Trainer:
         return self._executor
 
     def _warm_up(self, ex: Executor, progress: Progress) -> dict[Task, float]:
+        """Compile and time everything, all processes together."""
         start = time.perf_counter()
-        ex.init(self.config.train.seed)
         n = ex.compile()
-        seconds = ex.calibrate()
+        self.peers.barrier("compiled")
+        mine = ex.calibrate(sync=lambda: self.peers.barrier("calibrate"))
+        found = self.peers.gather("calibrated", msgspec.json.encode(list(mine.items())))
+        seconds: dict[Task, float] = {}
+        for value in found:
+            for task, took in msgspec.json.decode(value, type=list[tuple[Task, float]]):
+                seconds[task] = max(took, seconds.get(task, 0.0))
         progress.log(f"compiled {n} programs in {time.perf_counter() - start:.1f} s")
         return seconds
 
@@ -146,75 +240,6 @@ class Trainer:
         predicted |= {f"busy_fraction.{m}": v for m, v in trace.busy_fraction().items()}
         return replace(ex.plan, predicted=predicted)
 
-    # ---- steps ----
 
-    def _train(
-        self,
-        stack: ExitStack,
-        folder: RunFolder,
-        progress: Progress,
-        ex: Executor,
-        seconds: Mapping[Task, float],
-    ) -> FitResult:
-        config = self.config
-        costs = bucket_costs(ex.plan, seconds, ex.trainable)
-        loader = Loader(
-            self.source,
-            global_batch=config.train.global_batch,
-            seed=config.data.seed,
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
-            max_bad_fraction=config.data.max_bad_fraction,
-        )
-        worker = stack.enter_context(
-            ScheduleWorker(
-                loader.shapes,
-                ex.plan,
-                costs,
-                stop_step=config.train.steps,
-                ahead=config.schedule.ahead,
-                time_limit_s=config.schedule.time_limit_s,
-            )
-        )
-        evaluator = None
-        if config.train.eval_samples:
-            evaluator = Evaluator(config, self.setup.source("eval"), ex, costs, folder.path)
-        counter = CompileCounter()
-        stack.callback(counter.close)
-        steps = StepLog(config.train, ex.plan, folder, progress, counter)
-        batches = stack.enter_context(closing(feed(loader, worker, ex.plan, self.source.spec, 0)))
-        corrector = None
-        if config.schedule.correct:
-            corrector = Corrector(ex.plan, seconds, ex.trainable, worker, progress)
-        pending: tuple[StepHandle, Batch, float] | None = None
-
-        def finish() -> None:
-            nonlocal pending
-            if pending is None:
-                return
-            handle, batch, wait_s = pending
-            pending = None
-            trace = steps.finish(handle, batch, wait_s)
-            if corrector:
-                corrector.after_step(batch.step, trace, batch.schedule, loader.shapes(batch.step))
-
-        for step in range(config.train.steps):
-            batch, wait_s = next(batches)
-            handle = ex.run_step(step, batch.groups, 1.0 / max(batch.supervised_tokens, 1))
-            # The step before is awaited only now, so that the devices never wait for the host.
-            finish()
-            pending = (handle, batch, wait_s)
-            if evaluator and self._evaluates_after(step):
-                finish()
-                evaluator.run(step + 1, progress)
-                steps.pause()
-        finish()
-        evaluation = evaluator.run(config.train.steps, progress) if evaluator else None
-        steps.write_trace()
-        write_summary(folder.path)
-        return FitResult(folder.path, tuple(steps.losses), evaluation, sum(steps.compiles[1:]))
-
-    def _evaluates_after(self, step: int) -> bool:
-        train = self.config.train
-        due = train.eval_every and (step + 1) % train.eval_every == 0
-        return bool(due) and step + 1 < train.steps
+def _why(process: int, error: BaseException) -> str:
+    return f"process {process} stopped: {' '.join(str(error).split()) or type(error).__name__}"

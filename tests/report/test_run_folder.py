@@ -56,7 +56,7 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
         run.append(make_row(0))
     assert [r["step"] for r in read_metrics(path)] == [0]
     assert not (path / "trace.json").exists()
-    assert (path / "checkpoints").exists()
+    assert not (path / "checkpoints").exists()
 
 
 def test_resuming_after_a_kill_drops_the_cut_line(make_run):

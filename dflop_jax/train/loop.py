@@ -1,0 +1,219 @@
+"""The steps of a run: feed, dispatch, log, save, evaluate, and stop when asked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from dflop_jax.config import Config
+from dflop_jax.data import Loader, Source
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.step import StepHandle
+from dflop_jax.records import Profile, Task
+from dflop_jax.report.progress import Progress
+from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.sim.predict import bucket_costs
+from dflop_jax.train.checkpoint import Checkpointer
+from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.correct import Corrector
+from dflop_jax.train.evaluate import Evaluation, Evaluator
+from dflop_jax.train.feed import Batch, Packer, Schedules, feed, own_ranks
+from dflop_jax.train.peers import RunFailed
+from dflop_jax.train.prepare import Setup
+from dflop_jax.train.resume import Meta, Resumed
+from dflop_jax.train.step_log import StepLog
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What the steps of one call gave."""
+
+    losses: tuple[float, ...]
+    compiles: tuple[int, ...]
+    evaluation: Evaluation | None
+    steps_done: int
+    preempted: bool
+
+
+class Loop:
+    """One process's part in the steps of a run; `folder` is process 0's."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: Setup,
+        source: Source,
+        profile: Profile,
+        ex: Executor,
+        seconds: Mapping[Task, float],
+        saver: Checkpointer,
+        folder: RunFolder | None,
+        progress: Progress,
+    ):
+        self.config, self.setup, self.peers = config, setup, setup.peers
+        self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
+        self.source, self.profile, self.seconds = source, profile, seconds
+        self.costs = bucket_costs(ex.plan, seconds, ex.trainable)
+        self.packer = Packer(ex.plan, source.spec, own_ranks(ex.programs), self.peers)
+        self.loader = Loader(
+            source,
+            global_batch=config.train.global_batch,
+            seed=config.data.seed,
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            max_bad_fraction=config.data.max_bad_fraction,
+        )
+        self._corrector: Corrector | None = None
+        self._unlogged: list[tuple[int, threading.Event]] = []
+
+    def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
+        """Run the steps that are left, and save what they reached."""
+        config, peers = self.config, self.peers
+        start = self.loader.restore(resumed.meta.loader) if resumed else 0
+        self._done = self._saved = start
+        worker = self._start_worker(stack, start)
+        if worker and config.schedule.correct:
+            self._corrector = Corrector(
+                self.ex.plan, self.seconds, self.ex.trainable, worker, self.progress
+            )
+            if resumed and resumed.meta.correction and resumed.meta.monitor:
+                self._corrector.restore(resumed.meta.correction, resumed.meta.monitor)
+        evaluator = None
+        if config.train.eval_samples:
+            held_out = self.setup.source("eval")
+            evaluator = Evaluator(config, held_out, self.ex, self.costs, self.packer)
+        counter = CompileCounter()
+        stack.callback(counter.close)
+        self.log = StepLog(
+            config.train, self.ex.plan, peers, self.folder, self.progress, counter, self._corrector
+        )
+        steps = range(start, config.train.steps)
+        batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
+        with preemption() as asked, closing(batches):
+            preempted = self._steps(batches, evaluator, asked)
+        done = self._done
+        self._save(done)
+        self.saver.wait()
+        evaluation = None
+        if evaluator and not preempted:
+            evaluation = self._evaluate(evaluator, done)
+        self.log.write_trace()
+        if preempted:
+            self.progress.log(f"preempted at step {done}; continue with --resume auto")
+        if self.saver.trouble:
+            raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
+        losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
+        return LoopResult(losses, compiles, evaluation, done, preempted)
+
+    def _start_worker(self, stack: ExitStack, start: int) -> ScheduleWorker | None:
+        if not self.peers.is_hub:
+            return None
+        return stack.enter_context(
+            ScheduleWorker(
+                self.loader.shapes,
+                self.ex.plan,
+                self.costs,
+                first_step=start,
+                stop_step=self.config.train.steps,
+                ahead=self.config.schedule.ahead,
+                time_limit_s=self.config.schedule.time_limit_s,
+            )
+        )
+
+    def _steps(
+        self,
+        batches: Iterator[tuple[Batch, float]],
+        evaluator: Evaluator | None,
+        asked: threading.Event,
+    ) -> bool:
+        """Whether the steps were cut short."""
+        pending: tuple[StepHandle, Batch, float] | None = None
+        stop = False
+
+        def finish() -> None:
+            nonlocal pending, stop
+            if pending is None:
+                return
+            handle, batch, wait_s = pending
+            pending = None
+            stop |= self.log.finish(handle, batch, wait_s, asked.is_set()).stop
+            self._done = batch.step + 1
+            while self._unlogged and self._unlogged[0][0] <= self._done:
+                self._unlogged.pop(0)[1].set()
+
+        for batch, wait_s in batches:
+            scale = 1.0 / max(batch.supervised_tokens, 1)
+            handle = self.ex.run_step(batch.step, batch.groups, scale)
+            # The step before is awaited only now, so that the devices never wait for the host.
+            finish()
+            pending = (handle, batch, wait_s)
+            if stop:
+                break
+            self._after(batch.step + 1, evaluator, finish)
+        finish()
+        return stop and self._done < self.config.train.steps
+
+    def _after(self, done: int, evaluator: Evaluator | None, finish: Callable[[], None]) -> None:
+        """What is due after `done` steps."""
+        every, evaluate = self.config.checkpoint.every, self.config.train.eval_every
+        last = done == self.config.train.steps
+        if every and done % every == 0 and not last:
+            self._save(done)
+        if evaluator and evaluate and done % evaluate == 0 and not last:
+            finish()
+            self._evaluate(evaluator, done)
+            self.log.pause()
+
+    def _evaluate(self, evaluator: Evaluator, done: int) -> Evaluation:
+        row = evaluator.run(done)
+        self.progress.log(
+            f"after step {done}: held-out loss {row.loss:.4f}, token accuracy {row.accuracy:.3f}"
+        )
+        if self.folder:
+            self.folder.append_evaluation(row)
+        return row
+
+    # ---- checkpoints ----
+
+    def _save(self, done: int) -> None:
+        """Begin to save the state after `done` steps, unless it is saved already."""
+        if not self.config.checkpoint.every or done == self._saved:
+            return
+        self._saved = done
+        logged = threading.Event()
+        if done <= self._done:
+            logged.set()
+        else:
+            self._unlogged.append((done, logged))
+        meta = Meta(
+            done,
+            self.loader.state(done),
+            self.ex.plan,
+            self.profile,
+            self.peers.count,
+            len(self.setup.devices),
+            self._corrector.state if self._corrector else None,
+            self._corrector.monitor if self._corrector else None,
+        )
+        self.saver.save(done, msgspec.to_builtins(meta), logged)
+
+
+@contextmanager
+def preemption() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that the run can save and end; only in the main thread, where
+    signals are handled."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,104 @@
+"""Finding and restoring the checkpoint that a run continues from, all processes together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflop_jax.records import Plan, Profile
+from dflop_jax.schedule.correction import Correction, Monitor
+from dflop_jax.train.checkpoint import Checkpointer
+from dflop_jax.train.peers import Peers
+from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader, StorageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint keeps beside arrays.
+
+    Attributes:
+      loader: see `Loader.state`.
+      processes, devices: of the run that saved it.
+      correction, monitor: of the scheduler's predictions, where they were corrected.
+    """
+
+    step: int
+    loader: dict[str, Any]
+    plan: Plan
+    profile: Profile
+    processes: int
+    devices: int
+    correction: Correction | None = None
+    monitor: Monitor | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint to continue from, open on this process."""
+
+    meta: Meta
+    reader: Reader
+
+
+def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Resumed | None:
+    """The newest whole checkpoint (before step `below`) that every process can open; None if
+    there is none. One that is damaged is named and left out.
+
+    Raises:
+      ValueError: what is there was written by another version.
+    """
+    store = CheckpointStore(folder)
+    steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
+    key = f"checkpoints/{below}"
+    shared = peers.share(key, msgspec.json.encode(steps))
+    for step in msgspec.json.decode(shared, type=list[int]):
+        found, trouble = None, ""
+        try:
+            reader = store.open(step)
+            found = Resumed(msgspec.convert(reader.meta, Meta), reader)
+        except (CorruptCheckpoint, StorageError, msgspec.ValidationError) as e:
+            trouble = f"checkpoint of step {step} is damaged, using an older one: {e}"
+        if not any_trouble(peers, f"{key}/{step}", trouble):
+            return found
+    return None
+
+
+def any_trouble(peers: Peers, key: str, trouble: str) -> bool:
+    """Whether any process has trouble; process 0 logs the first."""
+    found = [t.decode() for t in peers.gather(key, trouble.encode())]
+    worst = next((t for t in found if t), "")
+    worst = peers.share(f"{key}/all", worst.encode()).decode()
+    if worst and peers.is_hub:
+        log.warning("%s", worst)
+    return bool(worst)
+
+
+def restore(saver: Checkpointer, resumed: Resumed, peers: Peers) -> Resumed:
+    """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
+    that was used. Newer ones are removed: this run writes those steps anew.
+
+    Raises:
+      ValueError: it is of another model, or none is whole.
+    """
+    candidate: Resumed | None = resumed
+    while candidate is not None:
+        step = candidate.meta.step
+        try:
+            saver.restore(candidate.reader)
+        except CorruptCheckpoint as e:
+            if peers.is_hub:
+                log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
+            candidate = find_checkpoint(saver.folder, peers, below=step)
+            continue
+        if peers.is_hub:
+            store = CheckpointStore(saver.folder)
+            for later in (s for s in store.steps() if s > step):
+                store.discard(later)
+        return candidate
+    raise ValueError(f"{saver.folder}: no checkpoint is whole; start again with --overwrite")

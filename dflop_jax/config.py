@@ -44,7 +44,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    policy: Annotated[str, "dflop (data-aware) or blind (uniform, arrival order, padded)"] = "dflop"
+    policy: Annotated[str, "dflop, orch, auto (the faster of both) or blind; see the README"] = (
+        "dflop"
+    )
     devices: Annotated[int, "devices to use; 0: all"] = 0
     buckets: Annotated[int, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[int, "largest tensor-parallel degree tried"] = 2
@@ -119,7 +121,7 @@ class Config:
         checks = {
             "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
-            "plan.policy": (self.plan.policy, ("dflop", "blind")),
+            "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind")),
             "plan.effort": (self.plan.effort, ("quick", "full")),
         }
         for name, (value, allowed) in checks.items():

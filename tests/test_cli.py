@@ -82,7 +82,7 @@ def refused(capsys, *args):
         (["--train.step=3"], "did you mean train.steps?"),
         (["--train.steps", "many"], "Expected `int`, got `str` - at `train.steps`"),
         (["--train.steps", "0"], "train.steps=0 must be at least 1"),
-        (["--plan.policy", "best"], "plan.policy='best' is not one of dflop, blind"),
+        (["--plan.policy", "best"], "plan.policy='best' is not one of auto, dflop, orch, blind"),
         (["stray"], "unexpected argument 'stray'"),
         (["--train.steps"], "expected one argument"),
         (["--plan.devices", "64"], "plan.devices=64 but only 8 cpu devices exist; lower it"),
@@ -209,7 +209,7 @@ def test_plan_files_that_are_wrong(capsys):
 def test_planning_on_one_device_names_the_remedy(capsys):
     files = ("--profile-file", "nano_profile.json", "--plan.devices", "1")
     line = refused(capsys, "plan", "nano.py", *files)
-    assert "raise plan.devices or use plan.policy blind" in line
+    assert "raise plan.devices or use plan.policy auto" in line
 
 
 def test_unknown_parts_cannot_be_frozen(capsys):

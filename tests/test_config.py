@@ -103,7 +103,7 @@ def test_booleans(text, value):
         ({"data.blank_images": "maybe"}, "`data.blank_images`"),
         ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
-        ({"plan.policy": "best"}, "plan.policy='best' is not one of dflop, blind"),
+        ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, blind"),
         ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be a finite number above 0"),
         ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be a finite number above 0"),
     ],
@@ -143,7 +143,7 @@ def test_counts_are_at_least_one(name, value):
 
 
 def test_a_wrong_configuration_cannot_be_made_in_python_either():
-    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of dflop, blind"):
+    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop, orch, blind"):
         Config(plan=PlanConfig(policy="best"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"

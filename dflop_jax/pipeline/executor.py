@@ -66,6 +66,13 @@ class Executor:
         self._watcher = Watcher(set(resources(plan).values()))
         self._free_s: dict[int, float] = {}
         self._throttled = self._crowded_resources()
+        # Await every task, everywhere: on CPU a collective between processes, which holds a thread
+        # until all are there, and transfers under way can take each other's threads.
+        self.one_at_a_time = any(
+            len({d.process_index for d in s.mesh.devices.flat}) > 1
+            and s.mesh.devices.flat[0].platform == "cpu"
+            for s in self.programs.segments.values()
+        )
         self._latest: dict[int, Observation] = {}
 
     def init(self, seed: int) -> None:
@@ -127,7 +134,7 @@ class Executor:
             outputs = call.run(task)
             seen[i] = self._watcher.watch(resource, task, dispatched_s, outputs)
             self._latest[resource] = seen[i]
-            if self._throttled and jax.process_count() > 1:
+            if self.one_at_a_time:
                 seen[i].done.wait()
                 call.settle()
         return StepHandle(step, call, graph, order, seen, self._free_s)
@@ -137,8 +144,7 @@ class Executor:
 
         Their collectives block threads of one pool that has a thread per device, so two programs
         in flight on the same devices can wait for each other's threads for ever. They run one task
-        at a time; with several processes, whose transfers take threads of that pool too, the whole
-        plan does. Real accelerators queue as many as there are.
+        at a time; real accelerators queue as many as there are.
         """
         programs = self.programs
         return frozenset(

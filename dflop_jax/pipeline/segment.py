@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,13 +32,18 @@ def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
             f"{len(devices)} exist; lower plan.devices or start with more devices"
         )
     block = devices[m.first : m.devices.stop]
-    processes = [d.process_index for d in block]
-    if block[0].platform == "cpu" and 1 < len(set(processes)) < len(block):
+    if not can_join(block):
         raise ValueError(
             f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
             "wait for each other; start one process per device (dflop launch -n N)"
         )
     return Mesh(np.array(block).reshape(m.shape), AXES)
+
+
+def can_join(devices: Sequence[jax.Device]) -> bool:
+    """Whether devices can form a submesh: CPU devices of several processes must be one of each."""
+    processes = [d.process_index for d in devices]
+    return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))
 
 
 @dataclass(frozen=True)

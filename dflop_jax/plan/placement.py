@@ -101,6 +101,33 @@ def separate(
                         yield Placement(low[0] + high[0], low[1] + high[1], mesh[0])
 
 
+def shared(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Placement]:
+    """OrchMLLM: every module on all devices, each with its own parallelism, one after the other.
+
+    The encoder's tiles and the LLM's rows are balanced over the ranks separately.
+    """
+    encoders = [m for m in n_layers if m != "llm"]
+    for vision_tp in factors(n_devices, max_model) if encoders else [1]:
+        low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
+        if encoders:
+            mesh = (1, n_devices // vision_tp, vision_tp)
+            low = _module_segments(encoders[0], n_layers[encoders[0]], 0, mesh, 1)
+        for stages in factors(n_devices, max_stage):
+            if n_layers["llm"] % stages:
+                continue
+            for tp in factors(n_devices // stages, max_model):
+                mesh = (stages, n_devices // stages // tp, tp)
+                high = _module_segments("llm", n_layers["llm"], 0, mesh, 1)
+                yield Placement(low[0] + high[0], low[1] + high[1], stages)
+
+
 def uniform(
     n_devices: int,
     n_layers: Mapping[str, int],

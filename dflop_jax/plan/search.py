@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.placement import Placement, separate, uniform
-from dflop_jax.records import DataProfile, ModelProfile, Plan, SegmentPlan
+from dflop_jax.plan.placement import Placement, separate, shared, uniform
+from dflop_jax.records import DataProfile, ModelProfile, Plan, SegmentPlan, SubmeshPlan
 
 MICROBATCH_CAPS = (4, 8, 16, 32, 64)
 
@@ -49,6 +49,7 @@ def search_plan(
     tied: bool = False,
     token_multiple: int = 32,
     trains: Callable[[SegmentPlan], bool] = lambda _: True,
+    allowed: Callable[[SubmeshPlan], bool] = lambda _: True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
     """The plan of least expected makespan for a policy, within memory.
@@ -58,6 +59,7 @@ def search_plan(
       tied: head and embedding share parameters, so the LLM stays in one segment.
       token_multiple: token capacities are multiples of it (128 on GPU).
       trains: whether a segment has trainable parameters.
+      allowed: whether the devices at hand can form a submesh.
 
     Raises:
       ValueError: nothing fits into `memory_bytes`; the message says by how much.
@@ -66,8 +68,8 @@ def search_plan(
     search = Evaluator(profile, data, config, global_batch, token_multiple, trains)
     ranked = sorted(
         (
-            (search.lower_bound_s(p, config.policy), p.name, p)
-            for p in _placements(profile, n_devices, config, tied)
+            (search.lower_bound_s(p, policy), p.name, policy, p)
+            for policy, p in _placements(profile, n_devices, config, tied, allowed)
         ),
         key=lambda t: t[:2],
     )
@@ -75,12 +77,12 @@ def search_plan(
     tried: list[Candidate] = []
     most = config.max_microbatches
     caps = [*(c for c in MICROBATCH_CAPS if c < most), most]
-    for i, (bound, name, placement) in enumerate(ranked):
+    for i, (bound, name, policy, placement) in enumerate(ranked):
         if plans and bound >= min(map(_makespan_s, plans)):
             tried.append(Candidate(name, None, bound, 0.0, "its lower bound exceeds the best"))
             continue
         for cap in caps:
-            plan, candidate = _try(search, placement, config.policy, cap, bound, memory_bytes)
+            plan, candidate = _try(search, placement, policy, cap, bound, memory_bytes)
             tried.append(candidate)
             plans += [plan] if plan else []
         if on_progress:
@@ -100,13 +102,21 @@ def search_plan(
 
 
 def _placements(
-    profile: ModelProfile, n_devices: int, config: PlanConfig, tied: bool
-) -> list[Placement]:
-    """The policy's space, as far as the profile has timings of its tensor-parallel degrees."""
-    space = uniform if config.policy == "blind" else separate
+    profile: ModelProfile,
+    n_devices: int,
+    config: PlanConfig,
+    tied: bool,
+    allowed: Callable[[SubmeshPlan], bool],
+) -> list[tuple[str, Placement]]:
+    """(policy, placement) of the configured space, as far as the devices allow it and the profile
+    has timings of its tensor-parallel degrees."""
+    spaces = {"dflop": separate, "orch": shared, "blind": uniform}
+    wanted = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
+    spaces = {policy: spaces[policy] for policy in wanted}
     measured = {(t.module, t.model) for t in profile.timings}
     found = [
-        p
+        (policy, p)
+        for policy, space in spaces.items()
         for p in space(
             n_devices,
             profile.n_layers,
@@ -115,11 +125,12 @@ def _placements(
             tied=tied,
         )
         if all((s.module, p.mesh_of(s).model) in measured for s in p.segments)
+        and all(map(allowed, p.submeshes))
     ]
     if not found:
         raise ValueError(
             f"policy {config.policy} has no placement on {n_devices} devices: separate encoder and "
-            "LLM submeshes need two; raise plan.devices or use plan.policy blind"
+            "LLM submeshes need two; raise plan.devices or use plan.policy auto"
         )
     return found
 

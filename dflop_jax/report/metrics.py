@@ -21,10 +21,10 @@ class StepMetrics:
     not padding. `busy_fraction` is per submesh, `padding_fraction` per module (share of executed
     tiles or tokens that are padding). `compiles` counts programs compiled during this step.
     `schedule_s` is the solver's time off the training path, `schedule_wait_s` what the step waited
-    for it; `makespan_s` and `lower_bound_s` are the schedule's. `n_bad` counts samples of this
-    batch that could not be decoded and were replaced. `correction` (empty unless predictions are
-    corrected) holds `sampling` (1: task times are being sampled),
-    `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample.
+    for it, `save_wait_s` what it waited for a checkpoint; `makespan_s` and `lower_bound_s` are the
+    schedule's. `n_bad` counts samples of this batch that could not be decoded and were replaced.
+    `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
+    sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample.
     """
 
     step: int
@@ -42,6 +42,7 @@ class StepMetrics:
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
     n_bad: int = 0
+    save_wait_s: float = 0.0
     correction: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

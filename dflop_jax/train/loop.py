@@ -70,6 +70,7 @@ class Loop:
             max_bad_fraction=config.data.max_bad_fraction,
         )
         self._corrector: Corrector | None = None
+        self._stalled_s = 0.0
         self._unlogged: list[tuple[int, threading.Event]] = []
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
@@ -95,11 +96,12 @@ class Loop:
         )
         steps = range(start, config.train.steps)
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
-        with preemption() as asked, closing(batches):
-            preempted = self._steps(batches, evaluator, asked)
-        done = self._done
-        self._save(done)
-        self.saver.wait()
+        with preemption() as asked:
+            with closing(batches):
+                preempted = self._steps(batches, evaluator, asked)
+            done = self._done
+            self._save(done)
+            self.saver.wait()
         evaluation = None
         if evaluator and not preempted:
             evaluation = self._evaluate(evaluator, done)
@@ -142,7 +144,9 @@ class Loop:
                 return
             handle, batch, wait_s = pending
             pending = None
-            stop |= self.log.finish(handle, batch, wait_s, asked.is_set()).stop
+            waits_s = wait_s, self.saver.stall_s - self._stalled_s
+            self._stalled_s = self.saver.stall_s
+            stop |= self.log.finish(handle, batch, waits_s, asked.is_set()).stop
             self._done = batch.step + 1
             while self._unlogged and self._unlogged[0][0] <= self._done:
                 self._unlogged.pop(0)[1].set()
@@ -193,6 +197,7 @@ class Loop:
             self._unlogged.append((done, logged))
         meta = Meta(
             done,
+            self.config.plan.policy,
             self.loader.state(done),
             self.ex.plan,
             self.profile,

@@ -27,6 +27,7 @@ import msgspec
 _HEAD = struct.Struct("!IQ")  # bytes of the key, bytes of the value
 _BEAT, _FAILED, _BYE = "", "!failed", "!bye"
 _PINGS = 8
+_REMEDY = "; the run ends, continue it with --resume auto"
 
 
 class RunFailed(RuntimeError):
@@ -221,7 +222,7 @@ class Peers:
                         self._changed.notify_all()
         except OSError:
             if not link.left:
-                self._lost(f"process {link.process} ({link.name}) died", told_by=link)
+                self._lost(f"process {link.process} ({link.name}) died{_REMEDY}", told_by=link)
 
     def _beat(self) -> None:
         """Thread: give signs of life, and miss those of others."""
@@ -236,7 +237,8 @@ class Peers:
                 silent_s = time.monotonic() - link.heard_s
                 if silent_s > self._timeout_s and not link.left:
                     self._lost(
-                        f"process {link.process} ({link.name}) is silent for {silent_s:.0f} s",
+                        f"process {link.process} ({link.name}) is silent for {silent_s:.0f} s"
+                        f"{_REMEDY}",
                         told_by=link,
                     )
 
@@ -286,5 +288,5 @@ def _exactly(connection: socket.socket, n: int) -> bytes:
 
 def _end(why: str) -> NoReturn:
     """End this process at once: its other threads may wait for ever for the one that is gone."""
-    print(f"dflop: {why}; stopping (resume with --resume auto)", file=sys.stderr, flush=True)
+    print(f"dflop: {why}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import msgspec
+from jax._src import compilation_cache, compiler
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Source, VisionSpec, make_source, make_tokenizer
-from dflop_jax.pipeline.segment import parts_of
+from dflop_jax.pipeline.segment import can_join, parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.profile.measure import measure_model, profile_key, together
 from dflop_jax.records import (
@@ -58,6 +61,18 @@ def use_cache(folder: str | Path) -> None:
     """Keep compiled programs in `folder`, so that a second run of the same plan starts at once."""
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    compiler._cache_write = _cache_write  # type: ignore[assignment]
+
+
+def _cache_write(
+    key: str, took_s: float, name: str, backend: Any, executable: Any, *_: object
+) -> None:
+    """In place of jax's own, which keeps what process 0 compiled only: here every process compiles
+    programs of its own."""
+    least_s: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    if took_s >= least_s:
+        with suppress(OSError):  # a full disk costs time in the next run only
+            compilation_cache.put_executable_and_time(key, name, executable, backend, int(took_s))
 
 
 def build_model(config: ModelConfig) -> MultimodalModel:
@@ -245,6 +260,7 @@ def make_plan(
         tied=model.modules["llm"].tied,
         token_multiple=token_multiple(devices),
         trains=trains,
+        allowed=lambda m: can_join(devices[m.first : m.devices.stop]),
         on_progress=on_progress,
     )
 

@@ -23,12 +23,14 @@ class Meta:
     """What a checkpoint keeps beside arrays.
 
     Attributes:
+      policy: as configured; the plan names what was chosen.
       loader: see `Loader.state`.
       processes, devices: of the run that saved it.
       correction, monitor: of the scheduler's predictions, where they were corrected.
     """
 
     step: int
+    policy: str
     loader: dict[str, Any]
     plan: Plan
     profile: Profile

@@ -61,10 +61,13 @@ class StepLog:
         self._ended_s: float | None = None
         self._kept: tuple[Trace, Batch] | None = None
 
-    def finish(self, handle: StepHandle, batch: Batch, wait_s: float, stop: bool) -> Verdict:
+    def finish(
+        self, handle: StepHandle, batch: Batch, waits_s: tuple[float, float], stop: bool
+    ) -> Verdict:
         """Wait for a step on every process, log it and learn from it.
 
-        `wait_s` is what training waited for its schedule; `stop` asks all to end the run.
+        `waits_s` is what training waited for its schedule and for a checkpoint; `stop` asks all to
+        end the run.
         """
         part = handle.local()
         compiled = self._counter.read()
@@ -87,10 +90,16 @@ class StepLog:
         if self.peers.is_hub:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
-            self._log(result, batch, wait_s, verdict)
+            self._log(result, batch, waits_s, verdict)
         return verdict
 
-    def _log(self, result: StepResult, batch: Batch, wait_s: float, verdict: Verdict) -> None:
+    def _log(
+        self,
+        result: StepResult,
+        batch: Batch,
+        waits_s: tuple[float, float],
+        verdict: Verdict,
+    ) -> None:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
@@ -106,7 +115,8 @@ class StepLog:
             padding_fraction=batch.padding_fraction,
             compiles=verdict.compiles,
             schedule_s=batch.schedule.elapsed_s,
-            schedule_wait_s=wait_s,
+            schedule_wait_s=waits_s[0],
+            save_wait_s=waits_s[1],
             makespan_s=batch.schedule.makespan_s,
             lower_bound_s=batch.schedule.lower_bound_s,
             n_bad=batch.n_bad,

@@ -177,7 +177,7 @@ class Trainer:
         if resumed and self.profile is None:
             self.profile = resumed.meta.profile
         if resumed and plan is None:
-            was = resumed.meta.processes, resumed.meta.devices, resumed.meta.plan.policy
+            was = resumed.meta.processes, resumed.meta.devices, resumed.meta.policy
             now = self.peers.count, len(self.setup.devices), self.config.plan.policy
             if was == now:
                 plan = resumed.meta.plan

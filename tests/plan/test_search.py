@@ -11,7 +11,7 @@ import dflop_jax.plan.search as search_module
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.evaluate import sample_batches
-from dflop_jax.plan.placement import separate, uniform
+from dflop_jax.plan.placement import separate, shared, uniform
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
@@ -114,7 +114,7 @@ def run(policy="dflop", n_devices=3, profile=None, data=None, effort="quick", **
 
 def one_at_a_time(monkeypatch, policy, n_devices, **kwargs):
     """{placement name: makespan}: each placement searched alone, so that nothing is left out."""
-    space = {"dflop": separate, "blind": uniform}[policy]
+    space = {"dflop": separate, "orch": shared, "blind": uniform}[policy]
     profile = kwargs.get("profile") or model_profile()
     limits = {"max_model": CONFIG.max_model, "max_stage": CONFIG.max_stage}
     found = {}
@@ -132,6 +132,8 @@ def one_at_a_time(monkeypatch, policy, n_devices, **kwargs):
         ("dflop", (1.0, 1.0), 8.0),
         ("dflop", (8.0, 1.0), 8.0),
         ("dflop", (1.0, 4.0), 1.5),
+        ("orch", (1.0, 1.0), 8.0),
+        ("orch", (1.0, 4.0), 2.0),
         ("blind", (1.0, 1.0), 8.0),
         ("blind", (3.0, 1.0), 1.0),
     ],
@@ -166,7 +168,7 @@ def test_the_lower_bound_holds_when_parts_are_frozen(frozen):
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])
 def test_the_order_of_the_space_does_not_matter(monkeypatch, policy):
-    space = {"dflop": separate, "blind": uniform}[policy]
+    space = {"dflop": separate, "orch": shared, "blind": uniform}[policy]
     want = run(policy)
     for seed in (0, 1):
         rng = np.random.default_rng(seed)
@@ -274,7 +276,7 @@ def test_the_least_memory_is_what_the_error_says():
 
 
 def test_one_device():
-    with pytest.raises(ValueError, match=r"dflop has no placement on 1 devices.*plan.policy blind"):
+    with pytest.raises(ValueError, match=r"dflop has no placement on 1 devices.*plan.policy auto"):
         run("dflop", 1)
     plan = run("blind", 1).plan
     assert plan.n_devices == 1
@@ -309,3 +311,23 @@ def test_sampled_batches():
     whole = sample_batches(shapes, len(shapes), 1)[0]
     assert sorted(map(repr, whole)) == sorted(map(repr, shapes))  # drawn without repeats
     assert len(sample_batches(shapes[:2], 5, 1)[0]) == 5
+
+
+def test_auto_takes_the_better_of_its_policies():
+    for weights in ((1.0, 1.0), (0.05, 8.0)):
+        profile = model_profile(*weights)
+        spans = {
+            policy: run(policy, 4, profile=profile).plan.predicted["makespan_s"]
+            for policy in ("dflop", "orch", "auto")
+        }
+        chosen = run("auto", 4, profile=profile).plan
+        assert spans["auto"] == min(spans["dflop"], spans["orch"])
+        assert chosen.policy == min(("dflop", "orch"), key=spans.get)
+
+
+def test_submeshes_that_devices_cannot_form_are_left_out():
+    every = run("dflop", 4).candidates
+    some = run("dflop", 4, allowed=lambda m: m.n_devices == 2).candidates
+    assert {c.name for c in some} == {c.name for c in every if "@2" in c.name and "*" not in c.name}
+    with pytest.raises(ValueError, match="has no placement on 4 devices"):
+        run("dflop", 4, allowed=lambda m: False)

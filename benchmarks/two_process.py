@@ -1,0 +1,221 @@
+"""Two processes pinned to a core each: what asynchronous dispatch and the planner's choice bring.
+
+Command:  python benchmarks/two_process.py [--json FILE] [--steps N]
+Minutes:  about 6 on 2 cores with nothing else running
+Expected: dispatch without waiting beats awaiting every task; `auto` beats both blind variants.
+
+Real wall time: each process computes on a core of its own. All runs train the same model on the
+same batches. Policies:
+  blind pipeline   encoder on one process, LLM on the other, arrival order, padded
+  blind data       the whole model on both, arrival order, padded: what most would do
+  dflop            encoder and LLM apart, balanced microbatches in searched buckets
+  orch             both modules on both processes, each balanced over them
+The planner's choice (`auto`) is the one that it predicts to be the faster of the last two.
+
+Efficiency is the useful compute time of a step over what two cores offer in it. Useful are the
+batch's tiles and tokens, without padding, each at the best calibrated seconds per tile and token of
+any policy's programs: the same work for every policy, divided by twice its median step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+
+RUNS = Path("runs/two_process")
+WARMUP = 4  # steps left out of every median
+BLIND = ("blind pipeline", "blind data")
+POLICIES = (*BLIND, "dflop", "orch")
+AWAITED = "awaited"
+
+
+def config(name: str, steps: int) -> Config:
+    policy = name.split()[0]
+    return Config(
+        model=ModelConfig(size="tiny"),
+        data=DataConfig(n_samples=4096),
+        plan=PlanConfig(policy=policy, max_model=1, max_stage=2, max_microbatches=16),
+        train=TrainConfig(steps=steps, global_batch=64),
+        checkpoint=CheckpointConfig(every=0),
+        run_dir=str(RUNS / name.replace(" ", "_")),
+    )
+
+
+# ---- in each of the two processes ----
+
+
+def measure(steps: int, out: Path) -> None:
+    """Train under every policy; process 0 writes what was measured."""
+    from dflop_jax.report.run_folder import read_metrics
+    from dflop_jax.train import prepare
+    from dflop_jax.train.trainer import Trainer
+
+    calibrated: dict[str, dict] = {}
+
+    class Timed(Trainer):
+        """Keeps its calibrated seconds, and awaits every task if it is to."""
+
+        def _make_executor(self, plan):
+            ex = super()._make_executor(plan)
+            ex.one_at_a_time |= self.config.run_dir.endswith(AWAITED)
+            return ex
+
+        def _warm_up(self, *args):
+            calibrated[self.config.run_dir] = super()._warm_up(*args)
+            return calibrated[self.config.run_dir]
+
+    setup = prepare.set_up(config("dflop", steps))
+    profile = prepare.make_profile(setup, setup.source())
+    rows, rates = {}, {"vision": [], "llm": []}
+    for name in (*POLICIES, AWAITED):
+        run = config(name, steps)
+        plan = rows["dflop"]["plan"] if name == AWAITED else choose(name, setup, profile, run)
+        Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
+        if setup.peers.is_hub:
+            seconds = calibrated[run.run_dir]
+            rows[name] = {"plan": plan, "steps": read_metrics(run.run_dir)[WARMUP:]}
+            for module in rates:
+                rates[module].append(rate(plan, seconds, module))
+        else:
+            rows[name] = {"plan": plan}
+    if setup.peers.is_hub:
+        useful_s = work_s(run, setup.source(), {m: min(r) for m, r in rates.items()})
+        out.write_text(json.dumps({n: summary(r, useful_s) for n, r in rows.items()}))
+
+
+def choose(name: str, setup, profile, run: Config):
+    """The best plan of a policy; the blind one's two variants by what its submeshes may be."""
+    from dflop_jax.plan.search import search_plan
+
+    size = {"blind pipeline": 1, "blind data": 2}.get(name)
+    return search_plan(
+        profile.model,
+        profile.data,
+        n_devices=len(setup.devices),
+        global_batch=run.train.global_batch,
+        config=run.plan,
+        tied=setup.model.modules["llm"].tied,
+        allowed=lambda m: size in (None, m.n_devices),
+    ).plan
+
+
+def rate(plan, seconds, module: str) -> float:
+    """Least device-seconds per tile (encoder) or token (LLM), over the buckets of a plan."""
+    names = [s.name for s in plan.segments_of(module)]
+    mesh = plan.submesh(plan.segments_of(module)[0].submesh)
+    each = []
+    for b, bucket in enumerate(plan.buckets):
+        size = bucket.rows * bucket.tokens if module == "llm" else bucket.tiles
+        took = sum(s for t, s in seconds.items() if t.segment in names and t.group == b)
+        if size:
+            each.append(took * mesh.n_devices / (mesh.data * size * plan.group_size))
+    return min(each)
+
+
+def work_s(run: Config, source, rates: dict[str, float]) -> float:
+    """Mean seconds of a batch's tiles and tokens at these rates, on one core."""
+    from dflop_jax.data import Loader
+
+    loader = Loader(source, global_batch=run.train.global_batch, seed=run.data.seed)
+    steps = range(WARMUP, run.train.steps)
+    shapes = [s for step in steps for s in loader.shapes(step)]
+    total = sum(s.tiles * rates["vision"] + s.llm_tokens * rates["llm"] for s in shapes)
+    return total / len(steps)
+
+
+def summary(row: dict, useful_s: float) -> dict:
+    plan, steps = row["plan"], row["steps"]
+    step_s = [r["step_s"] for r in steps]
+    return {
+        "plan": " ".join(
+            f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes
+        ),
+        "predicted_s": plan.predicted["makespan_s"],
+        "step_s": statistics.median(step_s),
+        "spread_s": [min(step_s), max(step_s)],
+        "padding": {m: statistics.mean(r["padding_fraction"][m] for r in steps)
+                    for m in plan.modules},
+        "efficiency": useful_s / 2 / statistics.median(step_s),
+        "losses": [r["loss"] for r in steps],
+    }  # fmt: skip
+
+
+# ---- the one that starts them ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each run (default 24)")
+    parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.steps <= WARMUP:
+        parser.error(f"--steps must be above {WARMUP}, which only warm up")
+    if args.worker:
+        measure(args.steps, args.worker)
+        return 0
+    from dflop_jax.train.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = ["python", __file__, "--steps", str(args.steps), "--worker", str(out)]
+        code = launch(command, 2, devices_per_process=1, pin=True).exit_code
+        if code:
+            return code
+        rows = json.loads(out.read_text())
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps(result(rows), indent=1))
+    return 0
+
+
+def result(rows: dict[str, dict]) -> dict:
+    policies = {n: {k: rows[n][k] for k in ("step_s", "efficiency")} for n in POLICIES}
+    policies["auto"] = policies[min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])]
+    ratio = rows[AWAITED]["step_s"] / rows["dflop"]["step_s"]
+    return {"async_over_awaited": ratio, "policies": policies}
+
+
+def show(rows: dict[str, dict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dflop_jax.report.compare import compare
+
+    console = Console(width=140)
+    found = result(rows)
+    table = Table("policy", "plan", "step ms (min - max)", "padded tiles, tokens %", "efficiency",
+                  title="two processes, a core each")  # fmt: skip
+    for name in POLICIES:
+        r = rows[name]
+        low, high = r["spread_s"]
+        table.add_row(
+            name,
+            r["plan"],
+            f"{1e3 * r['step_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
+            ", ".join(f"{100 * p:.1f}" for p in r["padding"].values()),
+            f"{r['efficiency']:.3f}",
+        )
+    console.print(table)
+    chosen = min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])
+    best_blind = min(BLIND, key=lambda n: rows[n]["step_s"])
+    step_s = rows[chosen]["step_s"]
+    console.print(
+        f"asynchronous over awaited dispatch (dflop): {found['async_over_awaited']:.2f} x\n"
+        f"the planner chooses {chosen}: {rows['blind pipeline']['step_s'] / step_s:.2f} x the "
+        f"blind pipeline, {rows[best_blind]['step_s'] / step_s:.2f} x the best blind variant "
+        f"({best_blind})"
+    )
+    picture = RUNS / "compare.png"
+    compare([RUNS / n.replace(" ", "_") for n in POLICIES], picture)
+    console.print(f"timelines under one time axis: {picture}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,6 +62,11 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
+    def restart(self, start: int) -> None:
+        """Count from `start` steps done."""
+        self._done = start
+        self._bar.update(self._task, completed=start)
+
     def update(self, row: StepMetrics) -> None:
         """Count one finished step and show its figures."""
         self._done += 1

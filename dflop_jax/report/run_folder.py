@@ -78,15 +78,30 @@ class RunFolder:
                 f"{self.path}: holds the metrics of another run; "
                 "choose another --run_dir, or resume or overwrite that run"
             )
+        checkpoints = self.path / CHECKPOINTS
+        if existing == "error" and checkpoints.is_dir() and any(checkpoints.iterdir()):
+            raise ValueError(
+                f"{checkpoints}: holds checkpoints of another run; "
+                "choose another --run_dir, or resume or overwrite that run"
+            )
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         else:
-            _keep_rows(metrics, lambda row: row["step"] < start_step)
-            # An evaluation is numbered by the steps before it.
-            _keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
+            self._drop_rows(start_step)
         return metrics.open("ab")
+
+    def _drop_rows(self, start_step: int) -> None:
+        _keep_rows(self.path / METRICS, lambda row: row["step"] < start_step)
+        # An evaluation is numbered by the steps before it.
+        _keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
+
+    def restart(self, start_step: int) -> None:
+        """Drop the rows of `start_step` and later steps, which are run anew."""
+        self._metrics.close()
+        self._drop_rows(start_step)
+        self._metrics = (self.path / METRICS).open("ab")
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +135,8 @@ class RunFolder:
         self._metrics.flush()
 
     def append_evaluation(self, row: Any) -> None:
-        """Add one row to evaluations.jsonl."""
+        """Add one row to evaluations.jsonl, in place of one of the same step."""
+        _keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
         with (self.path / EVALUATIONS).open("ab") as f:
             f.write(_line(msgspec.to_builtins(row)))
 

@@ -290,3 +290,8 @@ class Checkpointer:
                     f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
                     f"{spec.dtype}{list(spec.shape)}; it is of another model"
                 )
+        for name in sorted(reader.specs.keys() - self._specs.keys()):
+            raise ValueError(
+                f"{where} has {name}, this run has not: it is of another model, optimizer or "
+                "choice of frozen parts; use the same, or start a new run"
+            )

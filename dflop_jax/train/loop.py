@@ -30,6 +30,18 @@ from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.step_log import StepLog
 
 
+def make_loader(config: Config, source: Source) -> Loader:
+    """The run's batches of a source."""
+    return Loader(
+        source,
+        global_batch=config.train.global_batch,
+        seed=config.data.seed,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        max_bad_fraction=config.data.max_bad_fraction,
+    )
+
+
 @dataclass(frozen=True)
 class LoopResult:
     """What the steps of one call gave."""
@@ -61,14 +73,7 @@ class Loop:
         self.source, self.profile, self.seconds = source, profile, seconds
         self.costs = bucket_costs(ex.plan, seconds, ex.trainable)
         self.packer = Packer(ex.plan, source.spec, own_ranks(ex.programs), self.peers)
-        self.loader = Loader(
-            source,
-            global_batch=config.train.global_batch,
-            seed=config.data.seed,
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
-            max_bad_fraction=config.data.max_bad_fraction,
-        )
+        self.loader = make_loader(config, source)
         self._corrector: Corrector | None = None
         self._stalled_s = 0.0
         self._unlogged: list[tuple[int, threading.Event]] = []
@@ -95,6 +100,9 @@ class Loop:
             config.train, self.ex.plan, peers, self.folder, self.progress, counter, self._corrector
         )
         steps = range(start, config.train.steps)
+        every = config.train.eval_every
+        if evaluator and resumed and every and steps and start % every == 0:
+            self._evaluate(evaluator, start)  # the run may have ended before it did
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption() as asked:
             with closing(batches):
@@ -107,7 +115,8 @@ class Loop:
             evaluation = self._evaluate(evaluator, done)
         self.log.write_trace()
         if preempted:
-            self.progress.log(f"preempted at step {done}; continue with --resume auto")
+            saved = "continue with --resume auto" if config.checkpoint.every else "nothing is saved"
+            self.progress.log(f"preempted at step {done}; {saved}")
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)

@@ -13,7 +13,7 @@ from dflop_jax.records import Plan, Profile
 from dflop_jax.schedule.correction import Correction, Monitor
 from dflop_jax.train.checkpoint import Checkpointer
 from dflop_jax.train.peers import Peers
-from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader, StorageError
+from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Res
     there is none. One that is damaged is named and left out.
 
     Raises:
-      ValueError: what is there was written by another version.
+      ValueError: none of those that are there is whole.
+      StorageError: the folder cannot be read.
     """
     store = CheckpointStore(folder)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
@@ -64,10 +65,12 @@ def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Res
         try:
             reader = store.open(step)
             found = Resumed(msgspec.convert(reader.meta, Meta), reader)
-        except (CorruptCheckpoint, StorageError, msgspec.ValidationError) as e:
+        except (CorruptCheckpoint, msgspec.ValidationError) as e:
             trouble = f"checkpoint of step {step} is damaged, using an older one: {e}"
         if not any_trouble(peers, f"{key}/{step}", trouble):
             return found
+    if shared != b"[]" and below is None:
+        raise ValueError(f"{folder}: no checkpoint is whole; start again with --overwrite")
     return None
 
 

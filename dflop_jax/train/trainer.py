@@ -28,7 +28,7 @@ from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
 from dflop_jax.train.checkpoint import Checkpointer
 from dflop_jax.train.evaluate import Evaluation
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.loop import Loop, make_loader
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Setup, make_plan, make_profile, set_up
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
@@ -119,7 +119,8 @@ class Trainer:
         self._agree()
         checkpoints = Path(config.run_dir) / CHECKPOINTS
         resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
-        start = resumed.meta.step if resumed else 0
+        # Before anything is written: the folder may be of a run on other data.
+        start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder = None
         if peers.is_hub:
             folder = RunFolder(config.run_dir, existing=self._existing, start_step=start)
@@ -132,6 +133,9 @@ class Trainer:
         ex.init(config.train.seed)
         if resumed:
             resumed = restore(saver, resumed, peers)
+            if folder and resumed.meta.step < start:
+                folder.restart(resumed.meta.step)
+                progress.restart(resumed.meta.step)
             progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
         # Prices come from the saved profile, not from this run's clock: the same seed gives the
         # same schedules, so the same losses bit for bit.

@@ -1,0 +1,190 @@
+"""Moving arrays between any two meshes equals slicing on the host, on every device that holds a
+piece. Between processes: test_processes.py; here their route is taken inside one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.pipeline.communicator import (
+    Communicator,
+    absent,
+    is_local,
+    move,
+    nearest,
+    pieces_of,
+    place,
+    zeros,
+)
+
+# (first device, (stage, data, model), dims' axes)
+SIDES = {
+    "one device": (0, (1, 1, 1), P()),
+    "another device": (5, (1, 1, 1), P(None, "data")),
+    "data 4": (0, (1, 4, 1), P(None, "data")),
+    "data 4 on the others": (4, (1, 4, 1), P(None, "data")),
+    "data 3 x model 2": (2, (1, 3, 2), P(None, "data")),
+    "data 2 x model 2": (4, (1, 2, 2), P(None, "data", "model")),
+    "stage 2, on every stage": (0, (2, 2, 1), P(None, "data")),
+    "stage 2, a part on each": (2, (2, 1, 2), P("stage", None, "model")),
+    "stage 4 x data 2": (0, (4, 2, 1), P(None, "data")),
+    "all replicas": (0, (2, 2, 2), P()),
+}
+SHAPE = (2, 12, 6)
+
+
+def sharding_of(side):
+    first, shape, spec = side
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))])
+    return NamedSharding(Mesh(devices.reshape(shape), ("stage", "data", "model")), spec)
+
+
+def bounds(sharding, shape, device):
+    """[start, stop) of a device's piece, from its place in the mesh."""
+    at = dict(
+        zip(sharding.mesh.axis_names, np.argwhere(sharding.mesh.devices == device)[0], strict=True)
+    )
+    out = []
+    for n, axis in zip(shape, [*sharding.spec, *[None] * len(shape)], strict=False):
+        size = n // sharding.mesh.shape[axis] if axis else n
+        start = int(at[axis]) * size if axis else 0
+        out.append(slice(start, start + size))
+    return tuple(out)
+
+
+def assert_everywhere(got, host, sharding):
+    """Every device of the sharding holds its piece of `host`, and no other device does."""
+    assert got.dtype == host.dtype
+    assert got.shape == host.shape
+    assert got.sharding == sharding
+    held = pieces_of(got)
+    assert set(held) == set(sharding.mesh.devices.flat)
+    for device, piece in held.items():
+        assert piece.devices() == {device}
+        np.testing.assert_array_equal(piece, host[bounds(sharding, host.shape, device)])
+
+
+class OfManyProcesses:
+    """An array that says it is only in part here, so that it is sent as between processes."""
+
+    is_fully_addressable = False
+
+    def __init__(self, array):
+        self._array = array
+
+    def __getattr__(self, name):
+        return getattr(self._array, name)
+
+
+@pytest.mark.parametrize("target", SIDES)
+@pytest.mark.parametrize("source", SIDES)
+def test_send_between_any_two_meshes(source, target):
+    before, after = sharding_of(SIDES[source]), sharding_of(SIDES[target])
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, jnp.bfloat16, np.int32):
+        host = np.asarray(rng.integers(-99, 99, SHAPE)).astype(dtype)
+        array = place(host, before)
+        assert_everywhere(array, host, before)
+        assert_everywhere(Communicator().send(array, after), host, after)
+
+
+def cuts(sharding):
+    found = (bounds(sharding, SHAPE, d) for d in sharding.mesh.devices.flat)
+    return {tuple((s.start, s.stop) for s in spans) for spans in found}
+
+
+def test_the_route_between_processes_gives_the_same():
+    """Both sides must cut alike there; the replicas of a piece may differ."""
+    shardings = {name: sharding_of(side) for name, side in SIDES.items()}
+    host = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    sent = set()
+    for source, before in shardings.items():
+        array = OfManyProcesses(place(host, before))
+        for target, after in shardings.items():
+            if cuts(before) == cuts(after):
+                assert_everywhere(Communicator().send(array, after), host, after)
+                sent.add((source, target))
+    assert {("one device", "all replicas"), ("all replicas", "another device")} <= sent
+    assert ("stage 4 x data 2", "stage 2, on every stage") in sent
+    assert len(sent) > len(SIDES)
+
+
+def test_pieces_cut_otherwise_are_refused():
+    array = OfManyProcesses(place(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
+    with pytest.raises(AssertionError, match="pieces differ"):
+        Communicator().send(array, sharding_of(SIDES["data 3 x model 2"]))
+
+
+def test_send_keeps_the_original_and_scalars():
+    for source in SIDES.values():
+        whole = NamedSharding(sharding_of(source).mesh, P())
+        scalar = place(np.float32(2.5), whole)
+        for target in SIDES.values():
+            there = NamedSharding(sharding_of(target).mesh, P())
+            assert float(Communicator().send(scalar, there)) == 2.5
+        assert float(scalar) == 2.5
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_move_copies_in_the_order_of_the_targets(n):
+    rng = np.random.default_rng(n)
+    devices = jax.devices()
+    host = {d: rng.normal(size=(3, 2)).astype(np.float32) for d in devices}
+    held = {d: jax.device_put(a, d) for d, a in host.items()}
+    sources = [devices[i] for i in rng.integers(0, 8, n)]
+    targets = [devices[i] for i in rng.permutation(8)[:n]]
+    piece = jax.ShapeDtypeStruct((3, 2), np.float32)
+    got = move(held, sources, targets, piece)
+    assert len(got) == n
+    for array, s, t in zip(got, sources, targets, strict=True):
+        assert array.sharding == SingleDeviceSharding(t)
+        np.testing.assert_array_equal(array, host[s])
+
+
+def test_move_needs_a_target_for_each_source():
+    with pytest.raises(ValueError, match="zip"):
+        move({}, jax.devices()[:2], jax.devices()[:1], None)
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+def test_nearest_prefers_itself_then_its_process_then_shares_the_load():
+    a0, a1, b0, b1, c0 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2)))
+    for spread in range(5):
+        assert nearest([b0, a1, a0], a0, spread) == a0
+        assert nearest([b0, a1, c0], a0, spread) == a1
+        assert nearest([c0], a0, spread) == c0
+    assert [nearest([b0, b1, c0], a0, k) for k in range(4)] == [b0, b1, c0, b0]
+    assert [nearest([a0, b0, b1], Device(9, 1), k) for k in range(3)] == [b0, b1, b0]
+
+
+def test_replicas_share_the_load_of_sending():
+    devices = jax.devices()
+    given = [nearest(devices[:4], devices[4 + i], i) for i in range(4)]
+    assert len(set(given)) == 4
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), SHAPE])
+def test_zeros_are_placed(shape):
+    first, mesh, _ = SIDES["all replicas"]
+    sharding = sharding_of((first, mesh, P()))
+    got = zeros(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
+    assert_everywhere(got, np.zeros(shape, np.float32), sharding)
+
+
+def test_a_mesh_of_this_process_is_local_and_nothing_on_it_is_absent():
+    sharding = sharding_of(SIDES["data 4"])
+    assert is_local(sharding.mesh)
+    struct = jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding)
+    with pytest.raises(ValueError, match="Expected 4 per-device arrays"):
+        absent(struct)

@@ -1,0 +1,135 @@
+"""Runs to resume, and what to compare them with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax.pipeline.programs import Programs
+from dflop_jax.records import Bucket
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.train import trainer as trainer_module
+from dflop_jax.train.store import CheckpointStore
+from dflop_jax.train.trainer import Trainer
+
+from ..plans import NANO, nano_profile
+
+STEPS = 12
+PLAN = dataclasses.replace(NANO, buckets=(Bucket(8, 160),))
+CONFIG = Config(
+    model=ModelConfig(size="nano"),
+    data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
+    train=TrainConfig(steps=STEPS, global_batch=4, warmup_steps=2, eval_samples=4, eval_every=4),
+    checkpoint=CheckpointConfig(every=3, keep=10),
+)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Programs of this file's only plan, compiled once for all of its runs."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def quick(compiled):
+    """Runs that keep the suite's compile cache and draw no pictures."""
+    jax.devices()
+    compile_all = Programs.compile
+
+    def compile_once(self, on_progress=None):
+        if not compiled:
+            compile_all(self, on_progress)
+            compiled.update(self._compiled)
+        self._compiled = compiled
+        return len(compiled)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "compile", compile_once)
+        patch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
+        patch.setattr(trainer_module, "write_summary", lambda folder: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(quick, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(run_dir, existing="error", **sections):
+    config = dataclasses.replace(CONFIG, run_dir=str(run_dir), **sections)
+    return Trainer(config, plan=PLAN, profile=nano_profile(), existing=existing).fit()
+
+
+@pytest.fixture(scope="module")
+def whole(quick, tmp_path_factory):
+    """The folder of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    result = fit(folder)
+    assert (result.steps_done, result.preempted) == (STEPS, False)
+    return folder
+
+
+def steps_saved(folder) -> tuple[int, ...]:
+    return CheckpointStore(Path(folder) / "checkpoints").steps()
+
+
+def evaluations(folder) -> list[dict]:
+    lines = (Path(folder) / "evaluations.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def essence(folder) -> list[tuple]:
+    """What of the rows follows from configuration and data, not from the clock."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "supervised_tokens", "padding_fraction")
+    return [tuple(str(row[n]) for n in names) for row in read_metrics(folder)]
+
+
+def assert_as_whole(folder, whole) -> None:
+    assert [row["step"] for row in read_metrics(folder)] == list(range(STEPS))
+    assert essence(folder) == essence(whole)
+    assert evaluations(folder) == evaluations(whole)
+
+
+def copy_of(whole) -> Path:
+    return Path(shutil.copytree(whole, "run"))
+
+
+def as_killed(whole, *, saved: int, rows: int) -> Path:
+    """A copy of the folder as a kill leaves it, in the middle of row number `rows`."""
+    folder = copy_of(whole)
+    for step in steps_saved(folder):
+        if step > saved:
+            shutil.rmtree(folder / f"checkpoints/{step:08d}")
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:rows]) + lines[rows][:40])
+    kept = [line for line in evaluations(folder) if line["step"] <= rows]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
+    return folder
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def data_file(folder: Path, step: int) -> Path:
+    return folder / f"checkpoints/{step:08d}/process-00000/0"
+
+
+def manifest(folder: Path, step: int) -> Path:
+    return folder / f"checkpoints/{step:08d}/manifest.json"
+
+
+def refused(folder, existing="resume", **sections) -> str:
+    with pytest.raises(ValueError, match=r".+") as error:
+        fit(folder, existing, **sections)
+    assert "\n" not in str(error.value)
+    return str(error.value)

@@ -1,0 +1,252 @@
+"""A run that was stopped, killed or damaged and then resumed is the run that was not: the same
+rows bit for bit, each once. What a folder of another run, or one in use, says to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dflop_jax import CheckpointConfig, ScheduleConfig
+from dflop_jax.cli import main
+from dflop_jax.records import save
+from dflop_jax.report.run_folder import RunFolder, read_metrics
+from dflop_jax.schedule.correction import Correction, Monitor
+from dflop_jax.train.correct import Corrector
+from dflop_jax.train.loop import Loop
+from dflop_jax.train.resume import Meta
+from dflop_jax.train.store import CheckpointStore
+
+from ..plans import nano_profile
+from .resume_cases import (  # noqa: F401
+    CONFIG,
+    PLAN,
+    STEPS,
+    _in_a_folder_of_its_own,
+    as_killed,
+    assert_as_whole,
+    compiled,
+    copy_of,
+    essence,
+    evaluations,
+    fit,
+    quick,
+    refused,
+    steps_saved,
+    whole,
+)
+
+# ---- the same run ----
+
+
+def test_a_whole_run_saves_as_configured(whole):
+    assert steps_saved(whole) == (12, 9, 6, 3)
+    assert [e["step"] for e in evaluations(whole)] == [4, 8, 12]
+
+
+def ask_after(monkeypatch, step: int) -> None:
+    """SIGTERM once the row of a step is in the metrics."""
+    append = RunFolder.append
+
+    def append_and_ask(self, row):
+        append(self, row)
+        if row.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunFolder, "append", append_and_ask)
+
+
+# At 1 it ends where an evaluation is due, at 3 elsewhere.
+@pytest.mark.parametrize("at", [1, 3])
+def test_sigterm_saves_and_the_resumed_run_is_the_same(whole, monkeypatch, at):
+    def handler(*_):
+        raise AssertionError("the run's own handler is in place")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with monkeypatch.context() as patch:
+            ask_after(patch, at)
+            stopped = fit("run", checkpoint=CheckpointConfig(every=2, keep=2))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.preempted
+    assert at < stopped.steps_done <= at + 4
+    assert stopped.evaluation is None
+    assert len(stopped.losses) == len(read_metrics("run")) == stopped.steps_done
+    assert steps_saved("run")[0] == stopped.steps_done
+    assert len(steps_saved("run")) == 2
+    resumed = fit("run", "resume", checkpoint=CheckpointConfig(every=5, keep=2))
+    assert (resumed.steps_done, resumed.preempted) == (STEPS, False)
+    assert (*stopped.losses, *resumed.losses) == tuple(r["loss"] for r in read_metrics(whole))
+    assert steps_saved("run") == (12, 10)
+    assert_as_whole("run", whole)
+
+
+def test_sigterm_without_checkpoints_promises_nothing(monkeypatch, capsys):
+    ask_after(monkeypatch, 0)
+    result = fit("run", checkpoint=CheckpointConfig(every=0))
+    assert result.preempted
+    assert not Path("run/checkpoints").exists()
+    assert "--resume" not in capsys.readouterr().err
+
+
+def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys):
+    folder = as_killed(whole, saved=6, rows=8)
+    result = fit(folder, "resume")
+    assert len(result.losses) == 6
+    assert "resumed after step 6 of 12" in capsys.readouterr().err
+    assert_as_whole(folder, whole)
+    assert steps_saved(folder) == (12, 9, 6, 3)
+
+
+def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
+    folder = as_killed(whole, saved=0, rows=2)
+    result = fit(folder, "resume", checkpoint=CheckpointConfig(every=0))
+    assert len(result.losses) == STEPS
+    assert_as_whole(folder, whole)
+    assert steps_saved(folder) == ()
+
+
+# ---- nothing left to do ----
+
+
+def test_a_finished_run_has_nothing_to_resume(whole):
+    folder = copy_of(whole)
+    result = fit(folder, "resume")
+    assert (result.losses, result.steps_done, result.preempted) == ((), STEPS, False)
+    assert result.compiles_after_warmup == 0
+    assert result.evaluation.step == STEPS
+    assert_as_whole(folder, whole)
+    assert steps_saved(folder) == (12, 9, 6, 3)
+    for name in ("metrics.jsonl", "trace.json"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+EXPERIMENT = """
+from dflop_jax import *
+from dflop_jax.config import DistributedConfig, PlanConfig
+
+def config():
+    return {}
+"""
+
+
+@pytest.fixture
+def command(whole):
+    """`dflop train --resume auto` of a copy of the whole run."""
+    copy_of(whole)
+    Path("nano.py").write_text(EXPERIMENT.format(CONFIG))
+    save(PLAN, "plan.json")
+    save(nano_profile(), "profile.json")
+    given = ["--plan-file", "plan.json", "--profile-file", "profile.json", "--run_dir", "run"]
+    return ["train", "nano.py", "--resume", "auto", *given]
+
+
+def test_the_command_says_that_all_is_done(command, capsys):
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert "resumed after step 12 of 12" in err
+    assert "Traceback" not in out + err
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps_done"], found["preempted"], found["last_loss"]) == (STEPS, False, None)
+
+
+def test_the_command_refuses_other_data(command, capsys):
+    assert main([*command, "--train.global_batch", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "checkpoint was made with data global_batch=4, this run has 8" in err.splitlines()[-1]
+
+
+# ---- the state of the correction ----
+
+
+def meta_of(folder, step: int) -> Meta:
+    return msgspec.convert(CheckpointStore(Path(folder) / "checkpoints").open(step).meta, Meta)
+
+
+def test_corrections_survive(whole, monkeypatch):
+    folder = as_killed(whole, saved=3, rows=3)
+    assert meta_of(folder, 3).correction is None
+    fit(folder, "resume", schedule=ScheduleConfig(correct=True))
+    learnt = meta_of(folder, 9)
+    assert learnt.correction.logs
+    assert learnt.correction.deviation > 0
+    assert learnt.monitor != Monitor()
+    shutil.rmtree(folder / "checkpoints/00000012")
+    restored = []
+    restore = Corrector.restore
+
+    def spy(self, state, monitor):
+        assert (self.state, self.monitor) == (Correction(), Monitor())
+        restored.append((state, monitor))
+        restore(self, state, monitor)
+        assert self.state == state
+
+    monkeypatch.setattr(Corrector, "restore", spy)
+    fit(folder, "resume", schedule=ScheduleConfig(correct=True))
+    assert restored == [(learnt.correction, learnt.monitor)]
+    assert len(read_metrics(folder)) == STEPS
+    # A run that does not correct takes no notice.
+    shutil.rmtree(folder / "checkpoints/00000012")
+    fit(folder, "resume")
+    assert len(restored) == 1
+
+
+# ---- another run's folder ----
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"data": dataclasses.replace(CONFIG.data, seed=1)}, "seed=0, this run has 1"),
+        ({"data": dataclasses.replace(CONFIG.data, n_samples=65)}, "n=64, this run has 65"),
+        ({"train": dataclasses.replace(CONFIG.train, global_batch=2)}, "global_batch=4, this run"),
+    ],
+    ids=["seed", "samples", "global batch"],
+)
+def test_other_data_are_refused(whole, changed, says):
+    folder = copy_of(whole)
+    assert says in refused(folder, **changed)
+    assert essence(folder) == essence(whole)
+    # Still the folder of the run that it holds.
+    assert (folder / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(whole):
+    folder = copy_of(whole)
+    with RunFolder(folder, existing="resume", start_step=STEPS):
+        for existing in ("resume", "overwrite"):
+            assert "another run is writing to it" in refused(folder, existing)
+    assert steps_saved(folder) == steps_saved(whole)
+    assert_as_whole(folder, whole)
+    assert "holds the metrics of another run" in refused(folder, "error")
+    assert steps_saved(folder) == steps_saved(whole)
+
+
+def test_checkpoints_without_metrics_are_another_run_too(whole):
+    folder = copy_of(whole)
+    (folder / "metrics.jsonl").unlink()
+    assert "choose another --run_dir, or resume or overwrite" in refused(folder, "error")
+
+
+def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):
+    folder = copy_of(whole)
+
+    def nothing(self, stack, resumed):
+        assert resumed is None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "run", nothing)
+    with pytest.raises(KeyboardInterrupt):
+        fit(folder, "overwrite")
+    assert not (folder / "checkpoints").exists()
+    assert (folder / "metrics.jsonl").read_bytes() == b""
+    assert not (folder / "evaluations.jsonl").exists()

@@ -202,6 +202,7 @@ def _train(args: argparse.Namespace) -> Any:
     existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
     trainer = Trainer(_config(args), plan=plan, profile=_given_profile(args), existing=existing)
     result = trainer.fit()
+    trainer.peers.close()  # from here on a process that ends is no failure
     if not shutdown():
         leave(1)
     if not args.json and trainer.peers.is_hub and result.losses:

@@ -100,9 +100,14 @@ class Executor:
             self.state.opt_state[name] = jax.tree.map(absent, states)
             self.state.grads[name] = jax.tree.map(absent, s.grad_structs())
 
-    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Compile every program of the plan; returns how many."""
-        return self.programs.compile(on_progress)
+    def compile(
+        self,
+        on_progress: Callable[[int, int], None] | None = None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Compile every program of the plan that runs on this process; returns how many. `sync`
+        waits for the other processes."""
+        return self.programs.compile(on_progress, sync)
 
     def run_step(self, step: int, groups: Sequence[GroupArrays], scale: float) -> StepHandle:
         """Dispatch a training step; `scale` multiplies every token's loss. Does not wait."""

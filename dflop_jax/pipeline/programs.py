@@ -105,9 +105,17 @@ class Programs:
 
     # ---- compiling ----
 
-    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+    def compile(
+        self,
+        on_progress: Callable[[int, int], None] | None = None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> int:
         """Compile everything that runs on this process, several programs at a time; returns how
-        many there are."""
+        many there are.
+
+        Processes that run the same programs compile a part of them each; after `sync`, which waits
+        for the others, they find the rest in the compilation cache, if there is one.
+        """
         jobs: dict[Any, Job] = {}
         for b in range(len(self.plan.buckets)):
             for name in self.segments:
@@ -118,14 +126,23 @@ class Programs:
                 continue
             jobs[name, REDUCE] = u.lower_reduce
             jobs[name, UPDATE] = partial(u.lower_update, len(self.updates))
-        # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
-        with ThreadPoolExecutor(4) as pool:
-            running = {k: pool.submit(lower().compile) for k, lower in jobs.items()}
-            for i, (key, job) in enumerate(running.items()):
-                self._compiled[key] = job.result()
-                if on_progress:
-                    on_progress(i + 1, len(jobs))
+        mine = {key for i, key in enumerate(jobs) if self._compiles_first(key, i)}
+        for keys in (mine, jobs.keys() - mine):
+            # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
+            with ThreadPoolExecutor(4) as pool:
+                running = {k: pool.submit(jobs[k]().compile) for k in jobs if k in keys}
+                for key, job in running.items():
+                    self._compiled[key] = job.result()
+                    if on_progress:
+                        on_progress(len(self._compiled), len(jobs))
+            sync()
         return len(jobs)
+
+    def _compiles_first(self, key: Any, i: int) -> bool:
+        """Whether job number `i` is this one's among the processes that have it."""
+        name = key[1] if key[0] == "exchange" else key[0]
+        sharing = sorted({d.process_index for d in self.segments[name].mesh.devices.flat})
+        return sharing[i % len(sharing)] == jax.process_index()
 
     def _bucket_jobs(self, name: str, b: int) -> dict[Any, Job]:
         segment, shape = self.segments[name], self.signature(name, b).shape

@@ -30,9 +30,7 @@ class RunFolder:
     Args:
       path: the folder, made with its parents.
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs are
-        and checkpoints are removed) or "resume" (rows of steps before `start_step` are kept and
-        later ones, run after the last checkpoint, are dropped).
-      start_step: the first step that will be logged when resuming.
+        and checkpoints are removed) or "resume" (they stay; call `restart`).
 
     Raises:
       ValueError: the folder holds metrics and `existing` is "error", another run is writing to
@@ -44,7 +42,6 @@ class RunFolder:
         path: str | Path,
         *,
         existing: Literal["error", "overwrite", "resume"] = "error",
-        start_step: int = 0,
     ) -> None:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
@@ -57,12 +54,12 @@ class RunFolder:
                 f"{self.path}: cannot be written ({e.strerror}); choose another --run_dir"
             ) from None
         try:
-            self._metrics = self._open(existing, start_step)
+            self._metrics = self._open(existing)
         except BaseException:
             self._lock.close()
             raise
 
-    def _open(self, existing: str, start_step: int) -> BinaryIO:
+    def _open(self, existing: str) -> BinaryIO:
         try:
             # Held until the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,19 +85,15 @@ class RunFolder:
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-        else:
-            self._drop_rows(start_step)
         return metrics.open("ab")
 
-    def _drop_rows(self, start_step: int) -> None:
+    def restart(self, start_step: int) -> None:
+        """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
+        cut short."""
+        self._metrics.close()
         _keep_rows(self.path / METRICS, lambda row: row["step"] < start_step)
         # An evaluation is numbered by the steps before it.
         _keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
-
-    def restart(self, start_step: int) -> None:
-        """Drop the rows of `start_step` and later steps, which are run anew."""
-        self._metrics.close()
-        self._drop_rows(start_step)
         self._metrics = (self.path / METRICS).open("ab")
 
     def __enter__(self) -> Self:

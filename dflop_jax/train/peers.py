@@ -11,6 +11,7 @@ step can then end, so every process says which it was and ends.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import sys
@@ -55,7 +56,8 @@ class Peers:
     Args:
       links: open connections: of process 0 to every other, of the others to process 0.
       timeout_s: silence after which a process counts as hung.
-      on_failure: called, with a line that names the process, instead of ending this one.
+      on_failure: called, with a line that names the process and an exit code, instead of ending
+        this one.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Peers:
         links: Mapping[int, socket.socket] = MappingProxyType({}),
         *,
         timeout_s: float = 30.0,
-        on_failure: Callable[[str], None] | None = None,
+        on_failure: Callable[[str, int], None] | None = None,
     ):
         assert set(links) == (set(range(1, count)) if process == 0 else {0}), (process, links)
         self.process, self.count = process, count
@@ -77,6 +79,7 @@ class Peers:
         self._abandoned: set[str] = set()
         self._closing = False
         self._failed = False
+        self._told = False  # of the failure, after which nobody waits any more
         greet = self._greet_peer if process == 0 else self._greet_hub
         self._links = {p: greet(p, s) for p, s in links.items()}
         for link in self._links.values():
@@ -139,13 +142,15 @@ class Peers:
 
     # ---- the end ----
 
-    def fail(self, why: str) -> None:
-        """Tell every process that this one stops, and why; they end."""
+    def fail(self, why: str, exit_code: int = 1) -> None:
+        """Tell every process that this one stops, and why; they end with `exit_code`."""
         with self._changed:
-            self._failed = True
+            self._failed = self._told = True
+            self._changed.notify_all()
+        message = msgspec.json.encode((why, exit_code))
         for link in self._links.values():
             with suppress(OSError):
-                self._send(link, _FAILED, why.encode())
+                self._send(link, _FAILED, message)
 
     def close(self) -> None:
         """Leave together: after this a broken connection is no failure."""
@@ -195,7 +200,7 @@ class Peers:
         place = process, self._full(key)
 
         def given_up() -> bool:
-            return self._failed or any(key.startswith(p) for p in self._abandoned)
+            return self._told or any(key.startswith(p) for p in self._abandoned)
 
         with self._changed:
             self._changed.wait_for(lambda: place in self._arrived or given_up())
@@ -214,7 +219,7 @@ class Peers:
                 key, value = _receive(link.socket)
                 link.heard_s = time.monotonic()
                 if key == _FAILED:
-                    self._lost(value.decode())
+                    self._lost(*msgspec.json.decode(value, type=tuple[str, int]))
                 elif key != _BEAT:
                     with self._changed:
                         self._arrived[link.process, key] = value
@@ -232,8 +237,6 @@ class Peers:
                 if self._changed.wait_for(lambda: self._closing or self._failed, every_s):
                     return
             for link in self._links.values():
-                with suppress(OSError):  # the reading thread says so
-                    self._send(link, _BEAT, b"")
                 silent_s = time.monotonic() - link.heard_s
                 if silent_s > self._timeout_s and not link.left:
                     self._lost(
@@ -241,20 +244,38 @@ class Peers:
                         f"{_REMEDY}",
                         told_by=link,
                     )
+                else:
+                    self._give_sign(link)
 
-    def _lost(self, why: str, told_by: _Link | None = None) -> None:
+    def _give_sign(self, link: _Link) -> None:
+        """A sign of life, unless it had to wait: who sends to a process that reads nothing waits
+        for ever, and would miss that it is silent."""
+        if link.sending.acquire(blocking=False):  # else a message is on its way there
+            try:
+                with suppress(OSError, ValueError):  # the reading thread says so
+                    room = select.poll()
+                    room.register(link.socket, select.POLLOUT)
+                    if room.poll(0):
+                        _transmit(link.socket, _BEAT, b"")
+            finally:
+                link.sending.release()
+
+    def _lost(self, why: str, exit_code: int = 1, told_by: _Link | None = None) -> None:
         with self._changed:
             if self._closing or self._failed:
                 return
             self._failed = True
-            self._changed.notify_all()
+        message = msgspec.json.encode((why, exit_code))
         for link in self._links.values():
             # A hung process may not read any more, so nothing waits for it.
             if link is not told_by:
                 link.socket.settimeout(1.0)
                 with suppress(OSError):
-                    self._send(link, _FAILED, why.encode())
-        self._on_failure(why)
+                    self._send(link, _FAILED, message)
+        self._on_failure(why, exit_code)  # does not return in a real run
+        with self._changed:
+            self._told = True
+            self._changed.notify_all()
 
 
 def _name() -> str:
@@ -286,7 +307,7 @@ def _exactly(connection: socket.socket, n: int) -> bytes:
     return bytes(parts)
 
 
-def _end(why: str) -> NoReturn:
+def _end(why: str, exit_code: int) -> NoReturn:
     """End this process at once: its other threads may wait for ever for the one that is gone."""
     print(f"dflop: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(exit_code)

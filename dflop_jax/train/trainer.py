@@ -83,7 +83,7 @@ class Trainer:
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
         except BaseException as e:
-            self.peers.fail(_why(self.peers.process, e))
+            self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise
 
     def _make_executor(self, plan: Plan) -> Executor:
@@ -110,7 +110,7 @@ class Trainer:
             with ExitStack() as stack:
                 return self._fit(stack)
         except BaseException as e:
-            self.peers.fail(_why(self.peers.process, e))
+            self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise
 
     def _fit(self, stack: ExitStack) -> FitResult:
@@ -123,23 +123,26 @@ class Trainer:
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder = None
         if peers.is_hub:
-            folder = RunFolder(config.run_dir, existing=self._existing, start_step=start)
+            folder = RunFolder(config.run_dir, existing=self._existing)
             stack.enter_context(folder)
-            folder.write_config(config)
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
         ex = self._prepare(folder, progress, resumed)
         stack.callback(ex.close)
         saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
         ex.init(config.train.seed)
+        assert self.profile is not None
         if resumed:
             resumed = restore(saver, resumed, peers)
-            if folder and resumed.meta.step < start:
-                folder.restart(resumed.meta.step)
+            if resumed.meta.step < start:
                 progress.restart(resumed.meta.step)
             progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
+        if folder:  # only now it is clear that the folder is of this run
+            if self._existing == "resume":
+                folder.restart(resumed.meta.step if resumed else 0)
+            folder.write_config(config)
+            folder.write_profile(self.profile)
         # Prices come from the saved profile, not from this run's clock: the same seed gives the
         # same schedules, so the same losses bit for bit.
-        assert self.profile is not None
         seconds = CostModel(self.profile.model).task_seconds(ex.plan)
         measured = self._warm_up(ex, progress)
         if folder:
@@ -196,8 +199,6 @@ class Trainer:
             self.profile = make_profile(self.setup, self.source)
             shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
             self.profile = msgspec.json.decode(shared, type=Profile)
-        if folder:
-            folder.write_profile(self.profile)
         if plan is None:
             progress.log("planning")
             found: Any = make_plan(self.setup, self.profile).plan if self.peers.is_hub else None
@@ -215,8 +216,7 @@ class Trainer:
     def _warm_up(self, ex: Executor, progress: Progress) -> dict[Task, float]:
         """Compile and time everything, all processes together."""
         start = time.perf_counter()
-        n = ex.compile()
-        self.peers.barrier("compiled")
+        n = ex.compile(sync=lambda: self.peers.barrier("compiled"))
         mine = ex.calibrate(sync=lambda: self.peers.barrier("calibrate"))
         found = self.peers.gather("calibrated", msgspec.json.encode(list(mine.items())))
         seconds: dict[Task, float] = {}

@@ -48,7 +48,8 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
     with pytest.raises(ValueError, match=r"another run; choose another --run_dir"):
         RunFolder(path)
     assert len(read_metrics(path)) == 5
-    with RunFolder(path, existing="resume", start_step=3) as run:
+    with RunFolder(path, existing="resume") as run:
+        run.restart(3)
         run.append(make_row(3))
     assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3]
     (path / "checkpoints").mkdir()
@@ -63,7 +64,8 @@ def test_resuming_after_a_kill_drops_the_cut_line(make_run):
     path = make_run(n_steps=2)
     with (path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 2, "lo')
-    with RunFolder(path, existing="resume", start_step=2) as run:
+    with RunFolder(path, existing="resume") as run:
+        run.restart(2)
         run.append(make_row(2))
     assert [r["step"] for r in read_metrics(path)] == [0, 1, 2]
 

@@ -42,9 +42,9 @@ def quick(compiled):
     jax.devices()
     compile_all = Programs.compile
 
-    def compile_once(self, on_progress=None):
+    def compile_once(self, *args):
         if not compiled:
-            compile_all(self, on_progress)
+            compile_all(self, *args)
             compiled.update(self._compiled)
         self._compiled = compiled
         return len(compiled)

@@ -222,7 +222,7 @@ def test_other_data_are_refused(whole, changed, says):
 
 def test_a_folder_in_use_is_refused_and_left_alone(whole):
     folder = copy_of(whole)
-    with RunFolder(folder, existing="resume", start_step=STEPS):
+    with RunFolder(folder, existing="resume"):
         for existing in ("resume", "overwrite"):
             assert "another run is writing to it" in refused(folder, existing)
     assert steps_saved(folder) == steps_saved(whole)

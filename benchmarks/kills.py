@@ -1,0 +1,340 @@
+"""SIGKILL at random moments, each followed by a resume: is any step lost, repeated or changed?
+
+Command:  python benchmarks/kills.py --json kills.json
+Minutes:  about 8 on two cores for 30 kills of two processes
+Expected: every loss sequence equal to the uninterrupted one's, no orphan, every job gone within 1 s
+
+One run is left alone. Others of the same configuration have a process killed, now at a random step,
+now while a checkpoint is being written, now while they start, and go on with `--resume auto` until
+they are done. Victims are the trainers (process 0 is also the parent of the schedule worker and the
+one that commits checkpoints) and sometimes the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, read_metrics
+from dflop_jax.train.launch import PROCESS_ID_ENV
+from dflop_jax.train.store import CheckpointStore
+
+LIMIT_S = 600.0  # nothing takes as long on any machine
+ENDED_LIMIT_S = 30.0  # from a kill until no process of the job is left
+MARK_ENV = "DFLOP_KILLS"  # in the environment of a job and all it starts
+LAUNCHER = -1
+SAVING, STEPPING, STARTING = "while saving", "at a step", "while starting"
+
+EXPERIMENT = """
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+
+def config():
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
+        plan=PlanConfig(max_model=1, buckets=2, effort="quick", max_microbatches=4),
+        train=TrainConfig(steps={steps}, global_batch=4),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+        run_dir={run_dir!r},
+        cache_dir={cache_dir!r},
+    )
+"""
+
+Command = Callable[..., list[str]]  # (run folder, further arguments) -> command line of a job
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill and what came of it.
+
+    Attributes:
+      victim: number of the process, -1 for the launcher.
+      aimed: the moment that was waited for.
+      in_save: a checkpoint was begun and not committed when it hit.
+      rows: steps in the metrics then.
+      ended_s: from the kill until no process of the job was left.
+    """
+
+    victim: int
+    aimed: str
+    in_save: bool
+    rows: int
+    ended_s: float
+
+
+class Job:
+    """A launched run under observation, with what it prints in a file."""
+
+    def __init__(self, command: list[str], run_dir: Path, log: Path):
+        self.run_dir, self.log, self._mark = run_dir, log, uuid.uuid4().hex
+        self._said_before = log.stat().st_size if log.exists() else 0
+        environment = os.environ | {MARK_ENV: self._mark}
+        with log.open("ab") as out:
+            self.launcher = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+
+    def said(self) -> str:
+        """What this job has printed."""
+        return self.log.read_bytes()[self._said_before :].decode(errors="replace")
+
+    def members(self) -> dict[int, int]:
+        """Process id of every process of the job: -1 the launcher's, then the trainers'; what they
+        started has numbers from 1000."""
+        found = {}
+        for pid, environ in environments():
+            if environ.get(MARK_ENV) == self._mark:
+                own = pid != self.launcher.pid and _parent(pid) == self.launcher.pid
+                index = environ.get(PROCESS_ID_ENV)
+                if pid == self.launcher.pid:
+                    found[LAUNCHER] = pid
+                elif own and index is not None:
+                    found[int(index)] = pid
+                else:
+                    found[1000 + pid] = pid
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
+        """Whether it came true before the job ended."""
+        deadline = time.monotonic() + limit_s
+        while self.launcher.poll() is None:
+            if condition():
+                return True
+            assert time.monotonic() < deadline, f"{self.log}: nothing happens"
+            time.sleep(0.002)
+        return False
+
+    def rows(self) -> int:
+        path = self.run_dir / METRICS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def saving(self) -> bool:
+        """Whether a checkpoint has been begun and not committed."""
+        folder = self.run_dir / CHECKPOINTS
+        begun = list(folder.glob("[0-9]*")) if folder.exists() else []
+        return len(begun) > len(CheckpointStore(folder).steps())
+
+    def kill(self, victim: int, aimed: str) -> Kill:
+        """SIGKILL it, and wait until all of the job have ended."""
+        pid = self.members()[victim]
+        rows = self.rows()
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        in_save = self.saving()
+        code = self.launcher.wait(ENDED_LIMIT_S)
+        while self.members():
+            assert victim == LAUNCHER, f"orphans: {self.members()}"  # nobody else ends them
+            assert time.monotonic() - start < ENDED_LIMIT_S, f"orphans: {self.members()}"
+            time.sleep(0.01)
+        ended_s = time.monotonic() - start
+        if victim == LAUNCHER:
+            assert code == -signal.SIGKILL, code
+        else:
+            assert code == 128 + signal.SIGKILL, (code, self.log)
+            assert f"process {victim} was killed by SIGKILL" in self.said(), self.log
+        return Kill(victim, aimed, in_save, rows, ended_s)
+
+
+def environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """(process id, environment) of every running process that shows it to us."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                continue
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(folder.name), {k: v for k, _, v in (e.partition("=") for e in entries)}
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def whole_run(command: Command, run_dir: Path, *more: str) -> list[float]:
+    """The losses of a run that nobody disturbs."""
+    job = Job(command(run_dir, *more), run_dir, run_dir.with_suffix(".log"))
+    code = job.launcher.wait(LIMIT_S)
+    assert code == 0, f"exit code {code}: {job.log.read_text()[-2000:]}"
+    return losses(run_dir)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Of every step, each of which has exactly one row."""
+    rows = read_metrics(run_dir)
+    assert [r["step"] for r in rows] == list(range(len(rows))), f"{run_dir}: steps lost or doubled"
+    return [r["loss"] for r in rows]
+
+
+def killed_run(
+    command: Command, run_dir: Path, *, n: int, steps: int, most: int, rng: random.Random
+) -> list[Kill]:
+    """Kills of one run, at most `most`, each followed by a resume, until it is done."""
+    kills: list[Kill] = []
+    store, log = CheckpointStore(run_dir / CHECKPOINTS), run_dir.with_suffix(".log")
+    while True:
+        saved = max(store.steps(), default=0)
+        job = Job(command(run_dir, *(["--resume", "auto"] if kills else [])), run_dir, log)
+        kill = _strike(job, saved, n, steps, rng) if len(kills) < most else None
+        if kill is None:
+            code = job.launcher.wait(LIMIT_S)
+            assert code == 0, f"exit code {code}: {job.said()[-2000:]}"
+            assert not job.members(), f"orphans: {job.members()}"
+        assert "damaged" not in job.said(), job.said()
+        resumed = re.findall(r"resumed after step (\d+)", job.said())
+        expected = [str(saved)] if saved else []
+        started = kill is None or kill.aimed != STARTING
+        assert resumed == expected or not (started or resumed), f"{resumed}, not {expected}"
+        if kill is None:
+            return kills
+        kills.append(kill)
+
+
+def _strike(job: Job, saved: int, n: int, steps: int, rng: random.Random) -> Kill | None:
+    """Kill a random process at a random moment; None when the run was done before."""
+    victim = LAUNCHER if rng.random() < 0.1 else rng.randrange(n)
+    aimed = rng.choices([SAVING, STEPPING, STARTING], [0.5, 0.4, 0.1])[0]
+    if aimed == STARTING:
+        there = job.wait_for(lambda: set(range(n)) <= job.members().keys())
+        delay_s = rng.uniform(0.0, 5.0)
+    else:
+        # Not the first step: every life of a run is to get on.
+        target = saved + 1 + rng.randrange(max(1, steps // 4))
+        # Until it has started, the rows are those of the life before.
+        there = job.wait_for(lambda: "compiled" in job.said())
+        there = there and job.wait_for(lambda: job.rows() >= target)
+        if aimed == SAVING:
+            there = there and job.wait_for(job.saving)
+        delay_s = rng.uniform(0.0, 0.03)
+    time.sleep(delay_s)
+    if not there or victim not in job.members():
+        return None
+    return job.kill(victim, aimed)
+
+
+def campaign(
+    command: Command, folder: Path, *, n: int, steps: int, kills: int, seed: int
+) -> tuple[list[Kill], int]:
+    """(all kills, runs that had them): every run's losses equal the undisturbed run's."""
+    rng = random.Random(seed)
+    expected = whole_run(command, folder / "undisturbed")
+    assert len(expected) == steps
+    done: list[Kill] = []
+    runs = 0
+    while len(done) < kills:
+        run_dir = folder / f"killed{runs}"
+        found = killed_run(command, run_dir, n=n, steps=steps, most=kills - len(done), rng=rng)
+        assert losses(run_dir) == expected, f"{run_dir}: other losses than {folder}/undisturbed"
+        done += found
+        runs += 1
+        print(f"run {runs}: {len(found)} kills, {len(done)} of {kills}; losses equal", flush=True)
+    return done, runs
+
+
+def table(kills: list[Kill], runs: int, steps: int) -> Table:
+    out = Table(
+        "victim", "kills", "in a save", "between", "ended after s, median", "worst", "resumes",
+        title=f"{runs} runs of {steps} steps: every loss sequence equal to the undisturbed one",
+    )  # fmt: skip
+    names = {v: f"process {v}" if v != LAUNCHER else "launcher" for k in kills for v in [k.victim]}
+    groups = [(names[v], [k for k in kills if k.victim == v]) for v in sorted(names)]
+    for name, some in [*groups, ("all", kills)]:
+        ended = [k.ended_s for k in some]
+        saving = sum(k.in_save for k in some)
+        out.add_row(
+            name, str(len(some)), str(saving), str(len(some) - saving),
+            f"{statistics.median(ended):.2f}", f"{max(ended):.2f}", str(len(some)),
+        )  # fmt: skip
+    return out
+
+
+def prepare(folder: Path, n: int, steps: int) -> Command:
+    """Plan once for all runs; the command line of a job."""
+    experiment = folder / "experiment.py"
+    first, cache = str(folder / "plan"), str(folder / "cache")
+    experiment.write_text(EXPERIMENT.format(steps=steps, run_dir=first, cache_dir=cache))
+    dflop = [sys.executable, "-m", "dflop_jax.cli"]
+    planned = [*dflop, "plan", str(experiment), "--plan.devices", str(n)]
+    subprocess.run(planned, check=True, stdout=subprocess.DEVNULL)
+    files = [a for f in ("plan", "profile") for a in (f"--{f}-file", f"{first}/{f}.json")]
+
+    def command(run_dir: Path, *more: str) -> list[str]:
+        launch = [*dflop, "launch", "-n", str(n), "--devices-per-process", "1", "--"]
+        return [
+            *launch,
+            "dflop",
+            "train",
+            str(experiment),
+            "--run_dir",
+            str(run_dir),
+            *files,
+            *more,
+        ]
+
+    return command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kills", type=int, default=30, help="how many (default: 30)")
+    parser.add_argument("--processes", type=int, default=2, help="of each job (default: 2)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
+    parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
+    parser.add_argument("--json", type=Path, help="write the kills here")
+    args = parser.parse_args()
+    for name in ("kills", "processes", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if not Path("/proc/self/environ").exists():
+        parser.error("this platform shows no processes in /proc; run it on Linux")
+    if args.folder:
+        try:
+            args.folder.mkdir(parents=True)
+        except OSError as e:
+            parser.error(f"--folder {args.folder}: {e.strerror}; name a new one")
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="kills-"))
+    command = prepare(folder.resolve(), args.processes, args.steps)
+    kills, runs = campaign(
+        command,
+        folder.resolve(),
+        n=args.processes,
+        steps=args.steps,
+        kills=args.kills,
+        seed=args.seed,
+    )
+    Console(width=None if sys.stdout.isatty() else 120).print(table(kills, runs, args.steps))
+    if args.json:
+        ended = [k.ended_s for k in kills]
+        summary = {
+            "kills": len(kills),
+            "in_save": sum(k.in_save for k in kills),
+            "runs": runs,
+            "resumes": len(kills),
+            "ended_s": {"median": statistics.median(ended), "worst": max(ended)},
+            "each": [asdict(k) for k in kills],
+        }
+        args.json.write_text(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Real jobs for tests: `dflop launch -n N -- dflop train`, on the model "nano", in seconds.
+
+The plan and the profile are given, so nothing is measured or searched, and what is compiled is kept
+for all tests in one folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflop_jax.records import Bucket, Plan, SubmeshPlan, save
+from dflop_jax.report.run_folder import read_metrics
+
+from ..plans import NANO, nano_profile
+
+LIMIT_S = 240.0  # no job takes more than some seconds, on a loaded machine a minute
+STEPS = 20
+BUCKETS = (Bucket(8, 160), Bucket(3, 96))
+TWO = replace(NANO, buckets=BUCKETS)
+FOUR = replace(
+    TWO,
+    buckets=(Bucket(4, 96),),
+    submeshes=(SubmeshPlan("vision", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 2, 1)),
+)
+
+EXPERIMENT = """
+from dflop_jax import (CheckpointConfig, Config, DataConfig, DistributedConfig, ModelConfig,
+                       TrainConfig)
+
+def config():
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
+        train=TrainConfig(steps={steps}, global_batch=4, warmup_steps=2),
+        checkpoint=CheckpointConfig(every={every}, keep=100),
+        distributed=DistributedConfig(peer_timeout_s=20.0),
+        run_dir={run_dir!r},
+        cache_dir={cache_dir!r},
+    )
+"""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Files that jobs of one plan share, in `folder`; every job names its own run folder."""
+
+    folder: Path
+    plan: Plan
+
+    @classmethod
+    def make(cls, folder: Path, plan: Plan, steps: int = STEPS, every: int = 4) -> Jobs:
+        folder.mkdir(parents=True, exist_ok=True)
+        cache = Path(tempfile.gettempdir()) / "dflop_jax_tests_jobs"
+        text = EXPERIMENT.format(
+            steps=steps, every=every, run_dir=str(folder / "run"), cache_dir=str(cache)
+        )
+        (folder / "nano.py").write_text(text)
+        save(plan, folder / "plan.json")
+        save(nano_profile(), folder / "profile.json")
+        return cls(folder, plan)
+
+    def command(self, n: int, run_dir: Path, *more: str) -> list[str]:
+        """The command line of a job of `n` processes, which share the plan's devices evenly."""
+        devices = 1 + max(d for s in self.plan.submeshes for d in s.devices)
+        train = ["dflop", "train", str(self.folder / "nano.py"), "--run_dir", str(run_dir)]
+        for name in ("plan", "profile"):
+            train += [f"--{name}-file", str(self.folder / f"{name}.json")]
+        launch = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", str(n)]
+        return [*launch, "--devices-per-process", str(devices // n), "--", *train, *more]
+
+    @contextmanager
+    def started(self, n: int, run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+        """A running job, with all that it prints in one pipe; it is gone when this ends."""
+        process = subprocess.Popen(
+            self.command(n, run_dir, *more),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()  # its processes end with it
+            with suppress(ValueError):  # read and closed
+                process.communicate(timeout=LIMIT_S)
+
+    def run(self, n: int, run_dir: Path, *more: str) -> tuple[int, str]:
+        """Exit code and all output of a whole job."""
+        with self.started(n, run_dir, *more) as process:
+            output, _ = process.communicate(timeout=LIMIT_S)
+            return process.returncode, output
+
+
+def environment() -> dict[str, str]:
+    """Of the jobs: as this one's, on the CPU."""
+    return os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Of every step, each of which has exactly one row."""
+    rows = read_metrics(run_dir)
+    assert [r["step"] for r in rows] == list(range(len(rows)))
+    return [r["loss"] for r in rows]

@@ -64,7 +64,7 @@ def volume(shapes: Sequence[SampleShape], s: Setting) -> int:
     return sum(x.llm_tokens for x in shapes) * s.global_batch // len(shapes)
 
 
-def bucket_table(traces: Path | None, seeds: int, *, quick: bool) -> Table:
+def bucket_table(traces: Path | None, seeds: Sequence[int], *, quick: bool) -> Table:
     """Padded share of executed tokens and tiles, mean over held-out batches and seeds."""
     settings = [Setting("embedded", 2, 6, 32, 256), Setting("embedded", 4, 4, 32, 256)]
     if traces:
@@ -77,7 +77,7 @@ def bucket_table(traces: Path | None, seeds: int, *, quick: bool) -> Table:
         every = embedded_shapes() if s.name == "embedded" else trace_shapes(traces or Path())
         capacity = Capacity(s.vision_ranks, s.llm_ranks)
         found: dict[str, list[tuple[float, float, float]]] = {}
-        for seed in range(seeds):
+        for seed in seeds:
             rng = np.random.default_rng(seed)
             order = rng.permutation(len(every))
             seen = [every[i] for i in order[: len(every) // 2]]

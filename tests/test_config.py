@@ -143,7 +143,7 @@ def test_counts_are_at_least_one(name, value):
 
 
 def test_a_wrong_configuration_cannot_be_made_in_python_either():
-    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop, orch, blind"):
+    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop"):
         Config(plan=PlanConfig(policy="best"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"

@@ -1,8 +1,8 @@
 """`balance`: assign samples to bins so that the largest load over bins and modules is least.
 
-This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, exchange
-search, re-splitting of a few bins by search and by MILP, each no worse than the one before, with
-a lower bound that proves optimality when the two meet.
+This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, exchanges,
+then improvement in turns (`improve.py`), each no worse than the one before, with a lower bound that
+proves optimality when the two meet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflop_jax.schedule import exact, milp
+from dflop_jax.schedule import exact
 from dflop_jax.schedule.bounds import cannot_fit, lower_bound
 from dflop_jax.schedule.greedy import by_size, lpt
-from dflop_jax.schedule.local_search import State, choose_pool, descend, resplit
+from dflop_jax.schedule.improve import Improver
+from dflop_jax.schedule.local_search import State, descend
 from dflop_jax.schedule.problem import ROUNDING, Ints, Problem, make_problem
 
 _UNLIMITED_ROUNDS = 1 << 60
-_MILP_AFTER_S = 0.15  # time that must remain before HiGHS is worth starting
-_MILP_SLICE_S = 0.1  # of one neighbourhood
-_MILP_EVERY = 24  # re-splits by search between two by MILP
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def balance(
         (`grouped_tokens`) are summed over each `bin_group` consecutive bins, as an encoder that
         runs the union of a microbatch's data ranks; a grouped capacity is per group.
       max_rounds: most pairs of bins priced. With it the answer is a pure function of the other
-        arguments (MILP, whose work is bounded by time only, is left out) as long as the time
+        arguments (HiGHS, whose work is bounded by time only, is left out) as long as the time
         limit, then a safety cap, is not reached.
       stop_at: a makespan that is good enough; the search ends there.
 
@@ -111,39 +109,9 @@ def balance(
         better, complete = exact.enumerate_exactly(problem, state.makespan, deadline_s)
         state = state if better is None else State(problem, better)
         bound = state.makespan if complete else bound
-        target = max(bound * (1 + ROUNDING), stop_at)
-    bound = _improve(state, bound, target, deadline_s, rounds, rng, max_rounds is None)
-    return done(state.bins, bound, "feasible")
-
-
-def _improve(
-    state: State,
-    bound: float,
-    target: float,
-    deadline_s: float,
-    rounds: int,
-    rng: np.random.Generator,
-    with_milp: bool,
-) -> float:
-    """Re-split a few bins at a time until the target, the deadline or the rounds; the bound."""
-    everything = np.arange(state.problem.n_bins)
-    tries = 0
-    while state.makespan > target and rounds > 0:
-        left_s = deadline_s - time.perf_counter()
-        if left_s <= 0:
-            break
-        if with_milp and tries % _MILP_EVERY == 0 and left_s > _MILP_AFTER_S:
-            whole = tries == 0  # a small instance may be solved, and proved, as a whole
-            pool = everything if whole else choose_pool(state, rng)
-            result = milp.resolve(state, pool, left_s / 3 if whole else _MILP_SLICE_S)
-            if whole:
-                bound = max(bound, min(result.lower_bound, state.makespan))
-                target = max(target, bound * (1 + ROUNDING))
-        else:
-            rounds = resplit(state, target, deadline_s, rounds, rng)
-        tries += 1
-        rounds = descend(state, target, deadline_s, rounds)
-    return bound
+    improver = Improver(state, bound, stop_at, deadline_s, rounds, rng)
+    improver.run(with_solver=max_rounds is None)
+    return done(improver.state.bins, improver.bound, "feasible")
 
 
 def _pack(
@@ -167,7 +135,7 @@ def _pack(
     )
     state = State(filling, lpt(filling, by_size(fill_RN)))
     rounds = descend(state, 1.0, deadline_s, rounds)
-    while state.makespan > 1 + ROUNDING and rounds > 0 and time.perf_counter() < deadline_s:
-        rounds = resplit(state, 1.0, deadline_s, rounds, rng)
-        rounds = descend(state, 1.0, deadline_s, rounds)
-    return (state.bins if problem.fits(problem.loads(state.bins)) else None), rounds
+    packing = Improver(state, 1.0, 1.0, deadline_s, rounds, rng)
+    packing.run(with_solver=False)
+    bins = packing.state.bins
+    return (bins if problem.fits(problem.loads(bins)) else None), packing.rounds

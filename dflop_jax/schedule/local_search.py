@@ -54,7 +54,7 @@ class State:
 
 
 @lru_cache(maxsize=256)
-def _subsets(m: int, most: int) -> NDArray[np.bool_]:
+def subsets(m: int, most: int) -> NDArray[np.bool_]:
     """[S, m] membership masks of the subsets of m samples up to the largest size that keeps
     S <= most (size 1 in any case), the empty one first."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
@@ -73,7 +73,7 @@ def exchange(state: State, a: int, b: int) -> bool:
     """Make the best exchange between bins a and b if it lowers the larger score of the two."""
     p = state.problem
     in_a, in_b = state.members[a], state.members[b]
-    mask_a, mask_b = _subsets(len(in_a), _MAX_SUBSETS), _subsets(len(in_b), _MAX_SUBSETS)
+    mask_a, mask_b = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
     together = a // p.group == b // p.group
     price: Floats = np.zeros((len(mask_a), len(mask_b)))
     for r, grouped in enumerate(p.grouped_R):

@@ -28,11 +28,12 @@ class Resolve:
     lower_bound: float
 
 
-def resolve(state: State, pool: Ints, time_limit_s: float) -> Resolve:
+def resolve(state: State, pool: Ints, time_limit_s: float) -> Resolve | None:
     """Re-split the samples of the bins in `pool` to lower their largest score, in place.
 
     `lower_bound` bounds the makespan over every split of these samples over these bins (0 if
-    nothing was proved), so with all bins in the pool it bounds the instance.
+    nothing was proved), so with all bins in the pool it bounds the instance. None: the model would
+    be too large.
     """
     before = float(state.score_B[pool].max())
     samples = np.concatenate([state.members[j] for j in pool])
@@ -42,7 +43,7 @@ def resolve(state: State, pool: Ints, time_limit_s: float) -> Resolve:
         state.problem.sizes_RN[:, samples], axis=1, return_inverse=True, return_counts=True
     )
     if len(counts_T) * len(pool) > MAX_VARIABLES:
-        return Resolve(False, 0.0)
+        return None
     solver = _model(state, pool, shapes_RT, counts_T, before)
     solver.setOptionValue("time_limit", time_limit_s)
     solver.run()

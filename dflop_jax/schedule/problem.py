@@ -58,12 +58,14 @@ class Problem:
                 out_RB[r] = np.bincount(where, weights, self.n_bins)
         return out_RB
 
+    def costs(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
+        """(Scaled) cost loads of each bin; `loads_RB` may be those of some `bins` only."""
+        costs_RB = loads_RB[: self.n_costs]
+        return costs_RB if self.scale_RB is None else costs_RB * self.scale_RB[:, bins]
+
     def scores(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
         """Largest (scaled) cost load of each bin; `loads_RB` may be those of some `bins` only."""
-        costs_RB = loads_RB[: self.n_costs]
-        if self.scale_RB is not None:
-            costs_RB = costs_RB * self.scale_RB[:, bins]
-        return costs_RB.max(axis=0, initial=0.0)
+        return self.costs(loads_RB, bins).max(axis=0, initial=0.0)
 
     def makespan(self, bins: Ints) -> float:
         return float(self.scores(self.loads(bins)).max(initial=0.0))

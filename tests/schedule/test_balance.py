@@ -1,7 +1,6 @@
 """`balance` against brute force, LPT, and its own claims (bounds, limits, determinism)."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -300,13 +299,15 @@ def test_milp_keeps_limits():
     assert problem.fits(state.loads_RB)
 
 
-def test_search_with_milp_keeps_every_sample(monkeypatch):
-    """The path taken when seconds remain, with HiGHS called at every turn."""
-    monkeypatch.setattr(sys.modules["dflop_jax.schedule.balance"], "_MILP_EVERY", 1)
-    costs = np.random.default_rng(0).pareto(1.8, (48, 2)) + 0.1
+@pytest.mark.parametrize("whole_tiles", [True, False])
+def test_search_with_solvers_keeps_every_sample(whole_tiles):
+    """The path taken when seconds remain; dives and proofs only where a module has whole costs."""
+    costs = np.random.default_rng(1).pareto(1.8, (48, 2)) + 0.1
+    if whole_tiles:
+        costs[:, 0] = np.ceil(costs[:, 0])
     short = balance(costs, 12, max_rounds=0)
-    got = balance(costs, 12, time_limit_s=0.6)
-    assert got.lower_bound <= got.makespan <= short.makespan
+    got = balance(costs, 12, time_limit_s=0.8)
+    assert short.lower_bound <= got.lower_bound <= got.makespan <= short.makespan
     assert got.makespan == pytest.approx(max(map(max, loads_of(got.bins, costs, 12, 1, ()))))
 
 

@@ -20,14 +20,13 @@ def free_port() -> int:
 
 
 def run_processes(
-    module: str, n: int, devices: int, args: Sequence[str] = (), *, timeout_s: float = 240
+    module: str, n: int, devices: int, args: Sequence[str] = (), *, timeout_s: float = 400
 ) -> list[str]:
     """Output of each of `n` processes `python -m module ARGS`, each with `devices` CPU devices."""
     port = free_port()
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "dflop-tests-xla"),
     }
     started = [
         subprocess.Popen(
@@ -57,11 +56,14 @@ def main() -> None:
 
     import jax
 
+    from dflop_jax.train.prepare import use_cache
+
     module, n, i, port, devices, *args = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
     jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
     jax.distributed.initialize(f"127.0.0.1:{port}", int(n), int(i))
+    use_cache(Path(tempfile.gettempdir()) / "dflop_jax_tests_processes")
     importlib.import_module(module).main(args)
     jax.distributed.shutdown()
 

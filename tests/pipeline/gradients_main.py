@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from dflop_jax.pipeline.executor import Executor
 
@@ -13,22 +14,18 @@ from . import plain
 from .test_gradients import KEY_BIAS, N, model
 
 # (processes, devices of each) -> name -> (vision, llm, options), as in test_gradients: submeshes on
-# processes of their own, both in one process, on the same processes, partly overlapping, and with
-# differing (data, model) on the two sides.
+# processes of their own, on the same processes, partly overlapping, with differing (data, model) on
+# the two sides. Every layout compiles on every process, so they are few.
 LAYOUTS = {
     (2, 4): {
         "a process each, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
-        "one process idle": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
     },
     (2, 1): {
         "1+1": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
         "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {}),
     },
     (4, 1): {
-        "1+3, dp 3": ((0, 1, 1, 1), (1, 1, 3, 1), {}),
-        "all on all, dp 4 and dp 2 x tp 2": ((0, 1, 4, 1), (0, 1, 2, 2), {}),
         "overlapping, dp 3 and stage 2": ((0, 1, 3, 1), (2, 2, 1, 1), {"group_size": 2}),
-        "two llm segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2}),
     },
 }
 
@@ -49,7 +46,7 @@ def check(want, name, vision, llm, options):
     schedule = plain.random_schedule(plan, N, 2, 5, text_only=(0,))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
-    ex.compile()
+    ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))
     ex.calibrate(repeats=1)
     groups = plain.pack(m, plan, schedule, samples)
     count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)

@@ -22,7 +22,7 @@ help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## profile, plan and train both policies on two processes, then compare them
+demo: $(STAMP)  ## profile, plan and train both policies on 8 CPU devices, then compare them
 	@$(BIN)/python experiments/demo.py
 
 test: lint  ## lint, types and every test

@@ -35,10 +35,10 @@ POLICIES = (*BLIND, "dflop", "orch")
 AWAITED = "awaited"
 
 
-def config(name: str, steps: int) -> Config:
+def config(name: str, steps: int, size: str) -> Config:
     policy = name.split()[0]
     return Config(
-        model=ModelConfig(size="tiny"),
+        model=ModelConfig(size=size),
         data=DataConfig(n_samples=4096),
         plan=PlanConfig(policy=policy, max_model=1, max_stage=2, max_microbatches=16),
         train=TrainConfig(steps=steps, global_batch=64),
@@ -50,7 +50,7 @@ def config(name: str, steps: int) -> Config:
 # ---- in each of the two processes ----
 
 
-def measure(steps: int, out: Path) -> None:
+def measure(steps: int, size: str, out: Path) -> None:
     """Train under every policy; process 0 writes what was measured."""
     from dflop_jax.report.run_folder import read_metrics
     from dflop_jax.train import prepare
@@ -70,11 +70,11 @@ def measure(steps: int, out: Path) -> None:
             calibrated[self.config.run_dir] = super()._warm_up(*args)
             return calibrated[self.config.run_dir]
 
-    setup = prepare.set_up(config("dflop", steps))
+    setup = prepare.set_up(config("dflop", steps, size))
     profile = prepare.make_profile(setup, setup.source())
     rows, rates = {}, {"vision": [], "llm": []}
     for name in (*POLICIES, AWAITED):
-        run = config(name, steps)
+        run = config(name, steps, size)
         plan = rows["dflop"]["plan"] if name == AWAITED else choose(name, setup, profile, run)
         Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
         if setup.peers.is_hub:
@@ -153,18 +153,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
     parser.add_argument("--steps", type=int, default=24, help="steps of each run (default 24)")
+    parser.add_argument("--size", default="tiny", help="of the model; nano for a quick look")
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARMUP:
         parser.error(f"--steps must be above {WARMUP}, which only warm up")
     if args.worker:
-        measure(args.steps, args.worker)
+        measure(args.steps, args.size, args.worker)
         return 0
     from dflop_jax.train.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = ["python", __file__, "--steps", str(args.steps), "--worker", str(out)]
+        command = ["python", __file__, "--steps", str(args.steps), "--size", args.size]
+        command += ["--worker", str(out)]
         code = launch(command, 2, devices_per_process=1, pin=True).exit_code
         if code:
             return code

@@ -1,7 +1,8 @@
 """Lower bounds on the makespan, so that a small gap is known to be small and a zero gap is proved.
 
 The LP relaxation of the assignment adds nothing to the averages (x = 1/B is feasible in it and
-costs exactly the largest average), so no LP is solved: what is tighter comes from integrality.
+costs exactly the largest average), so no LP is solved here: what is tighter comes from
+integrality. The LP over whole bins, which takes longer, is in `columns.py`.
 """
 
 from __future__ import annotations

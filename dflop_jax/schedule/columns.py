@@ -25,8 +25,8 @@ from dflop_jax.schedule.patterns import (
 from dflop_jax.schedule.problem import Floats, Ints, Problem
 
 MAX_KINDS = 160  # kinds of samples that an LP of a few milliseconds has rows for
-_MAX_CELLS = 250_000  # of the table that finds the best pattern
-_BOUND_GRID, _DIVE_GRID = 500, 100  # cells of a bin: finer to prove, coarser to search
+_MAX_CELLS = 400_000  # of the table that finds the best pattern
+_DIVE_GRID = 100  # cells of a bin
 _FILLINGS, _KEPT = 128, 40  # random patterns per round of pricing, and how many become columns
 _FEW = 5  # new columns; fewer, and the best pattern is computed
 _SURE = 0.8  # part of a column from which on a dive rounds it up along with others
@@ -129,10 +129,11 @@ def applies(problem: Problem) -> bool:
 
 
 def excludes_below(
-    problem: Problem, makespan: float, deadline_s: float, rng: np.random.Generator
+    problem: Problem, makespan: float, grid: int, deadline_s: float, rng: np.random.Generator
 ) -> bool:
-    """Whether it is proved that no assignment has a makespan below `makespan`."""
-    kinds = kinds_of(problem, makespan, _BOUND_GRID, down=True)
+    """Whether it is proved that no assignment has a makespan below `makespan`; sizes are rounded
+    down to 1 / `grid` of that."""
+    kinds = kinds_of(problem, makespan, grid, down=True)
     if (kinds.cells_RK > kinds.room_R[:, None]).any():
         return True
     if not _small(kinds):

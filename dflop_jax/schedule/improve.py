@@ -20,7 +20,9 @@ _RESPLITS = (8, 24)  # of the first turn, of later ones
 _PATIENCE = 2  # ejections in vain, per bin, that end a pursuit; doubled when every goal was missed
 _CLOSE = 3e-4  # relative distance to the makespan, of bound or missed goal, not worth halving
 _SOLVER_AFTER_S = 0.15  # time that must remain before a solver is worth starting
+_SHARE = 4  # part of the time left that the configuration LP or a MILP of all bins may take
 _MILP_SLICE_S = 0.1  # of one neighbourhood
+_GRID, _FINEST_GRID = 500, 2000  # cells of a bin in proofs
 
 
 class Improver:
@@ -40,7 +42,8 @@ class Improver:
         self.rng = rng
         self._missed = bound  # the highest goal that was missed
         self._patience = _PATIENCE * state.problem.n_bins
-        self._covered = np.inf  # least makespan that the configuration LP is known to allow
+        self._grid = _GRID
+        self._covered = np.inf  # least makespan that the configuration LP allows on that grid
 
     @property
     def target(self) -> float:
@@ -104,7 +107,7 @@ class Improver:
 
     def _solve(self, turn: int) -> None:
         problem = self.state.problem
-        if turn == 0 and self._milp(np.arange(problem.n_bins), self.left_s / 3):
+        if turn == 0 and self._milp(np.arange(problem.n_bins), self.left_s / _SHARE):
             return
         if turn % 3 == 2:
             self._milp(choose_pool(self.state, self.rng), _MILP_SLICE_S)
@@ -112,21 +115,25 @@ class Improver:
             (self._dive if turn % 3 == 0 else self._prove)()
 
     def _prove(self) -> None:
-        """Raise the bound: to the makespan if that is proved, else by bisection."""
-        span = self.state.makespan
-        ask = span if span < self._covered else (self.bound + self._covered) / 2
-        if ask - self.bound < _CLOSE * span:
-            return
-        limit_s = time.perf_counter() + self.left_s / 3
-        if columns.excludes_below(self.state.problem, ask, limit_s, self.rng):
-            self.bound = ask
-            self._missed = max(self._missed, ask)
-        else:
-            self._covered = ask
+        """Raise the bound: to the makespan if that is proved, else by bisection, then with finer
+        cells."""
+        limit_s = time.perf_counter() + self.left_s / _SHARE
+        while time.perf_counter() < limit_s and not self.done:
+            span = self.state.makespan
+            ask = span if span < self._covered else (self.bound + self._covered) / 2
+            if ask - self.bound < _CLOSE * span:
+                if self._grid >= _FINEST_GRID:
+                    return
+                self._grid, self._covered = 2 * self._grid, np.inf
+            elif columns.excludes_below(self.state.problem, ask, self._grid, limit_s, self.rng):
+                self.bound = ask
+                self._missed = max(self._missed, ask)
+            else:
+                self._covered = ask
 
     def _dive(self) -> None:
         goal = self._goal()
-        limit_s = time.perf_counter() + self.left_s / 3
+        limit_s = time.perf_counter() + self.left_s / _SHARE
         bins = columns.dive(self.state.problem, goal, limit_s, self.rng)
         if bins is not None:
             self._pursue(State(self.state.problem, bins), goal)

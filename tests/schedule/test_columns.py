@@ -93,8 +93,8 @@ def test_exclusion_by_hand():
     problem = make_problem([5.0] * 3 + [3.0] * 5, 3)
     rng = np.random.default_rng(0)
     assert lower_bound(problem) == 10
-    assert excludes_below(problem, 11.0, FOREVER, rng)
-    assert not excludes_below(problem, 11.5, FOREVER, rng)
+    assert excludes_below(problem, 11.0, 500, FOREVER, rng)
+    assert not excludes_below(problem, 11.5, 500, FOREVER, rng)
 
 
 def test_exclusion_is_right_and_beats_the_other_bounds():
@@ -107,9 +107,9 @@ def test_exclusion_is_right_and_beats_the_other_bounds():
         best = balance(costs, n_bins, time_limit_s=10.0)
         assert best.status == "optimal"
         assert applies(problem)
-        assert not excludes_below(problem, best.makespan * 1.001, FOREVER, rng)
+        assert not excludes_below(problem, best.makespan * 1.001, 500, FOREVER, rng)
         if lower_bound(problem) < best.makespan * (1 - 1e-6):
-            proofs += excludes_below(problem, best.makespan, FOREVER, rng)
+            proofs += excludes_below(problem, best.makespan, 500, FOREVER, rng)
     assert proofs >= 10
 
 
@@ -136,8 +136,8 @@ def test_out_of_reach_out_of_time_and_unsuitable():
     average = costs.sum(axis=0).max() / 5
     assert dive(problem, 0.9 * average, FOREVER, rng) is None
     assert dive(problem, 1.1 * average, 0.0, rng) is None
-    assert not excludes_below(problem, average, 0.0, rng)
-    assert excludes_below(problem, 0.9 * average, FOREVER, rng)
+    assert not excludes_below(problem, average, 500, 0.0, rng)
+    assert excludes_below(problem, 0.9 * average, 500, FOREVER, rng)
     assert not applies(make_problem(rng.lognormal(0, 1, (40, 2)), 5))
     assert not applies(make_problem(costs, 4, bin_group=2, grouped=(0,)))
     assert not applies(make_problem(np.zeros((0, 2)), 3))

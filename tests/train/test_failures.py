@@ -120,7 +120,7 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(jobs, whole, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [1])
 def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
     run_dir = tmp_path / "run"
     more = ("--distributed.peer_timeout_s", str(PEER_TIMEOUT_S), "--train.steps", "100000")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
+import random
 import selectors
 import socket
 import time
@@ -22,6 +23,7 @@ from typing import Any
 ANSWER_S = 10.0  # longest wait for process 0's first answer to a connection
 LINE_BYTES = 4096  # no line said here is longer
 RETRY_S = 0.2
+LISTEN_PORTS = range(20_000, 32_000)  # below those of outgoing connections on Linux and macOS
 LOOPBACK = "127.0.0.1"
 
 
@@ -93,10 +95,19 @@ def meet(at: Address, index: int, number: int, versions: str, timeout_s: float) 
 
 
 def free_port() -> int:
-    """A port of this host that nothing uses now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+    """A port of this host that nothing uses now.
+
+    Not one that the system gives to outgoing connections: one of those could take it before we
+    listen, even a connection to that very port, which then reaches itself.
+    """
+    for port in random.SystemRandom().sample(LISTEN_PORTS, 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ValueError(f"no free port found from {LISTEN_PORTS[0]} to {LISTEN_PORTS[-1]}")
 
 
 # ---- process 0 ----

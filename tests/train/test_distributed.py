@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_jax_in_use_is_said_before_anything_waits():
 
 
 JOIN = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
+faulthandler.enable()
 import jax
 jax.config.update("jax_platforms", "cpu")
 from dflop_jax.config import DistributedConfig
@@ -215,6 +217,16 @@ def start(tmp_path: Path, *args: str, **named) -> subprocess.Popen[str]:
     )
 
 
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it wrote; one that hangs says where."""
+    try:
+        return process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
+        raise AssertionError(f"hung: {out}{err}") from None
+
+
 def test_two_processes_meet_compute_and_leave(tmp_path):
     launch_two = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--", "python"]
     process = start(tmp_path, *launch_two, "leave")
@@ -257,7 +269,7 @@ def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
         )
         for i in range(2)
     ]
-    ends = [p.communicate(timeout=120) for p in pair]
+    ends = [end(p) for p in pair]
     assert pair[gone].returncode == -9, ends[gone]
     out, err = ends[1 - gone]
     assert pair[1 - gone].returncode == 4, err

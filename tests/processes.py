@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflop_jax.train.rendezvous import LOOPBACK, free_port
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_processes(
@@ -54,18 +49,16 @@ def main() -> None:
     """Child: join the job, then run the module's `main(args)`."""
     import importlib
 
-    import jax
-
+    from dflop_jax import DistributedConfig
+    from dflop_jax.train.distributed import initialise, shutdown
     from dflop_jax.train.prepare import use_cache
 
     module, n, i, port, devices, *args = sys.argv[1:]
-    jax.config.update("jax_num_cpu_devices", int(devices))
-    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
-    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(n), int(i))
+    where = DistributedConfig(f"{LOOPBACK}:{port}", int(n), int(i))
+    initialise(where, plan_devices=int(n) * int(devices))
     use_cache(Path(tempfile.gettempdir()) / "dflop_jax_tests_processes")
     importlib.import_module(module).main(args)
-    jax.distributed.shutdown()
+    assert shutdown()
 
 
 if __name__ == "__main__":

@@ -92,10 +92,11 @@ def pack_group(
     for m, microbatch in enumerate(group):
         slots = tile_slots(microbatch, bucket, shapes, vision_ranks, spread)
         for i, slot in slots.items():
-            for at, rank, tile in zip(slot, slot // max(bucket.tiles, 1), _tiles(samples, i)):
-                if rank in ranks.vision:
-                    pixels[m, at] = tile
-                    used_tiles += rank in ranks.counts_vision
+            tiles = _tiles(samples, i)
+            filled = slot[: len(tiles)]  # a sample that was replaced may have fewer
+            here = _in_ranks(filled, bucket, ranks.vision)
+            pixels[m, filled[here]] = tiles[here]
+            used_tiles += int(_in_ranks(filled[here], bucket, ranks.counts_vision).sum())
         assert len(microbatch.rows) <= llm_ranks, (len(microbatch.rows), llm_ranks)
         for rank in sorted(r for r in ranks.llm if r < len(microbatch.rows)):
             rank_rows = microbatch.rows[rank]
@@ -120,7 +121,12 @@ def pack_group(
 def _tiles(samples: Samples, i: int) -> np.ndarray:
     """Tiles of a sample, none of one that this process does not hold."""
     held = i in samples if isinstance(samples, Mapping) else True
-    return samples[i].tiles if held else np.zeros(0, np.uint8)
+    return samples[i].tiles if held else np.zeros((0, 1, 1, 3), np.uint8)
+
+
+def _in_ranks(slots: np.ndarray, bucket: Bucket, ranks: Collection[int]) -> np.ndarray:
+    """Whether each slot belongs to one of the vision ranks."""
+    return np.isin(slots // max(bucket.tiles, 1), list(ranks))
 
 
 def own_samples(
@@ -139,9 +145,7 @@ def own_samples(
             own |= {i for r, rows in enumerate(microbatch.rows) if r in ranks.llm
                     for row in rows for i in row}  # fmt: skip
             slots = tile_slots(microbatch, bucket, shapes, vision_ranks, spread)
-            for i, slot in slots.items():
-                if any(r in ranks.vision for r in set((slot // max(bucket.tiles, 1)).tolist())):
-                    own.add(i)
+            own |= {i for i, at in slots.items() if _in_ranks(at, bucket, ranks.vision).any()}
     return sorted(own)
 
 

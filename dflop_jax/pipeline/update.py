@@ -31,6 +31,11 @@ def _spread(mesh: jax.sharding.Mesh, leaf: jax.ShapeDtypeStruct, spec: P) -> Nam
     return NamedSharding(mesh, P(*axes))
 
 
+def in_layers(params: Tree) -> Tree:
+    """For each leaf of a tree by parts whether it belongs to the stacked layers."""
+    return {p: jax.tree.map(lambda _, p=p: p == "layers", tree) for p, tree in params.items()}
+
+
 class SegmentUpdate:
     """Reduce and update programs of one segment's trainable parameters."""
 
@@ -60,14 +65,11 @@ class SegmentUpdate:
 
     def layered(self) -> Tree:
         """For each leaf of the state whether it belongs to the stacked layers."""
-        parts = {
-            p: jax.tree.map(lambda _, p=p: p == "layers", tree) for p, tree in self._params.items()
-        }
         return optax.tree_utils.tree_map_params(
             self.tx,
             lambda _, layered: layered,
             self.state_structs,
-            parts,
+            in_layers(self._params),
             transform_non_params=lambda _: False,
         )
 

@@ -63,6 +63,14 @@ def _module_segments(
     )
 
 
+def _encoder_segments(
+    n_layers: Mapping[str, int], mesh: tuple[int, int, int]
+) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
+    """The encoder on the first devices; nothing for a model without."""
+    encoder = next((m for m in n_layers if m != "llm"), None)
+    return _module_segments(encoder, n_layers[encoder], 0, mesh, 1) if encoder else ((), ())
+
+
 def separate(
     n_devices: int,
     n_layers: Mapping[str, int],
@@ -76,16 +84,11 @@ def separate(
     An LLM pipeline of depth s comes as one segment with stage=s and, unless head and embedding are
     tied, as s segments. A model without encoder gets all devices for the LLM.
     """
-    encoders = [m for m in n_layers if m != "llm"]
-    for for_vision in range(1, n_devices) if encoders else (0,):
+    has_encoder = len(n_layers) > 1
+    for for_vision in range(1, n_devices) if has_encoder else (0,):
         for_llm = n_devices - for_vision
-        vision_meshes: list[tuple[int, int, int] | None] = [
-            (1, for_vision // tp, tp) for tp in factors(for_vision, max_model)
-        ]
-        for vision in vision_meshes if encoders else [None]:
-            low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
-            if vision is not None:
-                low = _module_segments(encoders[0], n_layers[encoders[0]], 0, vision, 1)
+        for vision_tp in factors(for_vision, max_model) if has_encoder else [1]:
+            low = _encoder_segments(n_layers, (1, for_vision // vision_tp, vision_tp))
             for stages in factors(for_llm, max_stage):
                 for tp in factors(for_llm // stages, max_model):
                     data = for_llm // stages // tp
@@ -113,12 +116,8 @@ def shared(
 
     The encoder's tiles and the LLM's rows are balanced over the ranks separately.
     """
-    encoders = [m for m in n_layers if m != "llm"]
-    for vision_tp in factors(n_devices, max_model) if encoders else [1]:
-        low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
-        if encoders:
-            mesh = (1, n_devices // vision_tp, vision_tp)
-            low = _module_segments(encoders[0], n_layers[encoders[0]], 0, mesh, 1)
+    for vision_tp in factors(n_devices, max_model) if len(n_layers) > 1 else [1]:
+        low = _encoder_segments(n_layers, (1, n_devices // vision_tp, vision_tp))
         for stages in factors(n_devices, max_stage):
             if n_layers["llm"] % stages:
                 continue
@@ -148,9 +147,7 @@ def uniform(
             continue
         for tp in factors(n_devices // stages, max_model):
             mesh = (1, n_devices // stages // tp, tp)
-            low: tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]] = ((), ())
-            if encoders:
-                low = _module_segments(encoders[0], n_layers[encoders[0]], 0, mesh, 1)
+            low = _encoder_segments(n_layers, mesh)
             first = n_devices // stages if encoders and stages > 1 else 0
             high = _module_segments("llm", n_layers["llm"], first, mesh, llm_stages)
             yield Placement(low[0] + high[0], low[1] + high[1], 1)

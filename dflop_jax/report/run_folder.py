@@ -29,7 +29,7 @@ class RunFolder:
 
     Args:
       path: the folder, made with its parents.
-      existing: what to do with another run's metrics there: "error", "overwrite" (its outputs are
+      existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
         and checkpoints are removed) or "resume" (they stay; call `restart`).
 
     Raises:

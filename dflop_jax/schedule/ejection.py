@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from dflop_jax.schedule.local_search import State, subsets
 from dflop_jax.schedule.problem import ROUNDING, Floats, Ints
 
-_SUBSETS = (
-    40  # of one bin that may leave it; drawn anew with the bin's samples where there are more
-)
+# Of one bin that may leave it; drawn anew with the bin's samples where there are more.
+_SUBSETS = 40
 _DRAWN_FROM = 400
 _PARTNERS = 24  # bins that a repair looks at together, the roomiest first
 _OVERFULL = 3  # bins that a repair tries to relieve

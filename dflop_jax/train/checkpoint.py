@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.update import in_layers
 from dflop_jax.train.peers import Peers, RunFailed
 from dflop_jax.train.store import (
     ArraySpec,
@@ -79,12 +80,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
         s = segment.plan
         n = segment.module.n_layers
         structs = {"params": segment.placed_structs()}
-        layered = {
-            "params": {
-                part: jax.tree.map(lambda _, part=part: part == "layers", tree)
-                for part, tree in structs["params"].items()
-            }
-        }
+        layered = {"params": in_layers(structs["params"])}
         if name in ex.trainable:
             update = ex.programs.updates[name]
             structs["opt_state"] = update.state_structs
@@ -252,12 +248,8 @@ class Checkpointer:
                 trees[segment] = jax.tree.unflatten(jax.tree.structure(trees[segment]), leaves)
         except CorruptCheckpoint as e:
             trouble = str(e)
-        key = f"restored/{reader.step}"
-        every = self._peers.gather(key, trouble.encode())
-        worst = next((t for t in every if t), b"")
-        worst = self._peers.share(f"{key}/all", worst)
-        if worst:
-            raise CorruptCheckpoint(worst.decode())
+        if worst := self._peers.first_text(f"restored/{reader.step}", trouble):
+            raise CorruptCheckpoint(worst)
 
     def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
         found: dict[tuple[str, str], list[StateArray]] = {}

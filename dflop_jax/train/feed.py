@@ -15,6 +15,7 @@ from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.step import GroupArrays
 from dflop_jax.records import Plan, SampleShape, Schedule
+from dflop_jax.schedule.online import capacity_of
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.peers import Peers, RunFailed
 
@@ -55,10 +56,6 @@ def own_ranks(programs: Programs) -> Ranks:
     return Ranks(held["vision"], held["llm"], counted["vision"], counted["llm"])
 
 
-def vision_ranks(plan: Plan) -> int:
-    return plan.data_ranks("vision") if "vision" in plan.modules else 0
-
-
 @dataclass(frozen=True)
 class Packer:
     """Packs this process's part of scheduled batches."""
@@ -70,10 +67,8 @@ class Packer:
 
     def own(self, schedule: Schedule, shapes: Sequence[SampleShape]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
-        spread = self.plan.grouping == "balanced"
-        return own_samples(
-            schedule, self.plan.buckets, shapes, vision_ranks(self.plan), spread, self.ranks
-        )
+        spread, vision = self.plan.grouping == "balanced", capacity_of(self.plan).vision_ranks
+        return own_samples(schedule, self.plan.buckets, shapes, vision, spread, self.ranks)
 
     def pack(
         self,
@@ -89,7 +84,8 @@ class Packer:
         Raises:
           RunFailed: the processes hold different schedules.
         """
-        plan, vision, llm = self.plan, vision_ranks(self.plan), self.plan.data_ranks("llm")
+        plan, room = self.plan, capacity_of(self.plan)
+        vision, llm = room.vision_ranks, room.llm_ranks
         packed: list[tuple[int, PackedGroup]] = []
         capacity = {"vision": 0, "llm": 0}
         for group in schedule.groups:
@@ -179,18 +175,20 @@ def feed(
 ) -> Generator[tuple[Batch, float], None, None]:
     """(batch, seconds that training waited for its schedule) of each of the steps."""
     bad_before = 0
-    scheduled: dict[int, tuple[Schedule, float]] = {}
+    scheduled: dict[int, tuple[Schedule, float, list[SampleShape]]] = {}
 
     def select(step: int) -> list[int]:
-        scheduled[step] = schedules.get(step)
-        return packer.own(scheduled[step][0], loader.shapes(step))
+        schedule, wait_s = schedules.get(step)
+        shapes = loader.shapes(step)
+        scheduled[step] = schedule, wait_s, shapes
+        return packer.own(schedule, shapes)
 
     def prepare(step: int, samples: dict[int, Sample]) -> tuple[Batch, float]:
         nonlocal bad_before
-        schedule, wait_s = scheduled.pop(step)
+        schedule, wait_s, shapes = scheduled.pop(step)
         bad, bad_before = loader.bad - bad_before, loader.bad
         key = f"{_FEED}batch/{step}"
-        batch = packer.pack(schedule, loader.shapes(step), samples, key=key, n_bad=bad)
+        batch = packer.pack(schedule, shapes, samples, key=key, n_bad=bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)

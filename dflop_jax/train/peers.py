@@ -132,6 +132,12 @@ class Peers:
         total = [sum(column) for column in zip(*rows, strict=True)]
         return msgspec.json.decode(self.share(key, msgspec.json.encode(total)), type=list[float])
 
+    def first_text(self, key: str, text: str) -> str:
+        """The first process's text that is not empty, on every process; "" when all are."""
+        found = self.gather(key, text.encode())
+        first = next((t for t in found if t), b"")
+        return self.share(f"{key}/first", first).decode()
+
     def barrier(self, key: str) -> None:
         """Wait until every process is here."""
         self.sums(key, ())

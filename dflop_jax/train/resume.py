@@ -76,9 +76,7 @@ def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Res
 
 def any_trouble(peers: Peers, key: str, trouble: str) -> bool:
     """Whether any process has trouble; process 0 logs the first."""
-    found = [t.decode() for t in peers.gather(key, trouble.encode())]
-    worst = next((t for t in found if t), "")
-    worst = peers.share(f"{key}/all", worst.encode()).decode()
+    worst = peers.first_text(key, trouble)
     if worst and peers.is_hub:
         log.warning("%s", worst)
     return bool(worst)

@@ -36,7 +36,7 @@ AWAITED = "awaited"
 
 
 def config(name: str, steps: int, size: str) -> Config:
-    policy = name.split()[0]
+    policy = "dflop" if name == AWAITED else name.split()[0]
     return Config(
         model=ModelConfig(size=size),
         data=DataConfig(n_samples=4096),

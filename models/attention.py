@@ -6,10 +6,15 @@ kv head, H head dim.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+
+_BLOCK = 128  # queries; fewer would not keep a core busy
+_MOST_BLOCKS = 4  # each is compiled on its own
 
 
 def attention(
@@ -33,21 +38,90 @@ def attention(
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
-    scores_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
-    )
-    mask_BTS = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
-    if causal:
-        past_BTS = jnp.tri(T, dtype=bool)[None]
-        mask_BTS = past_BTS if mask_BTS is None else mask_BTS & past_BTS
-    if mask_BTS is not None:
-        lowest = jnp.finfo(jnp.float32).min
-        scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, lowest)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    if causal and T > _BLOCK:
+        out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)
+    else:
+        scores_BKGTS = _scores(q_BTKGH, k_BSKH, _mask(segment_ids, 0, T, causal))
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+        out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
 
 
 def attention_flops(items: int, tokens: int, heads: int, head_dim: int) -> float:
     """FLOPs of the two products; masked entries are computed too, so causal costs the same."""
     return 4.0 * items * tokens**2 * heads * head_dim
+
+
+def _mask(segment_ids: Array | None, start: int, stop: int, causal: bool) -> Array | None:
+    """[B or 1, T, S]: which keys the queries start..stop see (of the first `stop` if causal)."""
+    mask = None
+    if segment_ids is not None:
+        seen = segment_ids[:, :stop] if causal else segment_ids
+        mask = segment_ids[:, start:stop, None] == seen[:, None]
+    if causal:
+        past = jnp.tri(stop - start, stop, start, dtype=bool)[None]
+        mask = past if mask is None else mask & past
+    return mask
+
+
+def _scores(q_BTKGH: Array, k_BSKH: Array, mask_BTS: Array | None) -> Array:
+    scores_BKGTS = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
+    if mask_BTS is None:
+        return scores_BKGTS
+    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
+
+
+# ---- causal attention over long rows: blocks of queries, weights recomputed in backward ----
+
+
+def _spans(tokens: int) -> list[tuple[int, int]]:
+    step = max(_BLOCK, -(-tokens // _MOST_BLOCKS))
+    return [(lo, min(lo + step, tokens)) for lo in range(0, tokens, step)]
+
+
+@jax.custom_vjp
+def _blocked(q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None) -> Array:
+    """Each block of queries sees the keys up to its own end only; what is kept for backward is the
+    output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that XLA compiles)."""
+    return _blocked_forward(q_BTKGH, k_BSKH, v_BSKH, segment_ids)[0]
+
+
+def _blocked_forward(
+    q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
+) -> tuple[Array, tuple[Array | None, ...]]:
+    outs, sums = [], []
+    for lo, hi in _spans(q_BTKGH.shape[1]):
+        mask = _mask(segment_ids, lo, hi, causal=True)
+        scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, :hi], mask)
+        log_sum = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKH.dtype)
+        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, :hi]))
+        sums.append(log_sum)
+    out = jnp.concatenate(outs, axis=1)
+    return out, (q_BTKGH, k_BSKH, v_BSKH, segment_ids, out, jnp.concatenate(sums, axis=-1))
+
+
+def _blocked_backward(
+    saved: tuple[Array, Array, Array, Array | None, Array, Array], dout: Array
+) -> tuple[Array, Array, Array, None]:
+    q, k, v, segment_ids, out, log_sum = saved
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    own_BKGT = product("BTKGH,BTKGH->BKGT", dout, out)
+    dq, dk, dv = [], 0.0, 0.0
+    for lo, hi in _spans(q.shape[1]):
+        q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, :hi], v[:, :hi]
+        scores = _scores(q_t, k_s, _mask(segment_ids, lo, hi, causal=True))
+        weights = jnp.exp(scores - log_sum[..., lo:hi, None])
+        dweights = product("BTKGH,BSKH->BKGTS", dout_t, v_s)
+        dscores = (weights * (dweights - own_BKGT[..., lo:hi, None])).astype(q.dtype)
+        dq.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
+        rest = ((0, 0), (0, k.shape[1] - hi), (0, 0), (0, 0))  # keys that this block does not see
+        dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), rest)
+        dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), rest)
+    dq = jnp.concatenate(dq, axis=1)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)

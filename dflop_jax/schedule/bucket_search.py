@@ -2,8 +2,9 @@
 
 Starts are chains: one main size and a few smaller ones, tiles and tokens in the data's own ratio.
 Sizes within a factor of two keep the pipeline steady, and small ones top up the last microbatches.
-The best start is refined by scaling one capacity at a time. Work is counted in batches scheduled,
-so the answer does not depend on the clock.
+Where attention over a long row of several samples is dear, chains of several short rows are tried
+too. The best start is refined by scaling one capacity at a time, or by cutting its rows anew. Work
+is counted in batches scheduled, so the answer does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ Buckets = tuple[Bucket, ...]
 _TOPS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
 _BEND = 1.3  # sizes of a chain are denser near the main one
 _STEPS = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity
+_ROWS = (1, 2, 4, 8)  # of a chain's buckets
+_CHEAPER = 0.97  # than with fewer rows, or a chain of so many is not worth trying
 _WORSE = 1.01  # a set that is this much behind after some batches is given up
 
 
@@ -45,22 +48,32 @@ class Sizes:
     least_tiles: int
     most_tokens: int | None
     most_tiles: int | None
+    mean_tokens: float
 
-    def bucket(self, tiles: float, tokens: float, holds_all: bool = False) -> Bucket:
-        """The bucket of about these capacities; `holds_all` makes it hold the largest sample."""
+    def bucket(self, tiles: float, tokens: float, rows: int = 1, holds_all: bool = False) -> Bucket:
+        """The bucket of about these capacities, its tokens in about so many equal rows; `holds_all`
+        makes it hold the largest sample."""
         t = int(np.ceil(tiles - 1e-9)) if self.least_tiles else 0
-        k = self.multiple * max(1, int(np.ceil(tokens / self.multiple - 1e-9)))
+        if self.most_tokens is not None:
+            tokens = min(tokens, self.most_tokens)
         if holds_all:
-            t, k = max(t, self.least_tiles), max(k, self.least_tokens)
+            t, rows = max(t, self.least_tiles), min(rows, max(1, round(tokens / self.least_tokens)))
+        k = self.multiple * max(1, int(np.ceil(tokens / rows / self.multiple - 1e-9)))
+        if holds_all:
+            k = max(k, self.least_tokens)
         if self.most_tokens is not None:
             k = min(k, self.most_tokens)
+            rows = min(rows, self.most_tokens // k)
         if self.most_tiles is not None:
             t = min(t, self.most_tiles)
-        return Bucket(max(t, 0), k)
+        return Bucket(max(t, 0), k, rows)
 
 
-def chains(sizes: Sizes, n_buckets: int, max_microbatches: int) -> list[Buckets]:
-    """Starts of at most K sizes below each of a few main sizes, the most promising first."""
+def chains(
+    sizes: Sizes, n_buckets: int, max_microbatches: int, seconds: SecondsOf
+) -> list[Buckets]:
+    """Starts of at most K sizes below each of a few main sizes, the most promising first: each
+    with one row and with as many as make the LLM's share cheaper."""
     finest = min(
         float(max_microbatches),
         1.2 * sizes.batch_tokens / sizes.least_tokens,
@@ -71,11 +84,20 @@ def chains(sizes: Sizes, n_buckets: int, max_microbatches: int) -> list[Buckets]
     for top, depth in product(_TOPS, _DEPTHS):
         cut = max(1.0, finest * top)
         tiles, tokens = sizes.batch_tiles / cut, sizes.batch_tokens / cut
-        chain = [
-            sizes.bucket(share * tiles, share * tokens, holds_all=n == 0)
-            for n, share in enumerate((1 - depth * below_K).tolist())
-        ]
-        found[tuple(dict.fromkeys(chain))] = None
+        least_s = np.inf
+        for rows in _ROWS:
+            if rows > 1 and tokens / rows < sizes.mean_tokens:
+                break
+            whole = sizes.bucket(tiles, tokens, rows)
+            price_s = seconds(whole)[-1] / (whole.rows * whole.tokens)
+            if price_s > least_s * _CHEAPER:
+                break
+            least_s = price_s
+            chain = [
+                sizes.bucket(share * tiles, share * tokens, rows, holds_all=n == 0)
+                for n, share in enumerate((1 - depth * below_K).tolist())
+            ]
+            found[tuple(dict.fromkeys(chain))] = None
     return list(found)
 
 
@@ -151,9 +173,12 @@ def best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fina
 def refine(
     best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Sequence[SampleShape]
 ) -> Buckets:
-    """Scale tiles, tokens or both of one bucket while that makes the batches faster."""
+    """Scale tiles, tokens or both of one bucket, or cut its tokens into more or fewer rows, while
+    that makes the batches faster."""
     moves = list(product(_STEPS, range(len(best)), ("both", "tokens", "tiles")))
     moves += [(0.0, i, "tiles") for i in range(len(best))]  # a bucket for text only
+    if any(b.rows > 1 for b in best):
+        moves += list(product((2.0, 0.5), range(len(best)), ("rows",)))
     untried = len(moves)
     while untried > 0 and not evaluator.spent:
         f, i, what = moves.pop(0)
@@ -168,15 +193,17 @@ def refine(
 
 
 def _scaled(bucket: Bucket, factor: float, what: str, sizes: Sizes) -> Bucket:
-    """The bucket with one or both capacities scaled, by at least one unit."""
-    tiles, tokens = float(bucket.tiles), float(bucket.tokens)
+    """The bucket with one or both capacities scaled, by at least one unit, or its rows cut anew."""
+    tiles, tokens, rows = float(bucket.tiles), float(bucket.tokens), bucket.rows
     step = 1 if factor > 1 else -1
+    if what == "rows":
+        return sizes.bucket(tiles, tokens * rows, max(1, int(rows * factor)))
     if what != "tokens" and tiles:
         tiles = max(0.0, float(_further(round(tiles * factor), bucket.tiles, step)))
     if what != "tiles":
         at = bucket.tokens // sizes.multiple
         tokens = sizes.multiple * max(1, _further(round(at * factor), at, step))
-    return sizes.bucket(tiles, tokens)
+    return sizes.bucket(tiles, tokens * rows, rows)
 
 
 def _further(value: int, than: int, step: int) -> int:

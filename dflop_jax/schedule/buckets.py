@@ -43,8 +43,8 @@ class _Effort:
 
 
 _EFFORTS = {
-    "quick": _Effort(4, first=4, finalists=1, batches=4, budget=16, rounds=300, milp_nodes=0),
-    "full": _Effort(8, first=3, finalists=3, batches=12, budget=220, rounds=1000, milp_nodes=1),
+    "quick": _Effort(6, first=4, finalists=1, batches=4, budget=24, rounds=300, milp_nodes=0),
+    "full": _Effort(12, first=3, finalists=3, batches=12, budget=280, rounds=1000, milp_nodes=1),
 }
 
 
@@ -78,7 +78,7 @@ def choose_buckets(
     seed: int = 0,
     time_limit_s: float = 60.0,
 ) -> BucketChoice:
-    """At most `n_buckets` (tiles, tokens) capacities that minimise expected padded time.
+    """At most `n_buckets` (tiles, rows of tokens) capacities that minimise expected padded time.
 
     Args:
       shapes: of the training data (a DataProfile's).
@@ -122,7 +122,7 @@ def choose_buckets(
         budget=round(work.budget * max(0.3, share)),
         deadline_s=deadline_s,
     )
-    starts = chains(sizes, n_buckets, max_microbatches)[: work.starts]
+    starts = chains(sizes, n_buckets, max_microbatches, seconds)[: work.starts]
     if work.milp_nodes:
         chosen = solve_choice(
             _candidates(sizes, capacity, max_microbatches, shapes),
@@ -195,6 +195,7 @@ def _sizes(
         least_tiles=least_tiles,
         most_tokens=most_tokens,
         most_tiles=max_tiles,
+        mean_tokens=sum(s.llm_tokens for s in shapes) / len(shapes),
     )
 
 

@@ -70,8 +70,8 @@ def as_group(
     own_rank: bool = False,
 ) -> tuple[int, Packed] | None:
     """A group of these microbatches, padded with empty ones to the group size, and its cheapest
-    bucket; None if no bucket holds them. With `own_rank` the tiles of an LLM rank's samples must
-    fit the vision rank of the same index."""
+    bucket of as many rows; None if no bucket holds them. With `own_rank` the tiles of an LLM
+    rank's samples must fit the vision rank of the same index."""
     width = len(microbatches[0])
     tiles_room = 1 if own_rank else capacity.vision_ranks
     per = width // capacity.llm_ranks if own_rank else width
@@ -84,7 +84,8 @@ def as_group(
     able = [
         b
         for b, bucket in enumerate(buckets)
-        if tokens <= bucket.tokens
+        if rows_per_microbatch(bucket, capacity) == width
+        and tokens <= bucket.tokens
         and (capacity.vision_ranks == 0 or tiles <= bucket.tiles * tiles_room)
     ]
     if not able:

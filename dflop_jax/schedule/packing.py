@@ -17,7 +17,7 @@ from dflop_jax.schedule.greedy import by_size, lpt
 from dflop_jax.schedule.local_search import State, descend, resplit
 from dflop_jax.schedule.problem import ROUNDING, Floats, Ints, Problem
 
-_NO_ROOM = 1e-6  # stands for a capacity of 0 tiles, so that fills stay finite
+_NO_ROOM = 1e-6  # stands for a capacity of 0, so that fills stay finite
 _EVEN_ROUNDS = 64  # pairs priced to even out the fill once everything fits
 
 Packed = list[list[list[int]]]  # [microbatch][row] -> sample indices
@@ -38,9 +38,10 @@ def pack(
 ) -> tuple[Packed | None, int]:
     """(rows of each microbatch, or None if no packing was found; rounds left over).
 
-    `buckets` has one entry per microbatch; all have the same number of rows.
+    `buckets` has one entry per microbatch.
     """
-    width = rows_per_microbatch(buckets[0], capacity)
+    widths = [rows_per_microbatch(b, capacity) for b in buckets]
+    width = max(widths)  # microbatches of fewer rows get rows without room
     problem = _fill_problem(shapes, buckets, capacity, width)
     state = State(problem, lpt(problem, by_size(problem.sizes_RN * _mean_scale(problem))))
     target = 1 + ROUNDING
@@ -53,7 +54,7 @@ def pack(
         return None, rounds
     descend(state, 0.0, deadline_s, _EVEN_ROUNDS)
     rows = [sorted(held.tolist()) for held in state.members]
-    return [rows[i : i + width] for i in range(0, len(rows), width)], rounds
+    return [rows[m * width : m * width + n] for m, n in enumerate(widths)], rounds
 
 
 def _fill_problem(
@@ -63,7 +64,9 @@ def _fill_problem(
     tiles = np.array([s.tiles for s in shapes], float)
     if capacity.vision_ranks == 0:
         tiles[:] = 0
-    row_room = np.repeat([float(b.tokens) for b in buckets], width)
+    row_room = np.concatenate(
+        [np.arange(width) < rows_per_microbatch(b, capacity) for b in buckets]
+    ) * np.repeat([float(b.tokens) for b in buckets], width)
     tile_room = np.repeat([float(b.tiles * capacity.vision_ranks) for b in buckets], width)
     return Problem(
         sizes_RN=np.stack([tokens, tiles]),

@@ -34,7 +34,7 @@ def make_qkv(items, tokens, heads, kv_heads, head_dim=4, seed=0):
     return [rng.normal(size=(items, tokens, n, head_dim)).astype(np.float32) for n in counts]
 
 
-@pytest.mark.parametrize("items, tokens", [(0, 3), (1, 1), (2, 9), (1, 16)])
+@pytest.mark.parametrize("items, tokens", [(0, 3), (1, 1), (2, 9), (1, 16), (2, 129), (1, 700)])
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (6, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_matches_samples_run_alone(items, tokens, heads, kv_heads, causal):
@@ -68,6 +68,52 @@ def test_changing_one_sample_leaves_the_others_bit_identical(dtype, causal):
         move = np.asarray(segments[0] == changed)
         b = [np.where(move[None, :, None, None], y, x) for x, y in zip(a, other)]
         for x, y in zip(before, jax.device_get(value_and_grads(b)), strict=True):
+            np.testing.assert_array_equal(x[0, ~move], y[0, ~move])
+            assert not np.array_equal(x[0, move], y[0, move])
+
+
+def plain(q, k, v, segments):
+    """Causal attention with all weights at once, for jax to differentiate."""
+    group, tokens = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    mask = jnp.tri(tokens, dtype=bool)[None] & (segments[:, :, None] == segments[:, None])
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+@pytest.mark.parametrize("items, tokens", [(0, 200), (2, 128), (2, 129), (1, 700)])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 2)])
+def test_gradients_of_long_rows(items, tokens, heads, kv_heads):
+    qkv = make_qkv(items, tokens, heads, kv_heads, head_dim=8)
+    segments, _ = packed_segments(items, tokens, np.random.default_rng(3))
+    wave = np.sin(np.arange(items * tokens * heads * 8)).reshape(items, tokens, heads, 8)
+
+    def loss(function):
+        return lambda *qkv: (function(*qkv) * wave).sum()
+
+    own = jax.grad(loss(lambda q, k, v: attention(q, k, v, segments, causal=True)), (0, 1, 2))
+    for found, expected in zip(
+        jax.jit(own)(*qkv),
+        jax.grad(loss(lambda q, k, v: plain(q, k, v, segments)), (0, 1, 2))(*qkv),
+    ):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_long_rows_keep_samples_apart_to_the_bit():
+    segments = jnp.repeat(jnp.array([[1, 2, 3, 0]], jnp.int32), 75, axis=1)
+
+    @jax.jit
+    def value_and_grads(q, k, v):
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, segments, causal=True), q, k, v)
+        return [out, *pull(jnp.sin(out))]
+
+    a, other = make_qkv(1, 300, 4, 2, seed=0), make_qkv(1, 300, 4, 2, seed=1)
+    before = jax.device_get(value_and_grads(*a))
+    for changed in range(4):
+        move = np.asarray(segments[0] == changed)
+        b = [np.where(move[None, :, None, None], 50 * y, x) for x, y in zip(a, other)]
+        for x, y in zip(before, jax.device_get(value_and_grads(*b)), strict=True):
             np.testing.assert_array_equal(x[0, ~move], y[0, ~move])
             assert not np.array_equal(x[0, move], y[0, move])
 

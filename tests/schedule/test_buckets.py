@@ -16,7 +16,12 @@ from tests.schedule.conftest import make_batch
 
 
 def linear_seconds(bucket):
-    return (0.01 * bucket.tiles, 0.002 * bucket.tokens + 0.02)
+    return (0.01 * bucket.tiles, 0.002 * bucket.tokens * bucket.rows + 0.02)
+
+
+def quadratic_seconds(bucket):
+    """Attention over a row is dear."""
+    return (0.01 * bucket.tiles, 1e-5 * bucket.rows * bucket.tokens**2 + 0.01)
 
 
 def exhaustive_objective(candidates, batches, capacity, k, seconds, must_hold):
@@ -169,17 +174,36 @@ def test_an_unknown_effort_is_refused(shapes):
 
 @pytest.mark.parametrize("most_tiles, most_tokens", [(None, None), (12, 256)])
 def test_chains_keep_to_the_limits(most_tiles, most_tokens):
-    sizes = Sizes(64, 4000.0, 130.0, 256, 12, most_tokens, most_tiles)
-    starts = chains(sizes, 4, 8)
+    sizes = Sizes(64, 4000.0, 130.0, 256, 12, most_tokens, most_tiles, mean_tokens=60.0)
+    starts = chains(sizes, 4, 8, quadratic_seconds)
     assert len(set(starts)) == len(starts) > 0
+    assert any(b.rows > 1 for start in starts for b in start)
     for start in starts:
         assert 1 <= len(start) <= 4
         assert start[0].tiles >= 12
         assert start[0].tokens >= 256
         for b in start:
             assert b.tokens % 64 == 0
-            assert b.tokens <= (most_tokens or 10**9)
+            assert b.rows * b.tokens <= (most_tokens or 10**9)
             assert b.tiles <= (most_tiles or 10**9)
+
+
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_several_short_rows_where_long_ones_are_dear(shapes, effort):
+    def choose(seconds):
+        return choose_buckets(
+            shapes, global_batch=32, seconds=seconds, token_multiple=32, effort=effort
+        )
+
+    dear, linear = choose(quadratic_seconds), choose(linear_seconds)
+    assert any(b.rows > 1 for b in dear.buckets)
+    assert all(b.rows == 1 for b in linear.buckets)
+    rng = np.random.default_rng(7)
+    batches = [[shapes[i] for i in rng.choice(len(shapes), 32)] for _ in range(3)]
+    capacity = Capacity(1, 1)
+    other = evaluate_buckets(linear.buckets, batches, capacity, quadratic_seconds)
+    own = evaluate_buckets(dear.buckets, batches, capacity, quadratic_seconds)
+    assert own.expected_s < other.expected_s
 
 
 def test_sample_above_the_memory_limit_is_refused(shapes):

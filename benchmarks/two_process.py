@@ -152,8 +152,10 @@ def summary(row: dict, useful_s: float) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
-    parser.add_argument("--steps", type=int, default=24, help="steps of each run (default 24)")
-    parser.add_argument("--size", default="tiny", help="of the model; nano for a quick look")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each run (default 16)")
+    parser.add_argument(
+        "--size", default="tiny+tiny-short", help="of the model; nano for a quick look"
+    )
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARMUP:

@@ -159,8 +159,9 @@ class Plan:
 
     `segments` are in topological order: encoder segments, then LLM segments. `group_size`
     microbatches are run by one program call. `grouping` says how samples meet microbatches:
-    "balanced" (min-max, packed) or "arrival" (in order, one sample a row). `predicted` holds the
-    planner's figures (`makespan_s`, `busy_fraction.NAME`, `peak_bytes.NAME`, ...).
+    "balanced" (min-max, packed) or "arrival" (in order, one sample a row). `lookahead` more groups
+    than in 1F1B may be in flight, so that unlike ones do not leave a submesh waiting. `predicted`
+    holds the planner's figures (`makespan_s`, `busy_fraction.NAME`, `peak_bytes.NAME`, ...).
     """
 
     policy: str
@@ -170,6 +171,7 @@ class Plan:
     group_size: int = 1
     order: str = "1f1b"
     grouping: str = "balanced"
+    lookahead: int = 0
     predicted: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,6 +179,7 @@ class Plan:
         _require(len(set(names)) == len(names), f"submesh names repeat: {names}")
         _require(len(self.segments) > 0 and len(self.buckets) > 0, "a plan needs segments, buckets")
         _require(self.group_size >= 1, f"group_size {self.group_size} must be at least 1")
+        _require(self.lookahead >= 0, f"lookahead {self.lookahead} must not be negative")
         _require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
         _require(
             self.grouping in ("balanced", "arrival"),
@@ -370,14 +373,10 @@ class Profile:
     data: DataProfile
 
 
-def _encode(obj: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(obj), indent=1)
-
-
 def save(record: Any, path: str | Path) -> None:
     """Write a record as versioned JSON: {"record": type, "version": n, "value": ...}."""
     head = {"record": type(record).__name__, "version": VERSION, "value": record}
-    Path(path).write_bytes(_encode(head))
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
 
 
 def load(kind: type[T], path: str | Path) -> T:

@@ -2,7 +2,8 @@
 
 Published sizes are those of the models' `config.json` (the Instruct variants where Qwen2.5's
 differ); `siglip-1b` and `siglip-6b` are the scaled towers of DFLOP's public code
-(arXiv 2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes.
+(arXiv 2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes; `tiny+tiny-short` takes
+about as long in the encoder as in the LLM.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ VISION: Mapping[str, VisionSize] = {
 DECODERS: Mapping[str, DecoderSize] = {
     "nano": DecoderSize(32, 4, 4, 2, 96, 512, rope_theta=1e4, tied=True),
     "tiny": DecoderSize(128, 8, 4, 2, 384, 512, rope_theta=1e4, tied=True),
+    "tiny-short": DecoderSize(128, 3, 4, 2, 384, 512, rope_theta=1e4, tied=True),
     "qwen2.5-0.5b": DecoderSize(896, 24, 14, 2, 4864, 151936, tied=True),
     "qwen2.5-1.5b": DecoderSize(1536, 28, 12, 2, 8960, 151936, tied=True),
     "qwen2.5-3b": DecoderSize(2048, 36, 16, 2, 11008, 151936, tied=True),

@@ -102,7 +102,8 @@ def in_flight_limit(plan: Plan) -> dict[str, int]:
     """1F1B: how many groups a segment may have forwarded but not yet run backward.
 
     It is the number of resources from the segment to the end of the pipeline, the classical
-    warm-up depth plus one; segments that share devices run depth-first.
+    warm-up depth plus one, and the plan's lookahead; segments that share devices with all that
+    follow run depth-first.
     """
     of = resources(plan)
     limits: dict[str, int] = {}
@@ -112,7 +113,7 @@ def in_flight_limit(plan: Plan) -> dict[str, int]:
             if of[at.submesh] != passed[-1]:
                 passed.append(of[at.submesh])
             at = downstream(plan, at)
-        limits[s.name] = len(passed)
+        limits[s.name] = len(passed) + (plan.lookahead if len(passed) > 1 else 0)
     return limits
 
 

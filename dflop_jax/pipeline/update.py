@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
+from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
@@ -29,6 +30,10 @@ def _spread(mesh: jax.sharding.Mesh, leaf: jax.ShapeDtypeStruct, spec: P) -> Nam
             axes[i] = "data"
             break
     return NamedSharding(mesh, P(*axes))
+
+
+def _specs(structs: Tree) -> Tree:
+    return jax.tree.map(lambda a: a.sharding.spec, structs)
 
 
 def in_layers(params: Tree) -> Tree:
@@ -88,6 +93,9 @@ class SegmentUpdate:
             self._shard,
         )
 
+    def _shard_specs(self) -> Tree:
+        return jax.tree.map(lambda s: s.spec, self._shard)
+
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
         return self._shard_structs(), self._scalar(), self.segment.grad_structs()
@@ -99,16 +107,10 @@ class SegmentUpdate:
     def lower_reduce(self) -> jax.stages.Lowered:
         """(grads of ranks) -> (gradient shards, sum of squares, zeroed grads); input donated."""
         grads = self.segment.grad_structs()
+        add_up = fused.sum_scatter(self.segment.mesh, _specs(grads), self._shard_specs())
 
         def reduce(grads: Tree) -> tuple[Tree, Array, Tree]:
-            total = jax.tree.map(
-                lambda g, s: jax.lax.with_sharding_constraint(jnp.sum(g, axis=0), s),
-                grads,
-                self._shard,
-            )
-            squares = jnp.float32(0)
-            for g in jax.tree.leaves(total):
-                squares += jnp.sum(jnp.square(g))
+            total, squares = add_up(grads)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
         outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
@@ -118,6 +120,7 @@ class SegmentUpdate:
         """(params, state, gradient shards, sums of squares of all segments) ->
         (params, state, global norm before clipping); params and state donated."""
         shards, scalar = self._shard_structs(), self._scalar()
+        whole = fused.gather(self.segment.mesh, self._shard_specs(), _specs(self._params))
 
         def update(
             params: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
@@ -129,7 +132,7 @@ class SegmentUpdate:
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 updates, state = self.tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, norm
+            return optax.apply_updates(params, whole(updates)), state, norm
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1))

@@ -24,6 +24,9 @@ from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs
 
+LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
+_WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
+
 
 def sample_batches(
     shapes: Sequence[SampleShape], global_batch: int, n: int, seed: int = 0
@@ -47,7 +50,9 @@ class Evaluator:
         global_batch: int,
         token_multiple: int,
         trains: Callable[[SegmentPlan], bool],
+        memory_bytes: float = 0.0,
     ):
+        self.memory_bytes = memory_bytes
         self.costs, self.data, self.config = CostModel(profile), data, config
         self.profile, self.global_batch, self.trains = profile, global_batch, trains
         self.token_multiple = token_multiple
@@ -120,28 +125,39 @@ class Evaluator:
         return self.plan(placement, plan.policy, cap, "full")
 
     def evaluate(self, plan: Plan) -> Plan:
-        """The plan with its predicted figures."""
+        """The plan with its predicted figures, and with the lookahead that makes it fastest."""
         trainable = [s.name for s in plan.segments if self.trains(s)]
         seconds = self.costs.task_seconds(plan)
         prices = bucket_costs(plan, seconds, trainable)
-        spans, busy = [], {m.name: [] for m in plan.submeshes}  # type: ignore[var-annotated]
-        for i, batch in enumerate(self.batches):
-            schedule = schedule_batch(batch, plan, prices, step=i)
-            trace = simulate_step(
-                plan,
-                [g[0].bucket for g in schedule.groups],
-                seconds,
-                trainable,
-                concurrency=self.profile.concurrency,
-            )
-            spans.append(trace.makespan_s)
-            for name, fraction in trace.busy_fraction().items():
-                busy[name].append(fraction)
-        peak = self.costs.peak_bytes(plan, in_flight_limit(plan))
-        predicted = {"makespan_s": float(np.mean(spans))}
-        predicted |= {f"busy_fraction.{n}": float(np.mean(v)) for n, v in busy.items() if v}
-        predicted |= {f"peak_bytes.{n}": v for n, v in peak.items()}
-        return replace(plan, predicted=predicted)
+        schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(self.batches)]
+        buckets = [[g[0].bucket for g in schedule.groups] for schedule in schedules]
+
+        def predicted(plan: Plan) -> Plan:
+            traces = [
+                simulate_step(plan, b, seconds, trainable, concurrency=self.profile.concurrency)
+                for b in buckets
+            ]
+            busy = [trace.busy_fraction() for trace in traces]
+            peak = self.costs.peak_bytes(plan, in_flight_limit(plan))
+            figures = {"makespan_s": float(np.mean([t.makespan_s for t in traces]))}
+            for m in plan.submeshes:
+                if found := [b[m.name] for b in busy if m.name in b]:
+                    figures[f"busy_fraction.{m.name}"] = float(np.mean(found))
+            figures |= {f"peak_bytes.{n}": v for n, v in peak.items()}
+            return replace(plan, predicted=figures)
+
+        best = predicted(plan)
+        for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
+            other = predicted(replace(plan, lookahead=lookahead))
+            fits = not self.memory_bytes or peak_bytes(other) <= self.memory_bytes
+            worth = (1 - _WORTH_MEMORY) * best.predicted["makespan_s"]
+            best = other if fits and other.predicted["makespan_s"] < worth else best
+        return best
+
+
+def peak_bytes(plan: Plan) -> float:
+    """Of the device that needs the most memory."""
+    return max(v for k, v in plan.predicted.items() if k.startswith("peak_bytes."))
 
 
 def _with_buckets(placement: Placement, buckets: tuple[Bucket, ...], policy: str) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import Evaluator, peak_bytes
 from dflop_jax.plan.placement import Placement, separate, shared, uniform
 from dflop_jax.records import DataProfile, ModelProfile, Plan, SegmentPlan, SubmeshPlan
 
@@ -65,7 +65,7 @@ def search_plan(
       ValueError: nothing fits into `memory_bytes`; the message says by how much.
     """
     config = config or PlanConfig()
-    search = Evaluator(profile, data, config, global_batch, token_multiple, trains)
+    search = Evaluator(profile, data, config, global_batch, token_multiple, trains, memory_bytes)
     ranked = sorted(
         (
             (search.lower_bound_s(p, policy), p.name, policy, p)
@@ -96,7 +96,7 @@ def search_plan(
     if config.policy != "blind" and config.effort == "full":
         # Placements were ranked with quickly chosen buckets; the winner gets the full search.
         full = search.refined(best, most)
-        fits = not memory_bytes or _peak_bytes(full) <= memory_bytes
+        fits = not memory_bytes or peak_bytes(full) <= memory_bytes
         best = full if fits and _makespan_s(full) < _makespan_s(best) else best
     return SearchResult(best, tuple(tried))
 
@@ -151,10 +151,6 @@ def _makespan_s(plan: Plan) -> float:
     return plan.predicted["makespan_s"]
 
 
-def _peak_bytes(plan: Plan) -> float:
-    return max(v for k, v in plan.predicted.items() if k.startswith("peak_bytes."))
-
-
 def _try(
     search: Evaluator,
     placement: Placement,
@@ -168,7 +164,7 @@ def _try(
         plan = search.plan(placement, policy, cap, "quick")
     except ValueError as e:  # this placement cannot hold the largest sample
         return None, Candidate(name, None, bound, 0.0, str(e))
-    peak = _peak_bytes(plan)
+    peak = peak_bytes(plan)
     if memory_bytes and peak > memory_bytes:
         over = (peak - memory_bytes) / 2**30
         return None, Candidate(name, None, bound, peak, f"needs {over:.2f} GiB more per device")

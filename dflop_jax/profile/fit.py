@@ -2,7 +2,8 @@
 
 Time is fitted as overhead + a * size + b * size * tokens (size = items * tokens): launch cost, the
 linear parts and attention over a row. Coefficients are not negative and errors are relative, so
-small shapes count as much as large ones.
+small shapes count as much as large ones. Where only the number of items varies (an encoder's
+tiles), what the fit misses is interpolated between the timings: caches make large shapes dearer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class CostModel:
     def __init__(self, profile: ModelProfile):
         self.profile = profile
         self._fit = cache(self._fit_uncached)
+        self._missed = cache(self._missed_uncached)
 
     def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
         rows = [t for t in self.profile.timings if t.module == module and t.model == model]
@@ -61,15 +63,29 @@ class CostModel:
         solution, _ = nnls(features / scale * weights[:, None], values * weights)
         return solution / scale
 
+    def _missed_uncached(self, module: str, model: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """(sizes, rising; timed over fitted at each), a single 1 where tokens vary."""
+        rows = [t for t in self.profile.timings if t.module == module and t.model == model]
+        if len({t.shape.tokens for t in rows}) > 1:
+            return np.ones(1), np.ones(1)
+        rows.sort(key=lambda t: t.shape.size)
+        fitted = np.array([_features(t.shape) for t in rows]) @ self._fit(module, model, kind)
+        values = np.array([getattr(t, _KINDS[kind]) for t in rows])
+        ratio = np.divide(values, fitted, out=np.ones(len(rows)), where=fitted > 0)
+        return np.array([float(t.shape.size) for t in rows]), ratio
+
     def predict(self, module: str, model: int, shape: ModuleShape, kind: str) -> float:
-        """A fitted quantity (seconds or bytes) of one layer, or of both ends, at a shape."""
-        return float(self._fit(module, model, kind) @ np.array(_features(shape)))
+        """A quantity (seconds or bytes) of one layer, or of both ends, at a shape."""
+        fitted = self._fit(module, model, kind) @ np.array(_features(shape))
+        sizes, ratio = self._missed(module, model, kind)
+        return float(fitted * np.interp(np.log(shape.size), np.log(sizes), ratio))
 
     def work(self, module: str, model: int, kind: str, lengths: np.ndarray) -> float:
         """Seconds of items of these token counts if nothing were padded or launched twice: a
         floor of what any packing of them into rows costs on one rank."""
         _, linear, quadratic = self._fit(module, model, kind)
-        return float(linear * lengths.sum() + quadratic * (lengths**2).sum())
+        least = self._missed(module, model, kind)[1].min()
+        return float(least * (linear * lengths.sum() + quadratic * (lengths**2).sum()))
 
     def slowdown(self, mesh: SubmeshPlan) -> float:
         """How much longer a submesh's devices take together than a rank took when it was timed,

@@ -45,11 +45,21 @@ class _Measured:
     hidden_bytes: float
 
 
-def profile_key(model_id: Any, devices: Sequence[jax.Device], shapes: Any) -> str:
-    """Names what a profile depends on: model, shapes measured, devices and versions."""
+def profile_key(
+    model: MultimodalModel,
+    devices: Sequence[jax.Device],
+    shapes: Mapping[str, Sequence[ModuleShape]],
+    *more: Any,
+) -> str:
+    """Names what a profile depends on: the model's programs, shapes measured, devices, versions
+    and what else the caller says."""
+    programs = [
+        _segment(model, m, 1, devices, (1, 1, 1)).lower(shapes[m][0], BACKWARD).as_text()
+        for m in model.modules
+    ]
     facts = (
-        msgspec.to_builtins(model_id),
-        msgspec.to_builtins(shapes),
+        programs,
+        msgspec.to_builtins((shapes, more)),
         devices[0].platform,
         devices[0].device_kind,
         len(devices),

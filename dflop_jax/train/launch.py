@@ -29,6 +29,9 @@ COORDINATOR_ENV = "DFLOP_COORDINATOR"
 NUM_PROCESSES_ENV = "DFLOP_NUM_PROCESSES"
 PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
+# XLA on the CPU takes fresh memory for every program's temporaries: in small pages a large backward
+# takes up to 1.6 times as long (measured, glibc 2.36). Other allocators ignore it.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after one has failed
 SAVE_GRACE_S = 120.0  # the same after a signal to the launcher: the others may be saving
@@ -81,7 +84,7 @@ def launch(
     }
     with _Group(mark) as group:
         for i in range(n):
-            environment = {**os.environ, **shared, PROCESS_ID_ENV: str(i)}
+            environment = {**_HUGE_PAGES, **os.environ, **shared, PROCESS_ID_ENV: str(i)}
             if i:  # a pipe is no terminal: lines would come in blocks, the last ones never
                 environment["PYTHONUNBUFFERED"] = "1"
             with _on_cores(cores[i]):

@@ -163,10 +163,12 @@ def profile_shapes(
     rows = sorted({up(longest / 4), up(longest), up(longest * 2)})
     tiles = max(s.tiles for s in data.shapes)
     shapes = {m: [ModuleShape(1, t) for t in rows] for m in model.modules}
-    shapes["llm"].append(ModuleShape(4, rows[0]))
+    shapes["llm"] += [ModuleShape(4, rows[0]), ModuleShape(2, longest)]
     for m in model.modules:
         if m != "llm":
-            counts = sorted({max(1, tiles // 8), max(2, tiles // 2), max(4, 2 * tiles)})
+            counts = sorted(
+                {max(1, tiles // 8), max(2, tiles // 2), max(3, tiles), max(4, 2 * tiles)}
+            )
             shapes[m] = [ModuleShape(c, model.patches_per_tile) for c in counts]
     return shapes
 
@@ -174,7 +176,8 @@ def profile_shapes(
 def profile_model(
     setup: Setup, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """The model's timings, from the cache when model, devices, shapes and versions are the same.
+    """The model's timings, from the cache when its programs, devices, shapes and versions are the
+    same.
 
     Process 0 measures on its own devices; only how many devices compute at once is measured by all
     processes together.
@@ -184,10 +187,11 @@ def profile_model(
     shapes = profile_shapes(data, model, token_multiple(devices))
     # Tensor parallelism stays inside a process.
     degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, max(len(devices), 1))]
-    key = profile_key(config.model, setup.devices, (shapes, degrees, peers.count))
-    cached = Path(config.cache_dir) / f"profile-{key}.json"
     known, profile = b"", None
     if peers.is_hub:
+        n = len(setup.devices)
+        key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
+        cached = Path(config.cache_dir) / f"profile-{key}.json"
         if cached.exists():
             profile = load(ModelProfile, cached)
             known = msgspec.json.encode(profile)

@@ -1,5 +1,7 @@
 """Task lists against the textbook schedules, and what every order must keep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,15 @@ def test_gpipe_runs_all_forwards_first(stages, m):
     for name in names(plan)[:-1]:
         assert letters(order, name) == f"{forwards} {backwards}"
     assert letters(order, names(plan)[-1]) == backwards
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
+def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
+    plan = replace(chain(2, vision=1), lookahead=lookahead)
+    _, order = order_of(plan, [0] * 6)
+    first = letters(order, "v0").split(" B")[0]
+    assert first == " ".join(f"F{g}" for g in range(min(6, 2 + lookahead)))
+    assert letters(order, "l0") == letters(order_of(chain(2, vision=1), [0] * 6)[1], "l0")
 
 
 def limits_kept(plan, order, trainable):

@@ -1,5 +1,7 @@
 """Reduce and update on a mesh equal plain optax on one device; state is sharded over data."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.segment import make_segments
@@ -97,11 +100,17 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
 
 
 @pytest.mark.parametrize(
-    "meshes, clip_norm, freeze",
-    [(WIDE, 1.0, ()), (SMALL, 0.0, ()), (SMALL, 1e6, ("vision",))],
-    ids=["wide, clipped", "small, unclipped", "frozen vision, below the norm"],
+    "meshes, clip_norm, freeze, together",
+    [
+        (WIDE, 1.0, (), fused.MOST_ELEMENTS),
+        (WIDE, 1.0, (), 1000),
+        (SMALL, 0.0, (), fused.MOST_ELEMENTS),
+        (SMALL, 1e6, ("vision",), 1),
+    ],
+    ids=["wide, clipped", "in parts", "small, unclipped", "frozen vision, below the norm, alone"],
 )
-def test_two_steps_equal_plain_optax(meshes, clip_norm, freeze):
+def test_two_steps_equal_plain_optax(monkeypatch, meshes, clip_norm, freeze, together):
+    monkeypatch.setattr(fused, "MOST_ELEMENTS", together)
     tx, updates = updates_of(meshes, clip_norm, freeze)
     rng = np.random.default_rng(0)
     scales = {"vision": 0.1, "llm": 1.0}  # unlike norms: clipping one alone would differ
@@ -118,6 +127,21 @@ def test_two_steps_equal_plain_optax(meshes, clip_norm, freeze):
             jax.tree_util.tree_leaves_with_path(want[n]), jax.tree.leaves(got[n]), strict=True
         ):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+COLLECTIVE = re.compile(r"= \S+ (all-reduce|reduce-scatter|all-gather|all-to-all)(-start)?\(")
+
+
+@pytest.mark.parametrize("together, most", [(fused.MOST_ELEMENTS, 4), (1, 100)])
+def test_parameters_travel_together(monkeypatch, together, most):
+    """Collectives of a program: gradients of the ends over stages and over data, the norm; back."""
+    monkeypatch.setattr(fused, "MOST_ELEMENTS", together)
+    _, updates = updates_of(((0, 1, 4, 1), (0, 2, 2, 1), 2), 1.0)
+    for u in updates.values():
+        for lowered in (u.lower_reduce(), u.lower_update(2)):
+            count = len(COLLECTIVE.findall(lowered.compile().as_text()))
+            assert 1 <= count <= most
+            assert together > 1 or count > 8
 
 
 def per_device(array):

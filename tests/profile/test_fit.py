@@ -68,6 +68,25 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
     )
 
 
+def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
+    """Twice as dear per tile from 16 tiles on, as where caches end."""
+
+    def tiles_s(n):
+        return 1e-3 * n * (2 if n >= 16 else 1)
+
+    shapes = [ModuleShape(n, PATCHES) for n in (2, 8, 16, 64)]
+    rows = [LayerTiming("vision", 1, s, *[tiles_s(s.items)] * 4, 0, 0, 0) for s in shapes]
+    model = CostModel(profile(rows))
+    for s in shapes:
+        assert model.predict("vision", 1, s, "layer_forward") == pytest.approx(tiles_s(s.items))
+    between = model.predict("vision", 1, ModuleShape(11, PATCHES), "layer_forward")
+    assert tiles_s(11) < between < 2 * tiles_s(11)
+    far = model.predict("vision", 1, ModuleShape(256, PATCHES), "layer_forward")
+    assert far == pytest.approx(tiles_s(256), rel=0.05)
+    lengths = np.full(40, float(PATCHES))
+    assert model.work("vision", 1, "layer_forward", lengths) <= 40 * tiles_s(1) * 1.0001
+
+
 @pytest.mark.parametrize(
     "c", [LAYER, (1e-4, 0.0, 0.0), (0.0, 3e-6, 0.0), (0.0, 0.0, 2e-8), (0.0, 1e-6, 1e-9)]
 )

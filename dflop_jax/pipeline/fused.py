@@ -1,0 +1,133 @@
+"""Few collectives for many arrays: what is reduced or gathered over ranks travels together.
+
+A collective has a fixed price (milliseconds between CPU processes), and a model has dozens of
+parameters. So arrays are laid end to end, up to `MOST_ELEMENTS` at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import Array
+
+Tree = Any
+MOST_ELEMENTS = 1 << 25  # laid end to end: a copy, so not without end
+
+
+def sum_scatter(mesh: Mesh, grad_specs: Tree, shard_specs: Tree) -> Callable[[Tree], Tree]:
+    """(ranks' gradients [rank, ...]) -> (their sum, sharded over "data" as `shard_specs` say; the
+    sum of squares of all its elements).
+
+    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over.
+    """
+    specs, tree = jax.tree.flatten(shard_specs)
+    ranks = [set(_names(s[0])) for s in jax.tree.leaves(grad_specs)]
+    ways = mesh.shape["data"]
+
+    def body(grads: Tree) -> tuple[Tree, Array]:
+        local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
+        over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
+        if mesh.shape["stage"] > 1:
+            _replace(local, over_stage, lambda flat: jax.lax.psum(flat, "stage"))
+        split = [i for i, s in enumerate(specs) if _data_dim(s) >= 0]
+        whole = [i for i in range(len(specs)) if i not in split]
+        if ways > 1:
+            _replace(local, whole, lambda flat: jax.lax.psum(flat, "data"))
+            for part in _parts(split, local):
+                dims = [_data_dim(specs[i]) for i in part]
+                chunks = [_chunks(local[i], d, ways) for i, d in zip(part, dims)]
+                flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
+                own = jax.lax.psum_scatter(flat, "data")
+                for i, piece in zip(part, _cut(own, [c.shape[1:] for c in chunks])):
+                    local[i] = piece
+        # An element counts once, on however many devices it is.
+        copies = [mesh.size // prod(mesh.shape[a] for d in s for a in _names(d)) for s in specs]
+        squares = sum(
+            (jnp.sum(jnp.square(x)) / n for x, n in zip(local, copies)), start=jnp.float32(0)
+        )
+        return jax.tree.unflatten(tree, local), jax.lax.psum(squares, mesh.axis_names)
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(grad_specs,), out_specs=(shard_specs, P()), check_vma=False
+    )
+
+
+def gather(mesh: Mesh, shard_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
+    """Arrays sharded as `shard_specs` say -> the same as `specs` do, whole on every data rank."""
+    dims = [_data_dim(s) for s in jax.tree.leaves(shard_specs)]
+    ways = mesh.shape["data"]
+
+    def body(arrays: Tree) -> Tree:
+        local, tree = jax.tree.flatten(arrays)
+        split = [i for i, d in enumerate(dims) if d >= 0]
+        for part in _parts(split, local) if ways > 1 else ():
+            flat = jnp.concatenate([local[i].ravel() for i in part])
+            every = jax.lax.all_gather(flat, "data")
+            pieces = _cut(every, [local[i].shape for i in part])
+            for i, piece in zip(part, pieces):
+                local[i] = _joined(piece, dims[i])
+        return jax.tree.unflatten(tree, local)
+
+    return jax.shard_map(body, mesh=mesh, in_specs=(shard_specs,), out_specs=specs, check_vma=False)
+
+
+def _names(dim: Any) -> tuple[str, ...]:
+    """Mesh axes that one entry of a spec names."""
+    return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
+
+
+def _data_dim(spec: P) -> int:
+    """The dim sharded over "data"; -1: none."""
+    return next((i for i, dim in enumerate(spec) if "data" in _names(dim)), -1)
+
+
+def _parts(which: Sequence[int], arrays: Sequence[Array]) -> Iterator[list[int]]:
+    """Indices of arrays that travel together."""
+    part: list[int] = []
+    size = 0
+    for i in which:
+        if part and size + arrays[i].size > MOST_ELEMENTS:
+            yield part
+            part, size = [], 0
+        part.append(i)
+        size += arrays[i].size
+    if part:
+        yield part
+
+
+def _replace(
+    arrays: list[Array], which: Sequence[int], collective: Callable[[Array], Array]
+) -> None:
+    """Apply a collective that keeps shapes to some of the arrays."""
+    for part in _parts(which, arrays):
+        flat = collective(jnp.concatenate([arrays[i].ravel() for i in part]))
+        for i, piece in zip(part, _cut(flat, [arrays[i].shape for i in part])):
+            arrays[i] = piece
+
+
+def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
+    """Pieces of the last dim, in their shapes; other dims lead."""
+    start = 0
+    for shape in shapes:
+        stop = start + prod(shape)
+        yield flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
+        start = stop
+
+
+def _chunks(array: Array, dim: int, ways: int) -> Array:
+    """[ways, ...]: the array cut along a dim."""
+    shape = (*array.shape[:dim], ways, array.shape[dim] // ways, *array.shape[dim + 1 :])
+    return jnp.moveaxis(array.reshape(shape), dim, 0)
+
+
+def _joined(chunks: Array, dim: int) -> Array:
+    """The inverse of `_chunks`."""
+    moved = jnp.moveaxis(chunks, 0, dim)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

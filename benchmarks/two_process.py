@@ -11,6 +11,7 @@ same batches. Policies:
   dflop            encoder and LLM apart, balanced microbatches in searched buckets
   orch             both modules on both processes, each balanced over them
 The planner's choice (`auto`) is the one that it predicts to be the faster of the last two.
+`dflop` runs once more with every task awaited by both processes before the next is dispatched.
 
 Efficiency is the useful compute time of a step over what two cores offer in it. Useful are the
 batch's tiles and tokens, without padding, each at the best calibrated seconds per tile and token of
@@ -20,6 +21,7 @@ any policy's programs: the same work for every policy, divided by twice its medi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -63,7 +65,10 @@ def measure(steps: int, size: str, out: Path) -> None:
 
         def _make_executor(self, plan):
             ex = super()._make_executor(plan)
-            ex.one_at_a_time |= self.config.run_dir.endswith(AWAITED)
+            if self.config.run_dir.endswith(AWAITED):
+                tasks = itertools.count()
+                ex.one_at_a_time = True
+                ex.after_task = lambda: setup.peers.barrier(f"awaited/{next(tasks)}")
             return ex
 
         def _warm_up(self, *args):

@@ -63,6 +63,8 @@ class Executor:
         self.state = State()
         # Called before the first update of a step, which donates the state.
         self.before_update: Callable[[], None] = lambda: None
+        # Called after each task of a step is dispatched, on every process in the same order.
+        self.after_task: Callable[[], None] = lambda: None
         self._watcher = Watcher(set(resources(plan).values()))
         self._free_s: dict[int, float] = {}
         self._throttled = self._crowded_resources()
@@ -131,6 +133,7 @@ class Executor:
                 self.before_update()
             if task.segment not in self.programs.local:
                 call.run(task)  # only its transfers
+                self.after_task()
                 continue
             resource = self.programs.resource[task.segment]
             if resource in self._throttled and resource in self._latest:
@@ -142,6 +145,7 @@ class Executor:
             if self.one_at_a_time:
                 seen[i].done.wait()
                 call.settle()
+            self.after_task()
         return StepHandle(step, call, graph, order, seen, self._free_s)
 
     def _crowded_resources(self) -> frozenset[int]:

@@ -166,6 +166,9 @@ assert distributed.initialise(config, plan_devices=4) is me
 assert me.share(b"%d" % me.index * 3000) == b"0" * 3000
 devices = distributed.run_devices(4, me)
 assert [d.process_index for d in devices] == [0, 0, 1, 1]
+if sys.platform == "linux":  # gloo's thread
+    threads = map(int, os.listdir("/proc/self/task"))
+    assert sum(os.sched_getscheduler(t) == os.SCHED_BATCH for t in threads) == 1
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

@@ -19,10 +19,11 @@ class StepMetrics:
 
     `loss` is per supervised token of the global batch. `tokens_per_s` counts LLM tokens of samples,
     not padding. `busy_fraction` is per submesh, `padding_fraction` per module (share of executed
-    tiles or tokens that are padding). `compiles` counts programs compiled during this step.
-    `schedule_s` is the solver's time off the training path, `schedule_wait_s` what the step waited
-    for it, `save_wait_s` what it waited for a checkpoint; `makespan_s` and `lower_bound_s` are the
-    schedule's. `n_bad` counts samples of this batch that could not be decoded and were replaced.
+    tiles or tokens that are padding), `groups` counts the groups of each bucket (tiles x rows x
+    tokens). `compiles` counts programs compiled during this step. `schedule_s` is the solver's time
+    off the training path, `schedule_wait_s` what the step waited for it, `save_wait_s` what it
+    waited for a checkpoint; `makespan_s` and `lower_bound_s` are the schedule's. `n_bad` counts
+    samples of this batch that could not be decoded and were replaced.
     `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
     sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample.
     """
@@ -36,6 +37,7 @@ class StepMetrics:
     grad_norm: float = 0.0
     busy_fraction: Mapping[str, float] = field(default_factory=dict)
     padding_fraction: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
     compiles: int = 0
     schedule_s: float = 0.0
     schedule_wait_s: float = 0.0

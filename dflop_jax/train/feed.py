@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Batch:
     supervised_tokens: int
     llm_tokens: int
     padding_fraction: dict[str, float]
+    groups_run: dict[str, int]
     n_bad: int
 
 
@@ -127,6 +129,7 @@ class Packer:
             padding_fraction={
                 m: 1.0 - used[m] / capacity[m] if capacity[m] else 0.0 for m in plan.modules
             },
+            groups_run=dict(Counter(plan.buckets[b].name for b, _ in packed)),
             n_bad=counts[3],
         )
 

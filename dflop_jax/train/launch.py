@@ -32,6 +32,9 @@ DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
 # XLA on the CPU takes fresh memory for every program's temporaries: in small pages a large backward
 # takes up to 1.6 times as long (measured, glibc 2.36). Other allocators ignore it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
+# one thread they wait until what computes has ended (43 ms instead of 8, measured).
+_POOL_OF_TWO = {"NPROC": "2"}
 
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after one has failed
 SAVE_GRACE_S = 120.0  # the same after a signal to the launcher: the others may be saving
@@ -84,7 +87,9 @@ def launch(
     }
     with _Group(mark) as group:
         for i in range(n):
-            environment = {**_HUGE_PAGES, **os.environ, **shared, PROCESS_ID_ENV: str(i)}
+            one_core = len(cores[i] or ()) == 1
+            defaults = {**_HUGE_PAGES, **(_POOL_OF_TWO if one_core else {})}
+            environment = {**defaults, **os.environ, **shared, PROCESS_ID_ENV: str(i)}
             if i:  # a pipe is no terminal: lines would come in blocks, the last ones never
                 environment["PYTHONUNBUFFERED"] = "1"
             with _on_cores(cores[i]):

@@ -113,6 +113,7 @@ class StepLog:
             grad_norm=result.grad_norm,
             busy_fraction=result.trace.busy_fraction(),
             padding_fraction=batch.padding_fraction,
+            groups=batch.groups_run,
             compiles=verdict.compiles,
             schedule_s=batch.schedule.elapsed_s,
             schedule_wait_s=waits_s[0],

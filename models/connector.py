@@ -10,6 +10,7 @@ from models.layers import LayerNorm, Linear
 from models.sizes import VisionSize
 
 Array = jax.Array
+MERGED_NORM_EPS = 1e-5
 
 
 def merge_patches(x: Array, grid: int, merge: int) -> Array:
@@ -25,7 +26,10 @@ def merge_patches(x: Array, grid: int, merge: int) -> Array:
 
 
 class Connector(nn.Module):
-    """Optional final norm of the tower, merging of patches, two-layer MLP with GELU."""
+    """Optional final norm of the tower, merging of patches, two-layer MLP with GELU.
+
+    In the internvit form the class token goes first, and the merged features are normed.
+    """
 
     size: VisionSize
     out_width: int
@@ -34,15 +38,16 @@ class Connector(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         s = self.size
+        x = x[:, s.tokens_in_tower - s.patches_per_tile :]
         if s.post_norm:
             x = LayerNorm(s.norm_eps, name="post_norm")(x)
         x = merge_patches(x, s.grid, s.merge)
+        if s.form == "internvit":
+            x = LayerNorm(MERGED_NORM_EPS, name="merged_norm")(x)
         out = (self.out_width,)
         fan_in = (x.shape[-1],)
         x = Linear(fan_in, out, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
-        # The tanh form, within 5e-4 of LLaVA's exact GELU: jax 0.12.0 cannot trace `erf` inside a
-        # shard_map that checks varying axes.
-        x = jax.nn.gelu(x)
+        x = jax.nn.gelu(x, approximate=False)
         return Linear(out, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
 
 

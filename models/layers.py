@@ -73,21 +73,39 @@ class Linear(nn.Module):
         return y
 
 
-def _over_last(vector: Array, x: Array) -> Array:
-    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
+def _over_last(last: Array, x: Array) -> Array:
+    return jnp.expand_dims(last, tuple(range(x.ndim - last.ndim)))
 
 
-class RMSNorm(nn.Module):
-    """x over its root mean square along the last dim, in float32, times a scale."""
+class LayerScale(nn.Module):
+    """x times a learned scale per feature."""
 
-    eps: float
+    initial: float = 0.1
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        ones = named(nn.initializers.ones, "embed")
-        scale = self.param("scale", ones, (x.shape[-1],), jnp.float32)
+        init = named(nn.initializers.constant(self.initial), "embed")
+        scale = self.param("scale", init, (x.shape[-1],), jnp.float32)
+        return x * _over_last(scale.astype(x.dtype), x)
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square along the last dims, in float32, times a scale.
+
+    `names` are the logical axes of the dims that are normed together.
+    """
+
+    eps: float
+    names: Names = ("embed",)
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        n = len(self.names)
+        ones = named(nn.initializers.ones, *self.names)
+        scale = self.param("scale", ones, x.shape[-n:], jnp.float32)
         x32 = x.astype(jnp.float32)
-        y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        axes = tuple(range(-n, 0))
+        y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + self.eps)
         return (y * _over_last(scale, y)).astype(x.dtype)
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from models import hf
 from models.decoder import DecoderModule
+from models.hf_sizes import folder_size
+from models.hf_tensors import WeightMap
 from models.sizes import LlavaSize, find
 from models.vit import VisionModule
 
@@ -43,17 +46,30 @@ class Llava:
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
 
+    @property
+    def weights(self) -> WeightMap:
+        """Where a checkpoint of transformers has the model's parameters."""
+        return (
+            hf.internvl(self) if self.size.vision.form == "internvit" else hf.llava_onevision(self)
+        )
+
+
+def known_dtype(name: str) -> jnp.dtype:
+    """A compute dtype by name; ValueError when it is none."""
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"unknown compute dtype {name!r}; known: float32, bfloat16")
+    return jnp.dtype(name)
+
 
 def build(size: str = "tiny", dtype: str = "float32") -> Llava:
     """The model of a named size (see `models.sizes`).
 
     Args:
-      size: a composition such as "tiny" or "llava-ov-7b", or VISION+DECODER.
+      size: a composition such as "tiny" or "llava-ov-7b", TOWER+DECODER, or a folder
+        with a config.json of transformers.
       dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
 
     Raises:
       ValueError: unknown size or dtype; the message lists the known ones.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"unknown compute dtype {dtype!r}; known: float32, bfloat16")
-    return Llava(find(size), jnp.dtype(dtype))
+    return Llava(folder_size(size, "llava_onevision") or find(size), known_dtype(dtype))

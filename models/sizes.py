@@ -9,17 +9,23 @@ about as long in the encoder as in the LLM.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Tower = TypeVar("Tower")
+Size = TypeVar("Size")
 
 
 @dataclass(frozen=True)
 class VisionSize:
-    """A SigLIP-form vision tower and how its output grid becomes visual tokens.
+    """A vision tower and how its output grid becomes visual tokens.
 
-    `merge` x `merge` neighbouring patches become one visual token (their features side by side).
-    `post_norm` says whether a LayerNorm follows the last layer; LLaVA-OneVision takes the hidden
-    states without it.
+    `form` is "siglip", or "internvit": a class token (dropped by the connector), layer scale, and
+    a norm of the merged features. `merge` x `merge` neighbouring patches become one visual token
+    (their features side by side). `post_norm` says whether a LayerNorm follows the last layer;
+    LLaVA-OneVision takes the hidden states without it. `qkv_bias`, `qk_norm` (over all heads) and
+    `rms_norm` (instead of LayerNorm) are choices of the internvit form.
     """
 
     tile_px: int
@@ -31,10 +37,16 @@ class VisionSize:
     merge: int = 1
     post_norm: bool = True
     norm_eps: float = 1e-6
+    form: Literal["siglip", "internvit"] = "siglip"
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    rms_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.width % self.n_heads or self.grid % self.merge:
             raise ValueError(f"width must divide by n_heads and the patch grid by merge: {self}")
+        if self.form == "siglip" and (not self.qkv_bias or self.qk_norm or self.rms_norm):
+            raise ValueError(f"the siglip form has query biases, LayerNorm and no QK norm: {self}")
 
     @property
     def head_dim(self) -> int:
@@ -50,8 +62,46 @@ class VisionSize:
         return self.grid**2
 
     @property
+    def tokens_in_tower(self) -> int:
+        """Patches and, in the internvit form, the class token."""
+        return self.patches_per_tile + (self.form == "internvit")
+
+    @property
     def tokens_per_tile(self) -> int:
         return (self.grid // self.merge) ** 2
+
+
+@dataclass(frozen=True)
+class AudioSize:
+    """A Whisper-form encoder: chunks of `frames` mel frames, of which `mel_frames` may be real.
+
+    The conv stem halves the frames, an average over two the positions: a chunk gives
+    frames / 4 tokens.
+    """
+
+    frames: int
+    mel_bins: int
+    width: int
+    n_layers: int
+    n_heads: int
+    mlp: int
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.width % self.n_heads or self.width % 2 or self.frames % 4:
+            raise ValueError(f"width must divide by n_heads and 2, and frames by 4: {self}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.n_heads
+
+    @property
+    def positions(self) -> int:
+        return self.frames // 2
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.frames // 4
 
 
 @dataclass(frozen=True)
@@ -91,6 +141,32 @@ class LlavaSize:
     decoder: DecoderSize
 
 
+@dataclass(frozen=True)
+class Qwen2AudioSize:
+    """A Whisper-form encoder joined to a decoder by one linear layer."""
+
+    audio: AudioSize
+    decoder: DecoderSize
+
+
+def _internvit(
+    width: int, n_layers: int, n_heads: int, mlp: int, tile_px: int = 448, **choices: bool
+) -> VisionSize:
+    patch_px = 14 if tile_px == 448 else 8
+    return VisionSize(
+        tile_px,
+        patch_px,
+        width,
+        n_layers,
+        n_heads,
+        mlp,
+        merge=2,
+        post_norm=False,
+        form="internvit",
+        **choices,
+    )
+
+
 def _llama3(width: int, n_layers: int, n_heads: int, mlp: int) -> DecoderSize:
     return DecoderSize(
         width, n_layers, n_heads, 8, mlp, 128256, rope_theta=5e5, norm_eps=1e-5, qkv_bias=False
@@ -103,12 +179,23 @@ VISION: Mapping[str, VisionSize] = {
     "siglip-so400m": VisionSize(384, 14, 1152, 27, 16, 4304),
     "siglip-1b": VisionSize(384, 14, 1728, 27, 32, 6912),
     "siglip-6b": VisionSize(384, 14, 2304, 40, 48, 8608),
+    "internvit-nano": _internvit(32, 2, 4, 64, tile_px=32),
+    "internvit-300m": _internvit(1024, 24, 16, 4096),
+    "internvit-6b": _internvit(3200, 45, 25, 12800, qkv_bias=False, qk_norm=True, rms_norm=True),
+}
+
+AUDIO: Mapping[str, AudioSize] = {
+    "whisper-nano": AudioSize(32, 8, 32, 2, 4, 64),
+    "whisper-tiny": AudioSize(200, 32, 64, 4, 4, 256),
+    "whisper-large-v3": AudioSize(3000, 128, 1280, 32, 20, 5120),
 }
 
 DECODERS: Mapping[str, DecoderSize] = {
     "nano": DecoderSize(32, 4, 4, 2, 96, 512, rope_theta=1e4, tied=True),
     "tiny": DecoderSize(128, 8, 4, 2, 384, 512, rope_theta=1e4, tied=True),
     "tiny-short": DecoderSize(128, 3, 4, 2, 384, 512, rope_theta=1e4, tied=True),
+    # Qwen2-Audio's: Qwen-7B with biases, and a vocabulary with audio tokens.
+    "qwen-7b": DecoderSize(4096, 32, 32, 32, 11008, 156032, rope_theta=1e4, norm_eps=1e-5),
     "qwen2.5-0.5b": DecoderSize(896, 24, 14, 2, 4864, 151936, tied=True),
     "qwen2.5-1.5b": DecoderSize(1536, 28, 12, 2, 8960, 151936, tied=True),
     "qwen2.5-3b": DecoderSize(2048, 36, 16, 2, 11008, 151936, tied=True),
@@ -133,18 +220,70 @@ SIZES: Mapping[str, LlavaSize] = {
 }
 
 
+def _internvl(vision: str, decoder: str) -> LlavaSize:
+    # InternVL-2.5 adds image tokens to Qwen2.5's vocabulary and unties the head.
+    larger = dataclasses.replace(DECODERS[decoder], vocab=151674, tied=False)
+    return LlavaSize(VISION[vision], larger)
+
+
+# The InternVL-2.5 models whose LLM is Qwen2.5 (the others have InternLM2.5).
+INTERNVL: Mapping[str, LlavaSize] = {
+    "internvl-nano": LlavaSize(VISION["internvit-nano"], DECODERS["nano"]),
+    "internvl-2.5-1b": _internvl("internvit-300m", "qwen2.5-0.5b"),
+    "internvl-2.5-4b": _internvl("internvit-300m", "qwen2.5-3b"),
+    "internvl-2.5-38b": _internvl("internvit-6b", "qwen2.5-32b"),
+    "internvl-2.5-78b": _internvl("internvit-6b", "qwen2.5-72b"),
+}
+
+
+def _qwen2_audio(audio: str, decoder: str) -> Qwen2AudioSize:
+    # The reference never ties the head.
+    return Qwen2AudioSize(AUDIO[audio], dataclasses.replace(DECODERS[decoder], tied=False))
+
+
+QWEN2_AUDIO: Mapping[str, Qwen2AudioSize] = {
+    "qwen2-audio-nano": _qwen2_audio("whisper-nano", "nano"),
+    "qwen2-audio-tiny": _qwen2_audio("whisper-tiny", "tiny"),
+    "qwen2-audio-7b": Qwen2AudioSize(AUDIO["whisper-large-v3"], DECODERS["qwen-7b"]),
+}
+
+
+def _find(
+    name: str,
+    known: Mapping[str, Size],
+    towers: Mapping[str, Tower],
+    join: Callable[[Tower, DecoderSize], Size],
+) -> Size:
+    """The composition called `name`, or TOWER+DECODER for any two rows of the tables."""
+    if name in known:
+        return known[name]
+    tower, plus, decoder = name.partition("+")
+    if plus and tower in towers and decoder in DECODERS:
+        return join(towers[tower], DECODERS[decoder])
+    raise ValueError(
+        f"unknown model size {name!r}; known: {', '.join(known)}; or TOWER+DECODER of "
+        f"{', '.join(towers)} and {', '.join(DECODERS)}"
+    )
+
+
 def find(name: str) -> LlavaSize:
-    """The composition called `name`, or VISION+DECODER for any two rows of the tables.
+    """A LLaVA-form size by name, or TOWER+DECODER.
 
     Raises:
       ValueError: no such size; the message lists the known ones.
     """
-    if name in SIZES:
-        return SIZES[name]
-    vision, plus, decoder = name.partition("+")
-    if plus and vision in VISION and decoder in DECODERS:
-        return LlavaSize(VISION[vision], DECODERS[decoder])
-    raise ValueError(
-        f"unknown model size {name!r}; known: {', '.join(SIZES)}; or VISION+DECODER of "
-        f"{', '.join(VISION)} and {', '.join(DECODERS)}"
-    )
+    return _find(name, SIZES, _of_form("siglip"), LlavaSize)
+
+
+def find_internvl(name: str) -> LlavaSize:
+    """An InternVL size by name, or TOWER+DECODER; ValueError as for `find`."""
+    return _find(name, INTERNVL, _of_form("internvit"), LlavaSize)
+
+
+def find_qwen2_audio(name: str) -> Qwen2AudioSize:
+    """A Qwen2-Audio size by name, or TOWER+DECODER; ValueError as for `find`."""
+    return _find(name, QWEN2_AUDIO, AUDIO, Qwen2AudioSize)
+
+
+def _of_form(form: str) -> dict[str, VisionSize]:
+    return {name: size for name, size in VISION.items() if size.form == form}

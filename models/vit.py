@@ -1,6 +1,7 @@
-"""Vision tower of SigLIP form (arXiv 2303.15343): patches, pre-norm encoder, connector as exit.
+"""Vision tower: patches, pre-norm encoder, connector as exit.
 
-Full attention within a tile; an item is a tile.
+The parts here are of SigLIP form (arXiv 2303.15343), those of InternViT stand in
+`models/internvit.py`. Full attention within a tile; an item is a tile.
 """
 
 from __future__ import annotations
@@ -15,24 +16,13 @@ import jax.numpy as jnp
 
 from models.attention import attention, attention_flops
 from models.connector import Connector, connector_flops
+from models.internvit import InternVitBlock, InternVitEntry
 from models.layers import LayerNorm, Linear, apply, axis_names, init_values, named, normal
+from models.patches import patchify
 from models.sizes import VisionSize
 
 Array = jax.Array
 Batch = Mapping[str, Array]
-
-
-def patchify(pixels: Array, patch_px: int) -> Array:
-    """[items, px, px, channels] -> [items, patches, patch_px^2 * channels], patches in row order.
-
-    Each patch is flattened (row, column, channel); pixels beyond the last whole patch are left out,
-    as a convolution with stride `patch_px` and no padding does.
-    """
-    items, height, width, channels = pixels.shape
-    rows, cols = height // patch_px, width // patch_px
-    x = pixels[:, : rows * patch_px, : cols * patch_px]
-    x = x.reshape(items, rows, patch_px, cols, patch_px, channels).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(items, rows * cols, patch_px * patch_px * channels)
 
 
 class EntryModule(nn.Module):
@@ -116,15 +106,20 @@ class VisionModule:
         px = self.size.tile_px
         return jax.ShapeDtypeStruct((items, px, px, 3), jnp.uint8)
 
+    def _linen(self, part: str) -> nn.Module:
+        s, dtype = self.size, self.dtype
+        if part == "exit":
+            return Connector(s, self.out_width, dtype)
+        if part == "entry":
+            return EntryModule(s, dtype) if s.form == "siglip" else InternVitEntry(s, dtype)
+        return Block(s, dtype) if s.form == "siglip" else InternVitBlock(s, dtype)
+
     def _part(self, part: str) -> tuple[nn.Module, Any]:
         """The Linen module of a part and what its input looks like."""
         s = self.size
-        hidden = jax.ShapeDtypeStruct((1, s.patches_per_tile, s.width), self.dtype)
-        return {
-            "entry": (EntryModule(s, self.dtype), self.field_spec("pixels", 1, 0)),
-            "layers": (Block(s, self.dtype), hidden),
-            "exit": (Connector(s, self.out_width, self.dtype), hidden),
-        }[part]
+        hidden = jax.ShapeDtypeStruct((1, s.tokens_in_tower, s.width), self.dtype)
+        example = self.field_spec("pixels", 1, 0) if part == "entry" else hidden
+        return self._linen(part), example
 
     def init(self, part: str, key: Array) -> Any:
         module, example = self._part(part)
@@ -134,23 +129,23 @@ class VisionModule:
         return axis_names(*self._part(part))
 
     def entry(self, params: Any, batch: Batch) -> Array:
-        return apply(EntryModule(self.size, self.dtype), params, batch["pixels"])
+        return apply(self._linen("entry"), params, batch["pixels"])
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return apply(Block(self.size, self.dtype), params, x)
+        return apply(self._linen("layers"), params, x)
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return apply(Connector(self.size, self.out_width, self.dtype), params, x)
+        return apply(self._linen("exit"), params, x)
 
     def flops(self, part: str, items: int, tokens: int) -> float:
         """Matrix-product FLOPs of `items` tiles; `tokens` is fixed by the tile."""
         s = self.size
-        n = float(items * s.patches_per_tile)
+        n = float(items * s.tokens_in_tower)
         if part == "entry":
-            return 2 * n * 3 * s.patch_px**2 * s.width
+            return 2.0 * items * s.patches_per_tile * 3 * s.patch_px**2 * s.width
         if part == "layers":
             products = 4 * s.width**2 + 2 * s.width * s.mlp
             return 2 * n * products + attention_flops(
-                items, s.patches_per_tile, s.n_heads, s.head_dim
+                items, s.tokens_in_tower, s.n_heads, s.head_dim
             )
         return connector_flops(s, self.out_width, items)

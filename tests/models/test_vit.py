@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from model_fields import fields, full_params, outputs
 from test_attention import oracle as attention_oracle
 from test_decoder import to_f64
 
 from models.connector import merge_patches
+from models.patches import patchify
 from models.sizes import VISION
-from models.vit import VisionModule, patchify
+from models.vit import VisionModule
 
 NANO = VISION["nano"]
 # Pixels beyond the last whole patch, no merging, no final norm.
@@ -28,6 +30,10 @@ def numpy_norm(p, x, eps):
 
 def numpy_gelu(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def numpy_exact_gelu(x):
+    return 0.5 * x * (1 + scipy.special.erf(x / math.sqrt(2)))
 
 
 def affine(p, x):
@@ -86,7 +92,7 @@ def numpy_forward(size, params, pixels):
     if size.post_norm:
         x = numpy_norm(p["exit"]["post_norm"], x, size.norm_eps)
     x = numpy_merge(x, size.grid, size.merge)
-    return affine(p["exit"]["out"], numpy_gelu(affine(p["exit"]["hidden"], x)))
+    return affine(p["exit"]["out"], numpy_exact_gelu(affine(p["exit"]["hidden"], x)))
 
 
 @pytest.mark.parametrize("size", [NANO, ODD], ids=["nano", "odd"])

@@ -1,0 +1,172 @@
+"""Checkpoints of transformers as maps onto our models: compositions, and their parts alone.
+
+A part alone (`decoder`, `tower`) is for starting a composition from separately published weights;
+a tower's map leaves the connector out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from models import hf_config, hf_names, hf_sizes
+from models.decoder import DecoderModule
+from models.hf_tensors import Tensor, Unused, WeightMap, tensors_of
+from models.vit import VisionModule
+
+COMPOSED = (
+    (r"^model\.(?!layers|embed_tokens|norm)", ""),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^language_model\.(?!model\.|lm_head\.)", "language_model.model."),
+)
+INV_FREQ = r".*rotary_emb\.inv_freq"
+
+
+class Composition(Protocol):
+    """A model with a `size` whose `decoder` is the module "llm"."""
+
+    @property
+    def size(self) -> Any: ...
+
+    @property
+    def modules(self) -> Any: ...
+
+
+def _llm(module: DecoderModule, prefix: str) -> list[Tensor]:
+    body = tensors_of(module, "llm", hf_names.DECODER, f"{prefix}model.")
+    return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
+
+
+def _ignored_of_llm(module: DecoderModule) -> tuple[str, ...]:
+    return (INV_FREQ, r"(.*\.)?lm_head\.weight") if module.tied else (INV_FREQ,)
+
+
+def llava_onevision(model: Composition) -> WeightMap:
+    """LlavaOnevisionForConditionalGeneration."""
+    vision, llm = model.modules["vision"], model.modules["llm"]
+    size = model.size
+    if size.vision.merge != 1 or size.vision.post_norm:
+        raise ValueError(
+            "LLaVA-OneVision has no merged patches and no final norm of the tower; weights can be "
+            "read and written for sizes such as llava-ov-7b"
+        )
+    norm, width = "vision_tower.post_layernorm", (size.vision.width,)
+    text = hf_sizes.decoder_config(size.decoder)
+    kind = text["model_type"]
+    return WeightMap(
+        tensors=(
+            *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
+            *tensors_of(vision, "vision", hf_names.MLP, "multi_modal_projector."),
+            *_llm(llm, "language_model."),
+        ),
+        config={
+            "model_type": "llava_onevision",
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "vision_config": hf_sizes.vision_config(size.vision),
+            "text_config": text,
+            "tie_word_embeddings": size.decoder.tied,
+        },
+        config_rules=hf_config.rules(
+            "llava_onevision", vision_config="siglip_vision_model", text_config=kind
+        ),
+        aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
+        ignored=(
+            *_ignored_of_llm(llm),
+            r"image_newline",
+            r"vision_tower\.post_layernorm\..*",
+        ),
+        unused=(
+            Unused("image_newline", (size.decoder.width,), 0.0),
+            Unused(f"{norm}.weight", width, 1.0),
+            Unused(f"{norm}.bias", width, 0.0),
+        ),
+    )
+
+
+def internvl(model: Composition) -> WeightMap:
+    """InternVLForConditionalGeneration (the "-hf" folders)."""
+    vision, llm = model.modules["vision"], model.modules["llm"]
+    size = model.size
+    text = hf_sizes.decoder_config(size.decoder, tie=False)
+    kind = text["model_type"]
+    return WeightMap(
+        tensors=(
+            *tensors_of(vision, "vision", hf_names.INTERNVIT, "vision_tower."),
+            *tensors_of(vision, "vision", hf_names.NORMED_MLP, "multi_modal_projector."),
+            *_llm(llm, "language_model."),
+        ),
+        config={
+            "model_type": "internvl",
+            "architectures": ["InternVLForConditionalGeneration"],
+            "vision_config": hf_sizes.vision_config(size.vision),
+            "text_config": text,
+            "downsample_ratio": 1 / size.vision.merge,
+            "image_seq_length": size.vision.tokens_per_tile,
+            "tie_word_embeddings": size.decoder.tied,
+        },
+        config_rules=hf_config.rules("internvl", vision_config="internvl_vision", text_config=kind),
+        aliases=COMPOSED,
+        ignored=_ignored_of_llm(llm),
+    )
+
+
+def qwen2_audio(model: Composition) -> WeightMap:
+    """Qwen2AudioForConditionalGeneration."""
+    audio, llm = model.modules["audio"], model.modules["llm"]
+    if llm.tied:
+        raise ValueError("Qwen2-Audio has a head of its own; choose a decoder that is not tied")
+    text = hf_sizes.decoder_config(model.size.decoder)
+    return WeightMap(
+        tensors=(
+            *tensors_of(audio, "audio", hf_names.WHISPER, "audio_tower."),
+            *tensors_of(audio, "audio", hf_names.ONE_LINEAR, "multi_modal_projector."),
+            *_llm(llm, "language_model."),
+        ),
+        config={
+            "model_type": "qwen2_audio",
+            "architectures": ["Qwen2AudioForConditionalGeneration"],
+            "audio_config": hf_sizes.audio_config(model.size.audio),
+            "text_config": text,
+        },
+        config_rules=hf_config.rules(
+            "qwen2_audio", audio_config="qwen2_audio_encoder", text_config=text["model_type"]
+        ),
+        aliases=COMPOSED,
+        ignored=(INV_FREQ,),
+    )
+
+
+def decoder(module: DecoderModule) -> WeightMap:
+    """Qwen2ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
+    config = hf_sizes.decoder_config(module.size)
+    return WeightMap(
+        tensors=tuple(_llm(module, "")),
+        config=config,
+        config_rules=hf_config.rules(config["model_type"]),
+        aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
+        ignored=_ignored_of_llm(module),
+    )
+
+
+def tower(module: VisionModule) -> WeightMap:
+    """SiglipVisionModel (or the tower within SiglipModel) or InternVLVisionModel, for the module
+    "vision" of any model. Layers beyond the model's are left alone, as LLaVA-OneVision does."""
+    size = module.size
+    intern = size.form == "internvit"
+    config = hf_sizes.vision_config(size)
+    layers = r"encoder\.layers?\.\d+\..*"
+    if not intern and not size.post_norm:
+        norm = (Unused("post_layernorm.weight", (size.width,), 1.0),)
+        norm = (*norm, Unused("post_layernorm.bias", (size.width,), 0.0))
+    else:
+        norm = ()
+    rules = hf_config.rules(config["model_type"], wraps=None if intern else "siglip")
+    return WeightMap(
+        tensors=tuple(
+            tensors_of(module, "vision", hf_names.INTERNVIT if intern else hf_names.SIGLIP, "")
+        ),
+        config=config,
+        config_rules=hf_config.without(rules, "num_hidden_layers"),
+        aliases=((r"^vision_model\.", ""),),
+        ignored=(layers, r"head\..*", r"post_layernorm\..*", r"text_model\..*", r"logit_.*"),
+        unused=norm,
+    )

@@ -1,0 +1,184 @@
+"""Keys of transformers' config.json that decide the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Config = Mapping[str, Any]
+
+# What transformers takes for a key that a file leaves out.
+DEFAULTS: Mapping[str, Config] = {
+    "qwen2": {
+        "model_type": "qwen2",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "rope_parameters.rope_theta": 10000.0,
+        "rope_parameters.rope_type": "default",
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": None,
+        "rope_parameters.rope_theta": 10000.0,
+        "rope_parameters.rope_type": "default",
+    },
+    "siglip_vision_model": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+        "num_channels": 3,
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "internvl_vision": {
+        "model_type": "internvl_vision",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "image_size": 448,
+        "patch_size": 14,
+        "num_channels": 3,
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "norm_type": "layer_norm",
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+    },
+    "qwen2_audio_encoder": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "num_mel_bins": 128,
+        "max_source_positions": 1500,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+    },
+    "llava_onevision": {
+        "model_type": "llava_onevision",
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": True,
+    },
+    "internvl": {
+        "model_type": "internvl",
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -1,
+        "downsample_ratio": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "qwen2_audio": {"model_type": "qwen2_audio"},
+}
+# Older spellings, in a configuration of their own or below text_config.
+SPELLINGS = {
+    "rope_theta": "rope_parameters.rope_theta",
+    "rope_scaling.rope_type": "rope_parameters.rope_type",
+    "rope_scaling.type": "rope_parameters.rope_type",
+}
+
+
+@dataclass(frozen=True)
+class ConfigRules:
+    """Which keys of a configuration decide the computation, and what an absent one means.
+
+    Keys are dotted. `defaults` holds every key that is compared, with its value in transformers
+    where the file leaves it out. `spellings` maps an older key to the one here. A file that is of
+    the kind `wraps` (such as "siglip") is read below that kind's key.
+    """
+
+    defaults: Config
+    spellings: Mapping[str, str]
+    wraps: tuple[str, str] | None = None
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Every compared key with the value that the file gives it."""
+        if self.wraps and config.get("model_type") == self.wraps[0]:
+            config = config.get(self.wraps[1]) or {}
+        flat = _flatten(config)
+        for old, new in self.spellings.items():
+            if old in flat and new not in flat:
+                flat[new] = flat[old]
+        values = {key: flat.get(key, default) for key, default in self.defaults.items()}
+        for key, value in values.items():
+            prefix = key[: key.rfind(".") + 1]
+            if value is None and key.endswith("num_key_value_heads"):
+                values[key] = values[f"{prefix}num_attention_heads"]
+            if value is None and key.endswith("head_dim"):
+                heads = values[f"{prefix}num_attention_heads"]
+                values[key] = values[f"{prefix}hidden_size"] // heads
+        return values
+
+    def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
+        """(key, value of `config`, value of `ours`) of every key that disagrees."""
+        found, mine = self.read(config), self.read(ours)
+        return [(k, found[k], mine[k]) for k in found if not _equal(found[k], mine[k])]
+
+
+def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(side(a) == side(b))
+
+
+def side(value: Any) -> Any:
+    """The side of a square that is given as [side, side]."""
+    square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
+    return value[0] if square else value
+
+
+def rules(kind: str, *, wraps: str | None = None, **below: str) -> ConfigRules:
+    """Rules of a configuration of a kind; `below` names the kinds of those inside it, `wraps` a
+    kind that may have this one as its vision_config."""
+    defaults, spellings = dict(DEFAULTS[kind]), dict(SPELLINGS)
+    for where, inner in below.items():
+        for key, value in DEFAULTS[inner].items():
+            # Whether a head is tied is decided at the top where the top says so.
+            if not (key == "tie_word_embeddings" and key in defaults):
+                defaults[f"{where}.{key}"] = value
+        spellings |= {f"{where}.{old}": f"{where}.{new}" for old, new in SPELLINGS.items()}
+    return ConfigRules(defaults, spellings, (wraps, "vision_config") if wraps else None)
+
+
+def without(rules: ConfigRules, key: str) -> ConfigRules:
+    """The same rules, but a key is not compared."""
+    kept = {k: v for k, v in rules.defaults.items() if k != key}
+    return replace(rules, defaults=kept)

@@ -1,0 +1,189 @@
+"""How the tensors of a Hugging Face folder lie in the parameters of our modules.
+
+Pure data: a `WeightMap` lists every tensor of a checkpoint with the parameter it is, which dims
+are split, transposed and joined on the way, the names that mean the same, and the tensors that
+the model has no use for. Reading and writing stands in `dflop_jax/weights/`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from models.hf_config import ConfigRules
+
+PARTS = ("entry", "layers", "exit")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`.
+
+    `splits` says for each dim of the file into which dims it is split (none for a dim of 1).
+    """
+
+    splits: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert sorted(self.order) == list(range(len(self.split))), self
+        assert math.prod(self.shape) == math.prod(self.split), self
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Dims between reading and transposing."""
+        return tuple(n for dims in self.splits for n in dims)
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(dims) for dims in self.splits)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint and where its values live.
+
+    `path` are the keys of the parameter within its part; `layer` is None but in "layers".
+    """
+
+    name: str
+    module: str
+    part: str
+    path: tuple[str, ...]
+    layer: int | None
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A tensor that the reference has and the model does not use, and its value when unknown."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All of a checkpoint: what is read, what is written, and the configuration beside it.
+
+    `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
+    used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
+    are left alone; `unused` those of them that a written folder must have.
+    """
+
+    tensors: tuple[Tensor, ...]
+    config: Mapping[str, Any]
+    config_rules: ConfigRules
+    aliases: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    unused: tuple[Unused, ...] = ()
+
+    def canonical(self, name: str) -> str:
+        """The name used here of a name found in a file."""
+        for pattern, replacement in self.aliases:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether the model has no use for a tensor of this canonical name."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+    def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """(key, value in the file, value of the model) of every key that disagrees."""
+        return self.config_rules.mismatches(config, self.config)
+
+
+# ---- layouts ----
+
+
+def linear(shape: Sequence[int], n_in: int = 1) -> Layout:
+    """A kernel [*in, *out], in the file [out, in]."""
+    inner, outer = tuple(shape[:n_in]), tuple(shape[n_in:])
+    n = len(outer)
+    order = (*range(n, n + n_in), *range(n))
+    return Layout((outer, inner), order, tuple(shape))
+
+
+def vector(shape: Sequence[int]) -> Layout:
+    """A vector in the file, here of any shape."""
+    return Layout((tuple(shape),), tuple(range(len(shape))), tuple(shape))
+
+
+def same(shape: Sequence[int], leading: int = 0) -> Layout:
+    """As in the file, but for `leading` dims of 1 there."""
+    return Layout(
+        (*((),) * leading, *((n,) for n in shape)), tuple(range(len(shape))), tuple(shape)
+    )
+
+
+def patch(shape: Sequence[int], patch_px: int) -> Layout:
+    """A kernel [row x column x colour, width], in the file a convolution [width, colour, row,
+    column]."""
+    _, width = shape
+    return Layout(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
+
+
+def conv(shape: Sequence[int]) -> Layout:
+    """A kernel [step, in, out], in the file a convolution [out, in, step]."""
+    steps, inner, outer = shape
+    return Layout(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
+
+
+# ---- lists of tensors ----
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parameter by its path ("query/kernel") and its name in a file; `{}` is the layer.
+
+    A parameter that a module of this size does not have is left out.
+    """
+
+    part: str
+    path: str
+    name: str
+    layout: str = "vector"
+
+
+def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[Tensor]:
+    """The tensors of a module of the contract, called `key` in its model."""
+    shapes = {part: _shapes(module, part) for part in PARTS}
+    found = []
+    for rule in rules:
+        path = tuple(rule.path.split("/"))
+        shape = shapes[rule.part].get(path)
+        if shape is None:
+            continue
+        layout = _layout(rule.layout, shape, module.size)
+        layers = range(module.n_layers) if rule.part == "layers" else (None,)
+        for layer in layers:
+            name = prefix + rule.name.format(layer)
+            found.append(Tensor(name, key, rule.part, path, layer, layout))
+    return found
+
+
+def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Layout:
+    if kind == "patch":
+        return patch(shape, size.patch_px)
+    return {
+        "linear": linear,
+        "heads_linear": lambda s: linear(s, 2),
+        "vector": vector,
+        "same": same,
+        "one_leading": lambda s: same(s, 1),
+        "two_leading": lambda s: same(s, 2),
+        "conv": conv,
+    }[kind](shape)
+
+
+def _shapes(module: Any, part: str) -> dict[tuple[str, ...], tuple[int, ...]]:
+    specs = jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
+    leaves = jax.tree_util.tree_flatten_with_path(specs)[0]
+    return {tuple(k.key for k in path): leaf.shape for path, leaf in leaves}

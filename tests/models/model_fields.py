@@ -63,6 +63,13 @@ def fields(module, items, tokens, seed=0):
     if "pixels" in names:
         spec = module.field_spec("pixels", items, tokens)
         return {"pixels": jnp.asarray(rng.integers(0, 256, spec.shape, np.uint8))}
+    if "mel" in names:
+        spec = module.field_spec("mel", items, tokens)
+        frames = rng.integers(0, spec.shape[-1] + 1, items)
+        return {
+            "mel": jnp.asarray(rng.normal(size=spec.shape), jnp.float32),
+            "mel_frames": jnp.asarray(frames, jnp.int32),
+        }
     segments, positions = packed_segments(items, tokens, rng)
     shape = (items, tokens)
     vocab = module.size.vocab

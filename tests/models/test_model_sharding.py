@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from model_fields import PARTS, fields, full_params
 
 from dflop_jax.contract import MODEL_SHARDED, Module
+from models.audio import AudioModule
 from models.decoder import DecoderModule
-from models.sizes import DECODERS, VISION
+from models.sizes import AUDIO, DECODERS, VISION
 from models.vit import VisionModule
 
 MANUAL = ("stage", "data")
@@ -103,6 +104,12 @@ def _run_plain(module, params, batch):
 
 MODULES: dict[str, Callable[[jnp.dtype], Module]] = {
     "vision": lambda dtype: VisionModule(VISION["nano"], 32, dtype),
+    "internvit": lambda dtype: VisionModule(
+        dataclasses.replace(VISION["internvit-nano"], qkv_bias=False, qk_norm=True, rms_norm=True),
+        32,
+        dtype,
+    ),
+    "audio": lambda dtype: AudioModule(AUDIO["whisper-nano"], 32, dtype),
     "tied": lambda dtype: DecoderModule(DECODERS["nano"], dtype),
     "untied, chunked head": lambda dtype: DecoderModule(
         dataclasses.replace(DECODERS["nano"], tied=False, logits_elements=512 * 5), dtype
@@ -112,7 +119,13 @@ MODULES: dict[str, Callable[[jnp.dtype], Module]] = {
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("vision", "bfloat16"), ("tied", "float32"), ("untied, chunked head", "float32")],
+    [
+        ("vision", "bfloat16"),
+        ("internvit", "float32"),
+        ("audio", "float32"),
+        ("tied", "float32"),
+        ("untied, chunked head", "float32"),
+    ],
 )
 def test_sharded_equals_one_device(name, dtype):
     module = MODULES[name](jnp.dtype(dtype))

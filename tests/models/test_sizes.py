@@ -9,9 +9,20 @@ import pytest
 from model_fields import PARTS, fields
 
 from dflop_jax.contract import MODEL_SHARDED, MultimodalModel
+from models import internvl, qwen2_audio
+from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.llava import build
-from models.sizes import DECODERS, SIZES, VISION, DecoderSize, VisionSize
+from models.sizes import (
+    DECODERS,
+    INTERNVL,
+    QWEN2_AUDIO,
+    SIZES,
+    VISION,
+    AudioSize,
+    DecoderSize,
+    VisionSize,
+)
 from models.vit import VisionModule
 
 F32 = jnp.dtype("float32")
@@ -56,12 +67,67 @@ def test_siglip_parameters_as_published():
     assert n_params(VisionModule(size, out, F32)) - connector + pooling == 428_225_600
 
 
-@pytest.mark.parametrize("name", SIZES)
+def n_model(model):
+    return sum(n_params(module) for module in model.modules.values())
+
+
+def test_llava_onevision_parameters_as_published():
+    """Safetensors totals of lmms-lab/llava-onevision-qwen2-0.5b-ov and -7b-ov; they include the
+    line separator and a final norm of the tower that the features do not pass."""
+    for name, published in (("llava-ov-0.5b", 893_618_208), ("llava-ov-7b", 8_030_348_832)):
+        model = build(name)
+        unused = sum(math.prod(u.shape) for u in model.weights.unused)
+        assert n_model(model) + unused == published
+
+
+@pytest.mark.parametrize(
+    "name, tower, published",
+    [
+        # Millions: "304.01M" and "5.54B" of the towers, totals as on the cards of InternVL2_5-*.
+        ("internvl-2.5-1b", 304.01, 938.19),
+        ("internvl-2.5-4b", 304.01, 3_710),
+        ("internvl-2.5-38b", 5_540, 38_400),
+        ("internvl-2.5-78b", 5_540, 78_400),
+    ],
+)
+def test_internvl_parameters_as_published(name, tower, published):
+    model = internvl.build(name)
+    vision = model.modules["vision"]
+    found = n_params(vision) - count(vision, "exit")
+    digits = 2 if tower == 304.01 else -1
+    assert round(found / 1e6, digits) == tower
+    digits = {938.19: 2, 3_710: -1}.get(published, -2)
+    assert round(n_model(model) / 1e6, digits) == published
+
+
+def test_qwen2_audio_parameters_as_published():
+    """The safetensors total of Qwen/Qwen2-Audio-7B."""
+    assert n_model(qwen2_audio.build("qwen2-audio-7b")) == 8_397_094_912
+
+
+@pytest.mark.parametrize("name", QWEN2_AUDIO)
+def test_every_audio_size_fits_the_contract(name):
+    model = qwen2_audio.build(name, "bfloat16")
+    assert list(model.modules) == ["audio", "llm"]
+    assert model.vocab_size == QWEN2_AUDIO[name].decoder.vocab
+    assert model.frames_per_chunk == 4 * model.tokens_per_chunk
+    check_modules(model)
+    audio = model.modules["audio"]
+    assert audio.field_spec("mel", 2, 0).shape == (2, model.mel_bins, model.frames_per_chunk)
+    assert audio.field_spec("mel_frames", 2, 0).shape == (2,)
+
+
+@pytest.mark.parametrize("name", [*SIZES, *INTERNVL])
 def test_every_size_fits_the_contract(name):
-    model: MultimodalModel = build(name, "bfloat16")
+    factory = internvl.build if name in INTERNVL else build
+    model: MultimodalModel = factory(name, "bfloat16")
     assert list(model.modules) == ["vision", "llm"]
-    assert model.vocab_size == SIZES[name].decoder.vocab
+    assert model.vocab_size == (SIZES | INTERNVL)[name].decoder.vocab
     assert 1 <= model.tokens_per_tile <= model.patches_per_tile <= model.tile_px**2
+    check_modules(model)
+
+
+def check_modules(model):
     for module in model.modules.values():
         assert set(module.inputs) == set(module.freeze_groups) == set(PARTS)
         for part in PARTS:
@@ -91,6 +157,8 @@ def test_layers_split_over_the_model_axis():
     modules = build("nano").modules
     assert modules["vision"].freeze_groups["exit"] == "connector"
     assert all(share(m) > 0.95 for m in modules.values())
+    assert share(internvl.build().modules["vision"]) > 0.95
+    assert share(qwen2_audio.build().modules["audio"]) > 0.95
 
 
 def test_what_the_data_must_look_like():
@@ -106,10 +174,16 @@ def test_what_the_data_must_look_like():
 def test_unknown_size_lists_the_known(size):
     with pytest.raises(ValueError, match="llava-ov-7b"):
         build(size)
+    with pytest.raises(ValueError, match=r"internvl-2\.5-4b"):
+        internvl.build(size)
+    with pytest.raises(ValueError, match="qwen2-audio-7b"):
+        qwen2_audio.build(size)
 
 
 def test_any_tower_joins_any_decoder():
     assert build("siglip-6b+llama3-8b").size.vision.width == 2304
+    assert internvl.build("internvit-6b+llama3-8b").size.vision.width == 3200
+    assert qwen2_audio.build("whisper-large-v3+llama3-8b").size.audio.width == 1280
 
 
 def test_bad_dtype_and_bad_sizes_are_refused():
@@ -117,12 +191,20 @@ def test_bad_dtype_and_bad_sizes_are_refused():
         build("nano", "float64")
     with pytest.raises(ValueError, match="merge"):
         VisionSize(32, 8, 32, 2, 4, 64, merge=3)
+    with pytest.raises(ValueError, match="siglip"):
+        VisionSize(32, 8, 32, 2, 4, 64, qk_norm=True)
+    with pytest.raises(ValueError, match="frames"):
+        AudioSize(30, 8, 32, 2, 4, 64)
     with pytest.raises(ValueError, match="heads"):
         DecoderSize(32, 2, 4, 3, 64, 100)
 
 
 # Head width 64, so that the softmax is small beside the products; 4 x 4 patches and merge 2.
 BIG_VISION = VisionSize(64, 4, 256, 2, 4, 512, merge=2)
+BIG_INTERN = VisionSize(
+    64, 4, 256, 2, 4, 512, merge=2, post_norm=False, form="internvit", qk_norm=True
+)
+BIG_AUDIO = AudioSize(512, 32, 256, 2, 4, 512)
 BIG_DECODER = DecoderSize(256, 2, 4, 2, 512, 1000)
 
 
@@ -149,13 +231,19 @@ def test_flops_as_counted_by_hand(items, tokens):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     "module",
-    [VisionModule(BIG_VISION, 128, F32), DecoderModule(BIG_DECODER, F32)],
-    ids=["vision", "llm"],
+    [
+        VisionModule(BIG_VISION, 128, F32),
+        VisionModule(BIG_INTERN, 128, F32),
+        AudioModule(BIG_AUDIO, 128, F32),
+        DecoderModule(BIG_DECODER, F32),
+    ],
+    ids=["vision", "internvit", "audio", "llm"],
 )
 def test_flops_near_what_xla_counts(module, part):
     tokens = 256
     batch = fields(module, 1, tokens)
-    x = jnp.zeros((1, tokens, 256), jnp.float32)
+    rows = getattr(module.size, "tokens_in_tower", tokens)
+    x = jnp.zeros((1, rows, 256), jnp.float32)
     run = {
         "entry": lambda p, x: module.entry(p, batch),
         "layers": lambda p, x: module.layer(p, x, batch),
@@ -163,12 +251,14 @@ def test_flops_near_what_xla_counts(module, part):
     }[part]
     compiled = jax.jit(run).lower(specs(module, part), x).compile()
     matrices = module.flops(part, 1, tokens)
-    elementwise = 50 * x.size  # norms, positions, masks: not counted
+    # Norms, positions, masks, and GELUs (of the audio's stem at every frame): not counted.
+    elementwise = (150 if isinstance(module, AudioModule) else 50) * x.size
     cost = compiled.cost_analysis()
     assert cost is not None
     np.testing.assert_allclose(cost["flops"], matrices, rtol=0.05, atol=elementwise)
 
 
 def test_no_items_cost_nothing():
-    for module in build("nano").modules.values():
+    models = (build("nano"), internvl.build(), qwen2_audio.build())
+    for module in (m for model in models for m in model.modules.values()):
         assert all(module.flops(part, 0, 8) == 0 for part in PARTS)

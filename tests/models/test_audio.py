@@ -1,0 +1,82 @@
+"""What the audio encoder promises beside its numbers (those: test_hf_models)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_fields import fields, full_params, outputs
+
+from models.audio import AudioModule, audio_tokens, sinusoids, windows
+from models.sizes import AUDIO
+
+MODULE = AudioModule(AUDIO["whisper-nano"], 24, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize("frames", range(65))
+def test_tokens_of_frames(frames):
+    """As the steps of the convolution and of the average fall on real frames."""
+    positions = len(range(0, frames, 2))
+    assert audio_tokens(frames) == positions // 2
+
+
+def test_whisper_positions():
+    table = sinusoids(3, 6)
+    for p in range(3):
+        for i in range(3):
+            angle = p / 10000 ** (i / 2)
+            np.testing.assert_allclose(table[p, [i, i + 3]], [np.sin(angle), np.cos(angle)], 1e-5)
+
+
+def test_windows_by_hand():
+    x = jnp.arange(1, 5, dtype=jnp.float32).reshape(1, 4, 1)
+    np.testing.assert_array_equal(windows(x, 2)[0, :, :, 0], [[0, 1, 2], [2, 3, 4]])
+    np.testing.assert_array_equal(
+        windows(x, 1)[0, :, :, 0], [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 0]]
+    )
+
+
+@pytest.mark.parametrize("items", [0, 1, 3])
+def test_padding_is_not_heard(items):
+    """Frames beyond the real ones change nothing in the tokens that are used; nothing is NaN."""
+    params = full_params(MODULE)
+    batch = fields(MODULE, items, 0)
+    frames = np.asarray([0, 13, 32])[:items]
+    batch["mel_frames"] = jnp.asarray(frames, jnp.int32)
+    # The stem's two convolutions look two frames further.
+    real = np.arange(MODULE.size.frames) < frames[:, None, None] + 2
+    other = {**batch, "mel": jnp.where(real, batch["mel"], 100.0)}
+    run = jax.jit(lambda b: outputs(MODULE, params, b))
+    a, b = np.asarray(run(batch)), np.asarray(run(other))
+    assert a.shape == (items, 8, 24)
+    assert np.isfinite(a).all()
+    for item in range(items):
+        used = audio_tokens(frames[item])
+        np.testing.assert_array_equal(a[item, :used], b[item, :used])
+    if items == 3:
+        assert not np.array_equal(a[1], b[1])
+
+
+def test_positions_are_not_trained():
+    params = full_params(MODULE)
+    batch = fields(MODULE, 2, 0)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(outputs(MODULE, p, batch) ** 2)))(params)
+    assert not np.any(grads["entry"]["bias"])
+    assert np.any(grads["entry"]["conv1"]["kernel"])
+    from dflop_jax.train.optimizer import UNDECAYED
+
+    assert "bias" in UNDECAYED
+
+
+def test_bfloat16_stays_near_float32():
+    params, batch = full_params(MODULE), fields(MODULE, 2, 0)
+    half = AudioModule(MODULE.size, 24, jnp.dtype("bfloat16"))
+    found = jax.jit(lambda b: outputs(half, params, b))(batch)
+    want = jax.jit(lambda b: outputs(MODULE, params, b))(batch)
+    assert found.dtype == jnp.bfloat16
+    error = jnp.abs(found.astype(jnp.float32) - want).mean()
+    assert error < 3e-2 * jnp.abs(want).mean()
+
+
+def test_unknown_field_is_named():
+    with pytest.raises(ValueError, match="'pixels'"):
+        MODULE.field_spec("pixels", 1, 1)

@@ -1,0 +1,176 @@
+"""The map from checkpoints to parameters: a bijection, for every size; configurations both ways."""
+
+import json
+import math
+from itertools import groupby
+
+import jax
+import numpy as np
+import pytest
+from model_fields import PARTS
+
+from models import hf, hf_sizes, internvl, llava, qwen2_audio
+from models.hf_tensors import conv, linear, patch, same, vector
+
+MODELS = {
+    **dict.fromkeys(("llava-ov-0.5b", "llava-ov-7b", "llava-ov-llama3-8b"), llava.build),
+    **dict.fromkeys(("internvl-nano", "internvl-2.5-1b", "internvl-2.5-78b"), internvl.build),
+    **dict.fromkeys(("qwen2-audio-nano", "qwen2-audio-7b"), qwen2_audio.build),
+}
+
+
+def leaves(module, key, parts=PARTS):
+    """{(module, part, path): (shape, layers)} of a module."""
+    out = {}
+    for part in parts:
+        specs = jax.eval_shape(lambda k, part=part: module.init(part, k), jax.random.key(0))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(specs):
+            layers = list(range(module.n_layers)) if part == "layers" else [None]
+            out[key, part, tuple(k.key for k in path)] = (leaf.shape, layers)
+    return out
+
+
+def check_bijection(tensors, want):
+    names = [t.name for t in tensors]
+    assert len(set(names)) == len(names)
+
+    def place(t):
+        return (t.module, t.part, t.path)
+
+    found = {k: list(g) for k, g in groupby(sorted(tensors, key=place), key=place)}
+    assert found.keys() == want.keys()
+    for key, group in found.items():
+        shape, layers = want[key]
+        assert {t.layout.shape for t in group} == {shape}
+        assert [t.layer for t in group] == layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_once(name):
+    model = MODELS[name](name)
+    want = {}
+    for key, module in model.modules.items():
+        want |= leaves(module, key)
+    map_ = model.weights
+    check_bijection(map_.tensors, want)
+    for t in map_.tensors:
+        assert map_.canonical(t.name) == t.name
+        assert not map_.is_ignored(t.name)
+    for u in map_.unused:
+        assert map_.is_ignored(u.name)
+
+
+def test_parts_alone():
+    model = llava.build("llava-ov-0.5b")
+    llm, vision = model.modules["llm"], model.modules["vision"]
+    check_bijection(hf.decoder(llm).tensors, leaves(llm, "llm"))
+    check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
+    vision = internvl.build("internvl-2.5-38b").modules["vision"]
+    check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
+
+
+@pytest.mark.parametrize(
+    "layout, by_hand",
+    [
+        (linear((5, 2, 3)), lambda a, i: a[i[1] * 3 + i[2], i[0]]),
+        (linear((2, 3, 5), n_in=2), lambda a, i: a[i[2], i[0] * 3 + i[1]]),
+        (vector((2, 3)), lambda a, i: a[i[0] * 3 + i[1]]),
+        (same((4, 5)), lambda a, i: a[i]),
+        (same((4,), leading=2), lambda a, i: a[0, 0, i[0]]),
+        (patch((2 * 2 * 3, 5), 2), lambda a, i: a[i[1], i[0] % 3, i[0] // 6, i[0] // 3 % 2]),
+        (conv((3, 4, 5)), lambda a, i: a[i[2], i[1], i[0]]),
+    ],
+)
+def test_layouts_by_hand(layout, by_hand):
+    file = np.arange(math.prod(layout.file_shape)).reshape(layout.file_shape)
+    found = file.reshape(layout.split).transpose(layout.order).reshape(layout.shape)
+    for index in np.ndindex(*layout.shape):
+        assert found[index] == by_hand(file, index)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("lm_head.weight", "language_model.lm_head.weight"),
+        (
+            "model.language_model.layers.0.mlp.up_proj.weight",
+            "language_model.model.layers.0.mlp.up_proj.weight",
+        ),
+        ("language_model.model.norm.weight", "language_model.model.norm.weight"),
+        (
+            "model.vision_tower.encoder.layers.1.mlp.fc1.bias",
+            "vision_tower.encoder.layers.1.mlp.fc1.bias",
+        ),
+        (
+            "vision_tower.vision_model.encoder.layers.1.mlp.fc1.bias",
+            "vision_tower.encoder.layers.1.mlp.fc1.bias",
+        ),
+        ("model.image_newline", "image_newline"),
+    ],
+)
+def test_other_spellings(old, new):
+    assert llava.build("llava-ov-0.5b").weights.canonical(old) == new
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration_there_and_back(name, tmp_path):
+    model = MODELS[name](name)
+    map_ = model.weights
+    assert map_.mismatches(map_.config) == []
+    (tmp_path / "config.json").write_text(json.dumps(dict(map_.config)))
+    assert MODELS[name](str(tmp_path)) == model
+    config = json.loads(json.dumps(dict(map_.config)))
+    config["text_config"]["hidden_size"] = 8
+    assert map_.mismatches(config) == [("text_config.hidden_size", 8, model.size.decoder.width)]
+
+
+def test_released_qwen2_audio_configuration():
+    """What the released folder says; the rest is transformers' defaults."""
+    config = {
+        "model_type": "qwen2_audio",
+        "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 1280},
+        "text_config": {
+            "model_type": "qwen2",
+            "intermediate_size": 11008,
+            "rope_theta": 10000,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 156032,
+        },
+    }
+    model = qwen2_audio.build("qwen2-audio-7b")
+    assert model.weights.mismatches(config) == []
+    assert hf_sizes.read_qwen2_audio(config) == model.size
+
+
+def test_scaled_positions_are_a_mismatch():
+    """Llama 3.1's: not in the table, and not computed."""
+    map_ = hf.decoder(llava.build("llava-ov-llama3-8b").modules["llm"])
+    config = {**map_.config, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"}}
+    del config["rope_parameters"]
+    key = "rope_parameters.rope_type"
+    assert map_.mismatches(config) == [(key, "llama3", "default")]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "not JSON"),
+        ("[]", "model_type is None"),
+        ('{"model_type": "llava"}', "'llava'"),
+        ('{"model_type": "internvl", "text_config": {"model_type": "gemma"}}', "'gemma'"),
+        ('{"model_type": "internvl", "text_config": {"num_attention_heads": 3}}', "heads"),
+    ],
+)
+def test_a_bad_configuration_is_named(tmp_path, text, said):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said) as e:
+        internvl.build(str(tmp_path))
+    assert str(tmp_path) in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_models_that_the_reference_cannot_hold():
+    with pytest.raises(ValueError, match="llava-ov-7b"):
+        _ = llava.build("nano").weights
+    with pytest.raises(ValueError, match="tied"):
+        _ = qwen2_audio.build("whisper-nano+nano").weights

@@ -36,8 +36,8 @@ def _llm(module: DecoderModule, prefix: str) -> list[Tensor]:
     return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
 
 
-def _ignored_of_llm(module: DecoderModule) -> tuple[str, ...]:
-    return (INV_FREQ, r"(.*\.)?lm_head\.weight") if module.tied else (INV_FREQ,)
+def _copies(module: DecoderModule) -> tuple[str, ...]:
+    return (r"(.*\.)?lm_head\.weight",) if module.tied else ()
 
 
 def llava_onevision(model: Composition) -> WeightMap:
@@ -70,10 +70,11 @@ def llava_onevision(model: Composition) -> WeightMap:
         ),
         aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
         ignored=(
-            *_ignored_of_llm(llm),
+            INV_FREQ,
             r"image_newline",
             r"vision_tower\.post_layernorm\..*",
         ),
+        copies=_copies(llm),
         unused=(
             Unused("image_newline", (size.decoder.width,), 0.0),
             Unused(f"{norm}.weight", width, 1.0),
@@ -105,7 +106,8 @@ def internvl(model: Composition) -> WeightMap:
         },
         config_rules=hf_config.rules("internvl", vision_config="internvl_vision", text_config=kind),
         aliases=COMPOSED,
-        ignored=_ignored_of_llm(llm),
+        ignored=(INV_FREQ,),
+        copies=_copies(llm),
     )
 
 
@@ -143,7 +145,8 @@ def decoder(module: DecoderModule) -> WeightMap:
         config=config,
         config_rules=hf_config.rules(config["model_type"]),
         aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
-        ignored=_ignored_of_llm(module),
+        ignored=(INV_FREQ,),
+        copies=_copies(module),
     )
 
 

@@ -75,7 +75,8 @@ class WeightMap:
 
     `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
     used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
-    are left alone; `unused` those of them that a written folder must have.
+    are left alone, `copies` of names that repeat another tensor; `unused` are those of the ignored
+    that a written folder must have.
     """
 
     tensors: tuple[Tensor, ...]
@@ -83,6 +84,7 @@ class WeightMap:
     config_rules: ConfigRules
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     unused: tuple[Unused, ...] = ()
 
     def canonical(self, name: str) -> str:
@@ -93,7 +95,11 @@ class WeightMap:
 
     def is_ignored(self, name: str) -> bool:
         """Whether the model has no use for a tensor of this canonical name."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        return self.is_copy(name) or any(re.fullmatch(p, name) for p in self.ignored)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a tensor of this canonical name repeats another one."""
+        return any(re.fullmatch(p, name) for p in self.copies)
 
     def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(key, value in the file, value of the model) of every key that disagrees."""

@@ -19,7 +19,7 @@ LEFT = {"records", "contract", "config"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"pipeline.order"}
-ENGINE = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "train", "report"}
+ENGINE = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "train", "report", "weights"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": LEFT,
     "pipeline.order": LEFT,
     "pipeline": LEFT | {"pipeline.order"},
+    "weights": LEFT | {"pipeline", "pipeline.order"},
     "profile": DATA | {"pipeline"},  # it times the pipeline's own programs
     "schedule": DATA,
     "sim": PREDICTED,

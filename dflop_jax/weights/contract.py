@@ -1,0 +1,96 @@
+"""What reading and writing needs to know of a model: which tensor of a folder is which parameter.
+
+A model gives it as `model.weights`; `models/hf_tensors.py` satisfies these protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Layout(Protocol):
+    """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`."""
+
+    @property
+    def splits(self) -> tuple[tuple[int, ...], ...]:
+        """For each dim of the file into which dims it is split (none for a dim of 1)."""
+        ...
+
+    @property
+    def split(self) -> tuple[int, ...]: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def file_shape(self) -> tuple[int, ...]: ...
+
+
+class Tensor(Protocol):
+    """One tensor of a folder; `layer` is None but in the part "layers"."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def path(self) -> tuple[str, ...]: ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Unused(Protocol):
+    """A tensor that transformers expects and the model does not have."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def value(self) -> float: ...
+
+
+class WeightMap(Protocol):
+    """All of a folder."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+    @property
+    def unused(self) -> Sequence[Unused]: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json of a folder written without another as its pattern."""
+        ...
+
+    def canonical(self, name: str) -> str:
+        """The name used in `tensors` of a name found in a file."""
+        ...
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether the model has no use for a tensor of this canonical name."""
+        ...
+
+    def is_copy(self, name: str) -> bool:
+        """Whether an ignored tensor repeats another one, so that it need not be written."""
+        ...
+
+    def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """(key, value of `config`, value of the model) of every key that disagrees."""
+        ...

@@ -1,0 +1,184 @@
+"""A folder of transformers on disk: its configuration, its tensors, slices of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dflop_jax.weights.contract import WeightMap
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# A mapped file counts as memory of the process for as long as it is open.
+MAPPED_BYTES = 128 * 2**20
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its name there, and its type as safetensors calls it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Folder:
+    """The weights of one checkpoint, not yet read.
+
+    Raises:
+      ValueError: no such folder, or one without config.json or safetensors; files that the index
+        names and that are not there; a file that is not safetensors.
+    """
+
+    def __init__(self, path: str | Path, map_: WeightMap):
+        self.path = Path(path)
+        self.map = map_
+        self.config = self._read_config()
+        self.entries: dict[str, Entry] = {}
+        for file, names in self._files().items():
+            for entry in _header(file, names):
+                key = map_.canonical(entry.name)
+                if key in self.entries:
+                    raise ValueError(
+                        f"{file}: {entry.name!r} and {self.entries[key].name!r} are names of the "
+                        "same tensor; remove one of them"
+                    )
+                self.entries[key] = entry
+        self._open: tuple[Path, Any] | None = None
+        self._mapped_bytes = 0
+
+    def _read_config(self) -> dict[str, Any]:
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path}: no such folder; give one with {CONFIG} and safetensors")
+        return _read_json(self.path / CONFIG)
+
+    def _files(self) -> dict[Path, list[str] | None]:
+        """Files of the checkpoint and the tensors to take of each, None for all."""
+        if (self.path / INDEX).is_file():
+            index = _read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(index, Mapping) or not all(
+                isinstance(f, str) and Path(f).name == f for f in index.values()
+            ):
+                raise ValueError(
+                    f"{self.path / INDEX}: weight_map must give the name of a file in the same "
+                    "folder for every tensor; download it again"
+                )
+            files: dict[Path, list[str] | None] = {}
+            for name, file in index.items():
+                names = files.setdefault(self.path / file, [])
+                assert names is not None
+                names.append(name)
+            return files
+        found = sorted(self.path.glob("*.safetensors"))
+        if len(found) != 1:
+            what = "no safetensors" if not found else f"{len(found)} safetensors but no {INDEX}"
+            raise ValueError(
+                f"{self.path}: {what}; save the model with transformers' save_pretrained, which "
+                "writes safetensors and their index"
+            )
+        return {found[0]: None}
+
+    # ---- checks ----
+
+    def check(self) -> None:
+        """Whether the folder holds this model and nothing else.
+
+        Raises:
+          ValueError: a key of the configuration, a missing or unexpected tensor, a shape or a
+            type that does not fit; the message names the file, the key, what is there, what the
+            model needs.
+        """
+        if found := self.map.mismatches(self.config):
+            key, theirs, ours = found[0]
+            others = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
+            raise ValueError(
+                f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{others}; "
+                "choose the size that this folder holds"
+            )
+        wanted = {t.name: t for t in self.map.tensors}
+        if missing := [n for n in wanted if n not in self.entries]:
+            raise ValueError(
+                f"{self.path}: no tensor {_names(missing)}; the download is incomplete or the "
+                "folder holds another model"
+            )
+        if extra := [
+            e for n, e in self.entries.items() if n not in wanted and not self.map.is_ignored(n)
+        ]:
+            raise ValueError(
+                f"{extra[0].file}: unexpected tensor {_names([e.name for e in extra])}; the folder "
+                "holds another model or an adapter: merge it first"
+            )
+        for name, tensor in wanted.items():
+            entry, shape = self.entries[name], tensor.layout.file_shape
+            if entry.dtype not in DTYPES:
+                raise ValueError(
+                    f"{entry.file}: {entry.name!r} is {entry.dtype}; convert it to float32, "
+                    "bfloat16 or float16 (quantised weights must be dequantised)"
+                )
+            if entry.shape != shape:
+                raise ValueError(
+                    f"{entry.file}: {entry.name!r} is {list(entry.shape)}, the model needs "
+                    f"{list(shape)}; choose the size that this folder holds"
+                )
+
+    # ---- reading ----
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor by its canonical name, as it is in the file."""
+        entry = self.entries[name]
+        if self._open is None or self._open[0] != entry.file or self._mapped_bytes > MAPPED_BYTES:
+            self.close()
+            self._open = (entry.file, safe_open(entry.file, framework="numpy"))
+        array = self._open[1].get_slice(entry.name)[index]
+        self._mapped_bytes += array.nbytes
+        return array
+
+    def close(self) -> None:
+        """Unmap the file that is open; reading opens it again."""
+        self._open, self._mapped_bytes = None, 0
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file; is this a folder of transformers?") from None
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{file}: cannot be read as JSON ({e}); download it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: holds no JSON object; download it again")
+    return found
+
+
+def _header(file: Path, names: Iterable[str] | None) -> list[Entry]:
+    """Entries of a file, nothing of their values."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            here = set(opened.keys())
+            chosen = sorted(here) if names is None else names
+            if gone := [n for n in chosen if n not in here]:
+                raise ValueError(
+                    f"{file}: no tensor {_names(gone)}, which {INDEX} says is there; "
+                    "download both again"
+                )
+            slices = [(name, opened.get_slice(name)) for name in chosen]
+            return [Entry(file, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices]
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file, though {INDEX} names it; download it") from None
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{file}: no safetensors file ({e}); download it again") from None
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more

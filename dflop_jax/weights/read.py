@@ -1,0 +1,137 @@
+"""From a folder straight into the shards of a submesh, a piece of a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.weights.contract import Tensor
+from dflop_jax.weights.folder import Folder
+from dflop_jax.weights.slices import Range, pieces, read_slice
+
+Tree = Any
+PIECE_BYTES = 32 * 2**20
+
+
+def read_segment(folder: Folder, segment: Segment, initial: Tree | None = None) -> Tree:
+    """Parameters of a segment on its submesh; see `read_params`."""
+    s = segment.plan
+    return read_params(folder, s.module, segment.placed_structs(), s.start, initial)
+
+
+def read_params(
+    folder: Folder, module: str, structs: Tree, start: int = 0, initial: Tree | None = None
+) -> Tree:
+    """Parameters of (a part of) a module, each read into the shards that this process holds.
+
+    The host holds one piece of a tensor at a time, beside what lives in the arrays.
+
+    Args:
+      folder: a checkpoint; `check` it first.
+      module: name of the module in the model, such as "llm".
+      structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
+        are stacked along the first dim.
+      start: which of the module's layers is the first in `structs`.
+      initial: parameters like `structs`, for those that the folder's map leaves out.
+
+    Raises:
+      ValueError: the folder has nothing for a parameter and `initial` is not given.
+    """
+    found: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
+    for tensor in folder.map.tensors:
+        if tensor.module == module:
+            found.setdefault((tensor.part, tensor.path), []).append(tensor)
+    given = dict(jax.tree_util.tree_leaves_with_path(initial)) if initial is not None else {}
+
+    def one(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        part, *inner = (key.key for key in path)
+        if tensors := found.get((part, tuple(inner))):
+            if part == "layers":
+                tensors = tensors[start : start + struct.shape[0]]
+            return _read_leaf(folder, tensors, struct, part == "layers")
+        if path not in given:
+            raise ValueError(
+                f"{folder.path}: nothing for {module}.{part}.{'.'.join(inner)}; give initial "
+                "values, or a folder of the whole model"
+            )
+        return given[path]
+
+    params = jax.tree.map_with_path(one, structs)
+    folder.close()
+    return params
+
+
+def _read_leaf(
+    folder: Folder, tensors: Sequence[Tensor], struct: jax.ShapeDtypeStruct, stacked: bool
+) -> jax.Array:
+    sharding = struct.sharding
+    assert sharding is not None, "read_params needs to know where the parameters go"
+    holders: dict[tuple[Range, ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
+        ranges = tuple(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True))
+        holders.setdefault(ranges, []).append(device)
+    shards = [
+        shard
+        for ranges, devices in holders.items()
+        for shard in _read_shard(folder, tensors, struct.dtype, ranges, devices, stacked)
+    ]
+    return jax.make_array_from_single_device_arrays(
+        struct.shape, sharding, shards, dtype=struct.dtype
+    )
+
+
+def _read_shard(
+    folder: Folder,
+    tensors: Sequence[Tensor],
+    dtype: Any,
+    ranges: tuple[Range, ...],
+    devices: Sequence[jax.Device],
+    stacked: bool,
+) -> list[jax.Array]:
+    """One shard of a parameter, on each of the devices that hold it."""
+    layers, inner = (ranges[0], ranges[1:]) if stacked else ((0, 1), ranges)
+    layout = tensors[0].layout
+    shape = tuple(stop - start for start, stop in ranges)
+    todo = list(pieces(layout, inner, layers, PIECE_BYTES, np.dtype(dtype).itemsize))
+    if len(todo) == 1:
+        host = _read_piece(folder, tensors, dtype, *todo[0], stacked)
+        return [jax.device_put(host, device) for device in devices]
+    shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
+    for (first, last), index in todo:
+        host = _read_piece(folder, tensors, dtype, (first, last), index, stacked)
+        lead = ((first, last),) if stacked else ()
+        at = np.asarray(
+            [a - b for (a, _), (b, _) in zip((*lead, *index), ranges, strict=True)], np.int32
+        )
+        shards = [_put(s, jax.device_put(host, d), at) for s, d in zip(shards, devices)]
+        # Otherwise the pieces would pile up on the host faster than they are taken.
+        jax.block_until_ready(shards)
+    return shards
+
+
+def _read_piece(
+    folder: Folder,
+    tensors: Sequence[Tensor],
+    dtype: Any,
+    layers: Range,
+    index: tuple[Range, ...],
+    stacked: bool,
+) -> np.ndarray:
+    shape = tuple(stop - start for start, stop in index)
+    out = np.empty((layers[1] - layers[0], *shape), dtype)
+    for i, layer in enumerate(range(*layers)):
+        tensor = tensors[layer]
+        out[i] = read_slice(tensor.layout, index, partial(folder.read, tensor.name))
+    return out if stacked else out[0]
+
+
+def _update(shard: jax.Array, piece: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(shard, piece, tuple(at))
+
+
+_put = jax.jit(_update, donate_argnums=0)

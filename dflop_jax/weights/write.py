@@ -1,0 +1,246 @@
+"""A folder that transformers loads, written a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dflop_jax.weights.contract import Tensor, WeightMap
+from dflop_jax.weights.folder import CONFIG, DTYPES, INDEX, Folder
+
+NAMES = {np.dtype(ml_dtypes.bfloat16 if d == "bfloat16" else d): n for n, d in DTYPES.items()}
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters {"entry", "layers", "exit"}, or some of them, from layer `start` of a module."""
+
+    module: str
+    params: Mapping[str, Any]
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One tensor to write: where its values come from."""
+
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    values: Any  # () -> array of that shape and dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_folder(
+    path: str | Path,
+    map_: WeightMap,
+    held: Sequence[Held],
+    *,
+    source: Folder | None = None,
+    dtype: str | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the weights as transformers names them, with config.json and, if large, an index.
+
+    The folder appears whole or not at all.
+
+    Args:
+      path: a folder that does not exist yet.
+      map_: which parameter is which tensor.
+      held: all parameters, in as many pieces as there are segments.
+      source: the folder that the weights came from: names, types, tensors without use, the
+        configuration and the tokenizer's files are taken from there.
+      dtype: "float32", "bfloat16" or "float16" for all tensors; None: as in `source`, else as in
+        the parameters.
+      max_file_bytes: size of a file beyond which another one is begun.
+
+    Raises:
+      ValueError: the folder exists, a parameter is missing, or it is not all on this process.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"{path}: exists already; choose another folder or remove it")
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"unknown type of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
+    tensors = sorted(_tensors(map_, held, source, dtype), key=lambda t: t.name)
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_files(partial, _by_file(tensors, max_file_bytes))
+        _write_rest(partial, map_, source, dtype)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ---- what is written ----
+
+
+def _tensors(
+    map_: WeightMap, held: Sequence[Held], source: Folder | None, dtype: str | None
+) -> Iterator[_Written]:
+    entries = source.entries if source else {}
+    names = {name: entry.name for name, entry in entries.items()}
+    kept = {n for n in entries if map_.is_ignored(n) and not map_.is_copy(n)}
+    for t in map_.tensors:
+        leaf, layer = _find(t, held)
+        of_source = DTYPES[entries[t.name].dtype] if t.name in entries else None
+        kind = np.dtype(dtype or of_source or leaf.dtype)
+        yield _Written(
+            names.get(t.name, t.name),
+            t.layout.file_shape,
+            kind,
+            lambda t=t, leaf=leaf, layer=layer, kind=kind: _as_in_file(t, leaf, layer, kind),
+        )
+    for name in kept:
+        assert source is not None
+        shape = entries[name].shape
+        kind = np.dtype(dtype or DTYPES.get(entries[name].dtype, "float32"))
+        whole = tuple(slice(0, n) for n in shape)
+        yield _Written(
+            names[name],
+            shape,
+            kind,
+            lambda n=name, at=whole, kind=kind: source.read(n, at).astype(kind),
+        )
+    for u in map_.unused:
+        if u.name not in kept:
+            kind = np.dtype(dtype or "float32")
+            yield _Written(
+                u.name, u.shape, kind, lambda u=u, kind=kind: np.full(u.shape, u.value, kind)
+            )
+
+
+def _find(t: Tensor, held: Sequence[Held]) -> tuple[Any, int | None]:
+    """The parameter that has a tensor, and which of its layers it is."""
+    for h in held:
+        leaf: Any = h.params.get(t.part) if h.module == t.module else None
+        for key in t.path:
+            leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
+        if leaf is None:
+            continue
+        if t.layer is None:
+            return leaf, None
+        if h.start <= t.layer < h.start + leaf.shape[0]:
+            return leaf, t.layer - h.start
+    where = ".".join((t.module, t.part, *t.path))
+    raise ValueError(
+        f"no parameter {where} for the tensor {t.name!r}; give the parameters of every segment"
+    )
+
+
+def _as_in_file(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
+    layout = t.layout
+    value = _on_host(leaf, layer, t.name)
+    transposed = value.reshape([layout.split[i] for i in layout.order])
+    return transposed.transpose(np.argsort(layout.order)).reshape(layout.file_shape).astype(dtype)
+
+
+@jax.jit
+def _layer_of(stack: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+
+def _on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
+    """A parameter, or one layer of a stack, put together from the shards that have it."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf if layer is None else leaf[layer])
+    if not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name!r} is spread over several processes; write the folder from a run of one "
+            "process that resumes the checkpoint"
+        )
+    out = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id:
+            continue
+        if layer is None:
+            out[shard.index] = np.asarray(shard.data)
+            continue
+        start, stop, _ = shard.index[0].indices(leaf.shape[0])
+        if start <= layer < stop:
+            out[shard.index[1:]] = np.asarray(_layer_of(shard.data, np.int32(layer - start)))
+    return out
+
+
+# ---- files ----
+
+
+def _by_file(tensors: Sequence[_Written], max_file_bytes: int) -> list[list[_Written]]:
+    files: list[list[_Written]] = [[]]
+    size = 0
+    for t in tensors:
+        if files[-1] and size + t.n_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(t)
+        size += t.n_bytes
+    return files
+
+
+def _write_files(folder: Path, files: Sequence[Sequence[_Written]]) -> None:
+    if len(files) == 1:
+        _write_file(folder / "model.safetensors", files[0])
+        return
+    index: dict[str, str] = {}
+    for i, tensors in enumerate(files, start=1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        _write_file(folder / name, tensors)
+        index |= {t.name: name for t in tensors}
+    total = sum(t.n_bytes for tensors in files for t in tensors)
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _write_file(file: Path, tensors: Sequence[_Written]) -> None:
+    """The safetensors format: size of the header, the header, the values without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for t in tensors:
+        offsets = [at, at + t.n_bytes]
+        header[t.name] = {
+            "dtype": NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": offsets,
+        }
+        at += t.n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values are aligned
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for t in tensors:
+            out.write(np.ascontiguousarray(t.values()).view(np.uint8).reshape(-1).data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_rest(folder: Path, map_: WeightMap, source: Folder | None, dtype: str | None) -> None:
+    config = dict(source.config if source else map_.config)
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    _write_json(folder / CONFIG, config)
+    if source is None:
+        return
+    for pattern in COPIED:
+        for file in source.path.glob(pattern):
+            if file.name not in (CONFIG, INDEX) and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

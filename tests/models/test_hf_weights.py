@@ -1,0 +1,127 @@
+"""Folders that transformers wrote: read onto submeshes, written back, loaded by transformers."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import parameters, randomise, torch, transformers
+from safetensors.numpy import load_file
+
+from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from models import hf
+from models.llava import Llava
+from models.qwen2_audio import Qwen2Audio
+from models.sizes import AUDIO, DECODERS, VISION, LlavaSize, Qwen2AudioSize
+from models.vit import VisionModule
+
+F32 = jnp.dtype("float32")
+NANO = DECODERS["nano"]
+QWEN = dataclasses.replace(NANO, tied=False)
+UNTIED = dataclasses.replace(NANO, tied=False, qkv_bias=False)
+SIGLIP = dataclasses.replace(VISION["nano"], merge=1, post_norm=False)
+
+CASES = {
+    "llava": (
+        Llava(LlavaSize(SIGLIP, UNTIED), F32),
+        transformers.LlavaOnevisionForConditionalGeneration,
+    ),
+    "internvl, tied": (
+        Llava(LlavaSize(VISION["internvit-nano"], NANO), F32),
+        transformers.InternVLForConditionalGeneration,
+    ),
+    "qwen2-audio": (
+        Qwen2Audio(Qwen2AudioSize(AUDIO["whisper-nano"], QWEN), F32),
+        transformers.Qwen2AudioForConditionalGeneration,
+    ),
+}
+
+
+def plan(model):
+    """The encoder on one submesh over stages, the LLM on another over data and heads."""
+    encoder = next(iter(model.modules))
+    return Plan(
+        "test",
+        (SubmeshPlan("e", 0, 2, 1, 2), SubmeshPlan("l", 4, 1, 2, 2)),
+        (
+            SegmentPlan("e", encoder, 0, model.modules[encoder].n_layers, "e", True, True),
+            SegmentPlan("l", "llm", 0, model.modules["llm"].n_layers, "l", True, True),
+        ),
+        (Bucket(2, 64),),
+        group_size=2,
+    )
+
+
+def arrays_of(folder):
+    return {n: a for f in sorted(folder.glob("*.safetensors")) for n, a in load_file(f).items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name, dtype, tmp_path):
+    model, cls = CASES[name]
+    map_ = model.weights
+    kind = {"model_type": map_.config["model_type"], **map_.config}
+    theirs = randomise(cls(transformers.AutoConfig.for_model(**kind)), 5)
+    theirs = theirs.to(getattr(torch, dtype))
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+
+    source = Folder(tmp_path / "theirs", map_)
+    source.check()
+    held, found = [], {}
+    for s in make_segments(model, plan(model), jax.devices()).values():
+        params = read_segment(source, s)
+        held.append(Held(s.plan.module, params))
+        found[s.plan.module] = params
+    jax.tree.map(np.testing.assert_array_equal, found, parameters(map_, theirs.float()))
+
+    write_folder(tmp_path / "ours", map_, held, source=source, max_file_bytes=60_000)
+    a, b = arrays_of(tmp_path / "theirs"), arrays_of(tmp_path / "ours")
+    assert a.keys() == b.keys()
+    for key, array in a.items():
+        assert array.dtype == b[key].dtype
+        assert array.tobytes() == b[key].tobytes()
+    assert_loads(cls, tmp_path / "ours", theirs)
+
+    # Without the source, as for a model that was trained from nothing.
+    write_folder(tmp_path / "new", map_, held)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["architectures"] == [cls.__name__]
+    assert_loads(cls, tmp_path / "new", theirs, but=tuple(u.name for u in map_.unused))
+
+
+def assert_loads(cls, folder, want, but=()):
+    """Transformers finds every tensor, none too many, with the same values."""
+    loaded, info = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    mine = dict(loaded.named_parameters())
+    for name, p in want.named_parameters():
+        if not name.endswith(but):
+            assert torch.equal(p, mine[name]), name
+
+
+def test_a_tower_of_its_own_folder(tmp_path):
+    """SigLIP as published, with a text model beside it and one layer more than is used."""
+    size = dataclasses.replace(SIGLIP, n_layers=1)
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    config = transformers.SiglipConfig(
+        vision_config={
+            **hf.tower(VisionModule(SIGLIP, 8, F32)).config,
+            "vision_use_head": True,
+        },
+        text_config={**small, "intermediate_size": 8, "vocab_size": 99},
+    )
+    theirs = randomise(transformers.SiglipModel(config), 6)
+    theirs.save_pretrained(tmp_path / "siglip")
+    map_ = hf.tower(VisionModule(size, 8, F32))
+    source = Folder(tmp_path / "siglip", map_)
+    source.check()
+    name = "encoder.layers.0.mlp.fc1.weight"
+    found = source.read(name, (slice(0, 64), slice(0, 32)))
+    want = theirs.vision_model.encoder.layers[0].mlp.fc1.weight
+    np.testing.assert_array_equal(found, want.detach().numpy())

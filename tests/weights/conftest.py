@@ -1,0 +1,60 @@
+"""A small model with an untied head, random parameters, and the folder that holds them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.weights import Held, write_folder
+from models.llava import Llava
+from models.sizes import DECODERS, VISION, LlavaSize
+
+PARTS = ("entry", "layers", "exit")
+DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96)
+TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
+MODEL = Llava(LlavaSize(TOWER, DECODER), jnp.dtype("float32"))
+
+# The tower over stages and heads; the LLM in two segments, of which one is replicated over data.
+PLAN = Plan(
+    "test",
+    (SubmeshPlan("v", 0, 2, 1, 2), SubmeshPlan("a", 4, 1, 1, 2), SubmeshPlan("b", 4, 2, 2, 1)),
+    (
+        SegmentPlan("v", "vision", 0, 2, "v", True, True),
+        SegmentPlan("a", "llm", 0, 2, "a", True, False),
+        SegmentPlan("b", "llm", 2, 4, "b", False, True),
+    ),
+    (Bucket(2, 64),),
+    group_size=2,
+)
+
+
+def random_params(model, seed):
+    """{module: {part: tree}} as numpy arrays, layers stacked."""
+    rng = np.random.default_rng(seed)
+
+    def part(module, name):
+        specs = jax.eval_shape(lambda key: module.init(name, key), jax.random.key(0))
+        lead = (module.n_layers,) if name == "layers" else ()
+        return jax.tree.map(lambda s: rng.normal(size=(*lead, *s.shape)).astype(np.float32), specs)
+
+    return {k: {name: part(m, name) for name in PARTS} for k, m in model.modules.items()}
+
+
+def held(params):
+    return [Held(module, tree) for module, tree in params.items()]
+
+
+@pytest.fixture(scope="session")
+def params():
+    return random_params(MODEL, 0)
+
+
+@pytest.fixture(scope="session")
+def folder(params, tmp_path_factory):
+    """In several files, with an index."""
+    path = tmp_path_factory.mktemp("weights") / "model"
+    write_folder(path, MODEL.weights, held(params), max_file_bytes=60_000)
+    return path

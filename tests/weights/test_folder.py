@@ -1,0 +1,136 @@
+"""Folders that are not what they should be: one line that names the file, the key, the remedy."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dflop_jax.weights import Folder, write_folder
+
+from .conftest import MODEL, held
+
+NORM = "language_model.model.norm.weight"
+
+
+@pytest.fixture
+def single(params, tmp_path):
+    """A fresh folder of one file, to be damaged."""
+    path = tmp_path / "model"
+    write_folder(path, MODEL.weights, held(params))
+    return path
+
+
+def edited(path, change):
+    file = path / "model.safetensors"
+    arrays = load_file(file)
+    change(arrays)
+    save_file(arrays, file)
+
+
+def said(path):
+    with pytest.raises(ValueError) as e:  # noqa: PT011  (the caller looks at all of it)
+        Folder(path, MODEL.weights).check()
+    text = str(e.value)
+    assert "\n" not in text
+    assert str(path) in text
+    return text
+
+
+def test_a_sound_folder(single):
+    Folder(single, MODEL.weights).check()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda a: a.pop(NORM), ["no tensor", NORM, "incomplete"]),
+        (lambda a: a.update(extra=a[NORM]), ["unexpected", "'extra'", "another model"]),
+        (lambda a: a.update({NORM: a[NORM][:-1]}), [NORM, "[31]", "[32]", "choose the size"]),
+        (lambda a: a.update({NORM: a[NORM].reshape(1, -1)}), [NORM, "[1, 32]", "[32]"]),
+        (lambda a: a.update({NORM: a[NORM].astype(np.float64)}), [NORM, "F64", "convert"]),
+        (lambda a: a.update({NORM: a[NORM].astype(np.int8)}), [NORM, "I8", "dequantised"]),
+        (lambda a: a.update({f"model.{NORM}": a[NORM]}), [f"'model.{NORM}'", "same tensor"]),
+    ],
+)
+def test_a_wrong_tensor_is_named(single, change, words):
+    edited(single, change)
+    text = said(single)
+    assert all(w in text for w in words), text
+
+
+def test_many_missing_tensors_are_counted(single):
+    edited(single, lambda a: [a.pop(n) for n in list(a) if "vision_tower" in n])
+    text = said(single)
+    assert text.count("vision_tower") == 3
+    assert " more" in text
+
+
+@pytest.mark.parametrize(
+    "where, value, words",
+    [
+        (("text_config", "num_key_value_heads"), 4, ["text_config.num_key_value_heads", "4", "2"]),
+        (("vision_config", "norm_type"), "layer_norm", ["norm_type", "layer_norm", "rms_norm"]),
+        (("text_config", "rope_parameters"), {"rope_theta": 3.0}, ["rope_theta", "3.0"]),
+        (("model_type",), "llava", ["model_type", "'llava'", "'internvl'"]),
+    ],
+)
+def test_a_configuration_that_differs_is_named(single, where, value, words):
+    file = single / "config.json"
+    config = json.loads(file.read_text())
+    inner = config
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    file.write_text(json.dumps(config))
+    text = said(single)
+    assert all(w in text for w in (*words, "config.json")), text
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100, b"\x08" + b"\0" * 7 + b"{} bad 1"])
+def test_a_file_that_is_not_safetensors(single, content):
+    (single / "model.safetensors").write_bytes(content)
+    assert "no safetensors file" in said(single)
+
+
+def test_a_file_cut_short(single):
+    file = single / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "no safetensors file" in said(single)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff"])
+def test_a_broken_configuration(single, text):
+    (single / "config.json").write_text(text, encoding="latin-1")
+    assert "config.json" in said(single)
+
+
+def test_what_is_not_there(single, tmp_path):
+    assert "no such folder" in said(tmp_path / "nowhere")
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    assert "no safetensors; save" in said(single)
+    (single / "config.json").unlink()
+    assert "config.json: no such file" in said(single)
+
+
+def test_two_files_without_an_index(single):
+    shutil.copyfile(single / "model.safetensors", single / "adapter.safetensors")
+    assert "2 safetensors but no model.safetensors.index.json" in said(single)
+
+
+@pytest.mark.parametrize(
+    "weight_map, words",
+    [
+        ({NORM: "gone.safetensors"}, ["gone.safetensors", "no such file"]),
+        ({"gone": "model.safetensors"}, ["'gone'", "index"]),
+        ({NORM: "../model.safetensors"}, ["same folder"]),
+        ({NORM: 3}, ["weight_map"]),
+        ([], ["weight_map"]),
+    ],
+)
+def test_a_wrong_index(single, weight_map, words):
+    index = single / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    text = said(single)
+    assert all(w in text for w in words), text

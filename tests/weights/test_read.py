@@ -1,0 +1,126 @@
+"""Reading a folder into submeshes: every value in its place, no byte read twice."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.weights import Folder, Held, read, read_params, read_segment, write_folder
+from dflop_jax.weights.slices import pieces, read_slice
+from models import hf
+from models.hf_tensors import conv, linear, patch, same, vector
+
+from .conftest import MODEL, PLAN, held, random_params
+
+LAYOUTS = [
+    linear((6, 4, 3)),
+    linear((4, 3, 6), n_in=2),
+    linear((6, 8)),
+    vector((4, 3)),
+    vector((8,)),
+    same((8, 6)),
+    same((5, 6), leading=1),
+    same((6,), leading=2),
+    patch((2 * 2 * 3, 8), 2),
+    conv((3, 4, 8)),
+]
+
+
+def whole(layout, rng):
+    """A random file and the parameter that it is."""
+    file = rng.integers(0, 1000, layout.file_shape)
+    return file, file.reshape(layout.split).transpose(layout.order).reshape(layout.shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_slice(layout):
+    rng = np.random.default_rng(0)
+    file, parameter = whole(layout, rng)
+    for _ in range(20):
+        index = tuple(tuple(sorted(rng.integers(0, n + 1, 2))) for n in layout.shape)
+        found = read_slice(layout, index, lambda at: file[at])
+        np.testing.assert_array_equal(found, parameter[tuple(slice(*r) for r in index)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limit", [1, 40, 100, 10**6])
+@pytest.mark.parametrize("layers", [(0, 1), (1, 5), (2, 2)])
+def test_pieces_are_the_whole(layout, limit, layers):
+    index = tuple((0, n) for n in layout.shape)
+    seen = np.zeros((5, *layout.shape), int)
+    for (first, last), part in pieces(layout, index, layers, limit, 4):
+        seen[first:last][(slice(None), *(slice(*r) for r in part))] += 1
+        if len(layout.shape) == len(layout.order):
+            rows = part[layout.order.index(0)]
+            assert rows[1] - rows[0] == 1 or limit >= 4 * math.prod(b - a for a, b in part)
+    assert (seen[slice(*layers)] == 1).all()
+    assert seen.sum() == (layers[1] - layers[0]) * math.prod(layout.shape)
+
+
+@pytest.mark.parametrize("piece_bytes", [4096, 32 * 2**20])
+def test_segments_hold_their_slices(folder, params, monkeypatch, piece_bytes):
+    monkeypatch.setattr(read, "PIECE_BYTES", piece_bytes)
+    source = Folder(folder, MODEL.weights)
+    source.check()
+    read_bytes = 0
+    plain = source.read
+
+    def counted(name, index):
+        nonlocal read_bytes
+        array = plain(name, index)
+        read_bytes += array.nbytes
+        return array
+
+    monkeypatch.setattr(source, "read", counted)
+    for s in make_segments(MODEL, PLAN, jax.devices()).values():
+        found = read_segment(source, s)
+        want = {part: params[s.plan.module][part] for part in s.parts}
+        cut = slice(s.plan.start, s.plan.stop)
+        want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
+        jax.tree.map(np.testing.assert_array_equal, found, want)
+        shardings = jax.tree.map(lambda a: a.sharding, s.placed_structs())
+        assert jax.tree.map(lambda a: a.sharding, found) == shardings
+    # Nothing twice, whatever is replicated; nothing for others.
+    assert read_bytes == sum(a.nbytes for a in jax.tree.leaves(params))
+
+
+def one_device(params, dtype=np.float32):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype, sharding=sharding), params)
+
+
+def test_parts_of_a_model_from_folders_of_their_own(tmp_path):
+    """A tower and an LLM published apart; the connector stays as it was."""
+    maps = {"vision": hf.tower(MODEL.modules["vision"]), "llm": hf.decoder(MODEL.modules["llm"])}
+    published, ours = random_params(MODEL, 1), random_params(MODEL, 2)
+    for key, map_ in maps.items():
+        write_folder(tmp_path / key, map_, held(published))
+        source = Folder(tmp_path / key, map_)
+        source.check()
+        found = read_params(source, key, one_device(ours[key]), initial=ours[key])
+        want = dict(published[key])
+        if key == "vision":
+            want["exit"] = ours[key]["exit"]
+        jax.tree.map(np.testing.assert_array_equal, found, want)
+    tower = Folder(tmp_path / "vision", maps["vision"])
+    with pytest.raises(ValueError, match=r"vision\.exit"):
+        read_params(tower, "vision", one_device(ours["vision"]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_there_and_back(folder, params, tmp_path, dtype):
+    """Read as float32, written as it was: the same bits."""
+    write_folder(tmp_path / "half", MODEL.weights, held(params), dtype=dtype)
+    half = Folder(tmp_path / "half", MODEL.weights)
+    half.check()
+    assert half.config["dtype"] == dtype
+    loaded = {k: read_params(half, k, one_device(p)) for k, p in params.items()}
+    assert all(a.dtype == np.float32 for a in jax.tree.leaves(loaded))
+    again = [Held(k, p) for k, p in loaded.items()]
+    write_folder(tmp_path / "again", MODEL.weights, again, source=half)
+    a, b = (tmp_path / name / "model.safetensors" for name in ("half", "again"))
+    assert a.read_bytes() == b.read_bytes()
+    narrow = read_params(half, "llm", one_device(params["llm"], dtype))
+    assert {str(a.dtype) for a in jax.tree.leaves(narrow)} == {dtype}

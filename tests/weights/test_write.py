@@ -1,0 +1,124 @@
+"""Writing a folder: files by size, from segments, whole or not at all."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.weights import Folder, Held, read_segment, write, write_folder
+from models import hf, llava
+from models.sizes import LlavaSize, VisionSize
+
+from .conftest import DECODER, MODEL, PLAN, held, random_params
+
+
+def test_an_independent_reader_finds_every_tensor(folder, params):
+    """The safetensors library itself, and the index."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {f.name: load_file(f) for f in folder.glob("*.safetensors")}
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == set(files)
+    assert all(name in files[file] for name, file in index["weight_map"].items())
+    arrays = {n: a for f in files.values() for n, a in f.items()}
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in arrays.values())
+    assert sorted(arrays) == sorted(t.name for t in MODEL.weights.tensors)
+    up = arrays["language_model.model.layers.2.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(up, params["llm"]["layers"]["up"]["kernel"][2].T)
+    token = arrays["vision_tower.embeddings.cls_token"]
+    np.testing.assert_array_equal(token[0, 0], params["vision"]["entry"]["class_token"])
+
+
+def test_segments_are_written_as_the_model(folder, tmp_path):
+    source = Folder(folder, MODEL.weights)
+    pieces = [
+        Held(s.plan.module, read_segment(source, s), s.plan.start)
+        for s in make_segments(MODEL, PLAN, jax.devices()).values()
+    ]
+    write_folder(tmp_path / "out", MODEL.weights, pieces, source=source, max_file_bytes=60_000)
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == sorted(
+        f.name for f in folder.iterdir()
+    )
+    for file in folder.glob("*.safetensors*"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
+    """Tensors without use here, in the spelling and with the values of the source."""
+    vision = VisionSize(8, 4, 8, 1, 2, 8, post_norm=False)
+    model = llava.Llava(LlavaSize(vision, DECODER), MODEL.dtype)
+    params = random_params(model, 4)
+    write_folder(tmp_path / "a", model.weights, held(params))
+    file = tmp_path / "a" / "model.safetensors"
+    arrays = load_file(file)
+    np.testing.assert_array_equal(arrays.pop("image_newline"), np.zeros(DECODER.width))
+    np.testing.assert_array_equal(arrays["vision_tower.post_layernorm.weight"], np.ones(8))
+    newline = np.arange(DECODER.width, dtype=np.float16)
+    save_file(arrays | {"model.image_newline": newline}, file)
+
+    source = Folder(tmp_path / "a", model.weights)
+    source.check()
+    write_folder(tmp_path / "b", model.weights, held(params), source=source)
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert again.keys() == {*arrays, "model.image_newline"}
+    assert again["model.image_newline"].dtype == np.float16
+    np.testing.assert_array_equal(again["model.image_newline"], newline)
+
+
+def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):
+    broken = [Held("vision", params["vision"]), Held("llm", params["llm"] | {"exit": {}})]
+    with pytest.raises(ValueError, match=r"llm\.exit.*every segment") as e:
+        write_folder(tmp_path / "out", MODEL.weights, broken)
+    assert "\n" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(write, "_write_rest", full)
+    with pytest.raises(OSError, match="no space"):
+        write_folder(tmp_path / "out", MODEL.weights, held(params))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(folder, params):
+    before = sorted(f.name for f in folder.iterdir())
+    with pytest.raises(ValueError, match="exists already"):
+        write_folder(folder, MODEL.weights, held(params))
+    assert sorted(f.name for f in folder.iterdir()) == before
+
+
+def test_unknown_type(params, tmp_path):
+    with pytest.raises(ValueError, match="'int8'; known: float32, bfloat16, float16"):
+        write_folder(tmp_path / "out", MODEL.weights, held(params), dtype="int8")
+
+
+def test_tokenizer_files_go_along(folder, params, tmp_path):
+    source_path = tmp_path / "source"
+    write_folder(source_path, MODEL.weights, held(params))
+    (source_path / "tokenizer.json").write_text("{}")
+    (source_path / "merges.txt").write_text("a b")
+    (source_path / "weights.bin").write_text("not this")
+    source = Folder(source_path, MODEL.weights)
+    write_folder(tmp_path / "out", MODEL.weights, held(params), source=source, dtype="bfloat16")
+    names = {f.name for f in (tmp_path / "out").iterdir()}
+    assert names == {"tokenizer.json", "merges.txt", "config.json", "model.safetensors"}
+    assert Folder(tmp_path / "out", MODEL.weights).config["dtype"] == "bfloat16"
+
+
+def test_no_head_of_its_own_when_tied(tmp_path):
+    """A copy in the source is left out: it would be stale after training."""
+    module = llava.build("nano").modules["llm"]
+    map_ = hf.decoder(module)
+    both = random_params(llava.build("nano"), 3)
+    write_folder(tmp_path / "a", map_, held(both))
+    file = tmp_path / "a" / "model.safetensors"
+    arrays = load_file(file)
+    assert "lm_head.weight" not in arrays
+    save_file(arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}, file)
+    source = Folder(tmp_path / "a", map_)
+    source.check()
+    write_folder(tmp_path / "b", map_, held(both), source=source)
+    assert load_file(tmp_path / "b" / "model.safetensors").keys() == arrays.keys()

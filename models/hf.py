@@ -36,8 +36,10 @@ def _llm(module: DecoderModule, prefix: str) -> list[Tensor]:
     return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
 
 
-def _copies(module: DecoderModule) -> tuple[str, ...]:
-    return (r"(.*\.)?lm_head\.weight",) if module.tied else ()
+def _copies(module: DecoderModule, prefix: str) -> dict[str, str]:
+    """A tied head, which a file may have or not."""
+    names = {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
+    return names if module.tied else {}
 
 
 def llava_onevision(model: Composition) -> WeightMap:
@@ -74,7 +76,7 @@ def llava_onevision(model: Composition) -> WeightMap:
             r"image_newline",
             r"vision_tower\.post_layernorm\..*",
         ),
-        copies=_copies(llm),
+        copies=_copies(llm, "language_model."),
         unused=(
             Unused("image_newline", (size.decoder.width,), 0.0),
             Unused(f"{norm}.weight", width, 1.0),
@@ -107,7 +109,7 @@ def internvl(model: Composition) -> WeightMap:
         config_rules=hf_config.rules("internvl", vision_config="internvl_vision", text_config=kind),
         aliases=COMPOSED,
         ignored=(INV_FREQ,),
-        copies=_copies(llm),
+        copies=_copies(llm, "language_model."),
     )
 
 
@@ -146,7 +148,7 @@ def decoder(module: DecoderModule) -> WeightMap:
         config_rules=hf_config.rules(config["model_type"]),
         aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
         ignored=(INV_FREQ,),
-        copies=_copies(module),
+        copies=_copies(module, ""),
     )
 
 

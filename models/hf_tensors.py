@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -75,8 +76,8 @@ class WeightMap:
 
     `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
     used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
-    are left alone, `copies` of names that repeat another tensor; `unused` are those of the ignored
-    that a written folder must have.
+    are left alone; `copies` gives for a name that may repeat another tensor that tensor's name;
+    `unused` are those of the ignored that a written folder must have.
     """
 
     tensors: tuple[Tensor, ...]
@@ -84,7 +85,7 @@ class WeightMap:
     config_rules: ConfigRules
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
-    copies: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[Unused, ...] = ()
 
     def canonical(self, name: str) -> str:
@@ -95,11 +96,7 @@ class WeightMap:
 
     def is_ignored(self, name: str) -> bool:
         """Whether the model has no use for a tensor of this canonical name."""
-        return self.is_copy(name) or any(re.fullmatch(p, name) for p in self.ignored)
-
-    def is_copy(self, name: str) -> bool:
-        """Whether a tensor of this canonical name repeats another one."""
-        return any(re.fullmatch(p, name) for p in self.copies)
+        return name in self.copies or any(re.fullmatch(p, name) for p in self.ignored)
 
     def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(key, value in the file, value of the model) of every key that disagrees."""
@@ -189,6 +186,7 @@ def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Layout:
     }[kind](shape)
 
 
+@cache
 def _shapes(module: Any, part: str) -> dict[tuple[str, ...], tuple[int, ...]]:
     specs = jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
     leaves = jax.tree_util.tree_flatten_with_path(specs)[0]

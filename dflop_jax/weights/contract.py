@@ -79,16 +79,17 @@ class WeightMap(Protocol):
         """The config.json of a folder written without another as its pattern."""
         ...
 
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Ignored tensors that repeat another one, and that one; they are not written."""
+        ...
+
     def canonical(self, name: str) -> str:
         """The name used in `tensors` of a name found in a file."""
         ...
 
     def is_ignored(self, name: str) -> bool:
         """Whether the model has no use for a tensor of this canonical name."""
-        ...
-
-    def is_copy(self, name: str) -> bool:
-        """Whether an ignored tensor repeats another one, so that it need not be written."""
         ...
 
     def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -19,6 +19,7 @@ CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # A mapped file counts as memory of the process for as long as it is open.
 MAPPED_BYTES = 128 * 2**20
+COMPARED = 256  # rows and columns of tensors that should be equal
 SHOWN = 3  # names in a message
 
 
@@ -130,6 +131,20 @@ class Folder:
                     f"{entry.file}: {entry.name!r} is {list(entry.shape)}, the model needs "
                     f"{list(shape)}; choose the size that this folder holds"
                 )
+
+        for copy, original in self.map.copies.items():
+            if copy in self.entries and not self._starts_alike(copy, original):
+                raise ValueError(
+                    f"{self.entries[copy].file}: {self.entries[copy].name!r} is not "
+                    f"{self.entries[original].name!r}, though {CONFIG} ties them; set "
+                    "tie_word_embeddings to false there and choose a size that is not tied"
+                )
+
+    def _starts_alike(self, a: str, b: str) -> bool:
+        if self.entries[a].shape != self.entries[b].shape:
+            return False
+        start = tuple(slice(0, min(n, COMPARED)) for n in self.entries[a].shape)
+        return np.array_equal(self.read(a, start), self.read(b, start))
 
     # ---- reading ----
 

@@ -96,7 +96,7 @@ def _tensors(
 ) -> Iterator[_Written]:
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
-    kept = {n for n in entries if map_.is_ignored(n) and not map_.is_copy(n)}
+    kept = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
     for t in map_.tensors:
         leaf, layer = _find(t, held)
         of_source = DTYPES[entries[t.name].dtype] if t.name in entries else None

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from dflop_jax.pipeline.segment import make_segments
 from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
-from models import hf
+from models import hf, internvl, llava, qwen2_audio
+from models.decoder import DecoderModule
 from models.llava import Llava
 from models.qwen2_audio import Qwen2Audio
 from models.sizes import AUDIO, DECODERS, VISION, LlavaSize, Qwen2AudioSize
@@ -125,3 +126,35 @@ def test_a_tower_of_its_own_folder(tmp_path):
     found = source.read(name, (slice(0, 64), slice(0, 32)))
     want = theirs.vision_model.encoder.layers[0].mlp.fc1.weight
     np.testing.assert_array_equal(found, want.detach().numpy())
+
+
+PUBLISHED = {
+    "llava-ov-7b": (llava, "LlavaOnevisionForConditionalGeneration"),
+    "internvl-2.5-1b": (internvl, "InternVLForConditionalGeneration"),
+    "internvl-2.5-38b": (internvl, "InternVLForConditionalGeneration"),
+    "qwen2-audio-7b": (qwen2_audio, "Qwen2AudioForConditionalGeneration"),
+}
+
+
+def on_paper(map_, cls):
+    """{name: shape} of the reference of a configuration, without values."""
+    config = transformers.AutoConfig.for_model(**dict(map_.config))
+    with torch.device("meta"):
+        model = getattr(transformers, cls)(config)
+    return {map_.canonical(n): tuple(p.shape) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_the_names_and_shapes_of_the_reference(name):
+    factory, cls = PUBLISHED[name]
+    map_ = factory.build(name).weights
+    ours = {t.name: t.layout.file_shape for t in map_.tensors}
+    unused = {u.name: u.shape for u in map_.unused}
+    assert on_paper(map_, cls) == ours | unused
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-72b", "llama3-70b"])
+def test_published_decoders_have_the_names_and_shapes_of_the_reference(name):
+    map_ = hf.decoder(DecoderModule(DECODERS[name], F32))
+    cls = "LlamaForCausalLM" if name.startswith("llama") else "Qwen2ForCausalLM"
+    assert on_paper(map_, cls) == {t.name: t.layout.file_shape for t in map_.tensors}

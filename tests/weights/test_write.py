@@ -122,3 +122,8 @@ def test_no_head_of_its_own_when_tied(tmp_path):
     source.check()
     write_folder(tmp_path / "b", map_, held(both), source=source)
     assert load_file(tmp_path / "b" / "model.safetensors").keys() == arrays.keys()
+
+    # A head that differs must not get lost.
+    save_file(arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        Folder(tmp_path / "a", map_).check()

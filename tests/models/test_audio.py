@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from model_fields import fields, full_params, outputs
 
+from dflop_jax.train.optimizer import UNDECAYED
 from models.audio import AudioModule, audio_tokens, sinusoids, windows
 from models.sizes import AUDIO
 
@@ -62,8 +63,7 @@ def test_positions_are_not_trained():
     grads = jax.jit(jax.grad(lambda p: jnp.sum(outputs(MODULE, p, batch) ** 2)))(params)
     assert not np.any(grads["entry"]["bias"])
     assert np.any(grads["entry"]["conv1"]["kernel"])
-    from dflop_jax.train.optimizer import UNDECAYED
-
+    # Nor does weight decay shrink them.
     assert "bias" in UNDECAYED
 
 

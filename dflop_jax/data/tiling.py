@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image
 
+from dflop_jax.data.blob import Blob, open_media
+
 MAX_PIXELS = 80_000_000  # below Pillow's own warning; a larger picture is a bad sample
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -61,10 +63,10 @@ def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
     return 1 + rows * cols
 
 
-def picture_size(path: Path) -> tuple[int, int]:
+def picture_size(path: Path | Blob) -> tuple[int, int]:
     """Upright (width, height) from the header. ValueError if it is no picture or too large."""
     try:
-        with Image.open(path) as image:
+        with open_media(path) as file, Image.open(file) as image:
             return _upright_size(image)
     except Exception as e:  # Pillow lets many types of exception out on broken files
         raise ValueError(f"{path}: not a readable picture ({_reason(e)})") from e
@@ -84,6 +86,18 @@ def read_picture(path: Path, tile_px: int, max_tiles: int) -> np.ndarray:
             if orientation in _TRANSPOSE:
                 upright = upright.transpose(_TRANSPOSE[orientation])
             return picture_tiles(upright, tile_px, max_tiles, size)
+    except Exception as e:  # as above
+        raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
+
+
+def read_upright(path: Path | Blob) -> Image.Image:
+    """The whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
+    try:
+        with open_media(path) as file, Image.open(file) as image:
+            _upright_size(image)
+            orientation = _orientation(image)
+            upright = _to_rgb(image)
+            return upright.transpose(_TRANSPOSE[orientation]) if orientation > 1 else upright
     except Exception as e:  # as above
         raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
 

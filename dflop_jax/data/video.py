@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from math import ceil, floor
 from pathlib import Path
 
@@ -10,21 +12,23 @@ import av
 import numpy as np
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+from PIL import Image
 
+from dflop_jax.data.blob import Blob, open_media
 from dflop_jax.data.tiling import resize
 
 FRAMES_PER_S = 2.0
 logger = logging.getLogger("dflop_jax.data")
 
 
-def count_frames(path: Path, max_frames: int) -> int:
+def count_frames(path: Path | Blob, max_frames: int) -> int:
     """Frames to sample: FRAMES_PER_S over the duration, at most `max_frames` and what is there.
 
     Reads stream metadata; a container without them has its packets counted, not decoded.
-    Raises ValueError when the file is no video.
+    Raises ValueError when the file is no video, or one without frames.
     """
     try:
-        with av.open(str(path)) as container:
+        with open_media(path) as file, av.open(file, "r") as container:
             total, duration_s = _extent(container)
     except (av.FFmpegError, OSError, ValueError) as e:
         raise ValueError(f"{path}: not a readable video ({_reason(e)})") from e
@@ -34,13 +38,26 @@ def count_frames(path: Path, max_frames: int) -> int:
 def read_clip(path: Path, n_frames: int, tile_px: int) -> np.ndarray:
     """Decode `n_frames` frames spread evenly over the clip, uint8 [n, tile_px, tile_px, 3].
 
-    Each frame is resized to one tile. Where the clip breaks off, the last good frame is repeated,
-    with a warning. ValueError when more than half of the frames are missing that way.
+    Each frame is resized to one tile; see `read_frames` for the rest.
+    """
+    return read_frames(path, n_frames, partial(resize, width=tile_px, height=tile_px))
+
+
+def read_frames(
+    path: Path | Blob, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
+) -> np.ndarray:
+    """`convert` of `n_frames` upright RGB frames spread evenly over the clip, stacked.
+
+    Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
+    more than half of the frames are missing that way.
     """
     try:
-        with av.open(str(path)) as container:
+        with open_media(path) as file, av.open(file, "r") as container:
             duration_s = _extent(container)[1]
-        with av.open(str(path)) as container:  # anew: the packets may have been counted
+        with (
+            open_media(path) as file,
+            av.open(file, "r") as container,
+        ):  # anew: the packets may have been counted
             frames, reason = _sample_frames(container, n_frames, duration_s)
     except (av.FFmpegError, OSError, ValueError) as e:
         raise ValueError(f"{path}: not a readable video ({_reason(e)})") from e
@@ -52,7 +69,7 @@ def read_clip(path: Path, n_frames: int, tile_px: int) -> np.ndarray:
     tiles: list[np.ndarray] = []
     for i, frame in enumerate(frames):
         same = i > 0 and frame is frames[i - 1]
-        tiles.append(tiles[-1] if same else _tile(frame, tile_px))
+        tiles.append(tiles[-1] if same else convert(_upright(frame)))
     return np.stack(tiles + tiles[-1:] * missing)
 
 
@@ -70,7 +87,9 @@ def _extent(container: av.container.InputContainer) -> tuple[int, float]:
     total = stream.frames or floor(duration_s * rate)
     if total <= 0:
         total = sum(1 for packet in container.demux(stream) if packet.size)
-    return max(1, total), duration_s if duration_s > 0 else total / rate
+    if total <= 0:
+        raise ValueError("it holds no frames")
+    return total, duration_s if duration_s > 0 else total / rate
 
 
 def _sample_frames(
@@ -107,11 +126,11 @@ def _start_s(stream: VideoStream) -> float:
     return float(stream.start_time * stream.time_base)
 
 
-def _tile(frame: VideoFrame, tile_px: int) -> np.ndarray:
+def _upright(frame: VideoFrame) -> Image.Image:
     image = frame.to_image()
     if frame.rotation:  # phones store upright clips lying down
         image = image.rotate(frame.rotation, expand=True)
-    return resize(image, tile_px, tile_px)
+    return image
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,72 @@
+"""Bytes that stand somewhere in a file: the whole file, or one member of a tar shard."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+
+@dataclass(frozen=True)
+class Blob:
+    """`size_bytes` bytes of `path` from `offset` on; `name` is the member's own name."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+    def read(self) -> bytes:
+        """All bytes; OSError when the file is shorter than it was."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size_bytes)
+        if len(data) < self.size_bytes:
+            raise OSError(f"{self}: the file ends inside it")
+        return data
+
+
+def open_media(source: Path | Blob) -> BinaryIO:
+    """A seekable binary file of a medium; a member of a tar shard is not read as a whole."""
+    if isinstance(source, Path):
+        return source.open("rb")
+    return cast(BinaryIO, io.BufferedReader(_Section(source)))
+
+
+class _Section(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob, self._at = blob, 0
+        self._file = blob.path.open("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._blob.size_bytes}
+        if start[whence] + offset < 0:
+            raise OSError(f"{self._blob}: seek before its start")
+        self._at = start[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        left = max(0, self._blob.size_bytes - self._at)
+        self._file.seek(self._blob.offset + self._at)
+        n = self._file.readinto(memoryview(buffer)[:left]) or 0
+        self._at += n
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,125 @@
+"""Whisper's log-mel features as Qwen2-Audio uses them, and what they cost.
+
+Sound at 16 kHz is cut or padded with silence to a window of 30 s; the encoder's convolutions halve
+its 3000 frames, a pooling halves them again, and the LLM sees those that are no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+POWER_FLOOR = 1e-10
+RANGE_LOG10 = 8.0  # features further below the loudest are cut off
+
+
+@dataclass(frozen=True)
+class MelSpec:
+    """Settings of the feature extractor; `max_windows` windows of a longer sound are used, the
+    reference knows 1."""
+
+    sample_rate: int = 16000
+    n_mels: int = 128
+    n_fft: int = 400
+    hop: int = 160
+    window_s: int = 30
+    max_windows: int = 1
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) < 1:
+            raise ValueError(f"{self}: every setting must be at least 1")
+
+    @property
+    def window_samples(self) -> int:
+        return self.window_s * self.sample_rate
+
+    @property
+    def window_frames(self) -> int:
+        return self.window_samples // self.hop
+
+    @property
+    def max_samples(self) -> int:
+        """Samples beyond these are not used."""
+        return self.max_windows * self.window_samples
+
+
+def encoder_tokens(frames: np.ndarray) -> np.ndarray:
+    """LLM tokens of windows of so many valid mel frames: after the strided conv and the pooling."""
+    after_conv = (np.asarray(frames, np.int64) - 1) // 2 + 1
+    return np.maximum((after_conv - 2) // 2 + 1, 0)
+
+
+def sound_counts(samples: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(windows, valid mel frames, LLM tokens) int64 [n] of sounds of int [n] samples.
+
+    Raises:
+      ValueError: a sound without samples, or too short for a single token.
+    """
+    samples = np.minimum(np.asarray(samples, np.int64), spec.max_samples)
+    full, rest = samples // spec.window_samples, samples % spec.window_samples
+    rest_frames = -(-rest // spec.hop)
+    window_tokens = int(encoder_tokens(np.array(spec.window_frames)))
+    tokens = full * window_tokens + encoder_tokens(rest_frames)
+    if len(tokens) and tokens.min() < 1:
+        n = int(samples[tokens.argmin()])
+        shortest = 2 * spec.hop + 1
+        raise ValueError(f"a sound of {n} samples is too short; {shortest} at least are needed")
+    frames = full * spec.window_frames + rest_frames
+    return full + (rest > 0), frames, tokens
+
+
+def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
+    """Features float32 [windows, n_mels, window_frames] of mono samples float32 [n] in -1..1."""
+    n = len(sound[: spec.max_samples])
+    windows = -(-n // spec.window_samples)
+    padded = np.zeros((windows, spec.window_samples), np.float32)
+    padded.reshape(-1)[:n] = sound[:n]
+    features = [_window_log_mel(w, spec) for w in padded]
+    return (
+        np.stack(features)
+        if features
+        else np.zeros((0, spec.n_mels, spec.window_frames), np.float32)
+    )
+
+
+def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
+    half = spec.n_fft // 2
+    around = np.pad(sound, half, mode="reflect").astype(np.float64)
+    pieces = np.lib.stride_tricks.sliding_window_view(around, spec.n_fft)[:: spec.hop]
+    pieces = pieces[: spec.window_frames]  # the reference drops the last one
+    spectrum = np.fft.rfft(pieces * _hann(spec.n_fft), axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2) @ mel_filters(spec)
+    level = np.log10(np.maximum(power, POWER_FLOOR)).T
+    level = np.maximum(level, level.max() - RANGE_LOG10)
+    return ((level + 4.0) / 4.0).astype(np.float32)
+
+
+def _hann(n: int) -> np.ndarray:
+    """The periodic Hann window."""
+    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
+
+
+@lru_cache(maxsize=4)
+def mel_filters(spec: MelSpec) -> np.ndarray:
+    """Triangular filters of equal area on Slaney's mel scale, float64 [1 + n_fft // 2, n_mels]."""
+    nyquist_hz = spec.sample_rate / 2
+    bins_hz = np.linspace(0, nyquist_hz, 1 + spec.n_fft // 2)
+    top = _hz_to_mel(np.array(min(nyquist_hz, 8000.0)))
+    corners_hz = _mel_to_hz(np.linspace(0, top, spec.n_mels + 2))
+    low, mid, high = corners_hz[:-2], corners_hz[1:-1], corners_hz[2:]
+    rising = (bins_hz[:, None] - low) / (mid - low)
+    falling = (high - bins_hz[:, None]) / (high - mid)
+    return np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
+
+
+# Slaney's scale: linear up to 1000 Hz (15 mel), then 27 steps to each factor of 6.4.
+def _hz_to_mel(hz: np.ndarray) -> np.ndarray:
+    log = 15 + np.log(np.maximum(hz, 1000) / 1000) * 27 / np.log(6.4)
+    return np.where(hz < 1000, hz * 3 / 200, log)
+
+
+def _mel_to_hz(mel: np.ndarray) -> np.ndarray:
+    log = 1000 * np.exp((np.maximum(mel, 15) - 15) * np.log(6.4) / 27)
+    return np.where(mel < 15, mel * 200 / 3, log)

@@ -1,0 +1,76 @@
+"""Dynamic tiling against the published InternVL processor: counts and pixels."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from dflop_jax.data.internvl_tiles import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    DynamicTiling,
+    cut_tiles,
+    normalized,
+    tile_counts,
+    tile_grids,
+)
+from dflop_jax.data.tiling import read_upright
+from tests.data.media import made_pictures, shared_files
+
+SIZES = [(1, 1), (448, 448), (449, 448), (896, 448), (20000, 1), (1, 20000), (1250, 1000),
+         (634, 634), (633, 633), (700, 350), (3000, 1000), (20000, 20000)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def processor():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        pytest.importorskip("transformers")
+        from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as pil
+    return pil.GotOcr2ImageProcessorPil(
+        size={"height": 448, "width": 448},
+        crop_to_patches=True,
+        image_mean=list(IMAGENET_MEAN),
+        image_std=list(IMAGENET_STD),
+    )
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (1, 6), (2, 5), (1, 12)])
+def test_counts_are_the_processor_s(processor, limits):
+    spec = DynamicTiling(min_tiles=limits[0], max_tiles=limits[1])
+    rng = np.random.default_rng(limits[1])
+    random = np.exp(rng.uniform(3, 8.5, (300, 2))).astype(int)
+    simple = rng.integers(1, 7, (300, 2)) * rng.integers(50, 700, (300, 1))  # ties of ratios
+    w, h = np.concatenate([SIZES, random, simple]).T
+    options = {"min_patches": limits[0], "max_patches": limits[1]}
+    expected = [processor.get_number_of_image_patches(int(b), int(a), options)
+                for a, b in zip(w, h, strict=True)]  # fmt: skip
+    np.testing.assert_array_equal(tile_counts(w, h, spec), expected)
+
+
+def test_pixels_of_every_picture_are_the_processor_s(processor, tmp_path):
+    spec = DynamicTiling()
+    for k, path in enumerate([*shared_files("images"), *made_pictures(tmp_path)]):
+        full = k % 10 == 0  # normalising is slow, and the same for all
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+        out = processor([upright], return_tensors="np", do_rescale=full, do_normalize=full)
+        tiles = cut_tiles(read_upright(path), spec)
+        (n,) = tile_counts(*np.array([upright.size]).T, spec)
+        assert len(tiles) == n == out["num_patches"][0], path
+        expected = out["pixel_values"].transpose(0, 2, 3, 1)
+        got = normalized(tiles) if full else tiles.astype(np.float64)
+        assert np.abs(got - expected).max() < 1e-5, path
+
+
+def test_none_and_bad_settings():
+    rows, cols = tile_grids(np.zeros(0, int), np.zeros(0, int), DynamicTiling())
+    assert len(rows) == len(cols) == 0
+    with pytest.raises(ValueError, match="nothing to tile"):
+        tile_grids(np.array([3, 0]), np.array([3, 3]), DynamicTiling())
+    for bad in ({"min_tiles": 3, "max_tiles": 2}, {"tile_px": 0}, {"min_tiles": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            DynamicTiling(**bad)

@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 
 from dflop_jax.data.chat_template import BEGIN, END, ChatTemplate, Message, Span
+from dflop_jax.data.llava_records import MEDIUM
 from dflop_jax.data.text import ROLES, Piece
 
-MEDIUM = re.compile("<(image|video|audio)>")
 # the token that stands for a medium, where the configuration does not name it
 PLACEHOLDERS = {
     "image": ("<image>", "<|image_pad|>", "<IMG_CONTEXT>"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dflop_jax.data.blob import Blob
 from dflop_jax.data.layout import Header, Layout, OversizeError, assemble, grey_tiles, lay_out
 from dflop_jax.data.llava_records import (
     AudioRecord,
@@ -142,7 +143,7 @@ class LlavaSource:
         except ValueError as e:
             raise ValueError(f"{record.name}: {e}") from e
 
-    def _decode(self, kind: str, path: Path, n: int, layout: Layout) -> np.ndarray:
+    def _decode(self, kind: str, path: Path | Blob, n: int, layout: Layout) -> np.ndarray:
         if kind == "video":
             return read_clip(path, n, self.spec.tile_px)
         return read_picture(path, self.spec.tile_px, min(self._limits.max_tiles, layout.cap - 1))
@@ -153,14 +154,14 @@ class _Headers:
 
     def __init__(self, max_frames: int) -> None:
         self._max_frames = max_frames
-        self._known: dict[tuple[str, Path], Header] = {}
+        self._known: dict[tuple[str, Path | Blob], Header] = {}
 
-    def __call__(self, kind: str, path: Path) -> Header:
+    def __call__(self, kind: str, path: Path | Blob) -> Header:
         if (kind, path) not in self._known:
             self._known[kind, path] = self._read(kind, path)
         return self._known[kind, path]
 
-    def _read(self, kind: str, path: Path) -> Header:
+    def _read(self, kind: str, path: Path | Blob) -> Header:
         if kind == "video":
             return Header(0, 0, count_frames(path, self._max_frames))
         return Header(*picture_size(path))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dflop_jax.data.text import ROLES, TAG
+from dflop_jax.data.blob import Blob
+from dflop_jax.data.text import ROLES
+
+MEDIUM = re.compile("<(image|video|audio)>")
 
 
 class AudioRecord(Exception):
@@ -23,7 +27,7 @@ class Record:
 
     name: str
     turns: tuple[tuple[str, str], ...]
-    media: tuple[tuple[str, Path], ...]
+    media: tuple[tuple[str, Path | Blob], ...]
 
 
 def find_file(path: Path) -> Path:
@@ -80,29 +84,37 @@ def parse_record(place: str, raw: Any, root: Path) -> Record:
       AudioRecord: it has audio.
       ValueError: the reason why it is unusable, without its name (see `record_name`).
     """
+    if isinstance(raw, dict) and raw.get("audio"):
+        raise AudioRecord
+    return parse_any(place, raw, lambda name: _in_folder(root, name), ("image", "video"))
+
+
+def parse_any(
+    place: str,
+    raw: Any,
+    find: Callable[[str], Path | Blob],
+    kinds: tuple[str, ...] = ("image", "video", "audio"),
+) -> Record:
+    """A usable record of media of these kinds, each of which `find` finds by the name it has there.
+
+    Raises:
+      ValueError: the reason why it is unusable, without its name; also what `find` raises.
+    """
     if isinstance(raw, ValueError):
         raise raw
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
-    if raw.get("audio"):
-        raise AudioRecord
     turns = _turns(raw.get("conversations"))
-    images = [("image", p) for p in _paths(raw, "image")]
-    videos = [("video", p) for p in _paths(raw, "video")]
-    media = []
-    tags = [tag.strip("<>") for _, text in turns for tag in TAG.findall(text)]
-    if videos and not images and "video" not in tags:  # LLaVA-NeXT writes <image> for videos
-        tags = ["video" if t == "image" else t for t in tags]
-    for kind, items in (("image", images), ("video", videos)):
-        if tags.count(kind) != len(items):
-            raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(items)} {kind}s")
-    queues = {"image": iter(images), "video": iter(videos)}
-    media = [next(queues[tag]) for tag in tags]
-    paths = tuple((kind, root / p) for kind, p in media)
-    for _, p in paths:
-        if not p.is_file():
-            raise ValueError(f"missing file {p}")
-    return Record(record_name(place, raw), turns, paths)
+    names = {kind: _paths(raw, kind) for kind in kinds}
+    tags = [t for _, text in turns for t in MEDIUM.findall(text) if t in kinds]
+    if names["video"] and not names["image"] and "video" not in tags:
+        tags = ["video" if t == "image" else t for t in tags]  # as LLaVA-NeXT writes videos
+    for kind, found in names.items():
+        if tags.count(kind) != len(found):
+            raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(found)} {kind}s")
+    queues = {kind: iter(found) for kind, found in names.items()}
+    media = tuple((tag, find(next(queues[tag]))) for tag in tags)
+    return Record(record_name(place, raw), turns, media)
 
 
 def record_name(place: str, raw: Any) -> str:
@@ -116,6 +128,12 @@ def held_out(raw: Any, place: str, fraction: float) -> bool:
     key = str(raw.get("id") or place) if isinstance(raw, dict) else place
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _in_folder(root: Path, name: str) -> Path:
+    if not (root / name).is_file():
+        raise ValueError(f"missing file {root / name}")
+    return root / name
 
 
 def _turns(raw: Any) -> tuple[tuple[str, str], ...]:
@@ -133,7 +151,7 @@ def _turns(raw: Any) -> tuple[tuple[str, str], ...]:
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
     if len(talk) % 2 or any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)):
         raise ValueError("turns do not alternate human, gpt up to an answer")
-    if any(role == "gpt" and not TAG.sub("", text).strip() for role, text in talk):
+    if any(role == "gpt" and not MEDIUM.sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
     return tuple(turns)
 

@@ -72,10 +72,10 @@ def picture_size(path: Path | Blob) -> tuple[int, int]:
         raise ValueError(f"{path}: not a readable picture ({_reason(e)})") from e
 
 
-def read_picture(path: Path, tile_px: int, max_tiles: int) -> np.ndarray:
+def read_picture(path: Path | Blob, tile_px: int, max_tiles: int) -> np.ndarray:
     """Decode a picture file into tiles, uint8 [n, tile_px, tile_px, 3]; ValueError if broken."""
     try:
-        with Image.open(path) as image:
+        with open_media(path) as file, Image.open(file) as image:
             size = _upright_size(image)
             orientation = _orientation(image)
             turned = orientation >= 5

@@ -35,7 +35,7 @@ def count_frames(path: Path | Blob, max_frames: int) -> int:
     return max(1, min(max_frames, total, ceil(duration_s * FRAMES_PER_S)))
 
 
-def read_clip(path: Path, n_frames: int, tile_px: int) -> np.ndarray:
+def read_clip(path: Path | Blob, n_frames: int, tile_px: int) -> np.ndarray:
     """Decode `n_frames` frames spread evenly over the clip, uint8 [n, tile_px, tile_px, 3].
 
     Each frame is resized to one tile; see `read_frames` for the rest.

@@ -57,6 +57,26 @@ class AnyRes:
         """LLM tokens of a video frame."""
         return ceil(self.patches / 2) ** 2
 
+    # as a `costs.VisionLayout`
+    def count(
+        self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        usable = ~alone | fits_a_grid(widths, heights, self)
+        sides = (np.where(usable, widths, 1), np.where(usable, heights, 1))
+        return usable, *picture_counts(*sides, alone, self)
+
+    def count_clips(self, frames: np.ndarray) -> np.ndarray:
+        return frames * self.pooled_tokens + 1
+
+    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
+        return picture_tiles(image, self, alone=alone)
+
+    def place(self, width: int, height: int, alone: bool) -> TokenSources:
+        return picture_sources(width, height, self, alone=alone)
+
+    def place_clip(self, frames: int) -> TokenSources:
+        return clip_sources(frames, self)
+
 
 @dataclass(frozen=True, eq=False)
 class Grids:
@@ -105,9 +125,15 @@ def picture_counts(
     return tiles, base + np.where(alone, g.token_rows * (g.token_cols + 1), 1)
 
 
-def clip_tokens(frames: int, spec: AnyRes) -> int:
-    """LLM tokens of a clip: its pooled frames and one newline."""
-    return frames * spec.pooled_tokens + 1
+def fits_a_grid(widths: np.ndarray, heights: np.ndarray, spec: AnyRes) -> np.ndarray:
+    """Whether each picture, alone, leaves a pixel in some grid: bool [n]; very thin ones do not."""
+    widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
+    # only these can fail; rating all of a million pictures a second time would be slow
+    ratio = np.array(spec.pinpoints).max(0).min() // 2
+    thin = np.flatnonzero(np.maximum(widths, heights) > np.minimum(widths, heights) * ratio)
+    ok = np.ones(len(widths), bool)
+    ok[thin] = _kept(widths[thin, None], heights[thin, None], spec).max(1) > 0
+    return ok
 
 
 def picture_sources(width: int, height: int, spec: AnyRes, *, alone: bool = True) -> TokenSources:
@@ -164,8 +190,7 @@ def _best(widths: np.ndarray, heights: np.ndarray, spec: AnyRes) -> np.ndarray:
         raise ValueError("a picture of 0 pixels has nothing to tile")
     w, h = widths[:, None], heights[:, None]
     grid_h, grid_w = np.array(spec.pinpoints).T
-    scale = np.minimum(grid_w / w, grid_h / h)
-    kept = np.minimum((w * scale).astype(np.int64) * (h * scale).astype(np.int64), w * h)
+    kept = _kept(w, h, spec)
     most = kept.max(1, keepdims=True)
     if len(most) and most.min() < 1:
         k = int(most[:, 0].argmin())
@@ -174,6 +199,13 @@ def _best(widths: np.ndarray, heights: np.ndarray, spec: AnyRes) -> np.ndarray:
         )
     wasted = np.where(kept == most, grid_h * grid_w - kept, np.iinfo(np.int64).max)
     return np.array(spec.pinpoints)[wasted.argmin(1)]
+
+
+def _kept(w: np.ndarray, h: np.ndarray, spec: AnyRes) -> np.ndarray:
+    """Pixels of pictures [n, 1] that each of the p pinpoints keeps, int64 [n, p]."""
+    grid_h, grid_w = np.array(spec.pinpoints).T
+    scale = np.minimum(grid_w / w, grid_h / h)
+    return np.minimum((w * scale).astype(np.int64) * (h * scale).astype(np.int64), w * h)
 
 
 def _fitted(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from dflop_jax.data.anyres import frame_tile
+from dflop_jax.data.token_sources import TokenSources, plain
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -31,6 +32,26 @@ class DynamicTiling:
     def __post_init__(self) -> None:
         if not 1 <= self.min_tiles <= self.max_tiles or min(self.tile_px, self.tokens_per_tile) < 1:
             raise ValueError(f"{self}: sizes must be at least 1, min_tiles at most max_tiles")
+
+    # as a `costs.VisionLayout`
+    def count(
+        self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        tiles = tile_counts(widths, heights, self)
+        return np.ones(len(tiles), bool), tiles, tiles * self.tokens_per_tile
+
+    def count_clips(self, frames: np.ndarray) -> np.ndarray:
+        return frames * self.tokens_per_tile
+
+    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
+        return cut_tiles(image, self)
+
+    def place(self, width: int, height: int, alone: bool) -> TokenSources:
+        (n,) = tile_counts(np.array([width]), np.array([height]), self)
+        return self.place_clip(int(n))
+
+    def place_clip(self, frames: int) -> TokenSources:
+        return plain(np.arange(frames * self.tokens_per_tile))
 
 
 def tile_grids(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
+import wave
 from pathlib import Path
 
+import av
 import numpy as np
 from PIL import Image
 
@@ -45,3 +50,77 @@ def made_pictures(folder: Path) -> list[Path]:
     for name, (image, options) in made.items():
         image.save(folder / name, **options)
     return [folder / name for name in made]
+
+
+def write_wav(path: Path, samples: np.ndarray, rate_hz: int) -> Path:
+    """A 16-bit sound; int [channels, n]."""
+    with wave.open(str(path), "wb") as out:
+        out.setnchannels(len(samples))
+        out.setsampwidth(2)
+        out.setframerate(rate_hz)
+        out.writeframes(np.ascontiguousarray(samples.T).astype("<i2").tobytes())
+    return path
+
+
+def write_clip(path: Path, frames: int) -> Path:
+    """A clip of 64 x 48 pixels at 4 frames a second."""
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(frames):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(noise(48, 64), format="rgb24")))
+        out.mux(stream.encode())
+    return path
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    """LLaVA-format turns, a question first."""
+    return [{"from": ("human", "gpt")[k % 2], "value": t} for k, t in enumerate(texts)]
+
+
+def made_dataset(folder: Path, n: int = 12) -> Path:
+    """A LLaVA-format dataset of every kind of record: the file."""
+    folder.mkdir(exist_ok=True)
+    pictures = made_pictures(folder)
+    write_wav(folder / "a.wav", np.full((1, 30_000), 900), 8000)
+    write_clip(folder / "a.mp4", 9)
+    kinds = [
+        {"conversations": talk("Say <b>.", "One.")},
+        {"image": pictures[2].name, "conversations": talk("<image>\nWhat?", "Two.")},
+        {"image": [p.name for p in pictures[3:6]],
+         "conversations": talk("<image> and <image>", "a", "or <image>?", "b")},
+        {"video": "a.mp4", "conversations": talk("<image>\nMoves?", "Yes.")},
+        {"audio": "a.wav", "conversations": talk("Hear <audio>", "Noise.")},
+    ]  # fmt: skip
+    records = [{"id": f"r{k}", **kinds[k % len(kinds)]} for k in range(n)]
+    (folder / "dataset.json").write_text(json.dumps(records, indent=1))
+    return folder / "dataset.json"
+
+
+def make_shards(dataset: Path, folder: Path, per_shard: int = 5) -> list[Path]:
+    """WebDataset shards of a LLaVA-format dataset: the media beside each record."""
+    folder.mkdir(exist_ok=True)
+    records = json.loads(dataset.read_text())
+    shards = []
+    for first in range(0, len(records), per_shard):
+        shards.append(folder / f"s-{first // per_shard:03d}.tar")
+        with tarfile.open(shards[-1], "w") as tar:
+            for k, record in enumerate(records[first : first + per_shard], first):
+                record = dict(record)
+                for kind in ("image", "video", "audio"):
+                    found = record.get(kind) or []
+                    found = found if isinstance(found, list) else [found]
+                    ours = [f"{k:06d}.{j}.{name.split('/')[-1]}" for j, name in enumerate(found)]
+                    for name, own in zip(found, ours, strict=True):
+                        tar.add(dataset.parent / name, own)
+                    if ours:
+                        record[kind] = ours
+                add_bytes(tar, f"{k:06d}.json", json.dumps(record).encode())
+    return shards
+
+
+def add_bytes(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """A member of the given content."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from dflop_jax.data.anyres import (
     AnyRes,
     clip_sources,
-    clip_tokens,
+    fits_a_grid,
     frame_tile,
     grids,
     picture_counts,
@@ -116,7 +116,7 @@ def test_clips_are_pooled_as_the_model_does(reference, frames):
     features = np.random.default_rng(1).standard_normal((frames, 729, 5)).astype(np.float32)
     newline = np.full(5, 7, np.float32)
     sources = clip_sources(frames, SPEC)
-    assert len(sources) == clip_tokens(frames, SPEC) == 196 * frames + 1
+    assert len(sources) == SPEC.count_clips(frames) == 196 * frames + 1
     got = gather(features.reshape(-1, 5), sources, newline)
     np.testing.assert_array_equal(got[-1], newline)
     if frames:
@@ -176,6 +176,14 @@ def test_no_picture_and_bad_settings():
     for size, why in [((0, 5), "nothing to tile"), ((1, 5000), "1x5000 .*too thin")]:
         with pytest.raises(ValueError, match=why):
             grids(np.array([640, size[0]]), np.array([480, size[1]]), SPEC)
+    sizes = np.array([(1, 5000), (1, 2304), (1, 2305), (20000, 1), (20000, 20), (1, 1)])
+    expected = [max(int(w * min(1, s)) * int(h * min(1, s)) for s in [2304 / max(w, h)]) > 0
+                for w, h in sizes.tolist()]  # fmt: skip
+    np.testing.assert_array_equal(fits_a_grid(*sizes.T, SPEC), expected)
+    usable, tiles, tokens = SPEC.count(*sizes[:2].T, np.array([True, True]))
+    assert usable.tolist() == [False, True]
+    assert tiles[1] == 7  # a column of six tiles and the whole
+    assert tokens[1] == len(SPEC.place(1, 2304, alone=True))
     with pytest.raises(ValueError, match="no multiples of tile_px=384"):
         AnyRes(pinpoints=((384, 400),))
     with pytest.raises(ValueError, match="missing"):

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import logging
-import wave
 
 import av
 import numpy as np
 import pytest
 
 from dflop_jax.data.audio import count_samples, read_sound, resample
-from tests.data.media import SHARED, shared_files
-
-
-def write_wav(path, samples, rate_hz):
-    """int16 [channels, n]."""
-    with wave.open(str(path), "wb") as out:
-        out.setnchannels(len(samples))
-        out.setsampwidth(2)
-        out.setframerate(rate_hz)
-        out.writeframes(np.ascontiguousarray(samples.T).astype("<i2").tobytes())
-    return path
+from tests.data.media import SHARED, shared_files, write_wav
 
 
 def test_values_at_the_same_rate_are_exact(tmp_path):

@@ -1,0 +1,144 @@
+"""A mixture of datasets: parts with weights and subset rules, in YAML or Python.
+
+    parts:
+      - path: notes/train.json   # or a folder, shards-{000..127}.tar, shards-*.tar
+        root: photos             # folder of the media; the file's own unless given
+        subset: first:30%        # all, first:N, end:N, random:N; N a number or a percentage
+        weight: 2                # how often an epoch shows each of them
+
+LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MAX_WEIGHT = 1000.0
+RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture. `root` is the folder of its media, empty: the file's own."""
+
+    path: str
+    weight: float = 1.0
+    subset: str = "all"
+    root: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("a part of the mixture has no path")
+        if not 0 < self.weight <= MAX_WEIGHT:
+            raise ValueError(f"{self.path}: weight={self.weight} is not in (0, {MAX_WEIGHT:g}]")
+        subset_size(self.subset, 1)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets that are trained on together."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("a mixture needs at least one part")
+
+
+def load_mixture(file: str | Path) -> Mixture:
+    """The mixture of a .yaml or .yml file; relative paths in it start at its folder.
+
+    Raises:
+      ValueError: no such file, no YAML, or an unknown field or rule, with its place.
+    """
+    file = Path(file)
+    try:
+        raw = msgspec.yaml.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: not a readable mixture ({' '.join(str(e).split())})") from None
+    items = raw.get("parts", raw.get("datasets")) if isinstance(raw, dict) else raw
+    if not isinstance(items, list):
+        raise ValueError(f"{file}: expected `parts`, a list of datasets")
+    try:
+        return Mixture(tuple(_part(item, file.parent) for item in items))
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
+
+
+def subset_size(rule: str, n: int) -> int:
+    """How many of `n` records a subset rule takes. ValueError for an unknown rule."""
+    if rule == "all":
+        return n
+    found = RULE.fullmatch(rule)
+    if not found:
+        raise ValueError(f"subset {rule!r} is not all, first:N, end:N or random:N (N or N%)")
+    amount = float(found[2])
+    if found[3]:
+        if amount > 100:
+            raise ValueError(f"subset {rule!r} takes more than 100%")
+        return ceil(amount * n / 100)
+    if amount != int(amount):
+        raise ValueError(f"subset {rule!r}: {found[2]} is no whole number; add % for a share")
+    return min(int(amount), n)
+
+
+def chosen(part: Part, n: int, seed: int) -> np.ndarray:
+    """Records 0..n-1 that the part's rule takes, int64, ascending; the same for the same seed."""
+    size = subset_size(part.subset, n)
+    if part.subset.startswith("end"):
+        return np.arange(n - size, n)
+    if part.subset.startswith("random"):
+        return np.sort(_generator(seed, "subset", part).permutation(n)[:size])
+    return np.arange(size)
+
+
+def shown(part: Part, rows: np.ndarray, seed: int) -> np.ndarray:
+    """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
+    times = int(part.weight)
+    rest = round((part.weight - times) * len(rows))
+    drawn = np.sort(_generator(seed, "weight", part).permutation(len(rows))[:rest])
+    return np.concatenate([np.tile(rows, times), rows[drawn]])
+
+
+def _generator(seed: int, use: str, part: Part) -> np.random.Generator:
+    """Draws of a part do not depend on the parts beside it."""
+    text = f"{use}:{part.path}:{part.root}:{part.subset}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return np.random.default_rng([seed, int.from_bytes(digest, "big")])
+
+
+def _part(raw: Any, folder: Path) -> Part:
+    if isinstance(raw, str):
+        raw = {"path": raw}
+    if not isinstance(raw, dict):
+        raise ValueError(f"a part is {raw!r}, not a path or a mapping")
+    renamed = {"json_path": "path", "sampling_strategy": "subset"}
+    fields = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
+    try:
+        part = msgspec.convert(fields, _RawPart)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"part {raw.get('path', raw.get('json_path'))}: {e}") from None
+    root = str(folder / part.root) if part.root else ""
+    path = str(folder / part.path) if part.path else ""
+    return Part(path, part.weight, part.subset, root)
+
+
+class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    weight: float = 1.0
+    subset: str = "all"
+    root: str = ""
+
+
+def names(parts: Sequence[Part]) -> list[str]:
+    """Each part's name in an index: parts of one dataset share its table."""
+    return [f"{p.path}|{p.root}" for p in parts]

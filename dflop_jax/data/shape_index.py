@@ -1,0 +1,171 @@
+"""What is known of a dataset before anything is decoded, as arrays, and the one file that keeps it.
+
+A table holds, for each usable record, where it stands, how many text tokens it has, and the header
+of each of its media. What these cost depends on the model and is computed from the table (see
+`costs`), so one index file serves every model that shares a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VERSION = 1
+KINDS = ("image", "video", "audio")
+# Field -> dtype, and what it counts: records (n), media (m), or records + 1.
+RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
+           "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
+MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
+         "samples": np.int64}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ShapeTable:
+    """The usable records of one dataset: n records with m media.
+
+    number: place of the record among all of its dataset; file, offset, size_bytes: its bytes.
+    text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
+    media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
+    kind: index into KINDS; width, height: upright pixels of an image; frames: what a clip offers
+    at 2 a second; samples: of a sound at 16 kHz. 0 where it does not apply.
+    """
+
+    number: np.ndarray
+    file: np.ndarray
+    offset: np.ndarray
+    size_bytes: np.ndarray
+    text_tokens: np.ndarray
+    prompt_tokens: np.ndarray
+    media_start: np.ndarray
+    kind: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    frames: np.ndarray
+    samples: np.ndarray
+
+    def __post_init__(self) -> None:
+        n, m = len(self.number), len(self.kind)
+        bad = [name for name in RECORDS if getattr(self, name).shape != (n,)]
+        bad += [name for name in MEDIA if getattr(self, name).shape != (m,)]
+        starts = self.media_start
+        if (
+            starts.shape != (n + 1,)
+            or starts[0] != 0
+            or starts[-1] != m
+            or (np.diff(starts) < 0).any()
+        ):
+            bad.append("media_start")
+        if bad:
+            raise ValueError(f"shape table of {n} records: wrong {', '.join(bad)}")
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def taken(self, rows: np.ndarray) -> ShapeTable:
+        """The table of the given rows, in that order."""
+        counts = np.diff(self.media_start)[rows]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        media = np.arange(starts[-1]) + np.repeat(self.media_start[rows] - starts[:-1], counts)
+        return ShapeTable(
+            **{name: getattr(self, name)[rows] for name in RECORDS},
+            **{name: getattr(self, name)[media] for name in MEDIA},
+            media_start=starts,
+        )
+
+
+def table_of(
+    records: Sequence[Mapping[str, int]], media: Sequence[Sequence[Mapping[str, int]]]
+) -> ShapeTable:
+    """A table from the fields of each record and of each of its media."""
+    flat = [m for ms in media for m in ms]
+    return ShapeTable(
+        **{k: np.array([r[k] for r in records], t) for k, t in RECORDS.items()},
+        **{k: np.array([m[k] for m in flat], t) for k, t in MEDIA.items()},
+        media_start=np.cumsum([0, *(len(ms) for ms in media)], dtype=np.int64),
+    )
+
+
+def joined(tables: Sequence[ShapeTable]) -> ShapeTable:
+    """One table of all records, in order; `number` and `file` stay those of each part."""
+    if len(tables) == 1:
+        return tables[0]
+    ends = np.cumsum([0, *(len(t.kind) for t in tables)])
+    starts = [t.media_start[:-1] + e for t, e in zip(tables, ends[:-1], strict=True)]
+    names = [f.name for f in fields(ShapeTable) if f.name != "media_start"]
+    empty = table_of([], [])
+    return ShapeTable(
+        **{n: np.concatenate([getattr(t, n) for t in (empty, *tables)]) for n in names},
+        media_start=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed:
+    """A dataset's table, and how it came about.
+
+    key: what the table was made from; another key means that it must be made anew.
+    listed: records of the dataset, the unusable among them; bad: reasons of the first of those.
+    """
+
+    key: str
+    table: ShapeTable
+    listed: int
+    bad: tuple[str, ...]
+
+
+def make_key(files: Sequence[Path], settings: str) -> str:
+    """Names, sizes and times of the files that hold the records, and what else tables depend on."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return json.dumps([stats, settings], separators=(",", ":"))
+
+
+def save_index(file: Path, datasets: Mapping[str, Indexed]) -> None:
+    """Writes all datasets into one .npz, which exists whole or not at all."""
+    meta: dict[str, Any] = {"version": VERSION, "datasets": {}}
+    arrays: dict[str, np.ndarray] = {}
+    for k, (name, d) in enumerate(datasets.items()):
+        meta["datasets"][name] = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "at": k}
+        arrays |= {f"{k}.{f.name}": getattr(d.table, f.name) for f in fields(ShapeTable)}
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as out:
+            np.savez(out, **arrays)  # type: ignore[arg-type]
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_index(file: Path) -> dict[str, Indexed]:
+    """The datasets of an index file; none when there is no such file or it is of another version.
+
+    ValueError when the file is damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            meta = json.loads(arrays["meta"].tobytes())
+            if meta["version"] != VERSION:
+                return {}
+            return {
+                name: Indexed(
+                    d["key"],
+                    ShapeTable(
+                        **{f.name: arrays[f"{d['at']}.{f.name}"] for f in fields(ShapeTable)}
+                    ),
+                    d["listed"],
+                    tuple(d["bad"]),
+                )
+                for name, d in meta["datasets"].items()
+            }
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
+        raise ValueError(f"{file}: damaged index ({e}); delete it, it is made anew") from None

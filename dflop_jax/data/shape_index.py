@@ -152,7 +152,7 @@ def load_index(file: Path) -> dict[str, Indexed]:
     if not file.is_file():
         return {}
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             meta = json.loads(arrays["meta"].tobytes())
             if meta["version"] != VERSION:
                 return {}

@@ -19,6 +19,7 @@ from dflop_jax.data.readers import Located, Reader
 from dflop_jax.data.shape_index import (
     KINDS,
     Indexed,
+    ShapeTable,
     joined,
     load_index,
     make_key,
@@ -90,23 +91,20 @@ def index_of(
         except (ValueError, OSError) as e:
             return f"{at.place}: {e}"
 
-    rows: list[Row] = []
+    tables: list[ShapeTable] = []
     bad: list[str] = []
     listed = 0
-    everything = enumerate(reader.locate())
-    mine = (item for item in everything if item[0] % n == k)
+    mine = (item for item in enumerate(reader.locate()) if item[0] % n == k)
     with ThreadPoolExecutor(workers) as pool:
         while batch := list(islice(mine, BATCH)):
             listed += len(batch)
-            for row in pool.map(examine, batch):
-                if isinstance(row, str):
-                    bad.append(row)
-                    logger.warning("left out %s", row)
-                else:
-                    rows.append(row)
-    table = table_of([r for r, _ in rows], [m for _, m in rows])
-    reasons = tuple(bad[:KEPT_REASONS])
-    return Indexed(key, table, listed, reasons)
+            found = list(pool.map(examine, batch))
+            rows = [f for f in found if not isinstance(f, str)]
+            tables.append(table_of([r for r, _ in rows], [m for _, m in rows]))
+            for reason in (f for f in found if isinstance(f, str)):
+                bad = [*bad, reason][:KEPT_REASONS]
+                logger.warning("left out %s", reason)
+    return Indexed(key, joined(tables), listed, tuple(bad))
 
 
 def merged(shares: Sequence[Indexed]) -> Indexed:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dflop_jax.data.audio import count_samples
 from dflop_jax.data.blob import Blob
-from dflop_jax.data.llava_records import Record
+from dflop_jax.data.llava_records import Record, lot
 from dflop_jax.data.readers import Located, Reader
 from dflop_jax.data.shape_index import (
     KINDS,
@@ -137,7 +137,8 @@ def _row(
         "text_tokens": sum(len(p.ids) for p in pieces),
         "prompt_tokens": sum(len(p.ids) for p in pieces[:first]),
     }
-    return {"number": number, **place, **tokens}, [headers(*m) for m in record.media]
+    drawn = lot(record.name, at.place)
+    return {"number": number, **place, "lot": drawn, **tokens}, [headers(*m) for m in record.media]
 
 
 class _Headers:

@@ -14,6 +14,7 @@ from dflop_jax.data.layout import Header, Layout, OversizeError, assemble, grey_
 from dflop_jax.data.llava_records import (
     AudioRecord,
     Record,
+    check_split,
     find_file,
     held_out,
     parse_record,
@@ -60,7 +61,7 @@ class LlavaSource:
         max_bad_fraction: float = 0.1,
         workers: int = 2,
     ) -> None:
-        _check_split(split, eval_fraction)
+        check_split(split, eval_fraction)
         self.file = find_file(Path(path))
         self.name = f"{self.file}" if split == "train" else f"{self.file} ({split})"
         self.spec, self._tokenizer = spec, tokenizer
@@ -165,12 +166,3 @@ class _Headers:
         if kind == "video":
             return Header(0, 0, count_frames(path, self._max_frames))
         return Header(*picture_size(path))
-
-
-def _check_split(split: str, eval_fraction: float) -> None:
-    if split not in ("train", "eval"):
-        raise ValueError(f"split {split!r} is not train or eval")
-    if not 0 <= eval_fraction < 1:
-        raise ValueError(f"eval_fraction={eval_fraction} is not in [0, 1)")
-    if split == "eval" and eval_fraction == 0:
-        raise ValueError("the eval split of a dataset on disk needs eval_fraction > 0, e.g. 0.1")

@@ -125,9 +125,23 @@ def record_name(place: str, raw: Any) -> str:
 
 def held_out(raw: Any, place: str, fraction: float) -> bool:
     """Whether a record belongs to the held-out share: fixed by its id, or else by its place."""
-    key = str(raw.get("id") or place) if isinstance(raw, dict) else place
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return lot(record_name(place, raw), place) < fraction * 2**64
+
+
+def lot(name: str, place: str) -> int:
+    """The number below 2**64 that a record draws by its id, or else by its place."""
+    key = name.removeprefix(place).removeprefix(" id=") or place
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+
+
+def check_split(split: str, eval_fraction: float) -> None:
+    """ValueError for an unknown split, or one without its share."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"split {split!r} is not train or eval")
+    if not 0 <= eval_fraction < 1:
+        raise ValueError(f"eval_fraction={eval_fraction} is not in [0, 1)")
+    if split == "eval" and eval_fraction == 0:
+        raise ValueError("the eval split of a dataset on disk needs eval_fraction > 0, e.g. 0.1")
 
 
 def _in_folder(root: Path, name: str) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.data.costs import Preprocessing, SampleCost, SampleCosts, sample_costs
 from dflop_jax.data.decode import Pictures, Sound, decode_media
 from dflop_jax.data.index_build import ToPieces, check_usable, update_index
-from dflop_jax.data.llava_records import Record
+from dflop_jax.data.llava_records import Record, check_split
 from dflop_jax.data.mixture import Mixture, chosen, names, shown
 from dflop_jax.data.readers import Located, Reader, open_reader
 from dflop_jax.data.shape_index import joined
@@ -29,6 +29,8 @@ class MixtureSource:
 
     Args:
       to_pieces, settings: the tokenizer and its digest (see `update_index`).
+      split: "train", or "eval" for the share `eval_fraction` of records (chosen by a hash of their
+        id) that "train" then leaves out; weights do not count there.
 
     Raises:
       ValueError: a dataset that cannot be read, or is unusable above `max_bad_fraction`; nothing
@@ -44,9 +46,12 @@ class MixtureSource:
         *,
         index_file: str | Path,
         seed: int = 0,
+        split: str = "train",
+        eval_fraction: float = 0.0,
         max_bad_fraction: float = 0.1,
         workers: int = 2,
     ) -> None:
+        check_split(split, eval_fraction)
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers: dict[str, Reader] = {
@@ -69,11 +74,16 @@ class MixtureSource:
         for key, part in zip(keys, mixture.parts, strict=True):
             k = dataset_of[key]
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
-            parts.append(shown(part, rows[chosen(part, len(rows), seed)], seed))
+            rows = rows[chosen(part, len(rows), seed)]
+            held = self._table.lot[rows] < np.float64(eval_fraction) * 2.0**64
+            if split == "eval":
+                parts.append(rows[held])
+            else:
+                parts.append(shown(part, rows[~held], seed))
         self._rows = np.concatenate(parts)
         self._place = np.cumsum(usable) - 1  # row of the table -> row of the costs
         if not len(self._rows):
-            raise ValueError("the mixture shows no sample; check its subsets and weights")
+            raise ValueError("the mixture shows no sample; check subsets, weights and split")
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -21,7 +21,7 @@ VERSION = 1
 KINDS = ("image", "video", "audio")
 # Field -> dtype, and what it counts: records (n), media (m), or records + 1.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
-           "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
+           "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
 MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
          "samples": np.int64}  # fmt: skip
 
@@ -31,6 +31,7 @@ class ShapeTable:
     """The usable records of one dataset: n records with m media.
 
     number: place of the record among all of its dataset; file, offset, size_bytes: its bytes.
+    lot: what it draws when some are held out (see `llava_records.lot`).
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
     kind: index into KINDS; width, height: upright pixels of an image; frames: what a clip offers
@@ -41,6 +42,7 @@ class ShapeTable:
     file: np.ndarray
     offset: np.ndarray
     size_bytes: np.ndarray
+    lot: np.ndarray
     text_tokens: np.ndarray
     prompt_tokens: np.ndarray
     media_start: np.ndarray

@@ -10,6 +10,7 @@ from dflop_jax.data.anyres import AnyRes
 from dflop_jax.data.costs import Preprocessing, sample_costs
 from dflop_jax.data.decode import Pictures, Sound
 from dflop_jax.data.internvl_tiles import DynamicTiling
+from dflop_jax.data.llava_records import held_out
 from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.mixture_source import MixtureSource
@@ -132,6 +133,23 @@ def test_a_mixture_of_files_and_shards(tmp_path):
         source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
 
 
+def test_the_held_out_share_is_that_of_the_folder_source(tmp_path):
+    file = made_dataset(tmp_path / "a", 60)
+    parts = Mixture((Part(f"{file}", 2.0),))
+
+    def ids(split, fraction):
+        found = source(parts, tmp_path, split=split, eval_fraction=fraction)
+        return sorted(found.record(i).name.split("id=")[1] for i in range(len(found)))
+
+    everything, train, held = ids("train", 0.0), ids("train", 0.3), ids("eval", 0.3)
+    assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
+    expected = [f"r{k}" for k in range(60) if held_out({"id": f"r{k}"}, "x", 0.3)]
+    assert held == sorted(expected)
+    for split, fraction, why in [("eval", 0, "needs eval_fraction"), ("test", 0.1, "not train")]:
+        with pytest.raises(ValueError, match=why):
+            source(parts, tmp_path, split=split, eval_fraction=fraction)
+
+
 def check_sizes(found, how):
     """Every sample decodes to what its cost says."""
     for i in range(len(found)):
@@ -181,7 +199,8 @@ def test_what_a_model_does_not_take_is_left_out(tmp_path):
 
 def test_thin_pictures_and_short_sounds_are_left_out():
     def record(**changes):
-        fields = ("number", "file", "offset", "size_bytes", "text_tokens", "prompt_tokens")
+        fields = ("number", "file", "offset", "size_bytes", "lot")
+        fields += ("text_tokens", "prompt_tokens")
         return dict.fromkeys(fields, 1), [
             {"kind": 0, "width": 0, "height": 0, "frames": 0, "samples": 0, **changes}
         ]

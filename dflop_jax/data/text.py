@@ -11,6 +11,7 @@ from typing import Protocol
 import tokenizers
 
 TAG = re.compile("<image>|<video>")
+OMNI_TAG = re.compile("<image>|<video>|<audio>")
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
@@ -109,10 +110,12 @@ class Piece:
     medium: int = -1
 
 
-def chat_pieces(turns: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple[Piece, ...]:
+def chat_pieces(
+    turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
+) -> tuple[Piece, ...]:
     """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
 
-    Roles are human, gpt and system. The k-th <image> or <video> tag becomes medium k.
+    Roles are human, gpt and system. The k-th match of `tag` (<image> or <video>) becomes medium k.
     """
     pieces: list[Piece] = []
     n_media = 0
@@ -121,7 +124,7 @@ def chat_pieces(turns: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple
         answer = role == "gpt"
         head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
         pieces.append(Piece((newline if t else ()) + head))
-        for k, part in enumerate(TAG.split(text)):
+        for k, part in enumerate(tag.split(text)):
             if k:
                 pieces.append(Piece(medium=n_media))
                 n_media += 1

@@ -15,7 +15,7 @@ from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.mixture_source import MixtureSource
 from dflop_jax.data.shape_index import table_of
-from dflop_jax.data.text import chat_pieces
+from dflop_jax.data.text import OMNI_TAG, chat_pieces
 from tests.data.media import SHARED, made_dataset, make_shards
 
 SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (84, 84)))
@@ -23,7 +23,7 @@ TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
 
 
 def pieces(turns):
-    return chat_pieces(turns, ByteTokenizer())
+    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
 
 
 def source(mixture, tmp_path, how=None, **options):

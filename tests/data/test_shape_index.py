@@ -15,12 +15,12 @@ from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.index_build import check_usable, index_of, merged, update_index
 from dflop_jax.data.readers import open_reader
 from dflop_jax.data.shape_index import KINDS, Indexed, joined, load_index, save_index, table_of
-from dflop_jax.data.text import chat_pieces
+from dflop_jax.data.text import OMNI_TAG, chat_pieces
 from tests.data.media import SHARED, made_dataset, make_shards
 
 
 def pieces(turns):
-    return chat_pieces(turns, ByteTokenizer())
+    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
 
 
 def rows(table):

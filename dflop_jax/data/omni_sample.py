@@ -1,0 +1,129 @@
+"""One sample of text, pictures, clips and sound as arrays, exactly as large as its costs say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflop_jax.data.costs import SampleCosts
+from dflop_jax.data.decode import Pictures, Sound
+from dflop_jax.data.layout import ANSWER_TOKENS
+from dflop_jax.data.mel import MelSpec, encoder_tokens
+from dflop_jax.data.text import Piece
+from dflop_jax.data.token_sources import TokenSources, join
+
+
+@dataclass(frozen=True, eq=False)
+class OmniSample:
+    """A decoded sample of t LLM tokens, n tiles and w windows of sound.
+
+    tiles: uint8 [n, px, px, 3]. mel: float32 [w, n_mels, frames]; mel_frames: int32 [w], how many
+    of them are no padding.
+    tokens: int32 [t]; supervised: bool [t], whether the token is part of an answer.
+    visual: sources of each token, index into the n * patches patches of all tiles; of text and
+    sound all weights are 0 and `newline` is False.
+    audio: int32 [t], window * window_tokens + k of the token's place among the encoder's outputs,
+    or -1 for tokens that are no sound.
+    """
+
+    tiles: np.ndarray
+    mel: np.ndarray
+    mel_frames: np.ndarray
+    tokens: np.ndarray
+    supervised: np.ndarray
+    visual: TokenSources
+    audio: np.ndarray
+
+
+def fit_text(
+    costs: SampleCosts, prompt_tokens: np.ndarray, max_tokens: int, *, truncate: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(text tokens kept int64 [n], which samples fit bool [n]) under `max_tokens` LLM tokens.
+
+    With `truncate`, text is cut from the end, media never: a sample fits when its media, its
+    `prompt_tokens` and ANSWER_TOKENS of the answer (or all of a shorter one) do.
+    """
+    room = max_tokens - (costs.llm_tokens - costs.text_tokens)
+    answer = np.minimum(costs.text_tokens - prompt_tokens, ANSWER_TOKENS)
+    needed = prompt_tokens + answer if truncate else costs.text_tokens
+    return np.minimum(costs.text_tokens, np.maximum(room, 0)), needed <= room
+
+
+def compose(
+    pieces: Sequence[Piece],
+    media: Sequence[Pictures | Sound],
+    spec: MelSpec,
+    *,
+    tile_px: int,
+    patches: int,
+    placeholder: int,
+    text_tokens: int | None = None,
+) -> OmniSample:
+    """The sample of tokenized text and decoded media.
+
+    Args:
+      patches: patches that the encoder makes of a tile (`TokenSources` count them).
+      placeholder: token id that stands where media are; any, since it is not embedded.
+      text_tokens: text tokens kept, from the front; None: all.
+
+    Raises:
+      ValueError: pieces that name other media than there are.
+    """
+    if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
+        raise ValueError(f"the text does not place each of {len(media)} media once")
+    room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
+    window_tokens = int(encoder_tokens(np.array(spec.window_frames)))
+    first_tile, first_window = _starts(media)
+    tokens: list[np.ndarray] = []
+    supervised: list[np.ndarray] = []
+    visual: list[TokenSources] = []
+    audio: list[np.ndarray] = []
+    for p in pieces:
+        medium = media[p.medium] if p.medium >= 0 else None
+        if medium is None:
+            ids = np.asarray(p.ids[:room], np.int64)
+            room -= len(ids)
+            seen, heard = _none(len(ids)), np.full(len(ids), -1)
+        elif isinstance(medium, Pictures):
+            seen = medium.tokens.shifted(first_tile[p.medium] * patches)
+            ids, heard = np.full(len(seen), placeholder), np.full(len(seen), -1)
+        else:
+            heard = first_window[p.medium] * window_tokens + np.arange(medium.tokens)
+            ids, seen = np.full(len(heard), placeholder), _none(len(heard))
+        tokens.append(ids)
+        supervised.append(np.full(len(ids), p.supervised))
+        visual.append(seen)
+        audio.append(heard)
+    sounds = [m for m in media if isinstance(m, Sound)]
+    pictures = [m.tiles for m in media if isinstance(m, Pictures)]
+    no_mel = np.zeros((0, spec.n_mels, spec.window_frames), np.float32)
+    frames = [_window_frames(m, spec) for m in sounds]
+    return OmniSample(
+        tiles=np.concatenate([np.zeros((0, tile_px, tile_px, 3), np.uint8), *pictures]),
+        mel=np.concatenate([no_mel, *(m.mel for m in sounds)]),
+        mel_frames=np.concatenate([np.zeros(0, np.int32), *frames]).astype(np.int32),
+        tokens=np.concatenate([np.zeros(0, np.int64), *tokens]).astype(np.int32),
+        supervised=np.concatenate([np.zeros(0, bool), *supervised]),
+        visual=join(visual),
+        audio=np.concatenate([np.zeros(0, np.int64), *audio]).astype(np.int32),
+    )
+
+
+def _starts(media: Sequence[Pictures | Sound]) -> tuple[list[int], list[int]]:
+    """First tile and first window of each medium among those of the sample."""
+    tiles = np.cumsum([0, *(len(m.tiles) if isinstance(m, Pictures) else 0 for m in media)])
+    windows = np.cumsum([0, *(len(m.mel) if isinstance(m, Sound) else 0 for m in media)])
+    return tiles.tolist(), windows.tolist()
+
+
+def _none(n: int) -> TokenSources:
+    """Tokens that are neither patches nor newlines."""
+    return TokenSources(np.zeros((n, 4), np.int32), np.zeros((n, 4), np.float32), np.zeros(n, bool))
+
+
+def _window_frames(sound: Sound, spec: MelSpec) -> np.ndarray:
+    """Valid frames of each window of a sound: full ones, then the rest."""
+    before = np.arange(len(sound.mel)) * spec.window_frames
+    return np.minimum(sound.frames - before, spec.window_frames)

@@ -1,0 +1,164 @@
+"""From a record to tokens, tiles and features: against the three whole published processors."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from dflop_jax.data.anyres import AnyRes
+from dflop_jax.data.audio import read_sound
+from dflop_jax.data.chat import ChatTokenizer
+from dflop_jax.data.costs import Preprocessing
+from dflop_jax.data.internvl_tiles import IMAGENET_MEAN, IMAGENET_STD, DynamicTiling, normalized
+from dflop_jax.data.mel import MelSpec
+from dflop_jax.data.mixture import Mixture, Part
+from dflop_jax.data.mixture_source import MixtureSource
+from dflop_jax.data.omni_sample import compose
+from tests.data.media import made_dataset
+from tests.data.test_chat import CHATML, PARTS, SPECIAL, write
+
+INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
+# as Qwen2-Audio's own: a number, and the ends of the sound around its token
+SOUNDS = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}
+{%- if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}
+{%- if c['type'] == 'audio' %}{{ 'Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\\n' }}
+{%- else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """The modules of transformers; its processors would ask for torchvision for videos alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        transformers = pytest.importorskip("transformers")
+        import transformers.processing_utils as processing
+        from transformers.models.got_ocr2 import image_processing_pil_got_ocr2
+        from transformers.models.internvl import processing_internvl
+        from transformers.models.llava_onevision import (
+            image_processing_pil_llava_onevision,
+            processing_llava_onevision,
+        )
+        from transformers.models.qwen2_audio import processing_qwen2_audio
+
+    monkeypatch.setattr(
+        processing.ProcessorMixin, "check_argument_for_proper_class", lambda *_: object
+    )
+
+    class Published:
+        def tokenizer(self, folder):
+            return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+        def llava_onevision(self, folder):
+            return processing_llava_onevision.LlavaOnevisionProcessor(
+                image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil(),
+                self.tokenizer(folder),
+                None,
+                num_image_tokens=729,
+                vision_feature_select_strategy="full",
+            )
+
+        def internvl(self, folder):
+            images = image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
+                size={"height": 448, "width": 448},
+                image_mean=list(IMAGENET_MEAN),
+                image_std=list(IMAGENET_STD),
+            )
+            return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
+
+        def qwen2_audio(self, folder):
+            extractor = transformers.WhisperFeatureExtractor(feature_size=128)
+            return processing_qwen2_audio.Qwen2AudioProcessor(extractor, self.tokenizer(folder))
+
+    return Published()
+
+
+def ours(tmp_path, chat, how, kind, patches):
+    """(record, its sample) of each made record that has this kind of medium alone."""
+    found = MixtureSource(
+        Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
+        how,
+        chat.pieces,
+        chat.digest,
+        index_file=tmp_path / "index.npz",
+        max_bad_fraction=1.0,  # a template takes some kinds of media
+    )
+    out = []
+    for i in range(len(found)):
+        record = found.record(i)
+        if {k for k, _ in record.media} == {kind}:
+            sample = compose(
+                found.pieces(i),
+                found.media(i),
+                how.sound or MelSpec(),
+                tile_px=how.vision.tile_px if how.vision else 1,
+                patches=patches,
+                placeholder=chat.media_id(kind),
+            )
+            assert len(sample.tokens) == found.cost(i).llm_tokens
+            out.append((record, sample))
+    assert out
+    return out
+
+
+def rendered(tokenizer, record, kind):
+    """The conversation as the published template renders it, media as parts where it takes them."""
+    chat = []
+    for role, text in record.turns:
+        content = []
+        for k, part in enumerate(text.split(f"<{kind}>")):
+            content += [{"type": kind}] * (k > 0) + [{"type": "text", "text": part}] * bool(part)
+        only_text = all(c["type"] == "text" for c in content)
+        chat.append({"role": {"human": "user", "gpt": "assistant"}[role],
+                     "content": text if only_text else content})  # fmt: skip
+    return tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_llava_onevision(tmp_path, published):
+    folder = write(tmp_path / "tok", PARTS)
+    processor, chat = published.llava_onevision(folder), ChatTokenizer(folder)
+    how = Preprocessing(AnyRes())
+    for record, sample in ours(tmp_path, chat, how, "image", 729):
+        images = [upright(path) for _, path in record.media]
+        text = rendered(processor.tokenizer, record, "image")
+        expected = processor(text=[text], images=[images], return_tensors="np")
+        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
+        assert len(sample.tiles) == np.prod(expected["pixel_values"].shape[:-3])
+
+
+def test_internvl(tmp_path, published):
+    special = [*SPECIAL, *INTERNVL.values()]
+    folder = write(tmp_path / "tok", CHATML, {"extra_special_tokens": INTERNVL}, special)
+    processor, chat = published.internvl(folder), ChatTokenizer(folder)
+    for record, sample in ours(tmp_path, chat, Preprocessing(DynamicTiling()), "image", 256):
+        images = [upright(path) for _, path in record.media]
+        turns = [{"role": {"human": "user", "gpt": "assistant"}[role],
+                  "content": text.replace("<image>", "<IMG_CONTEXT>")}
+                 for role, text in record.turns]  # fmt: skip
+        text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
+        expected = processor(text=[text], images=images, return_tensors="np")
+        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
+        pixels = expected["pixel_values"].transpose(0, 2, 3, 1)
+        assert np.abs(normalized(sample.tiles) - pixels).max() < 1e-5
+
+
+def test_qwen2_audio(tmp_path, published):
+    special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
+    folder = write(tmp_path / "tok", SOUNDS, special=special)
+    processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
+    for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio", 1):
+        text = rendered(processor.tokenizer, record, "audio")
+        sound = read_sound(record.media[0][1], 60_000, 16000)
+        expected = processor(text=[text], audio=[sound], sampling_rate=16000, return_tensors="np")
+        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
+        assert sample.mel_frames.tolist() == expected["feature_attention_mask"].sum(1).tolist()
+        assert np.abs(sample.mel - expected["input_features"]).max() < 1e-4
+
+
+def upright(path):
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image)

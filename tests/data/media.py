@@ -10,7 +10,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -19,6 +19,12 @@ def shared_files(kind: str) -> list[Path]:
     """Files of ../shared/data/images, videos or audio; none without it."""
     folder = SHARED / kind
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def upright(path: Path) -> Image.Image:
+    """What the published processors are given: the first frame, turned as EXIF says."""
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image)
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:

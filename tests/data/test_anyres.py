@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from dflop_jax.data.anyres import (
     AnyRes,
@@ -20,7 +20,7 @@ from dflop_jax.data.anyres import (
 )
 from dflop_jax.data.tiling import read_upright
 from dflop_jax.data.video import count_frames, read_frames
-from tests.data.media import made_pictures, shared_files
+from tests.data.media import made_pictures, shared_files, upright
 
 SPEC = AnyRes()
 # sizes a careless user feeds: tiny, exact, thin, huge, either side of the downscaling limit
@@ -122,21 +122,6 @@ def test_clips_are_pooled_as_the_model_does(reference, frames):
     if frames:
         pooled = reference.model().apply_pooling(torch.from_numpy(features))
         np.testing.assert_allclose(got[:-1], pooled.numpy().reshape(-1, 5), atol=2e-5)
-
-
-def upright(path):
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image)
-
-
-def test_pixels_of_every_picture_are_the_processor_s(reference, tmp_path):
-    for path in [*shared_files("images"), *made_pictures(tmp_path)]:
-        expected, ((height, width),) = reference.pixels([upright(path)])
-        tiles = picture_tiles(read_upright(path), SPEC)
-        (n,), _ = picture_counts(np.array([width]), np.array([height]), np.array([True]), SPEC)
-        assert tiles.shape == expected[0].transpose(0, 2, 3, 1).shape, path
-        assert len(tiles) == n
-        assert np.abs(tiles - expected[0].transpose(0, 2, 3, 1)).max() == 0, path
 
 
 def test_several_pictures_are_squares(reference, tmp_path):

@@ -6,7 +6,6 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
 
 from dflop_jax.data.anyres import AnyRes
 from dflop_jax.data.audio import read_sound
@@ -17,17 +16,11 @@ from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part
 from dflop_jax.data.mixture_source import MixtureSource
 from dflop_jax.data.omni_sample import compose
-from tests.data.media import made_dataset
+from tests.data.media import made_dataset, upright
 from tests.data.test_chat import CHATML, PARTS, SPECIAL, write
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
-# as Qwen2-Audio's own: a number, and the ends of the sound around its token
-SOUNDS = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}
-{%- if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}
-{%- if c['type'] == 'audio' %}{{ 'Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\\n' }}
-{%- else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 @pytest.fixture
@@ -69,6 +62,10 @@ def published(monkeypatch):
                 image_std=list(IMAGENET_STD),
             )
             return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
+
+        qwen2_audio_template = (
+            processing_qwen2_audio.Qwen2AudioProcessor.default_chat_template.fget(None)
+        )
 
         def qwen2_audio(self, folder):
             extractor = transformers.WhisperFeatureExtractor(feature_size=128)
@@ -148,7 +145,7 @@ def test_internvl(tmp_path, published):
 
 def test_qwen2_audio(tmp_path, published):
     special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
-    folder = write(tmp_path / "tok", SOUNDS, special=special)
+    folder = write(tmp_path / "tok", published.qwen2_audio_template, special=special)
     processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
     for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio", 1):
         text = rendered(processor.tokenizer, record, "audio")
@@ -157,8 +154,3 @@ def test_qwen2_audio(tmp_path, published):
         assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
         assert sample.mel_frames.tolist() == expected["feature_attention_mask"].sum(1).tolist()
         assert np.abs(sample.mel - expected["input_features"]).max() < 1e-4
-
-
-def upright(path):
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image)

@@ -1,0 +1,35 @@
+"""Every picture there is, cut as the published processors cut it; each is decoded only once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflop_jax.data.anyres import AnyRes
+from dflop_jax.data.internvl_tiles import DynamicTiling, normalized
+from dflop_jax.data.tiling import read_upright
+from tests.data.media import made_pictures, shared_files, upright
+from tests.data.test_anyres import reference  # noqa: F401
+from tests.data.test_internvl_tiles import processor  # noqa: F401
+
+ALONE = np.array([True])
+
+
+def test_every_picture_is_cut_as_published(reference, processor, tmp_path):
+    for k, path in enumerate([*shared_files("images"), *made_pictures(tmp_path)]):
+        given, image = upright(path), read_upright(path)
+        assert image.size == given.size
+        sides = np.array([[image.width], [image.height]])
+
+        expected, _ = reference.pixels([given])
+        tiles = AnyRes().cut(image, True)
+        assert len(tiles) == len(expected[0]) == AnyRes().count(*sides, ALONE)[1]
+        np.testing.assert_array_equal(tiles, expected[0].transpose(0, 2, 3, 1), f"{path}")
+
+        full = k % 10 == 0  # normalising is slow, and the same for all
+        out = processor([given], return_tensors="np", do_rescale=full, do_normalize=full)
+        tiles = DynamicTiling().cut(image, True)
+        (n,) = out["num_patches"]
+        assert len(tiles) == n == DynamicTiling().count(*sides, ALONE)[1]
+        got = normalized(tiles) if full else tiles.astype(np.float64)
+        expected = out["pixel_values"].transpose(0, 2, 3, 1)
+        assert np.abs(got - expected).max() < (1e-5 if full else 1e-9), path

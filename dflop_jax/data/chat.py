@@ -10,15 +10,20 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import tokenizers
 
 from dflop_jax.data.chat_template import BEGIN, END, ChatTemplate, Message, Span
 from dflop_jax.data.llava_records import MEDIUM
 from dflop_jax.data.text import ROLES, Piece
+from dflop_jax.data.tokenizer_files import (
+    check_embedding,
+    listed_tokens,
+    named_tokens,
+    read_json,
+    template_source,
+)
 
 # the token that stands for a medium, where the configuration does not name it
 PLACEHOLDERS = {
@@ -29,7 +34,6 @@ PLACEHOLDERS = {
 BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
-SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
 
 
 class ChatTokenizer:
@@ -55,9 +59,9 @@ class ChatTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(self.folder / "tokenizer_config.json")
-        named = _named_tokens(config)
-        for name, token in named.items():
+        config = read_json(self.folder / "tokenizer_config.json")
+        named = named_tokens(config)
+        for name, token in [*named.items(), *listed_tokens(config)]:
             if self._tokenizer.token_to_id(token) is None:
                 raise ValueError(
                     f"{self.folder}: tokenizer_config.json gives {name}={token!r}, which "
@@ -66,7 +70,7 @@ class ChatTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
-        source = _template_source(self.folder, config)
+        source = template_source(self.folder, config)
         self._template = ChatTemplate(source, named, str(self.folder))
         self._tokens = {k: self._placeholder(k, named) for k in PLACEHOLDERS}
         self._before, self._after = (
@@ -225,57 +229,8 @@ class ChatTokenizer:
         return found
 
 
-def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
-    """ValueError unless a tokenizer of `vocab_size` ids fits an embedding of so many rows."""
-    spare = max(SPARE_ROWS, embedding_size // 64)
-    if vocab_size > embedding_size or vocab_size + spare < embedding_size:
-        raise ValueError(
-            f"{name}: the tokenizer has {vocab_size} ids, the model's embedding {embedding_size} "
-            "rows; take the tokenizer of this model"
-        )
-
-
 def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
     """Pieces of consecutive tokens that are equally supervised."""
     cuts = np.flatnonzero(np.diff(supervised)) + 1
     parts = zip(np.split(ids, cuts), np.split(supervised, cuts), strict=True)
     return [Piece(tuple(i.tolist()), bool(s[0])) for i, s in parts if len(i)]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file}: not a JSON object ({e})") from None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of the special tokens that a tokenizer_config.json gives."""
-    extra = config.get("extra_special_tokens")
-    everything = {**config, **extra} if isinstance(extra, dict) else config
-    found = {}
-    for name, value in everything.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str) and text:
-            found[name] = text
-    return found
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(found, list):  # several named ones
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    if not isinstance(found, str):
-        raise ValueError(
-            f"{folder}: no chat template; put the model's chat_template.jinja beside tokenizer.json"
-        )
-    return found

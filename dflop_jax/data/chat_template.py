@@ -52,8 +52,7 @@ class ChatTemplate:
             text = self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
             )
-        # a template may fail in any way on messages that it was not written for
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:
+        except Exception as e:  # a template may fail in any way on what it was not written for
             raise ValueError(f"{self._name}: chat template fails ({_line(e)})") from None
         return _take_marks(text)
 

@@ -9,7 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from dflop_jax.data.chat import ChatTokenizer, check_embedding
+from dflop_jax.data.chat import ChatTokenizer
+from dflop_jax.data.tokenizer_files import check_embedding
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
@@ -179,6 +180,9 @@ BAD = {
     "no valid jinja": lambda f: write(f, "{% for"),
     "eos_token='<eos>', which": lambda f: write(f, config={"eos_token": "<eos>"}),
     "pad_token='<p>', which": lambda f: write(f, config={"pad_token": {"content": "<p>"}}),
+    "additional_special_tokens='<z>', which": lambda f: write(
+        f, config={"additional_special_tokens": ["<image>", {"content": "<z>"}]}
+    ),
     "not a JSON object": lambda f: (write(f) / "tokenizer_config.json").write_text("[1"),
     "not a tokenizer.json": lambda f: (write(f) / "tokenizer.json").write_text("{}"),
     "no such file": lambda f: (write(f) / "tokenizer.json").unlink(),
@@ -199,6 +203,7 @@ REFUSED = {
     "fails .roles": "{{ raise_exception('roles') }}",
     "fails .*no attribute": "{{ messages[0].content.none.none }}",
     "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "fails .*division": "{{ 1 / 0 }}",
     "does not only append": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
     "leaves out media": "{{ messages[0].role }}",
     "repeats a medium": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",

@@ -1,0 +1,76 @@
+"""What stands beside a tokenizer.json: named special tokens, the chat template, the right size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
+
+
+def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
+    """ValueError unless a tokenizer of `vocab_size` ids fits an embedding of so many rows."""
+    spare = max(SPARE_ROWS, embedding_size // 64)
+    if vocab_size > embedding_size or vocab_size + spare < embedding_size:
+        raise ValueError(
+            f"{name}: the tokenizer has {vocab_size} ids, the model's embedding {embedding_size} "
+            "rows; take the tokenizer of this model"
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file, empty without one. ValueError when it is something else."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: not a JSON object ({e})") from None
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text of the special tokens that a tokenizer_config.json gives."""
+    extra = config.get("extra_special_tokens")
+    everything = {**config, **extra} if isinstance(extra, dict) else config
+    found = {}
+    for name, value in everything.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str) and text:
+            found[name] = text
+    return found
+
+
+def listed_tokens(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(field, text) of the special tokens that a tokenizer_config.json gives no names."""
+    found = []
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(field)
+        for value in listed if isinstance(listed, list) else []:
+            text = value.get("content") if isinstance(value, dict) else value
+            found += [(field, text)] if isinstance(text, str) else []
+    return found
+
+
+def template_source(folder: Path, config: Mapping[str, Any]) -> str:
+    """The chat template of a folder: of a file of its own, or else of the configuration.
+
+    ValueError when there is none.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template") or read_json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(found, list):  # several named ones
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    if not isinstance(found, str):
+        raise ValueError(
+            f"{folder}: no chat template; put the model's chat_template.jinja beside tokenizer.json"
+        )
+    return found

@@ -191,7 +191,9 @@ class ChatTokenizer:
                     "lacks; take both files from one model"
                 )
             # places of the characters that stay, and the end of the segment
-            kept = [start + k for k, c in enumerate(segment) if c != BREAK]
+            kept: Sequence[int] = range(start, start + len(segment))
+            if BREAK in segment:
+                kept = [k for k, c in zip(kept, segment, strict=True) if c != BREAK]
             encoding = self._tokenizer.encode(segment.replace(BREAK, ""), add_special_tokens=False)
             ids += encoding.ids
             at += [(kept[b], kept[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets]

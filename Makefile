@@ -4,6 +4,7 @@ EXTRAS ?= dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(EXTRAS)
+REFERENCE := $(VENV)/installed-reference
 # One process per core up to four: each test process holds 8 CPU devices of its own.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
@@ -22,10 +23,10 @@ help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## profile, plan and train both policies on 8 CPU devices, then compare them
+demo: $(STAMP)  ## profile, plan and train both policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
 
-test: lint  ## lint, types and every test
+test: lint $(REFERENCE)  ## lint, types and every test
 	@$(PYTEST)
 
 lint: $(STAMP)  ## ruff (lint and format check) and mypy
@@ -49,4 +50,9 @@ $(STAMP): pyproject.toml requirements.txt $(RENEW)
 	  || { rm -rf $(VENV); exit 1; }
 	@echo "installing dflop_jax[$(EXTRAS)] into $(VENV) (minutes the first time)"
 	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(REFERENCE): $(STAMP)
+	@echo "installing what tests compare with (torch, transformers)"
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[reference]'
 	@touch $@

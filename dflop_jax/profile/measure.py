@@ -68,22 +68,23 @@ def profile_key(
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 
-def measure_model(
+def time_layers(
     model: MultimodalModel,
     shapes: Mapping[str, Sequence[ModuleShape]],
     model_degrees: Sequence[int],
     devices: Sequence[jax.Device],
     *,
-    key: str,
+    share: tuple[int, int] = (0, 1),
     repeats: int = 3,
     on_progress: Progress | None = None,
-) -> ModelProfile:
+) -> list[LayerTiming]:
     """Time every module at its per-rank `shapes` and each tensor-parallel degree.
 
-    Degrees that a module's sizes do not divide by are left out. `concurrency` is left at the
-    number of devices; see `together`.
+    Degrees that a module's sizes do not divide by are left out. `share` (i, n): only the i-th of n
+    parts of the work, for one of n processes that measure on devices of their own.
     """
     jobs = [(m, tp, shape) for m in model.modules for tp in model_degrees for shape in shapes[m]]
+    jobs = jobs[share[0] :: share[1]]
     timings: list[LayerTiming] = []
     undivided: set[tuple[str, int]] = set()
     for i, (module, tp, shape) in enumerate(jobs):
@@ -96,6 +97,18 @@ def measure_model(
                 undivided.add((module, tp))
         if on_progress:
             on_progress(i + 1, len(jobs))
+    return timings
+
+
+def model_profile(
+    model: MultimodalModel,
+    shapes: Mapping[str, Sequence[ModuleShape]],
+    timings: Sequence[LayerTiming],
+    devices: Sequence[jax.Device],
+    *,
+    key: str,
+) -> ModelProfile:
+    """The profile that timings make. `concurrency` is the number of devices; see `together`."""
     layer_bytes, ends_bytes, entry_share = {}, {}, {}
     for name, spec in model.modules.items():
         entry, exit_ = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,9 +22,10 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Source, VisionSpec, make_source, make_tokenizer
 from dflop_jax.pipeline.segment import can_join, parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.profile.measure import measure_model, profile_key, together
+from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.records import (
     DataProfile,
+    LayerTiming,
     ModelProfile,
     ModuleShape,
     Profile,
@@ -179,36 +182,56 @@ def profile_model(
     """The model's timings, from the cache when its programs, devices, shapes and versions are the
     same.
 
-    Process 0 measures on its own devices; only how many devices compute at once is measured by all
-    processes together.
+    Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
+    devices compute at once is measured by all together.
     """
     config, model, peers = setup.config, setup.model, setup.peers
     devices = [d for d in setup.devices if d.process_index == peers.process]
     shapes = profile_shapes(data, model, token_multiple(devices))
     # Tensor parallelism stays inside a process.
     degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, max(len(devices), 1))]
-    known, profile = b"", None
+    known = b""
     if peers.is_hub:
         n = len(setup.devices)
         key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
         cached = Path(config.cache_dir) / f"profile-{key}.json"
         if cached.exists():
-            profile = load(ModelProfile, cached)
-            known = msgspec.json.encode(profile)
-        else:
-            profile = measure_model(
-                model, shapes, degrees, devices, key=key, on_progress=on_progress
-            )
+            known = msgspec.json.encode(load(ModelProfile, cached))
     known = peers.share("profile/cached", known)
     if known:
         return msgspec.json.decode(known, type=ModelProfile)
+    apart = _compute_apart(devices, peers)
+    timings: list[LayerTiming] = []
+    if apart or peers.is_hub:
+        part = (peers.process, peers.count) if apart else (0, 1)
+        timings = time_layers(model, shapes, degrees, devices, share=part, on_progress=on_progress)
+    found = peers.gather("profile/timings", msgspec.json.encode(timings))
     concurrency = _concurrency(model, shapes["llm"][-1], setup.devices, devices, peers)
-    if profile is not None:
+    profile = None
+    if peers.is_hub:
+        timings = [t for part in found for t in msgspec.json.decode(part, type=list[LayerTiming])]
+        profile = model_profile(model, shapes, timings, devices, key=key)
         profile = replace(profile, concurrency=concurrency)
         cached.parent.mkdir(parents=True, exist_ok=True)
         save(profile, cached)
     encoded = peers.share("profile", msgspec.json.encode(profile))
     return msgspec.json.decode(encoded, type=ModelProfile)
+
+
+def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
+    """Whether no two processes compute with the same cores: accelerators, hosts of their own or
+    pinned processes."""
+    if not devices or devices[0].platform != "cpu":
+        own: list[str] = []
+    elif hasattr(os, "sched_getaffinity"):
+        own = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
+    else:
+        own = [socket.gethostname()]
+    every = [
+        msgspec.json.decode(v) for v in peers.gather("profile/cores", msgspec.json.encode(own))
+    ]
+    cores = [core for cores in every for core in cores]
+    return peers.share("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
 
 
 def _concurrency(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dflop_jax.train.rendezvous import LOOPBACK, RETRY_S, Address
+from dflop_jax.train.rendezvous import LOOPBACK, RETRY_S, Address, send_at_once
 
 CHUNK_BYTES = 1 << 16
 
@@ -61,7 +61,7 @@ class Relay:
                 time.sleep(RETRY_S)
         self._far.append(far)
         for sock in (near, far):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_at_once(sock)
         ended = threading.Event()
         _start(self._outward, near, far, ended)
         if _copy(far, near) and not ended.is_set():

@@ -204,6 +204,7 @@ class _Host:
         own_host = _host_of(self._links[remote[0]].getsockname()) if remote else LOOPBACK
         port = free_port()
         for i, sock in self._links.items():
+            send_at_once(sock)
             sock.setblocking(True)
             host = seen[i] if i in remote else own_host
             _say(sock, {"dflop": "go", "port": port, "host": host})
@@ -280,6 +281,7 @@ def _introduce(
         raise ValueError(str(answer.get("why")))
     if answer.get("dflop") != "go":
         raise ValueError(f"{at} answers, but is not process 0 of a dflop run; is the port right?")
+    send_at_once(sock)
     sock.settimeout(None)
     host = _host_of(sock.getpeername())
     service = Address(LOOPBACK if _is_loopback(host) else host, answer["port"])
@@ -287,6 +289,11 @@ def _introduce(
 
 
 # ---- words on the wire ----
+
+
+def send_at_once(sock: socket.socket) -> None:
+    """Small messages would wait 40 ms for the other side's delayed acknowledgement."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _say(sock: socket.socket, what: dict[str, Any]) -> None:

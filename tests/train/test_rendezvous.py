@@ -106,6 +106,8 @@ def test_all_meet_whatever_the_order(join, number):
         assert meetings[0].links[i].recv(9) == b"%d" % i
         meetings[0].links[i].sendall(b"to %d" % i)
         assert meetings[i].links[0].recv(9) == b"to %d" % i
+        for link in (meetings[0].links[i], meetings[i].links[0]):  # small messages do not wait
+            assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_link_ends_with_its_process(join):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import VisionSpec, make_source
+from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.tiling import count_tiles
 from dflop_jax.records import SampleShape
 
@@ -21,7 +21,7 @@ ATTENTION_TOKENS = 8000  # tokens at which attention costs an LLM layer as much 
 @lru_cache(maxsize=1)
 def embedded_shapes() -> tuple[SampleShape, ...]:
     """Every second sample of the embedded scenes, at the tiny model's tile size."""
-    source = make_source(DataConfig(), VisionSpec(48, 9))
+    source = make_source(DataConfig(), MediaSpec(48, 9))
     return tuple(source.shape(i) for i in range(0, len(source), 2))
 
 

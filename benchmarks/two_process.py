@@ -39,13 +39,13 @@ POLICIES = (*BLIND, "dflop", "orch")
 AWAITED = "awaited"
 
 
-def config(name: str, steps: int, size: str) -> Config:
+def config(name: str, steps: int, batch: int, size: str) -> Config:
     policy = "dflop" if name == AWAITED else name.split()[0]
     return Config(
         model=ModelConfig(size=size),
-        data=DataConfig(n_samples=4096),
+        data=DataConfig(n_samples=8192),
         plan=PlanConfig(policy=policy, max_model=1, max_stage=2, max_microbatches=16),
-        train=TrainConfig(steps=steps, global_batch=64),
+        train=TrainConfig(steps=steps, global_batch=batch),
         checkpoint=CheckpointConfig(every=0),
         run_dir=str(RUNS / name.replace(" ", "_")),
     )
@@ -54,7 +54,7 @@ def config(name: str, steps: int, size: str) -> Config:
 # ---- in each of the two processes ----
 
 
-def measure(steps: int, size: str, out: Path) -> None:
+def measure(steps: int, batch: int, size: str, out: Path) -> None:
     """Train under every policy; process 0 writes what was measured."""
     from dflop_jax.report.run_folder import read_metrics
     from dflop_jax.train import prepare
@@ -77,11 +77,11 @@ def measure(steps: int, size: str, out: Path) -> None:
             calibrated[self.config.run_dir] = super()._warm_up(*args)
             return calibrated[self.config.run_dir]
 
-    setup = prepare.set_up(config("dflop", steps, size))
+    setup = prepare.set_up(config("dflop", steps, batch, size))
     profile = prepare.make_profile(setup, setup.source())
     rows, rates = {}, {"vision": [], "llm": []}
     for name in (*POLICIES, AWAITED):
-        run = config(name, steps, size)
+        run = config(name, steps, batch, size)
         plan = rows["dflop"]["plan"] if name == AWAITED else choose(name, setup, profile, run)
         Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
         if setup.peers.is_hub:
@@ -174,7 +174,8 @@ def summary(row: dict, useful_s: float) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
-    parser.add_argument("--steps", type=int, default=16, help="steps of each run (default 16)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run (default 12)")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a step (default 256)")
     parser.add_argument(
         "--size", default="tiny+tiny-short", help="of the model; nano for a quick look"
     )
@@ -183,14 +184,14 @@ def main() -> int:
     if args.steps <= WARMUP:
         parser.error(f"--steps must be above {WARMUP}, which only warm up")
     if args.worker:
-        measure(args.steps, args.size, args.worker)
+        measure(args.steps, args.batch, args.size, args.worker)
         return 0
     from dflop_jax.train.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = ["python", __file__, "--steps", str(args.steps), "--size", args.size]
-        command += ["--worker", str(out)]
+        command += ["--batch", str(args.batch), "--worker", str(out)]
         code = launch(command, 2, devices_per_process=1, pin=True).exit_code
         if code:
             return code

@@ -103,7 +103,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _profile(args: argparse.Namespace) -> Any:
-    from dflop_jax.records import save
+    from dflop_jax.record_files import save
     from dflop_jax.train import prepare
 
     config = _config(args)
@@ -130,7 +130,7 @@ def _profile(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> Any:
-    from dflop_jax.records import save
+    from dflop_jax.record_files import save
     from dflop_jax.train import prepare
 
     config = _config(args)
@@ -154,7 +154,8 @@ def _plan(args: argparse.Namespace) -> Any:
 
 def _simulate(args: argparse.Namespace) -> Any:
     from dflop_jax.plan.evaluate import sample_batches
-    from dflop_jax.records import Plan, load
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
     from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
     from dflop_jax.report.trace import write_trace
     from dflop_jax.sim import simulate
@@ -191,7 +192,8 @@ def _simulate(args: argparse.Namespace) -> Any:
 
 
 def _train(args: argparse.Namespace) -> Any:
-    from dflop_jax.records import Plan, load
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
     from dflop_jax.report.summary import summarise, summary_table
     from dflop_jax.train.distributed import leave, shutdown
     from dflop_jax.train.trainer import Trainer
@@ -260,7 +262,8 @@ def _ticker(name: str) -> Callable[[int, int], None]:
 
 
 def _given_profile(args: argparse.Namespace) -> Any:
-    from dflop_jax.records import Profile, load
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Profile
 
     return load(Profile, args.profile_file) if args.profile_file else None
 

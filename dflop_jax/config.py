@@ -19,13 +19,20 @@ class ModelConfig:
     factory: Annotated[str, "import path MODULE:FUNCTION that builds the model"] = (
         "models.llava:build"
     )
-    size: Annotated[str, "size name from the model's table"] = "tiny"
+    size: Annotated[str, "size name from the model's table, or a folder with a config.json"] = (
+        "tiny"
+    )
+    weights: Annotated[
+        tuple[str, ...], "folder of published weights to begin with, or MODULE=FOLDER,..."
+    ] = ()
     dtype: Annotated[str, "compute dtype: float32 or bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: Annotated[str, "LLaVA-format JSON/JSONL file or its folder; empty: embedded scenes"] = ""
+    path: Annotated[
+        str, "LLaVA-format JSON/JSONL file or folder, .tar shards, a .yaml mixture; empty: scenes"
+    ] = ""
     root: Annotated[str, "folder of the media; empty: the folder of the JSON file"] = ""
     n_samples: Annotated[int, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
@@ -35,7 +42,9 @@ class DataConfig:
         1024
     )
     oversize: Annotated[str, "sample above max_tokens: drop, truncate (text) or error"] = "truncate"
-    tokenizer: Annotated[str, "path of a tokenizer.json; empty: byte-level"] = ""
+    tokenizer: Annotated[
+        str, "a tokenizer.json, or a model's folder with its chat template; empty: bytes"
+    ] = ""
     blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
     max_bad_fraction: Annotated[float, "share of undecodable samples that stops the run"] = 0.1
     workers: Annotated[int, "threads that decode and pack ahead"] = 2

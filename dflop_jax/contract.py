@@ -9,10 +9,13 @@ Parameters of a module are one pytree `{"entry": ..., "layers": ..., "exit": ...
 leading dim of `n_layers`. A *part* is one of those three names.
 
 Fields (`inputs`) are the host arrays of one microbatch on one data rank, leading dim `items`:
-- encoders: pixels uint8 [items, tile_px, tile_px, 3]
+- vision: pixels uint8 [items, tile_px, tile_px, 3]
+- audio: mel float32 [items, n_mels, frames]; mel_frames int32 [items], those that are no padding
 - llm: tokens, segment_ids, positions, targets int32 [items, tokens]; weights float32
-  [items, tokens], 1 where `targets` is supervised; is_visual bool [items, tokens]. Segment id 0 is
-  padding. `visual` float [items, tokens, width] is made by the engine from the encoders' outputs.
+  [items, tokens], 1 where `targets` is supervised; is_visual bool [items, tokens], where an
+  encoder's feature stands (of a tile or of sound); is_newline bool [items, tokens], where a model
+  with weighted sources has its embedding of a line's end. Segment id 0 is padding. `visual` float
+  [items, tokens, width] is made by the engine from the encoders' outputs.
 """
 
 from __future__ import annotations
@@ -86,18 +89,14 @@ class MultimodalModel(Protocol):
     def modules(self) -> Mapping[str, Module]: ...
 
     @property
-    def tile_px(self) -> int:
-        """Side of a square tile in pixels."""
+    def item_tokens(self) -> Mapping[str, int]:
+        """By encoder, the tokens that it works on for one item (patches of a tile)."""
         ...
 
     @property
-    def tokens_per_tile(self) -> int:
-        """Visual tokens the LLM sees for a tile."""
-        ...
-
-    @property
-    def patches_per_tile(self) -> int:
-        """Tokens the encoder works on for a tile."""
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        """By encoder, how its media are prepared: see `dflop_jax.data.MediaSpec`. An encoder whose
+        features are summed with weights into LLM tokens says of how many ("sources")."""
         ...
 
     @property

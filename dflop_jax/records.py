@@ -1,23 +1,20 @@
-"""The frozen records that flow from stage to stage, and their JSON form.
+"""The frozen records that flow from stage to stage.
 
 Every arrow of the data flow (profile -> plan -> schedule -> trace) is one of these. A record
-validates itself when made, so a wrong one cannot exist; `save` and `load` write and read it as
+validates itself when made, so a wrong one cannot exist; `record_files` writes and reads it as
 versioned JSON, so every stage can run alone from a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
-
-VERSION = 1
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
-T = TypeVar("T")
+# Encoders, and what SampleShape and Bucket call the items that they work on.
+ITEMS = {"vision": "tiles", "audio": "windows"}
 
 
 def _require(ok: bool, message: str) -> None:
@@ -29,24 +26,27 @@ def _require(ok: bool, message: str) -> None:
 class SampleShape:
     """What one sample costs, known from headers and text before anything is decoded.
 
-    `tiles` counts everything the vision encoder sees (image tiles and video frames); `llm_tokens`
-    counts everything the LLM sees (text and the visual tokens).
+    `tiles` counts everything the vision encoder sees (image tiles and video frames); `windows` of
+    sound are the audio encoder's; `llm_tokens` counts everything the LLM sees (text, visual tokens
+    and those of sound).
     """
 
     tiles: int
     text_tokens: int
     llm_tokens: int
     frames: int = 0
+    windows: int = 0
 
     def __post_init__(self) -> None:
+        counts = (self.tiles, self.text_tokens, self.frames, self.windows)
         _require(
-            min(self.tiles, self.text_tokens, self.frames) >= 0 and self.llm_tokens >= 1,
+            min(counts) >= 0 and self.llm_tokens >= 1,
             f"a sample shape needs counts >= 0 and at least one LLM token, got {self}",
         )
 
     def load(self, module: str) -> int:
-        """Tiles for an encoder, tokens for the LLM: the unit its capacity is stated in."""
-        return self.llm_tokens if module == "llm" else self.tiles
+        """Items of an encoder, tokens of the LLM: the unit its capacity is stated in."""
+        return self.llm_tokens if module == "llm" else getattr(self, ITEMS[module])
 
 
 @dataclass(frozen=True)
@@ -83,28 +83,34 @@ class ModuleShape:
 class Bucket:
     """Capacity per data rank that microbatches are padded to: one static shape for each module.
 
-    `tiles` is per encoder data rank; `rows` rows of `tokens` tokens are per LLM data rank.
+    `tiles` are per vision data rank, `windows` of sound per audio data rank; `rows` rows of
+    `tokens` tokens are per LLM data rank.
     """
 
     tiles: int
     tokens: int
     rows: int = 1
+    windows: int = 0
 
     def __post_init__(self) -> None:
         _require(
-            self.tiles >= 0 and self.tokens >= 1 and self.rows >= 1,
-            f"a bucket needs tiles >= 0, rows >= 1 and tokens >= 1, got {self}",
+            min(self.tiles, self.windows) >= 0 and min(self.tokens, self.rows) >= 1,
+            f"a bucket needs tiles and windows >= 0, rows >= 1 and tokens >= 1, got {self}",
         )
 
     @property
     def name(self) -> str:
-        return f"{self.tiles}x{self.rows}x{self.tokens}"
+        sound = f"+{self.windows}" if self.windows else ""
+        return f"{self.tiles}{sound}x{self.rows}x{self.tokens}"
 
-    def shape_of(self, module: str, patches_per_tile: int) -> ModuleShape:
-        """Per-rank shape of a module's microbatch in this bucket."""
-        if module == "llm":
-            return ModuleShape(self.rows, self.tokens)
-        return ModuleShape(self.tiles, patches_per_tile)
+    def items(self, module: str) -> int:
+        """Items of a module's microbatch on one of its data ranks: rows of the LLM."""
+        return self.rows if module == "llm" else getattr(self, ITEMS[module])
+
+    def shape_of(self, module: str, item_tokens: Mapping[str, int]) -> ModuleShape:
+        """Per-rank shape of a module's microbatch in this bucket; `item_tokens` of encoders."""
+        tokens = self.tokens if module == "llm" else item_tokens[module]
+        return ModuleShape(self.items(module), tokens)
 
 
 @dataclass(frozen=True)
@@ -346,7 +352,7 @@ class ModelProfile:
 
     `concurrency` is how many devices really compute at once: the device count on accelerators,
     fewer where pretended CPU devices share cores. `entry_share` is the part of the ends' work that
-    is the entry's.
+    is the entry's. `item_tokens` are what an encoder works on for one item (patches of a tile).
     """
 
     key: str
@@ -356,7 +362,7 @@ class ModelProfile:
     ends_param_bytes: dict[str, int]
     n_layers: dict[str, int]
     entry_share: dict[str, float]
-    patches_per_tile: int
+    item_tokens: dict[str, int]
     concurrency: float
     task_overhead_s: float = 0.0
 
@@ -371,28 +377,3 @@ class Profile:
 
     model: ModelProfile
     data: DataProfile
-
-
-def save(record: Any, path: str | Path) -> None:
-    """Write a record as versioned JSON: {"record": type, "version": n, "value": ...}."""
-    head = {"record": type(record).__name__, "version": VERSION, "value": record}
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
-
-
-def load(kind: type[T], path: str | Path) -> T:
-    """Read a record; ValueError names the file and the field when it is not one of `kind`."""
-    try:
-        raw = msgspec.json.decode(Path(path).read_bytes())
-    except OSError as e:
-        raise ValueError(f"{path}: {(e.strerror or str(e)).lower()}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: not JSON ({e})") from None
-    found = raw.get("record") if isinstance(raw, dict) else None
-    if found != kind.__name__:
-        raise ValueError(f"{path}: holds {found or 'no record'}, expected {kind.__name__}")
-    if raw.get("version") != VERSION:
-        raise ValueError(f"{path}: version {raw.get('version')}, this program reads {VERSION}")
-    try:
-        return msgspec.convert(raw.get("value"), kind)
-    except msgspec.ValidationError as e:
-        raise ValueError(f"{path}: {e}") from None

@@ -29,6 +29,7 @@ FIELDS = {
     "targets": jnp.int32,
     "weights": jnp.float32,
     "is_visual": jnp.bool_,
+    "is_newline": jnp.bool_,
 }
 
 
@@ -49,17 +50,25 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
 
 
 class EntryModule(nn.Module):
-    """Token embeddings, with visual features in their place where `is_visual`."""
+    """Token embeddings, with encoders' features in their place where `is_visual`, and the learnt
+    end of a picture's line where `is_newline`."""
 
     size: DecoderSize
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, tokens: Array, is_visual: Array, visual: Array) -> Array:
+    def __call__(
+        self, tokens: Array, is_visual: Array, visual: Array, is_newline: Array | None = None
+    ) -> Array:
         s = self.size
         init = named(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
         x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+        if is_newline is not None:
+            line_end = self.param(
+                "image_newline", named(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32
+            )
+            x = jnp.where(is_newline[:, :, None], line_end.astype(self.dtype)[None, None], x)
         return jnp.where(is_visual[:, :, None], visual.astype(self.dtype), x)
 
 
@@ -113,10 +122,11 @@ class Exit(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderModule:
-    """The LLM as the engine sees it."""
+    """The LLM as the engine sees it; `newline`: with an embedding of a picture's line end."""
 
     size: DecoderSize
     dtype: jnp.dtype
+    newline: bool = False
 
     @property
     def n_layers(self) -> int:
@@ -129,7 +139,7 @@ class DecoderModule:
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         return {
-            "entry": ("tokens", "is_visual", "visual"),
+            "entry": ("tokens", "is_visual", "visual", *(("is_newline",) if self.newline else ())),
             "layers": ("positions", "segment_ids"),
             "exit": ("targets", "weights"),
         }

@@ -46,7 +46,7 @@ def llava_onevision(model: Composition) -> WeightMap:
     """LlavaOnevisionForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
-    if size.vision.merge != 1 or size.vision.post_norm:
+    if size.layout != "anyres" or size.vision.post_norm:
         raise ValueError(
             "LLaVA-OneVision has no merged patches and no final norm of the tower; weights can be "
             "read and written for sizes such as llava-ov-7b"
@@ -59,6 +59,7 @@ def llava_onevision(model: Composition) -> WeightMap:
             *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
             *tensors_of(vision, "vision", hf_names.MLP, "multi_modal_projector."),
             *_llm(llm, "language_model."),
+            *tensors_of(llm, "llm", hf_names.NEWLINE, ""),
         ),
         config={
             "model_type": "llava_onevision",
@@ -73,12 +74,10 @@ def llava_onevision(model: Composition) -> WeightMap:
         aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
         ignored=(
             INV_FREQ,
-            r"image_newline",
             r"vision_tower\.post_layernorm\..*",
         ),
         copies=_copies(llm, "language_model."),
         unused=(
-            Unused("image_newline", (size.decoder.width,), 0.0),
             Unused(f"{norm}.weight", width, 1.0),
             Unused(f"{norm}.bias", width, 0.0),
         ),

@@ -33,6 +33,7 @@ DECODER = (
     *_linear("layers", "down", "layers.{}.mlp.down_proj"),
     *_norm("exit", "norm", "norm"),
 )
+NEWLINE = (Rule("entry", "image_newline", "image_newline", "same"),)
 HEAD = (Rule("exit", "head", "lm_head.weight", "same"),)
 
 SIGLIP = (

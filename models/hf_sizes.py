@@ -134,14 +134,15 @@ def read_llava(config: Config) -> LlavaSize:
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] |= bool(config.get("tie_word_embeddings", False))
     vision = _inner(config, "vision_config", "siglip_vision_model")
-    return LlavaSize(_vision(vision), _decoder(text))
+    return LlavaSize(_vision(vision), _decoder(text), "anyres")
 
 
 def read_internvl(config: Config) -> LlavaSize:
     """Size of an InternVL configuration."""
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", True))
-    return LlavaSize(_vision(_inner(config, "vision_config", "internvl_vision")), _decoder(text))
+    vision = _inner(config, "vision_config", "internvl_vision")
+    return LlavaSize(_vision(vision), _decoder(text), "dynamic")
 
 
 def read_qwen2_audio(config: Config) -> Qwen2AudioSize:

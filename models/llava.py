@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,6 +12,7 @@ from models import hf
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
+from models.media import vision_facts
 from models.sizes import LlavaSize, find
 from models.vit import VisionModule
 
@@ -27,7 +29,7 @@ class Llava:
         vision, decoder = self.size.vision, self.size.decoder
         return {
             "vision": VisionModule(vision, decoder.width, self.dtype),
-            "llm": DecoderModule(decoder, self.dtype),
+            "llm": DecoderModule(decoder, self.dtype, newline=self.size.layout == "anyres"),
         }
 
     @property
@@ -39,12 +41,25 @@ class Llava:
         return self.size.vision.tokens_per_tile
 
     @property
-    def patches_per_tile(self) -> int:
-        return self.size.vision.patches_per_tile
+    def item_tokens(self) -> Mapping[str, int]:
+        return {"vision": self.size.vision.tokens_in_tower}
+
+    @property
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"vision": vision_facts(self.size.vision, self.size.layout)}
 
     @property
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
+
+    @property
+    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+        """The same for parts that are published alone, such as a tower."""
+        modules = self.modules
+        return {
+            "vision": lambda: hf.tower(modules["vision"]),
+            "llm": lambda: hf.decoder(modules["llm"]),
+        }
 
     @property
     def weights(self) -> WeightMap:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,7 +14,10 @@ from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
 from models.llava import known_dtype
+from models.media import audio_facts
 from models.sizes import Qwen2AudioSize, find_qwen2_audio
+
+MAX_WINDOWS = 1  # of a longer sound; the reference hears the first
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,21 @@ class Qwen2Audio:
         }
 
     @property
-    def mel_bins(self) -> int:
-        return self.size.audio.mel_bins
+    def item_tokens(self) -> Mapping[str, int]:
+        return {"audio": self.size.audio.positions}
 
     @property
-    def frames_per_chunk(self) -> int:
-        return self.size.audio.frames
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        return self.size.audio.tokens_per_chunk
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"audio": audio_facts(self.size.audio, MAX_WINDOWS)}
 
     @property
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
+
+    @property
+    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+        """The same for parts that are published alone."""
+        return {"llm": lambda: hf.decoder(self.modules["llm"])}
 
     @property
     def weights(self) -> WeightMap:

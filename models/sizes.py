@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 Tower = TypeVar("Tower")
@@ -133,12 +134,22 @@ class DecoderSize:
         return self.width // self.n_heads
 
 
+# How a picture becomes tiles and LLM tokens: a grid and an overview with their features as they
+# are, LLaVA-OneVision's unpadded and downscaled grid with line ends, or InternVL's tiling.
+Layout = Literal["tiles", "anyres", "dynamic"]
+
+
 @dataclass(frozen=True)
 class LlavaSize:
     """A vision tower joined to a decoder by a two-layer MLP as wide as the decoder."""
 
     vision: VisionSize
     decoder: DecoderSize
+    layout: Layout = "tiles"
+
+    def __post_init__(self) -> None:
+        if self.layout == "anyres" and self.vision.merge != 1:
+            raise ValueError(f"the anyres layout needs a token for each patch: {self.vision}")
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,18 @@ class Qwen2AudioSize:
 
     audio: AudioSize
     decoder: DecoderSize
+
+
+@dataclass(frozen=True)
+class OmniSize:
+    """A vision tower and a Whisper-form encoder, both joined to one decoder; of a sound so many
+    windows are heard."""
+
+    vision: VisionSize
+    audio: AudioSize
+    decoder: DecoderSize
+    layout: Layout = "tiles"
+    max_windows: int = 8
 
 
 def _internvit(
@@ -206,14 +229,20 @@ DECODERS: Mapping[str, DecoderSize] = {
     "llama3-70b": _llama3(8192, 80, 64, 28672),
 }
 
+
+def _unmerged(size: VisionSize) -> VisionSize:
+    return dataclasses.replace(size, merge=1, post_norm=False)
+
+
 # LLaVA-OneVision drops SigLIP's last layer and its final norm (released weights: 26 layers).
 _LLAVA_OV_VISION = dataclasses.replace(VISION["siglip-so400m"], n_layers=26, post_norm=False)
 
 SIZES: Mapping[str, LlavaSize] = {
     "nano": LlavaSize(VISION["nano"], DECODERS["nano"]),
     "tiny": LlavaSize(VISION["tiny"], DECODERS["tiny"]),
+    "anyres-nano": LlavaSize(_unmerged(VISION["nano"]), DECODERS["nano"], "anyres"),
     **{
-        f"llava-ov-{name.removeprefix('qwen2.5-')}": LlavaSize(_LLAVA_OV_VISION, decoder)
+        f"llava-ov-{name.removeprefix('qwen2.5-')}": LlavaSize(_LLAVA_OV_VISION, decoder, "anyres")
         for name, decoder in DECODERS.items()
         if name.startswith(("qwen2.5-", "llama3-"))
     },
@@ -223,12 +252,12 @@ SIZES: Mapping[str, LlavaSize] = {
 def _internvl(vision: str, decoder: str) -> LlavaSize:
     # InternVL-2.5 adds image tokens to Qwen2.5's vocabulary and unties the head.
     larger = dataclasses.replace(DECODERS[decoder], vocab=151674, tied=False)
-    return LlavaSize(VISION[vision], larger)
+    return LlavaSize(VISION[vision], larger, "dynamic")
 
 
 # The InternVL-2.5 models whose LLM is Qwen2.5 (the others have InternLM2.5).
 INTERNVL: Mapping[str, LlavaSize] = {
-    "internvl-nano": LlavaSize(VISION["internvit-nano"], DECODERS["nano"]),
+    "internvl-nano": LlavaSize(VISION["internvit-nano"], DECODERS["nano"], "dynamic"),
     "internvl-2.5-1b": _internvl("internvit-300m", "qwen2.5-0.5b"),
     "internvl-2.5-4b": _internvl("internvit-300m", "qwen2.5-3b"),
     "internvl-2.5-38b": _internvl("internvit-6b", "qwen2.5-32b"),
@@ -245,6 +274,15 @@ QWEN2_AUDIO: Mapping[str, Qwen2AudioSize] = {
     "qwen2-audio-nano": _qwen2_audio("whisper-nano", "nano"),
     "qwen2-audio-tiny": _qwen2_audio("whisper-tiny", "tiny"),
     "qwen2-audio-7b": Qwen2AudioSize(AUDIO["whisper-large-v3"], DECODERS["qwen-7b"]),
+}
+
+
+OMNI: Mapping[str, OmniSize] = {
+    "omni-nano": OmniSize(VISION["nano"], AUDIO["whisper-nano"], DECODERS["nano"]),
+    "omni-tiny": OmniSize(VISION["tiny"], AUDIO["whisper-tiny"], DECODERS["tiny"]),
+    "omni-7b": OmniSize(
+        _LLAVA_OV_VISION, AUDIO["whisper-large-v3"], DECODERS["qwen2.5-7b"], "anyres"
+    ),
 }
 
 
@@ -277,12 +315,27 @@ def find(name: str) -> LlavaSize:
 
 def find_internvl(name: str) -> LlavaSize:
     """An InternVL size by name, or TOWER+DECODER; ValueError as for `find`."""
-    return _find(name, INTERNVL, _of_form("internvit"), LlavaSize)
+    return _find(name, INTERNVL, _of_form("internvit"), partial(LlavaSize, layout="dynamic"))
 
 
 def find_qwen2_audio(name: str) -> Qwen2AudioSize:
     """A Qwen2-Audio size by name, or TOWER+DECODER; ValueError as for `find`."""
     return _find(name, QWEN2_AUDIO, AUDIO, Qwen2AudioSize)
+
+
+def find_omni(name: str) -> OmniSize:
+    """A size of three modules by name, or VISION+AUDIO+DECODER; ValueError as for `find`."""
+    vision, _, rest = name.partition("+")
+    audio, _, decoder = rest.partition("+")
+    if name in OMNI:
+        return OMNI[name]
+    if vision in VISION and audio in AUDIO and decoder in DECODERS:
+        layout: Layout = "dynamic" if VISION[vision].form == "internvit" else "tiles"
+        return OmniSize(VISION[vision], AUDIO[audio], DECODERS[decoder], layout)
+    raise ValueError(
+        f"unknown model size {name!r}; known: {', '.join(OMNI)}; or VISION+AUDIO+DECODER of "
+        f"{', '.join(VISION)}; {', '.join(AUDIO)}; {', '.join(DECODERS)}"
+    )
 
 
 def _of_form(form: str) -> dict[str, VisionSize]:

@@ -11,7 +11,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from dflop_jax.cli import main
 from dflop_jax.config import fields
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Plan, Profile, SubmeshPlan, load, save
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan, Profile, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 
 from .plans import NANO, nano_profile

@@ -20,9 +20,11 @@ DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"pipeline.order"}
 ENGINE = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "train", "report", "weights"}
+ENGINE |= {"record_files"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
+    "record_files": set(),
     "contract": {"records"},
     "config": {"records"},
     "data": LEFT,
@@ -34,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": DATA,
     "sim": PREDICTED,
     "plan": PREDICTED | {"sim"},
-    "report": LEFT,
+    "report": LEFT | {"record_files"},
     "train": ENGINE - {"train"},
     "cli": ENGINE,
     "__main__": {"cli"},

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dflop_jax import records
+from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     Bucket,
     DataProfile,
@@ -22,8 +23,6 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
     Trace,
-    load,
-    save,
 )
 
 SHAPE = ModuleShape(4, 16)
@@ -31,13 +30,13 @@ ENC, DEC = SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("dec", 2, 2, 1, 2)
 VISION = SegmentPlan("vision", "vision", 0, 3, "enc", True, True)
 LLM = SegmentPlan("llm", "llm", 0, 4, "dec", True, True)
 PLAN = Plan(
-    "dflop", (ENC, DEC), (VISION, LLM), (Bucket(8, 64), Bucket(0, 32, 2)), group_size=2,
+    "dflop", (ENC, DEC), (VISION, LLM), (Bucket(8, 64), Bucket(0, 32, 2, 3)), group_size=2,
     predicted={"makespan_s": 0.1},
 )  # fmt: skip
-DATA = DataProfile("here", 7, (SampleShape(0, 3, 3), SampleShape(2, 3, 11, 2)))
+DATA = DataProfile("here", 7, (SampleShape(0, 3, 3), SampleShape(2, 3, 14, 2, 1)))
 MODEL = ModelProfile(
     "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 5.0, 6.0, 7.0),),
-    {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, 16, 1.7, 1e-5,
+    {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, {"vision": 16}, 1.7, 1e-5,
 )  # fmt: skip
 SCHEDULE = Schedule(3, ((Microbatch(0, (((0, 2), ()), ((1,),))),),), 0.5, 0.25, "optimal", 0.01)
 EXAMPLES = [
@@ -84,7 +83,7 @@ def test_records_are_frozen(record):
 
 
 def head(**changes):
-    whole = {"record": "Bucket", "version": 1, "value": {"tiles": 1, "tokens": 8}}
+    whole = {"record": "Bucket", "version": 2, "value": {"tiles": 1, "tokens": 8}}
     return json.dumps(whole | changes)
 
 
@@ -97,8 +96,8 @@ def head(**changes):
         ("[1, 2]", "holds no record, expected Bucket"),
         ("{}", "holds no record, expected Bucket"),
         (head(record="Plan"), "holds Plan, expected Bucket"),
-        (head(version=99), "version 99, this program reads 1"),
-        (head(version=None), "version None, this program reads 1"),
+        (head(version=99), "version 99, this program reads 2"),
+        (head(version=None), "version None, this program reads 2"),
         (head(value={"tiles": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.tiles`"),
         (head(value={"tiles": 1}), "missing required field `tokens`"),
         (head(value={"tiles": -1, "tokens": 8}), "a bucket needs tiles >= 0"),

@@ -4,7 +4,7 @@ from dflop_jax.data.build import make_source
 from dflop_jax.data.llava import LlavaSource
 from dflop_jax.data.loader import Loader
 from dflop_jax.data.packing import PackedGroup, pack_group
-from dflop_jax.data.sample import Limits, Sample, Source, VisionSpec
+from dflop_jax.data.sample import Limits, MediaSpec, Sample, Source
 from dflop_jax.data.scene_source import SceneSource
 from dflop_jax.data.text import ByteTokenizer, FileTokenizer, Tokenizer, make_tokenizer
 
@@ -14,12 +14,12 @@ __all__ = [
     "Limits",
     "LlavaSource",
     "Loader",
+    "MediaSpec",
     "PackedGroup",
     "Sample",
     "SceneSource",
     "Source",
     "Tokenizer",
-    "VisionSpec",
     "make_source",
     "make_tokenizer",
     "pack_group",

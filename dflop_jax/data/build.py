@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
+from pathlib import Path
+
 from dflop_jax.config import DataConfig
+from dflop_jax.data.chat import ChatTokenizer
+from dflop_jax.data.index_build import ToPieces
 from dflop_jax.data.llava import LlavaSource
-from dflop_jax.data.sample import Limits, Source, VisionSpec
+from dflop_jax.data.mixture import Mixture, Part, load_mixture
+from dflop_jax.data.mixture_samples import MixtureSamples, preprocessing
+from dflop_jax.data.mixture_source import MixtureSource
+from dflop_jax.data.sample import Limits, MediaSpec, Source
 from dflop_jax.data.scene_source import SceneSource
-from dflop_jax.data.text import Tokenizer, make_tokenizer
+from dflop_jax.data.text import OMNI_TAG, chat_pieces, make_tokenizer
+
+Tokens = tuple[ToPieces, str, int]  # conversation to pieces, its digest, id where media stand
+MIXTURES = (".yaml", ".yml", ".tar")
 
 
 def make_source(
     config: DataConfig,
-    spec: VisionSpec,
+    spec: MediaSpec,
     split: str = "train",
     *,
     eval_fraction: float = 0.0,
-    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
+    index_dir: str | Path = ".",
 ) -> Source:
-    """The embedded scenes when `config.path` is empty, else the LLaVA-format dataset there.
+    """The embedded scenes when `config.path` is empty, else what is there.
 
-    `eval_fraction` of a dataset on disk is held out for the eval split; scenes have an eval split
-    of their own, of the same size. ValueError: see LlavaSource and make_tokenizer.
+    A LLaVA-format file is read as it is by a model of plain tiles. A mixture (YAML, tar shards), a
+    tokenizer's folder, sound, or a model of another form go by an index of headers, kept in
+    `index_dir`. `eval_fraction` of a dataset on disk is held out for the eval split; scenes have an
+    eval split of their own, of the same size.
+
+    Raises:
+      ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
+        ids than the model's `vocab_size`.
     """
-    tokenizer = tokenizer or make_tokenizer(config.tokenizer)
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
+    if Path(config.tokenizer).is_dir() and config.tokenizer:
+        if not config.path:
+            raise ValueError("the embedded scenes speak bytes: leave data.tokenizer empty")
+        chat = ChatTokenizer(config.tokenizer, embedding_size=vocab_size)
+        how: Tokens = (chat.pieces, chat.digest, chat.pad_id)
+        return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
+    tokenizer = make_tokenizer(config.tokenizer, vocab_size)
     if not config.path:
+        if not spec.tile_px:
+            raise ValueError("the embedded scenes are pictures, which this model does not take; "
+                             "give data.path")  # fmt: skip
         return SceneSource(
             config.n_samples,
             config.seed,
@@ -34,6 +62,11 @@ def make_source(
             split=split,
             blank_images=config.blank_images,
         )
+    plain = spec.form == "tiles" and spec.tile_px and not spec.sound
+    if not plain or config.path.endswith(MIXTURES):
+        pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
+        how = (pieces, _digest(config.tokenizer), tokenizer.visual_id)
+        return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
     return LlavaSource(
         config.path,
         spec,
@@ -46,3 +79,43 @@ def make_source(
         max_bad_fraction=config.max_bad_fraction,
         workers=config.workers,
     )
+
+
+def _mixture(
+    config: DataConfig,
+    spec: MediaSpec,
+    limits: Limits,
+    split: str,
+    eval_fraction: float,
+    index_dir: str | Path,
+    tokens: Tokens,
+) -> MixtureSamples:
+    to_pieces, settings, placeholder = tokens
+    if config.path.endswith((".yaml", ".yml")):
+        mixture = load_mixture(config.path)
+    else:
+        mixture = Mixture((Part(config.path, root=config.root),))
+    name = hashlib.sha256(f"{Path(config.path).resolve()}|{config.root}".encode()).hexdigest()[:16]
+    found = MixtureSource(
+        mixture,
+        preprocessing(spec, limits),
+        to_pieces,
+        settings,
+        index_file=Path(index_dir) / f"index-{name}.npz",
+        seed=config.seed,
+        split=split,
+        eval_fraction=eval_fraction,
+        max_bad_fraction=config.max_bad_fraction,
+        workers=config.workers,
+        name=config.path if split == "train" else f"{config.path} ({split})",
+    )
+    return MixtureSamples(
+        found, spec, limits, placeholder=placeholder, blank_images=config.blank_images
+    )
+
+
+def _digest(tokenizer: str) -> str:
+    """What names the tokens of a tokenizer.json, or of bytes."""
+    if not tokenizer:
+        return "bytes"
+    return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]

@@ -22,10 +22,12 @@ from dflop_jax.data.video import read_frames
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """A picture or clip: tiles uint8 [n, px, px, 3], and its LLM tokens over those tiles."""
+    """A picture or clip: tiles uint8 [n, px, px, 3], its LLM tokens over those tiles, and how many
+    of them are a clip's frames."""
 
     tiles: np.ndarray
     tokens: TokenSources
+    frames: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,7 @@ def _sound(source: Path | Blob, samples: int, spec: MelSpec) -> Sound:
 
 def _clip(source: Path | Blob, frames: int, vision: VisionLayout) -> Pictures:
     tiles = read_frames(source, frames, partial(frame_tile, tile_px=vision.tile_px))
-    return Pictures(tiles, vision.place_clip(frames))
+    return Pictures(tiles, vision.place_clip(frames), frames)
 
 
 def _picture(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.data.sample import Limits, Sample, VisionSpec
+from dflop_jax.data.sample import Limits, MediaSpec, Sample
 from dflop_jax.data.text import Piece
 from dflop_jax.data.tiling import count_tiles
+from dflop_jax.data.token_sources import plain
 from dflop_jax.records import SampleShape
 
 # a cut sample keeps so much of its first answer, else there would be little to learn from it
@@ -49,7 +50,7 @@ class Layout:
 
 
 def lay_out(
-    pieces: Sequence[Piece], media: Sequence[Header], spec: VisionSpec, limits: Limits
+    pieces: Sequence[Piece], media: Sequence[Header], spec: MediaSpec, limits: Limits
 ) -> Layout:
     """The layout of a sample within `limits`.
 
@@ -88,7 +89,7 @@ def assemble(
     pieces: Sequence[Piece],
     layout: Layout,
     tiles: Sequence[np.ndarray],
-    spec: VisionSpec,
+    spec: MediaSpec,
     visual_id: int,
 ) -> Sample:
     """The sample of `layout` from the decoded tiles uint8 [n, px, px, 3] of each medium.
@@ -116,30 +117,26 @@ def assemble(
         supervised.append(np.full(len(ids), p.supervised))
     px = spec.tile_px
     sample = Sample(
-        tiles=np.concatenate([np.zeros((0, px, px, 3), np.uint8), *tiles]),
         tokens=np.concatenate(tokens).astype(np.int32),
-        visual=np.concatenate(visual).astype(np.int32),
         supervised=np.concatenate(supervised).astype(bool),
+        tiles=np.concatenate([np.zeros((0, px, px, 3), np.uint8), *tiles]),
+        visual=plain(np.concatenate(visual)),
         frames=layout.shape.frames,
     )
     assert sample.shape == layout.shape, (sample.shape, layout.shape)
     return sample
 
 
-def grey_tiles(n: int, spec: VisionSpec) -> np.ndarray:
+def grey_tiles(n: int, spec: MediaSpec) -> np.ndarray:
     """Tiles that show nothing, uint8 [n, tile_px, tile_px, 3]."""
     return np.full((n, spec.tile_px, spec.tile_px, 3), 128, np.uint8)
 
 
-def grey_sample(shape: SampleShape, spec: VisionSpec) -> Sample:
-    """A sample of the given shape that shows nothing and supervises no token."""
-    visual = shape.tiles * spec.tokens_per_tile
-    index = np.concatenate([np.arange(visual), np.full(shape.text_tokens, -1)])
-    assert len(index) == shape.llm_tokens, (shape, spec)
+def empty_sample() -> Sample:
+    """In place of a sample that cannot be decoded: one token of text, which nothing supervises."""
     return Sample(
-        tiles=grey_tiles(shape.tiles, spec),
-        tokens=np.zeros(len(index), np.int32),
-        visual=index.astype(np.int32),
-        supervised=np.zeros(len(index), bool),
-        frames=shape.frames,
+        tokens=np.zeros(1, np.int32),
+        supervised=np.zeros(1, bool),
+        tiles=np.zeros((0, 1, 1, 3), np.uint8),
+        visual=plain(np.full(1, -1)),
     )

@@ -21,7 +21,7 @@ from dflop_jax.data.llava_records import (
     read_file,
     record_name,
 )
-from dflop_jax.data.sample import Limits, Sample, VisionSpec
+from dflop_jax.data.sample import Limits, MediaSpec, Sample
 from dflop_jax.data.text import Tokenizer, chat_pieces
 from dflop_jax.data.tiling import picture_size, read_picture
 from dflop_jax.data.video import count_frames, read_clip
@@ -50,7 +50,7 @@ class LlavaSource:
     def __init__(
         self,
         path: str | Path,
-        spec: VisionSpec,
+        spec: MediaSpec,
         tokenizer: Tokenizer,
         limits: Limits | None = None,
         *,

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import grain
 
-from dflop_jax.data.layout import grey_sample
+from dflop_jax.data.layout import empty_sample
 from dflop_jax.data.sample import Sample, Source
 from dflop_jax.records import SampleShape
 
 T = TypeVar("T")
 MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
+COUNTS = ("tiles", "windows", "llm_tokens")  # of a sample shape, what takes room
 MIN_SEEN = 64  # the share of bad samples is judged over at least so many (or the whole dataset)
 logger = logging.getLogger("dflop_jax.data")
 
@@ -129,18 +130,18 @@ class Loader:
         return {"seed": self.seed, "n": len(self.source), "global_batch": self.global_batch}
 
     def _sample(self, index: int) -> Sample:
-        """The sample, or the next decodable one that is no larger, or grey tiles and no labels."""
+        """The sample, or the next decodable one that is no larger, or an empty one."""
         found = self._decode(index)
         if found is not None:
             return found
         limit, n = self.source.shape(index), len(self.source)
         for other in ((index + k) % n for k in range(1, min(MAX_TRIES, n))):
             shape = self.source.shape(other)
-            if shape.tiles <= limit.tiles and shape.llm_tokens <= limit.llm_tokens:
+            if all(getattr(shape, n) <= getattr(limit, n) for n in COUNTS):
                 found = self._decode(other)
                 if found is not None:
                     return found
-        return grey_sample(limit, self.source.spec)
+        return empty_sample()
 
     def _decode(self, index: int) -> Sample | None:
         """None for a sample that cannot be decoded, which is counted and logged the first time."""

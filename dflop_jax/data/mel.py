@@ -24,16 +24,17 @@ class MelSpec:
     n_mels: int = 128
     n_fft: int = 400
     hop: int = 160
-    window_s: int = 30
+    window_s: float = 30
     max_windows: int = 1
 
     def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1:
+        counts = {k: v for k, v in vars(self).items() if k != "window_s"}
+        if min(counts.values()) < 1 or self.window_s <= 0 or self.window_frames < 1:
             raise ValueError(f"{self}: every setting must be at least 1")
 
     @property
     def window_samples(self) -> int:
-        return self.window_s * self.sample_rate
+        return round(self.window_s * self.sample_rate)
 
     @property
     def window_frames(self) -> int:

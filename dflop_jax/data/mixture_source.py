@@ -50,8 +50,10 @@ class MixtureSource:
         eval_fraction: float = 0.0,
         max_bad_fraction: float = 0.1,
         workers: int = 2,
+        name: str = "mixture",
     ) -> None:
         check_split(split, eval_fraction)
+        self.name = name
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers: dict[str, Reader] = {
@@ -92,6 +94,10 @@ class MixtureSource:
         """Costs of these samples, or of all; nothing is decoded."""
         rows = self._rows if indices is None else self._rows[np.asarray(indices, np.int64)]
         return self._costs.taken(self._place[rows])
+
+    def prompt_tokens(self) -> np.ndarray:
+        """int64 [n]: text tokens before the first answer, of all samples."""
+        return self._table.prompt_tokens[self._rows].astype(np.int64)
 
     def cost(self, index: int) -> SampleCost:
         """Cost of one sample."""

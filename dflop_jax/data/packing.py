@@ -1,7 +1,8 @@
-"""One group of microbatches as host arrays: tiles dealt to vision ranks, samples packed in rows.
+"""One group of microbatches as host arrays: encoder items dealt to ranks, samples packed in rows.
 
-Shape legend: M microbatches, V vision data ranks of T tiles, D LLM data ranks of R rows of L
-tokens. Data rank r owns the items [r*T, (r+1)*T) and the rows [r*R, (r+1)*R).
+Shape legend: M microbatches, V data ranks of an encoder of T items (tiles, windows), D LLM data
+ranks of R rows of L tokens, K sources of a token. Data rank r owns the items [r*T, (r+1)*T) and
+the rows [r*R, (r+1)*R).
 """
 
 from __future__ import annotations
@@ -11,50 +12,53 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.data.sample import Sample, VisionSpec
+from dflop_jax.data.sample import MediaSpec, Sample
 from dflop_jax.records import Bucket, Microbatch, SampleShape, Schedule
 
 Samples = Mapping[int, Sample] | Sequence[Sample]
 Shapes = Mapping[int, SampleShape] | Sequence[SampleShape]
+DataRanks = Mapping[str, int]  # of each module
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Data ranks whose arrays this process fills, and those of them that it counts: a rank on
-    devices of several processes is filled by each and counted by one."""
+    """By module, the data ranks whose arrays this process fills, and those of them that it counts:
+    a rank on devices of several processes is filled by each and counted by one."""
 
-    vision: Collection[int]
-    llm: Collection[int]
-    counts_vision: Collection[int]
-    counts_llm: Collection[int]
+    fills: Mapping[str, Collection[int]]
+    counts: Mapping[str, Collection[int]]
 
     @classmethod
-    def all(cls, vision: int, llm: int) -> Ranks:
+    def all(cls, data_ranks: DataRanks) -> Ranks:
         """Every rank, as one process alone has them."""
-        return cls(range(vision), range(llm), range(vision), range(llm))
+        every = {module: range(n) for module, n in data_ranks.items()}
+        return cls(every, every)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedGroup:
     """Arrays of one group.
 
-    fields["vision"] (absent when the bucket has no tiles): pixels uint8 [M, V*T, px, px, 3].
-    fields["llm"]: tokens, segment_ids, positions, targets int32, weights float32, is_visual bool,
-      all [M, D*R, L]. Segment ids count from 1 in each row, 0 is padding; positions restart in
-      each sample; weights are 1 where `targets` is a supervised token of the same sample.
-    visual_index: int32 [M, D*R, L], index into the microbatch's encoder output flattened to
-      [V*T*tokens_per_tile], or -1 where the token is text or padding.
+    fields["vision"]: pixels uint8 [M, V*T, px, px, 3]; fields["audio"]: mel float32
+      [M, V*T, n_mels, frames] and mel_frames int32 [M, V*T]; absent when the bucket has no such
+      items.
+    fields["llm"]: tokens, segment_ids, positions, targets int32, weights float32, is_visual,
+      is_newline bool, all [M, D*R, L]. Segment ids count from 1 in each row, 0 is padding;
+      positions restart in each sample; weights are 1 where `targets` is a supervised token of the
+      same sample.
+    sources[encoder]: (index int32 [M, D*R, L, K],) into the microbatch's features flattened to
+      [V*T*features_per_item], -1 where there are fewer or none; with weights float32 of the same
+      shape where K > 1.
     supervised_tokens: number of weights that are 1.
-    used_tiles, used_tokens: of the M*V*T tiles and M*D*R*L tokens, those that are not padding.
+    used: by module, of the M*V*T items or M*D*R*L tokens those that are not padding.
 
     With `ranks` only their parts are filled, and only those that they count are counted.
     """
 
     fields: dict[str, dict[str, np.ndarray]]
-    visual_index: np.ndarray
+    sources: dict[str, tuple[np.ndarray, ...]]
     supervised_tokens: int
-    used_tiles: int
-    used_tokens: int
+    used: dict[str, int]
 
 
 def pack_group(
@@ -63,142 +67,176 @@ def pack_group(
     samples: Samples,
     *,
     shapes: Shapes,
-    vision_ranks: int,
-    llm_ranks: int,
-    spec: VisionSpec,
+    data_ranks: DataRanks,
+    spec: MediaSpec,
     spread: bool = True,
     ranks: Ranks | None = None,
 ) -> PackedGroup:
-    """Pack the microbatches of a group, all padded to `bucket`.
+    """Fill one group of a schedule.
 
     Args:
-      samples: of the global batch those that the ranks hold a part of (see `own_samples`);
-        microbatches name its members by index.
+      samples: by index, of the global batch those that the ranks hold a part of (see
+        `own_samples`); microbatches name its members by index.
       shapes: of the whole global batch; a sample may be smaller than its shape, not larger.
-      spread: deal the tiles of a microbatch evenly over the vision ranks, in the order of its
-        samples; otherwise a sample's tiles stay on the vision rank of its LLM rank, and the two
+      spread: deal the items of a microbatch evenly over the encoder's ranks, in the order of its
+        samples; otherwise a sample's items stay on the encoder's rank of its LLM rank, and the two
         modules must have equally many ranks.
     """
-    ranks = ranks or Ranks.all(vision_ranks, llm_ranks)
-    n, items, rows = len(group), vision_ranks * bucket.tiles, llm_ranks * bucket.rows
-    pixels = np.zeros((n, items, spec.tile_px, spec.tile_px, 3), np.uint8)
-    llm = {
-        name: np.zeros((n, rows, bucket.tokens), np.int32)
-        for name in ("tokens", "segment_ids", "positions", "targets")
+    ranks = ranks or Ranks.all(data_ranks)
+    encoders = [m for m in data_ranks if m != "llm" and bucket.items(m)]
+    n, llm_ranks = len(group), data_ranks["llm"]
+    rows = (n, llm_ranks * bucket.rows, bucket.tokens)
+    media = {
+        m: [spec.no_items(m, data_ranks[m] * bucket.items(m)) for _ in group] for m in encoders
     }
-    llm["weights"] = np.zeros((n, rows, bucket.tokens), np.float32)
-    visual_index = np.full((n, rows, bucket.tokens), -1, np.int32)
-    used_tiles = 0
-    for m, microbatch in enumerate(group):
-        slots = tile_slots(microbatch, bucket, shapes, vision_ranks, spread)
-        for i, slot in slots.items():
-            tiles = _tiles(samples, i)
-            filled = slot[: len(tiles)]  # a sample that was replaced may have fewer
-            here = _in_ranks(filled, bucket, ranks.vision)
-            pixels[m, filled[here]] = tiles[here]
-            used_tiles += int(_in_ranks(filled[here], bucket, ranks.counts_vision).sum())
+    llm = {
+        name: np.zeros(rows, np.int32) for name in ("tokens", "segment_ids", "positions", "targets")
+    }
+    llm |= {name: np.zeros(rows, bool) for name in ("is_visual", "is_newline")}
+    llm["weights"] = np.zeros(rows, np.float32)
+    sources = {m: _no_sources(rows, spec.sources if m == "vision" else 1) for m in encoders}
+    used = dict.fromkeys(data_ranks, 0)
+    for at, microbatch in enumerate(group):
+        slots = {
+            m: item_slots(microbatch, bucket, shapes, m, v, spread)
+            for m, v in data_ranks.items()
+            if m != "llm"
+        }
+        for m in encoders:
+            for i, slot in slots[m].items():
+                if isinstance(samples, Mapping) and i not in samples:
+                    continue
+                slot = slot[: samples[i].shape.load(m)]  # one that was replaced may have fewer
+                here = _in_ranks(slot, bucket.items(m), ranks.fills[m])
+                for name, items in samples[i].items(m).items() if here.any() else ():
+                    media[m][at][name][slot[here]] = items[here]
+                used[m] += int(_in_ranks(slot[here], bucket.items(m), ranks.counts[m]).sum())
         assert len(microbatch.rows) <= llm_ranks, (len(microbatch.rows), llm_ranks)
-        for rank in sorted(r for r in ranks.llm if r < len(microbatch.rows)):
+        for rank in sorted(r for r in ranks.fills["llm"] if r < len(microbatch.rows)):
             rank_rows = microbatch.rows[rank]
             assert len(rank_rows) <= bucket.rows, (len(rank_rows), bucket)
             for k, row in enumerate(rank_rows):
-                at = rank * bucket.rows + k
-                views = {name: array[m, at] for name, array in llm.items()}
-                _pack_row(row, samples, slots, spec, views, visual_index[m, at])
-    counted = [r * bucket.rows + k for r in sorted(ranks.counts_llm) for k in range(bucket.rows)]
-    fields = {"llm": {**llm, "is_visual": visual_index >= 0}}
-    if bucket.tiles:
-        fields = {"vision": {"pixels": pixels}, **fields}
+                place = at, rank * bucket.rows + k
+                fields = {name: array[place] for name, array in llm.items()}
+                taken = {m: tuple(a[place] for a in arrays) for m, arrays in sources.items()}
+                _pack_row(row, samples, slots, spec, fields, taken)
+    counted = [r * bucket.rows + k for r in sorted(ranks.counts["llm"]) for k in range(bucket.rows)]
+    used["llm"] = int((llm["segment_ids"][:, counted] > 0).sum())
+    fields = {
+        m: {name: np.stack([one[name] for one in each]) for name in each[0]}
+        for m, each in media.items()
+    }
     return PackedGroup(
-        fields=fields,
-        visual_index=visual_index,
+        fields={**fields, "llm": llm},
+        sources=sources,
         supervised_tokens=int(llm["weights"][:, counted].sum(dtype=np.float64)),
-        used_tiles=used_tiles,
-        used_tokens=int((llm["segment_ids"][:, counted] > 0).sum()),
+        used=used,
     )
 
 
-def _tiles(samples: Samples, i: int) -> np.ndarray:
-    """Tiles of a sample, none of one that this process does not hold."""
-    held = i in samples if isinstance(samples, Mapping) else True
-    return samples[i].tiles if held else np.zeros((0, 1, 1, 3), np.uint8)
+def _no_sources(rows: tuple[int, int, int], k: int) -> tuple[np.ndarray, ...]:
+    index = np.full((*rows, k), -1, np.int32)
+    return (index, np.zeros((*rows, k), np.float32)) if k > 1 else (index,)
 
 
-def _in_ranks(slots: np.ndarray, bucket: Bucket, ranks: Collection[int]) -> np.ndarray:
-    """Whether each slot belongs to one of the vision ranks."""
-    return np.isin(slots // max(bucket.tiles, 1), list(ranks))
+def _in_ranks(slots: np.ndarray, items: int, ranks: Collection[int]) -> np.ndarray:
+    """Whether each slot belongs to one of the ranks, of so many items each."""
+    return np.isin(slots // max(items, 1), list(ranks))
 
 
 def own_samples(
     schedule: Schedule,
     buckets: Sequence[Bucket],
     shapes: Shapes,
-    vision_ranks: int,
+    data_ranks: DataRanks,
     spread: bool,
     ranks: Ranks,
 ) -> list[int]:
-    """Which samples of the batch the ranks hold tiles or tokens of, sorted."""
+    """Which samples of the batch the ranks hold items or tokens of, sorted."""
     own: set[int] = set()
     for group in schedule.groups:
         for microbatch in group:
             bucket = buckets[microbatch.bucket]
-            own |= {i for r, rows in enumerate(microbatch.rows) if r in ranks.llm
+            own |= {i for r, rows in enumerate(microbatch.rows) if r in ranks.fills["llm"]
                     for row in rows for i in row}  # fmt: skip
-            slots = tile_slots(microbatch, bucket, shapes, vision_ranks, spread)
-            own |= {i for i, at in slots.items() if _in_ranks(at, bucket, ranks.vision).any()}
+            for m, n in data_ranks.items():
+                if m != "llm":
+                    slots = item_slots(microbatch, bucket, shapes, m, n, spread)
+                    own |= {i for i, at in slots.items()
+                            if _in_ranks(at, bucket.items(m), ranks.fills[m]).any()}  # fmt: skip
     return sorted(own)
 
 
-def tile_slots(
+def item_slots(
     microbatch: Microbatch,
     bucket: Bucket,
     shapes: Shapes,
-    vision_ranks: int,
+    module: str,
+    n_ranks: int,
     spread: bool,
 ) -> dict[int, np.ndarray]:
-    """Where each sample's tiles go among the V*T items of the microbatch: int [n tiles] each.
+    """Where each sample's items go among the V*T of the microbatch: int [n items] each.
 
     From shapes alone, so that every process knows it of samples that it does not decode.
     """
-    if vision_ranks == 0:
-        return {i: np.zeros(0, np.int64) for i in microbatch.samples}
+    items = {i: shapes[i].load(module) for i in microbatch.samples}
+    room = bucket.items(module)
     if spread:
-        total = sum(shapes[i].tiles for i in microbatch.samples)
-        # as even as whole tiles allow: the first ranks hold one more
-        counts = [len(part) for part in np.array_split(np.arange(total), vision_ranks)]
+        # as even as whole items allow: the first ranks hold one more
+        parts = np.array_split(np.arange(sum(items.values())), n_ranks)
+        counts = [len(part) for part in parts]
         order = microbatch.samples
     else:
-        assert len(microbatch.rows) <= vision_ranks, "blind packing needs equally many ranks"
+        assert len(microbatch.rows) <= n_ranks, "blind packing needs equally many ranks"
         ranks = [[i for row in rank for i in row] for rank in microbatch.rows]
-        counts = [sum(shapes[i].tiles for i in rank) for rank in ranks]
+        counts = [sum(items[i] for i in rank) for rank in ranks]
         order = tuple(i for rank in ranks for i in rank)
-    assert max(counts, default=0) <= bucket.tiles, (counts, bucket)
-    free = [r * bucket.tiles + np.arange(count) for r, count in enumerate(counts)]
+    assert max(counts, default=0) <= room, (counts, bucket)
+    free = [r * room + np.arange(count) for r, count in enumerate(counts)]
     slots = np.concatenate([np.zeros(0, np.int64), *free])
-    ends = np.cumsum([shapes[i].tiles for i in order], dtype=np.int64)
+    ends = np.cumsum([items[i] for i in order], dtype=np.int64)
     return dict(zip(order, np.split(slots, ends[:-1]), strict=True)) if order else {}
 
 
 def _pack_row(
     row: Sequence[int],
     samples: Samples,
-    slots: Mapping[int, np.ndarray],
-    spec: VisionSpec,
+    slots: Mapping[str, Mapping[int, np.ndarray]],
+    spec: MediaSpec,
     llm: Mapping[str, np.ndarray],
-    visual_index: np.ndarray,
+    sources: Mapping[str, tuple[np.ndarray, ...]],
 ) -> None:
-    """Write the samples of a row one after another into the row's views [L]."""
-    start = 0
+    """Write the samples of a row one after another into the row's views [L] and [L, K]."""
+    start, length = 0, len(llm["tokens"])
     for segment, i in enumerate(row, 1):
         sample = samples[i]
         stop = start + len(sample.tokens)
-        assert stop <= len(visual_index), f"row {tuple(row)} overflows {len(visual_index)} tokens"
+        assert stop <= length, f"row {tuple(row)} overflows {length} tokens"
         llm["tokens"][start:stop] = sample.tokens
         llm["segment_ids"][start:stop] = segment
         llm["positions"][start:stop] = np.arange(stop - start)
         llm["targets"][start : stop - 1] = sample.tokens[1:]
         llm["weights"][start : stop - 1] = sample.supervised[1:]
-        is_visual = sample.visual >= 0
-        tile, token = np.divmod(sample.visual[is_visual], spec.tokens_per_tile)
-        visual_index[start:stop][is_visual] = slots[i][tile] * spec.tokens_per_tile + token
+        llm["is_visual"][start:stop] = sample.visual.used
+        llm["is_newline"][start:stop] = sample.visual.newline
+        for module, (index, *weight) in sources.items():
+            if module == "vision":
+                k = index.shape[1]
+                taken = np.where(sample.visual.weight > 0, sample.visual.index, -1)[:, :k]
+                for w in weight:
+                    w[start:stop] = sample.visual.weight
+            elif len(sample.audio):
+                taken = sample.audio[:, None]
+                llm["is_visual"][start:stop] |= sample.audio >= 0
+            else:
+                continue
+            index[start:stop] = _moved(taken, slots[module][i], spec.features_per_item(module))
         start = stop
+
+
+def _moved(index: np.ndarray, slots: np.ndarray, features: int) -> np.ndarray:
+    """Places among a sample's features, as places among the microbatch's; -1 stays."""
+    if not len(slots):
+        return index
+    item, feature = np.divmod(np.maximum(index, 0), features)
+    return np.where(index >= 0, slots[item] * features + feature, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_jax.data.layout import Header, Layout, OversizeError, assemble, grey_tiles, lay_out
-from dflop_jax.data.sample import Limits, Sample, VisionSpec
+from dflop_jax.data.sample import Limits, MediaSpec, Sample
 from dflop_jax.data.scenes import Picture, Scene, draw_scene
 from dflop_jax.data.text import Piece, Tokenizer, chat_pieces
 from dflop_jax.data.tiling import picture_tiles, resize
@@ -27,7 +27,7 @@ class SceneSource:
         self,
         n: int,
         seed: int,
-        spec: VisionSpec,
+        spec: MediaSpec,
         tokenizer: Tokenizer,
         limits: Limits | None = None,
         *,

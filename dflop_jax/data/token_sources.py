@@ -28,19 +28,23 @@ class TokenSources:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def used(self) -> np.ndarray:
+        """bool [t]: tokens that come from patches."""
+        return np.any(self.weight > 0, axis=1)
+
     def shifted(self, patches: int) -> TokenSources:
         """The same tokens of tiles that stand `patches` patches further on."""
-        used = self.weight.any(1, keepdims=True)
         return TokenSources(
-            self.index + np.int32(patches) * used.astype(np.int32), self.weight, self.newline
+            self.index + np.int32(patches) * self.used[:, None], self.weight, self.newline
         )
 
 
 def plain(index: np.ndarray) -> TokenSources:
-    """One patch for each token; index int [t]."""
+    """One patch for each token; index int [t], -1 for a token that comes from none."""
     four = np.zeros((len(index), 4), np.int32)
     weight = np.zeros((len(index), 4), np.float32)
-    four[:, 0], weight[:, 0] = index, 1.0
+    four[:, 0], weight[:, 0] = np.maximum(index, 0), index >= 0
     return TokenSources(four, weight, np.zeros(len(index), bool))
 
 

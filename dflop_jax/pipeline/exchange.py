@@ -27,28 +27,41 @@ from dflop_jax.contract import Array
 from dflop_jax.pipeline.communicator import move, nearest, pieces_of
 
 
-def gather_features(features: Array, index: Array) -> Array:
-    """features [M, items, tokens, width], index [M, rows, length] -> [M, rows, length, width].
+def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
+    """features [M, items, tokens, width], index [M, rows, length, sources] ->
+    [M, rows, length, width].
 
-    `index` counts over the flattened (items, tokens) of its microbatch; -1 gives zeros.
+    `index` counts over the flattened (items, tokens) of its microbatch; -1 gives zeros. A place
+    with several sources is their sum, each times its `weight` (float32, of the index's shape).
     """
     flat = features.reshape(features.shape[0], -1, features.shape[-1])
-    rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, index)
-    return jnp.where((index >= 0)[..., None], rows, jnp.zeros_like(rows))
+    total = jnp.zeros((), features.dtype)
+    for k in range(index.shape[-1]):
+        at = index[..., k]
+        rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, at)
+        if weight is not None:
+            rows = rows * weight[..., k, None].astype(rows.dtype)
+        rows = jnp.where((at >= 0)[..., None], rows, jnp.zeros_like(rows))
+        total = rows if k == 0 else total + rows
+    return total
 
 
-def scatter_gradient(like: jax.ShapeDtypeStruct, dvisual: Array, index: Array) -> Array:
+def scatter_gradient(like: jax.ShapeDtypeStruct, dvisual: Array, *sources: Array) -> Array:
     """Transpose of `gather_features` for features of shape `like`."""
     zeros = jnp.zeros(like.shape, like.dtype)
-    return jax.linear_transpose(lambda f: gather_features(f, index), zeros)(dvisual)[0]
+    return jax.linear_transpose(lambda f: gather_features(f, *sources), zeros)(dvisual)[0]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange between an encoder's features and the LLM's `visual` input, at fixed shapes."""
+    """One exchange between an encoder's features and the LLM's `visual` input, at fixed shapes.
+
+    `sources`: how many of the features a token is made of, with weights if several.
+    """
 
     features: jax.ShapeDtypeStruct
     visual: jax.ShapeDtypeStruct
+    sources: int = 1
 
     @property
     def _source(self) -> Mesh:
@@ -72,18 +85,21 @@ class Exchange:
         one = jax.ShapeDtypeStruct((m, rows // c, *rest), self.visual.dtype, sharding=sharding)
         return (one,) * c
 
-    @cached_property
-    def index_struct(self) -> jax.ShapeDtypeStruct:
-        """The packer's index on the LLM's submesh, each data rank its own rows."""
-        return jax.ShapeDtypeStruct(self.visual.shape[:3], jnp.int32, sharding=self.visual.sharding)
+    def _sources_of(self, rows: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """(index,) or (index, weight) of rows of features."""
+        shape = (*rows.shape[:3], self.sources)
+        kinds = (jnp.int32, jnp.float32) if self.sources > 1 else (jnp.int32,)
+        return tuple(jax.ShapeDtypeStruct(shape, k, sharding=rows.sharding) for k in kinds)
 
     @cached_property
-    def index_block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The index as it arrives on the encoder's submesh."""
-        return tuple(
-            jax.ShapeDtypeStruct(b.shape[:3], jnp.int32, sharding=b.sharding)
-            for b in self.block_structs
-        )
+    def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The packer's index (and weight) on the LLM's submesh, each data rank its own rows."""
+        return self._sources_of(self.visual)
+
+    @cached_property
+    def source_block_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """The same as they arrive on the encoder's submesh: blocks of each."""
+        return tuple(zip(*map(self._sources_of, self.block_structs), strict=True))
 
     def _blocks(self, visual: Array) -> tuple[Array, ...]:
         g, c = self._ranks
@@ -98,23 +114,25 @@ class Exchange:
         return jnp.stack(parts, axis=2).reshape(m, rows * c, *rest)
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
-        """(features, index blocks) -> blocks, or with `backward` (blocks, index blocks) ->
-        dfeatures; all on the encoder's submesh."""
-        indices = self.index_block_structs
+        """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
+        -> dfeatures; all on the encoder's submesh."""
+        sources = self.source_block_structs
         if backward:
             like = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
             scatter = jax.jit(
-                lambda blocks, index: scatter_gradient(
-                    like, self._joined(blocks), self._joined(index)
+                lambda blocks, sources: scatter_gradient(
+                    like, self._joined(blocks), *map(self._joined, sources)
                 ),
                 out_shardings=self.features.sharding,
             )
-            return scatter.lower(self.block_structs, indices)
+            return scatter.lower(self.block_structs, sources)
         gather = jax.jit(
-            lambda features, index: self._blocks(gather_features(features, self._joined(index))),
+            lambda features, sources: self._blocks(
+                gather_features(features, *map(self._joined, sources))
+            ),
             out_shardings=tuple(b.sharding for b in self.block_structs),
         )
-        return gather.lower(self.features, indices)
+        return gather.lower(self.features, sources)
 
     # ---- moving the blocks ----
 
@@ -167,9 +185,9 @@ class Exchange:
         """Gradient of `visual` on the LLM's side -> blocks on the encoder's; does not wait."""
         return self._collect(dvisual, self.block_structs)
 
-    def collect_index(self, index: Array) -> tuple[Array, ...]:
-        """The packer's index, which only the LLM's side knows, to the encoder's."""
-        return self._collect(index, self.index_block_structs)
+    def collect_sources(self, sources: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
+        """The packer's arrays, which only the LLM's side knows, to the encoder's."""
+        return tuple(map(self._collect, sources, self.source_block_structs))
 
     def _collect(
         self, array: Array, structs: tuple[jax.ShapeDtypeStruct, ...]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dflop_jax.contract import MultimodalModel
+from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.communicator import Communicator, absent, zeros
 from dflop_jax.pipeline.order import resources
-from dflop_jax.pipeline.programs import Programs
-from dflop_jax.pipeline.step import GroupArrays, State, StepCall, StepHandle
+from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.step import State, StepCall, StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import REDUCE, UPDATE, Plan, Task
 
@@ -77,8 +79,13 @@ class Executor:
         )
         self._latest: dict[int, Observation] = {}
 
-    def init(self, seed: int) -> None:
-        """Fresh parameters, optimizer state and zero gradients; the same for any plan."""
+    def init(
+        self,
+        seed: int,
+        begin: Callable[[Segment, Callable[[], Params]], Params] | None = None,
+    ) -> None:
+        """Fresh parameters, optimizer state and zero gradients; the same for any plan. `begin`, if
+        given, makes a segment's parameters; it may call for the fresh ones."""
         modules = list(self.model.modules)
         for name, s in self.programs.segments.items():
             if name not in self.programs.local:
@@ -87,7 +94,8 @@ class Executor:
             # rbg compiles several times faster than threefry on CPU.
             root = jax.random.key(seed, impl="rbg")
             key = jax.random.fold_in(root, modules.index(s.plan.module))
-            self.state.params[name] = s.init(key)
+            fresh = partial(s.init, key)
+            self.state.params[name] = begin(s, fresh) if begin else fresh()
             if name in self.trainable:
                 u = self.programs.updates[name]
                 self.state.opt_state[name] = u.init_state(self.state.params[name])
@@ -174,7 +182,7 @@ class Executor:
         """
         times: dict[Task, float] = {}
         for b in range(len(self.plan.buckets)):
-            group = GroupArrays(b, *self.programs.empty_group(b))
+            group = self.programs.empty_group(b)
             for evaluate in (False, True) if self.programs.evaluates else (False,):
                 _, order = self.programs.order([b], evaluate)
                 for _ in range(repeats):

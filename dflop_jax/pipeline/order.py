@@ -55,14 +55,14 @@ def step_graph(
 ) -> StepGraph:
     """Graph of one step whose groups use `group_buckets` (indices into `plan.buckets`).
 
-    Encoders are skipped for buckets without tiles. `evaluate` gives forward tasks only, the last
-    LLM segment's included.
+    Encoders are skipped for buckets without their items. `evaluate` gives forward tasks only, the
+    last LLM segment's included.
     """
     backward = () if evaluate else with_backward(plan, trainable)
     final = plan.segments[-1].name
     waits: dict[Task, tuple[Task, ...]] = {}
     for g, b in enumerate(group_buckets):
-        live = [s for s in plan.segments if s.module == "llm" or plan.buckets[b].tiles > 0]
+        live = [s for s in plan.segments if plan.buckets[b].items(s.module) > 0]
         names = {s.name for s in live}
         for s in live:
             below = tuple(Task(u.name, g, FORWARD) for u in upstream(plan, s) if u.name in names)
@@ -96,6 +96,19 @@ def resources(plan: Plan) -> dict[str, int]:
                 low, high = sorted((group[a.name], group[b.name]))
                 group = {n: (low if r == high else r) for n, r in group.items()}
     return group
+
+
+def stations(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Modules that share devices, and so run one after the other; the LLM's are the last."""
+    of = resources(plan)
+    found: list[tuple[tuple[str, ...], set[int]]] = []
+    for module in plan.modules:
+        here = {of[s.submesh] for s in plan.segments_of(module)}
+        joined = [f for f in found if f[1] & here]
+        found = [f for f in found if not f[1] & here]
+        modules = tuple(m for f in joined for m in f[0])
+        found.append(((*modules, module), here.union(*(f[1] for f in joined))))
+    return tuple(modules for modules, _ in found)
 
 
 def in_flight_limit(plan: Plan) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,6 +28,18 @@ from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Plan, Task
 
 Tree = Any
+
+
+@dataclass(frozen=True)
+class GroupArrays:
+    """Host arrays of one group: `fields[module][name]` are [M, ranks * items, ...]; of each encoder
+    that runs, `sources[module]` are the exchange's (index, or index and weight)."""
+
+    bucket: int
+    fields: Mapping[str, Mapping[str, np.ndarray]]
+    sources: Mapping[str, tuple[np.ndarray, ...]]
+
+
 Job = Callable[[], jax.stages.Lowered]
 Program = Callable[..., Any]
 
@@ -82,15 +94,17 @@ class Programs:
 
     def _signature(self, segment: str, bucket: int) -> Signature:
         s = self.segments[segment]
-        patches = self.model.patches_per_tile
-        shape = self.plan.buckets[bucket].shape_of(s.plan.module, patches)
+        shape = self.plan.buckets[bucket].shape_of(s.plan.module, self.model.item_tokens)
         return Signature(shape, s.x_structs(shape), s.field_structs(shape), s.y_structs(shape))
 
     def _exchange(self, below: str, bucket: int) -> Exchange:
         above = self.downstream[below]
         assert above is not None
+        module = self.segments[below].plan.module
         return Exchange(
-            self.signature(below, bucket).y, self.signature(above.name, bucket).x["visual"]
+            self.signature(below, bucket).y,
+            self.signature(above.name, bucket).x[module],
+            self.model.preprocessing[module].get("sources", 1),
         )
 
     def leaves_module(self, segment: str) -> bool:
@@ -99,9 +113,8 @@ class Programs:
         return above is not None and above.module != self.segments[segment].plan.module
 
     def runs(self, segment: str, bucket: int) -> bool:
-        """Encoders do not run in buckets without tiles."""
-        is_llm = self.segments[segment].plan.module == "llm"
-        return is_llm or self.plan.buckets[bucket].tiles > 0
+        """Encoders do not run in buckets without their items."""
+        return self.plan.buckets[bucket].items(self.segments[segment].plan.module) > 0
 
     # ---- compiling ----
 
@@ -206,15 +219,19 @@ class Programs:
         graph = step_graph(self.plan, buckets, self.trainable, evaluate=evaluate)
         return graph, order_tasks(self.plan, graph)
 
-    def empty_group(self, bucket: int) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray]:
-        """(fields by module, visual index) of a group of microbatches that hold no sample."""
+    def empty_group(self, bucket: int) -> GroupArrays:
+        """A group of microbatches that hold no sample."""
         fields: dict[str, dict[str, np.ndarray]] = {}
+        sources: dict[str, tuple[np.ndarray, ...]] = {}
         for name, s in self.segments.items():
             if self.runs(name, bucket):
                 structs = self.signature(name, bucket).fields
                 fields.setdefault(s.plan.module, {}).update(
                     {n: np.zeros(a.shape, a.dtype) for n, a in structs.items()}
                 )
-        b = self.plan.buckets[bucket]
-        rows = self.plan.data_ranks("llm") * b.rows
-        return fields, np.full((self.plan.group_size, rows, b.tokens), -1, np.int32)
+                if self.leaves_module(name):
+                    sources[s.plan.module] = tuple(
+                        np.full(a.shape, -(a.dtype == np.int32), a.dtype)
+                        for a in self.exchange(name, bucket).source_structs
+                    )
+        return GroupArrays(bucket, fields, sources)

@@ -56,6 +56,7 @@ class Segment:
     microbatches: int
     trainable: frozenset[str]
     sends_gradient: bool
+    encoders: tuple[str, ...] = ()
     remat_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -200,12 +201,12 @@ class Segment:
         return jax.eval_shape(self.module.entry, self._part_struct("entry"), fields)
 
     def x_structs(self, shape: ModuleShape) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the segment receives: nothing, {"visual": ...} or {"hidden": ...}."""
+        """What the segment receives: nothing, {"hidden": ...} or features by encoder."""
         if not self.plan.first:
             return {"hidden": self._global(self.hidden_struct(shape), None, "data")}
         if "visual" in self.module.inputs["entry"]:
             spec = self.module.field_spec("visual", shape.items, shape.tokens)
-            return {"visual": self._global(spec, None, "data")}
+            return dict.fromkeys(self.encoders or ("visual",), self._global(spec, None, "data"))
         return {}
 
     def y_structs(self, shape: ModuleShape) -> Tree:
@@ -333,6 +334,7 @@ def make_segments(
         for s in plan.segments
     }
     backward = with_backward(plan, {n for n, parts in trains.items() if parts})
+    encoders = tuple(m for m in plan.modules if m != "llm")
     segments: dict[str, Segment] = {}
     for s in plan.segments:
         if s.module not in model.modules:
@@ -350,6 +352,7 @@ def make_segments(
             microbatches=plan.group_size,
             trainable=trains[s.name],
             sends_gradient=any(u.name in backward for u in upstream(plan, s)),
+            encoders=encoders,
             remat_layers=remat_layers,
         )
     return segments

@@ -59,7 +59,9 @@ def _first_input(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Ar
     """Hidden states at the top of the segment: the entry's, or those received."""
     if not loop.first:
         return x["hidden"]
-    return loop.module.entry(params["entry"], {**fields, **x})
+    if x:  # every encoder's tokens stand in places of their own, with zeros elsewhere
+        fields = {**fields, "visual": sum(x.values())}
+    return loop.module.entry(params["entry"], fields)
 
 
 def _scatter_over_stages(loop: SegmentLoop, outs: Array) -> Array:
@@ -76,7 +78,7 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
     """Run a group; returns per-rank outputs with a leading dim of M / S microbatches.
 
     Hidden states or features [M / S, items, tokens, width]; for the LLM's end a dict of sums
-    [M / S, 1]. `x` is {} or {"hidden": ...} or {"visual": ...}, leading dim M.
+    [M / S, 1]. `x` is {}, {"hidden": ...} or features by encoder, leading dim M.
     """
     m, s = loop.microbatches, loop.stages
     stage = lax.axis_index("stage")

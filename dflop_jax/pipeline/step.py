@@ -11,21 +11,11 @@ import numpy as np
 
 from dflop_jax.pipeline.communicator import Communicator, place, zeros
 from dflop_jax.pipeline.order import StepGraph
-from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.watcher import Observation, to_events
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Task, Trace
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class GroupArrays:
-    """Host arrays of one group: `fields[module][name]` are [M, ranks * items, ...]; `visual_index`
-    int32 [M, rows, length] counts over a microbatch's visual tokens, -1 elsewhere."""
-
-    bucket: int
-    fields: Mapping[str, Mapping[str, np.ndarray]]
-    visual_index: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class State:
     params: dict[str, Tree] = field(default_factory=dict)
     opt_state: dict[str, Tree] = field(default_factory=dict)
     grads: dict[str, Tree] = field(default_factory=dict)
-    zero_inputs: dict[tuple[str, ModuleShape], Tree] = field(default_factory=dict)
+    zero_inputs: dict[tuple[str, ModuleShape, str], jax.Array] = field(default_factory=dict)
 
 
 class StepCall:
@@ -77,7 +67,7 @@ class StepCall:
         self.scale = place(np.asarray(scale, np.float32), final.sharding())
         self.inbox: dict[tuple[str, int, str], Tree] = {}
         self.kept: dict[tuple[str, int], tuple[Tree, Tree]] = {}
-        self.index: dict[tuple[str, int], tuple[jax.Array, ...]] = {}
+        self.sources: dict[tuple[str, int], Tree] = {}
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
         self.norms: list[jax.Array] = []
@@ -94,24 +84,22 @@ class StepCall:
 
     def settle(self) -> None:
         """Wait until everything in flight is there."""
-        jax.block_until_ready((self.inbox, self.kept, self.index, self.state.grads))
+        jax.block_until_ready((self.inbox, self.kept, self.sources, self.state.grads))
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
         group = self.groups[g]
         signature = self.programs.signature(name, group.bucket)
         host = group.fields[self.programs.segments[name].plan.module]
         fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
-        if not signature.x:
-            return {}, fields
-        (kind,) = signature.x
-        x = self.inbox.pop((name, g, kind), None)
-        if x is not None:
-            return {kind: x}, fields
-        # No encoder ran for this group: it is text only.
-        key = (name, signature.shape)
-        if key not in self.state.zero_inputs:
-            self.state.zero_inputs[key] = jax.tree.map(zeros, signature.x)
-        return self.state.zero_inputs[key], fields
+        x = {}
+        for kind, struct in signature.x.items():
+            x[kind] = self.inbox.pop((name, g, kind), None)
+            if x[kind] is None:  # an encoder that did not run: the group has no such items
+                key = (name, signature.shape, kind)
+                if key not in self.state.zero_inputs:
+                    self.state.zero_inputs[key] = zeros(struct)
+                x[kind] = self.state.zero_inputs[key]
+        return x, fields
 
     def _forward(self, name: str, g: int) -> Tree:
         programs, bucket = self.programs, self.groups[g].bucket
@@ -125,11 +113,17 @@ class StepCall:
             return y
         if programs.leaves_module(name):
             exchange = programs.exchange(name, bucket)
-            packed = place(self.groups[g].visual_index, exchange.index_struct.sharding)
-            index = exchange.collect_index(packed)
-            self.index[name, g] = index
-            blocks = programs.of_exchange(name, bucket, backward=False)(y, index)
-            self.inbox[above.name, g, "visual"] = exchange.deliver(blocks)
+            module = programs.segments[name].plan.module
+            packed = [
+                place(host, struct.sharding)
+                for host, struct in zip(
+                    self.groups[g].sources[module], exchange.source_structs, strict=True
+                )
+            ]
+            sources = exchange.collect_sources(packed)
+            self.sources[name, g] = sources
+            blocks = programs.of_exchange(name, bucket, backward=False)(y, sources)
+            self.inbox[above.name, g, module] = exchange.deliver(blocks)
             return blocks
         wanted = programs.signature(above.name, bucket).x["hidden"].sharding
         self.inbox[above.name, g, "hidden"] = self.communicator.send(y, wanted)
@@ -149,8 +143,8 @@ class StepCall:
             state.grads[name] = grads
         if sums:
             self.sums.append(sums)
-        for array in dx.values():
-            self._send_gradient(name, g, array)
+        for kind, array in dx.items():
+            self._send_gradient(name, g, kind, array)
         return done
 
     def _gradient_of_output(self, name: str, g: int) -> jax.Array:
@@ -158,9 +152,10 @@ class StepCall:
         if not self.programs.leaves_module(name):
             return received
         program = self.programs.of_exchange(name, self.groups[g].bucket, backward=True)
-        return program(received, self.index.pop((name, g)))
+        return program(received, self.sources.pop((name, g)))
 
-    def _send_gradient(self, name: str, g: int, dx: jax.Array) -> None:
+    def _send_gradient(self, name: str, g: int, kind: str, dx: jax.Array) -> None:
+        """The gradient of what came from below: hidden states, or an encoder's features."""
         programs, bucket = self.programs, self.groups[g].bucket
         for below in programs.backward:
             above = programs.downstream[below]
@@ -168,6 +163,8 @@ class StepCall:
                 continue
             dy: Tree
             if programs.leaves_module(below):
+                if programs.segments[below].plan.module != kind:
+                    continue
                 dy = programs.exchange(below, bucket).collect(dx)
             else:
                 dy = self.communicator.send(dx, programs.signature(below, bucket).y.sharding)

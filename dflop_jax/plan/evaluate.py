@@ -20,7 +20,7 @@ from dflop_jax.records import (
     SegmentPlan,
 )
 from dflop_jax.schedule.buckets import arrival_buckets, choose_buckets
-from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.online import capacity_of, schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs
 
@@ -60,9 +60,9 @@ class Evaluator:
         # Token counts of every item of an average batch: what must be computed at the least.
         self._share = 1.0 / len(self.batches)
         seen = [s for batch in self.batches for s in batch]
-        tiles = sum(s.tiles for s in seen)
         self._lengths = {
-            m: np.repeat(float(profile.patches_per_tile), tiles) for m in profile.n_layers
+            m: np.repeat(float(n), sum(s.load(m) for s in seen))
+            for m, n in profile.item_tokens.items()
         } | {"llm": np.array([float(s.llm_tokens) for s in seen])}
 
     def lower_bound_s(self, placement: Placement, policy: str) -> float:
@@ -86,9 +86,7 @@ class Evaluator:
     def plan(self, placement: Placement, policy: str, cap: int, effort: str) -> Plan:
         """The placement with buckets chosen for it, and its predicted figures."""
         draft = _with_buckets(placement, (Bucket(1, 1),), policy)
-        vision = draft.data_ranks("vision") if "vision" in draft.modules else 0
-        llm = draft.data_ranks("llm")
-
+        room = capacity_of(draft)
         trainable = [s.name for s in draft.segments if self.trains(s)]
 
         def seconds(bucket: Bucket) -> tuple[float, ...]:
@@ -96,12 +94,12 @@ class Evaluator:
             return bucket_costs(one, self.costs.task_seconds(one), trainable).seconds[0]
 
         if policy == "blind":
-            per_rank = max(1, -(-self.global_batch // (llm * cap)))
+            per_rank = max(1, -(-self.global_batch // (room.llm_ranks * cap)))
             buckets = arrival_buckets(
                 self.data.shapes,
                 per_rank,
                 n_buckets=self.config.buckets,
-                data_ranks=llm,
+                data_ranks=room.llm_ranks,
                 token_multiple=self.token_multiple,
             )
         else:
@@ -109,8 +107,9 @@ class Evaluator:
                 self.data.shapes,
                 global_batch=self.global_batch,
                 n_buckets=self.config.buckets,
-                vision_ranks=vision,
-                llm_ranks=llm,
+                vision_ranks=room.vision_ranks,
+                llm_ranks=room.llm_ranks,
+                audio_ranks=room.audio_ranks,
                 group_size=draft.group_size,
                 seconds=seconds,
                 token_multiple=self.token_multiple,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from dflop_jax.records import SegmentPlan, SubmeshPlan
 
@@ -64,11 +64,21 @@ def _module_segments(
 
 
 def _encoder_segments(
-    n_layers: Mapping[str, int], mesh: tuple[int, int, int]
+    n_layers: Mapping[str, int], n_devices: int, degrees: Sequence[int]
 ) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
-    """The encoder on the first devices; nothing for a model without."""
-    encoder = next((m for m in n_layers if m != "llm"), None)
-    return _module_segments(encoder, n_layers[encoder], 0, mesh, 1) if encoder else ((), ())
+    """The encoders on the first devices, which they share, each with a tensor-parallel degree of
+    its own; nothing for a model without."""
+    meshes: tuple[SubmeshPlan, ...] = ()
+    segments: tuple[SegmentPlan, ...] = ()
+    for module, tp in zip(_encoders(n_layers), degrees, strict=True):
+        mesh = (1, n_devices // tp, tp)
+        more = _module_segments(module, n_layers[module], 0, mesh, 1)
+        meshes, segments = meshes + more[0], segments + more[1]
+    return meshes, segments
+
+
+def _encoders(n_layers: Mapping[str, int]) -> list[str]:
+    return [m for m in n_layers if m != "llm"]
 
 
 def separate(
@@ -79,16 +89,16 @@ def separate(
     max_stage: int,
     tied: bool,
 ) -> Iterator[Placement]:
-    """DFLOP: encoder and LLM on disjoint devices, each with its own (stage, data, model).
+    """DFLOP: encoders and LLM on disjoint devices, each with its own (stage, data, model).
 
     An LLM pipeline of depth s comes as one segment with stage=s and, unless head and embedding are
     tied, as s segments. A model without encoder gets all devices for the LLM.
     """
-    has_encoder = len(n_layers) > 1
-    for for_vision in range(1, n_devices) if has_encoder else (0,):
-        for_llm = n_devices - for_vision
-        for vision_tp in factors(for_vision, max_model) if has_encoder else [1]:
-            low = _encoder_segments(n_layers, (1, for_vision // vision_tp, vision_tp))
+    encoders = _encoders(n_layers)
+    for below in range(1, n_devices) if encoders else (0,):
+        for_llm = n_devices - below
+        for degrees in product(factors(below, max_model), repeat=len(encoders)):
+            low = _encoder_segments(n_layers, below, degrees)
             for stages in factors(for_llm, max_stage):
                 for tp in factors(for_llm // stages, max_model):
                     data = for_llm // stages // tp
@@ -98,9 +108,7 @@ def separate(
                     if 1 < stages <= n_layers["llm"] and not tied:
                         forms.append((stages, (1, data, tp)))
                     for n_segments, mesh in forms:
-                        high = _module_segments(
-                            "llm", n_layers["llm"], for_vision, mesh, n_segments
-                        )
+                        high = _module_segments("llm", n_layers["llm"], below, mesh, n_segments)
                         yield Placement(low[0] + high[0], low[1] + high[1], mesh[0])
 
 
@@ -114,10 +122,11 @@ def shared(
 ) -> Iterator[Placement]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other.
 
-    The encoder's tiles and the LLM's rows are balanced over the ranks separately.
+    The encoders' items and the LLM's rows are balanced over the ranks separately.
     """
-    for vision_tp in factors(n_devices, max_model) if len(n_layers) > 1 else [1]:
-        low = _encoder_segments(n_layers, (1, n_devices // vision_tp, vision_tp))
+    encoders = _encoders(n_layers)
+    for degrees in product(factors(n_devices, max_model), repeat=len(encoders)):
+        low = _encoder_segments(n_layers, n_devices, degrees)
         for stages in factors(n_devices, max_stage):
             if n_layers["llm"] % stages:
                 continue
@@ -137,17 +146,17 @@ def uniform(
 ) -> Iterator[Placement]:
     """Blind baseline: one (stage, data, model) for the whole model.
 
-    The encoder is the first pipeline stage and the LLM's layers fill the others evenly; with one
+    The encoders are the first pipeline stage and the LLM's layers fill the others evenly; with one
     stage everything shares all devices.
     """
-    encoders = [m for m in n_layers if m != "llm"]
+    encoders = _encoders(n_layers)
     for stages in factors(n_devices, max_stage):
-        llm_stages = stages - len(encoders) if stages > 1 else 1
+        llm_stages = stages - bool(encoders) if stages > 1 else 1
         if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
             continue
         for tp in factors(n_devices // stages, max_model):
             mesh = (1, n_devices // stages // tp, tp)
-            low = _encoder_segments(n_layers, mesh)
+            low = _encoder_segments(n_layers, n_devices // stages, [tp] * len(encoders))
             first = n_devices // stages if encoders and stages > 1 else 0
             high = _module_segments("llm", n_layers["llm"], first, mesh, llm_stages)
             yield Placement(low[0] + high[0], low[1] + high[1], 1)

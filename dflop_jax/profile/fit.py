@@ -100,7 +100,7 @@ class CostModel:
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
         stages.
         """
-        shape = bucket.shape_of(segment.module, self.profile.patches_per_tile)
+        shape = bucket.shape_of(segment.module, self.profile.item_tokens)
         if shape.items == 0:
             return 0.0
         mesh = plan.submesh(segment.submesh)
@@ -135,7 +135,7 @@ class CostModel:
             state = params / mesh.model * (2.0 + 2.0 / mesh.data)
             work = 0.0
             for bucket in plan.buckets:
-                shape = bucket.shape_of(s.module, self.profile.patches_per_tile)
+                shape = bucket.shape_of(s.module, self.profile.item_tokens)
                 if shape.items == 0:
                     continue
                 get = partial(self.predict, s.module, mesh.model, shape)

@@ -129,7 +129,7 @@ def model_profile(
         ends_param_bytes=ends_bytes,
         n_layers={n: m.n_layers for n, m in model.modules.items()},
         entry_share=entry_share,
-        patches_per_tile=model.patches_per_tile,
+        item_tokens=dict(model.item_tokens),
         concurrency=float(len(devices)),
         task_overhead_s=_overhead_s(devices[0]),
     )

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Literal, Self
 
 import msgspec
 
-from dflop_jax.records import Plan, Profile, Trace, load, save
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.trace import read_trace, write_trace
 

@@ -18,6 +18,10 @@ _GAP = 0.004  # relative, at which the MILP counts as solved
 _IDLE_PRICE = 0.2  # of a second in a module that is not the slowest: padding there is not free
 
 
+def roomiest_first(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    return tuple(sorted(buckets, key=lambda b: (-b.tokens, -b.tiles, -b.windows)))
+
+
 def group_price(seconds: Sequence[float], group_size: int) -> float:
     """What a group adds to a batch: its slowest module's time, and a share of the others'."""
     return group_size * (max(seconds) + _IDLE_PRICE * (sum(seconds) - max(seconds)))
@@ -71,9 +75,10 @@ def solve_choice(
     on_C = np.zeros(len(candidates)) if z.value is None else z.value
     chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
     if not all(any(capacity.holds(b, shape) for b in chosen) for shape in must_hold):
-        chosen = [max(candidates, key=lambda b: (b.tokens, b.tiles))]  # no answer in so many nodes
-    ranked = sorted(chosen, key=lambda b: (-b.tokens, -b.tiles))
-    return tuple(ranked)
+        chosen = [
+            max(candidates, key=lambda b: (b.tokens, b.tiles, b.windows))
+        ]  # no answer in so many nodes
+    return roomiest_first(chosen)
 
 
 def _alone(want: Demand) -> Floats:

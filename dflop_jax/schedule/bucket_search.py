@@ -1,6 +1,7 @@
 """Search for bucket sets by scheduling sampled batches with them: what packs decides, not volume.
 
-Starts are chains: one main size and a few smaller ones, tiles and tokens in the data's own ratio.
+Starts are chains: one main size and a few smaller ones, encoder items and tokens in the data's own
+ratio.
 Sizes within a factor of two keep the pipeline steady, and small ones top up the last microbatches.
 Where attention over a long row of several samples is dear, chains of several short rows are tried
 too. The best start is refined by scaling one capacity at a time, or by cutting its rows anew. Work
@@ -10,13 +11,13 @@ is counted in batches scheduled, so the answer does not depend on the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, SampleShape
+from dflop_jax.records import ITEMS, Bucket, SampleShape
 from dflop_jax.schedule.bucket_milp import SecondsOf
 from dflop_jax.schedule.costs import BucketCosts, overlapped_makespan
 from dflop_jax.schedule.cover import Capacity
@@ -43,30 +44,34 @@ class Sizes:
 
     multiple: int
     batch_tokens: float
-    batch_tiles: float
+    batch_items: Mapping[str, float]
     least_tokens: int
-    least_tiles: int
+    least_items: Mapping[str, int]
     most_tokens: int | None
-    most_tiles: int | None
+    most_items: Mapping[str, int]
     mean_tokens: float
 
-    def bucket(self, tiles: float, tokens: float, rows: int = 1, holds_all: bool = False) -> Bucket:
+    def bucket(
+        self, items: Mapping[str, float], tokens: float, rows: int = 1, holds_all: bool = False
+    ) -> Bucket:
         """The bucket of about these capacities, its tokens in about so many equal rows; `holds_all`
         makes it hold the largest sample."""
-        t = int(np.ceil(tiles - 1e-9)) if self.least_tiles else 0
         if self.most_tokens is not None:
             tokens = min(tokens, self.most_tokens)
         if holds_all:
-            t, rows = max(t, self.least_tiles), min(rows, max(1, round(tokens / self.least_tokens)))
+            rows = min(rows, max(1, round(tokens / self.least_tokens)))
         k = self.multiple * max(1, int(np.ceil(tokens / rows / self.multiple - 1e-9)))
         if holds_all:
             k = max(k, self.least_tokens)
         if self.most_tokens is not None:
             k = min(k, self.most_tokens)
             rows = min(rows, self.most_tokens // k)
-        if self.most_tiles is not None:
-            t = min(t, self.most_tiles)
-        return Bucket(max(t, 0), k, rows)
+        room = {}
+        for m, least in self.least_items.items():
+            n = int(np.ceil(items.get(m, 0) - 1e-9)) if least else 0
+            n = max(n, least) if holds_all else max(n, 0)
+            room[ITEMS[m]] = min(n, self.most_items.get(m, n))
+        return Bucket(room.get("tiles", 0), k, rows, room.get("windows", 0))
 
 
 def chains(
@@ -77,25 +82,31 @@ def chains(
     finest = min(
         float(max_microbatches),
         1.2 * sizes.batch_tokens / sizes.least_tokens,
-        1.2 * sizes.batch_tiles / sizes.least_tiles if sizes.least_tiles else np.inf,
+        *(1.2 * sizes.batch_items[m] / n for m, n in sizes.least_items.items() if n),
     )
     below_K = (np.arange(n_buckets) / max(1, n_buckets - 1)) ** _BEND
     found: dict[Buckets, None] = {}
     for top, depth in product(_TOPS, _DEPTHS):
         cut = max(1.0, finest * top)
-        tiles, tokens = sizes.batch_tiles / cut, sizes.batch_tokens / cut
+        items = {m: volume / cut for m, volume in sizes.batch_items.items()}
+        tokens = sizes.batch_tokens / cut
         least_s = np.inf
         for rows in _ROWS:
             if rows > 1 and tokens / rows < sizes.mean_tokens:
                 break
-            whole = sizes.bucket(tiles, tokens, rows)
+            whole = sizes.bucket(items, tokens, rows)
             price_s = seconds(whole)[-1] / (whole.rows * whole.tokens)
             if price_s > least_s * _CHEAPER:
                 break
             least_s = price_s
             chain = [
-                sizes.bucket(share * tiles, share * tokens, rows, holds_all=n == 0)
-                for n, share in enumerate((1 - depth * below_K).tolist())
+                sizes.bucket(
+                    {m: share * n for m, n in items.items()},
+                    share * tokens,
+                    rows,
+                    holds_all=place == 0,
+                )
+                for place, share in enumerate((1 - depth * below_K).tolist())
             ]
             found[tuple(dict.fromkeys(chain))] = None
     return list(found)
@@ -173,10 +184,11 @@ def best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fina
 def refine(
     best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Sequence[SampleShape]
 ) -> Buckets:
-    """Scale tiles, tokens or both of one bucket, or cut its tokens into more or fewer rows, while
+    """Scale one or all capacities of one bucket, or cut its tokens into more or fewer rows, while
     that makes the batches faster."""
-    moves = list(product(_STEPS, range(len(best)), ("both", "tokens", "tiles")))
-    moves += [(0.0, i, "tiles") for i in range(len(best))]  # a bucket for text only
+    encoders = tuple(sizes.least_items)
+    moves = list(product(_STEPS, range(len(best)), ("all", "llm", *encoders)))
+    moves += [(0.0, i, m) for i in range(len(best)) for m in encoders]  # without such items
     if any(b.rows > 1 for b in best):
         moves += list(product((2.0, 0.5), range(len(best)), ("rows",)))
     untried = len(moves)
@@ -193,17 +205,19 @@ def refine(
 
 
 def _scaled(bucket: Bucket, factor: float, what: str, sizes: Sizes) -> Bucket:
-    """The bucket with one or both capacities scaled, by at least one unit, or its rows cut anew."""
-    tiles, tokens, rows = float(bucket.tiles), float(bucket.tokens), bucket.rows
+    """The bucket with one or all capacities scaled, by at least one unit, or its rows cut anew."""
+    items = {m: bucket.items(m) for m in sizes.least_items}
+    tokens, rows = bucket.tokens, bucket.rows
     step = 1 if factor > 1 else -1
     if what == "rows":
-        return sizes.bucket(tiles, tokens * rows, max(1, int(rows * factor)))
-    if what != "tokens" and tiles:
-        tiles = max(0.0, float(_further(round(tiles * factor), bucket.tiles, step)))
-    if what != "tiles":
+        return sizes.bucket(items, tokens * rows, max(1, int(rows * factor)))
+    for m, n in items.items():
+        if what in ("all", m) and n:
+            items[m] = max(0, _further(round(n * factor), n, step))
+    if what in ("all", "llm"):
         at = bucket.tokens // sizes.multiple
         tokens = sizes.multiple * max(1, _further(round(at * factor), at, step))
-    return sizes.bucket(tiles, tokens * rows, rows)
+    return sizes.bucket(items, tokens * rows, rows)
 
 
 def _further(value: int, than: int, step: int) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, SampleShape
-from dflop_jax.schedule.bucket_milp import SecondsOf, solve_choice
+from dflop_jax.records import ITEMS, Bucket, SampleShape
+from dflop_jax.schedule.bucket_milp import SecondsOf, roomiest_first, solve_choice
 from dflop_jax.schedule.bucket_search import Evaluator, Sizes, best_start, chains, refine, span_s
 from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.cover import Capacity
@@ -52,8 +52,8 @@ _EFFORTS = {
 class BucketChoice:
     """Chosen buckets, the roomiest first, and what scheduling sampled batches with them gave.
 
-    expected_s: mean makespan of a global batch (`overlapped_makespan`). padding: mean padded share
-    of the executed LLM tokens ("llm") and tiles ("vision").
+    expected_s: mean makespan of a global batch (`overlapped_makespan`). padding: by module, mean
+    padded share of the executed LLM tokens or encoder items.
     """
 
     buckets: tuple[Bucket, ...]
@@ -68,6 +68,7 @@ def choose_buckets(
     n_buckets: int = 4,
     vision_ranks: int = 1,
     llm_ranks: int = 1,
+    audio_ranks: int = 0,
     group_size: int = 1,
     seconds: SecondsOf | None = None,
     token_multiple: int = 128,
@@ -78,11 +79,12 @@ def choose_buckets(
     seed: int = 0,
     time_limit_s: float = 60.0,
 ) -> BucketChoice:
-    """At most `n_buckets` (tiles, rows of tokens) capacities that minimise expected padded time.
+    """At most `n_buckets` capacities (tiles, windows, rows of tokens) that minimise expected padded
+    time.
 
     Args:
       shapes: of the training data (a DataProfile's).
-      vision_ranks, llm_ranks: data-parallel degrees; `vision_ranks=0` for no encoder.
+      vision_ranks, llm_ranks, audio_ranks: data-parallel degrees; 0 without such an encoder.
       group_size: microbatches run by one program call.
       seconds: per-module seconds of one microbatch of a bucket; by default each module's time is
         its volume, scaled so that the modules are equally busy on this data, plus 2% of a
@@ -102,7 +104,7 @@ def choose_buckets(
         raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
     work = _EFFORTS[effort]
     deadline_s = time.perf_counter() + time_limit_s
-    capacity = Capacity(vision_ranks, llm_ranks, group_size)
+    capacity = Capacity(vision_ranks, llm_ranks, group_size, audio_ranks)
     rng = np.random.default_rng(seed)
     n_batches = max(
         min(4, work.batches), round(work.batches * min(1.0, 2 * _USUAL_BATCH / global_batch))
@@ -111,7 +113,7 @@ def choose_buckets(
     batches = [[shapes[i] for i in pick] for pick in picks]
     sizes = _sizes(shapes, capacity, global_batch, token_multiple, max_tiles, max_tokens)
     seconds = seconds or even_seconds(shapes, capacity, global_batch, max_microbatches)
-    front = _largest(shapes)
+    front = _largest(shapes, capacity.modules)
     share = min(1.0, _USUAL_BATCH / global_batch)  # larger batches take longer and differ less
     few = max(1, round(work.first * share))
     evaluator = Evaluator(
@@ -136,8 +138,9 @@ def choose_buckets(
         )
         starts.append(chosen)
     best = refine(best_start(starts, evaluator, few, work.finalists), sizes, evaluator, front)
-    ranked = tuple(sorted(best, key=lambda b: (-b.tokens, -b.tiles)))
-    return evaluate_buckets(ranked, batches, capacity, seconds, max_rounds=work.rounds)
+    return evaluate_buckets(
+        roomiest_first(best), batches, capacity, seconds, max_rounds=work.rounds
+    )
 
 
 def evaluate_buckets(
@@ -150,18 +153,19 @@ def evaluate_buckets(
 ) -> BucketChoice:
     """Schedule the batches with these buckets: what they really cost and pad."""
     costs = BucketCosts(tuple(tuple(seconds(b)) for b in buckets))
-    spent_s, used, room = 0.0, np.zeros(2), np.zeros(2)
+    modules = capacity.modules
+    spent_s, used, room = 0.0, np.zeros(len(modules)), np.zeros(len(modules))
     for batch in batches:
         groups, _, _ = best_groups(batch, buckets, capacity, costs, max_rounds=max_rounds)
         spent_s += span_s(groups, costs)
-        used += [sum(s.llm_tokens for s in batch), sum(s.tiles for s in batch)]
+        used += [sum(s.load(m) for s in batch) for m in modules]
         for b, _ in groups:
-            room += [capacity.tokens(buckets[b]), capacity.tiles(buckets[b])]
+            room += [capacity.room(buckets[b], m) for m in modules]
     share = 1 - used / np.maximum(room, np.maximum(used, 1))
     return BucketChoice(
         buckets=tuple(buckets),
         expected_s=spent_s / len(batches),
-        padding={"llm": float(share[0]), "vision": float(share[1])},
+        padding=dict(zip(modules, share.tolist(), strict=True)),
     )
 
 
@@ -174,13 +178,15 @@ def _sizes(
     max_tokens: int | None,
 ) -> Sizes:
     scale = global_batch / len(shapes)
-    ranks = capacity.vision_ranks
     least_tokens = _round_up(max(s.llm_tokens for s in shapes), token_multiple)
-    least_tiles = -(-max(s.tiles for s in shapes) // ranks) if ranks else 0
+    least_items = {
+        m: -(-max(s.load(m) for s in shapes) // ranks) for m, ranks in capacity.encoders.items()
+    }
     most_tokens = None if max_tokens is None else max_tokens // token_multiple * token_multiple
+    most_items = {} if max_tiles is None else {"vision": max_tiles}
     for least, most, unit in (
         (least_tokens, most_tokens, "tokens"),
-        (least_tiles, max_tiles, "tiles"),
+        (least_items.get("vision", 0), max_tiles, "tiles"),
     ):
         if most is not None and most < least:
             raise ValueError(
@@ -190,11 +196,13 @@ def _sizes(
     return Sizes(
         multiple=token_multiple,
         batch_tokens=sum(s.llm_tokens for s in shapes) * scale / capacity.llm_ranks,
-        batch_tiles=sum(s.tiles for s in shapes) * scale / max(1, ranks),
+        batch_items={
+            m: sum(s.load(m) for s in shapes) * scale / n for m, n in capacity.encoders.items()
+        },
         least_tokens=least_tokens,
-        least_tiles=least_tiles,
+        least_items=least_items,
         most_tokens=most_tokens,
-        most_tiles=max_tiles,
+        most_items=most_items,
         mean_tokens=sum(s.llm_tokens for s in shapes) / len(shapes),
     )
 
@@ -203,19 +211,21 @@ def _candidates(
     sizes: Sizes, capacity: Capacity, max_microbatches: int, shapes: Sequence[SampleShape]
 ) -> list[Bucket]:
     """Candidates of the MILP: an average batch cut evenly into geometrically spaced numbers of
-    microbatches, separately for tiles and tokens, in pairs that the data can fill about equally;
-    one that holds every sample; and those without tiles if some samples have none."""
+    microbatches, separately for encoder items and tokens, in pairs that the data can fill about
+    equally; one that holds every sample; and those without what some samples have nothing of."""
     group = capacity.group_size
     cuts = group * np.unique(
         np.round(np.geomspace(max_microbatches / 4, 6 * max_microbatches, 11) / group).astype(int)
     )
-    every = sizes.bucket(0, 0, holds_all=True)
+    every = sizes.bucket({}, 0, holds_all=True)
     found = {every: None}
     for t_cut, k_cut in product(cuts[cuts > 0].tolist(), repeat=2):
         if 1 / _UNEVEN <= t_cut / k_cut <= _UNEVEN:
-            found[sizes.bucket(sizes.batch_tiles / t_cut, sizes.batch_tokens / k_cut)] = None
-    if sizes.least_tiles and any(s.tiles == 0 for s in shapes):
-        found |= dict.fromkeys([Bucket(0, b.tokens) for b in found])
+            items = {m: volume / t_cut for m, volume in sizes.batch_items.items()}
+            found[sizes.bucket(items, sizes.batch_tokens / k_cut)] = None
+    for module in capacity.encoders:
+        if sizes.least_items[module] and any(s.load(module) == 0 for s in shapes):
+            found |= dict.fromkeys([replace(b, **{ITEMS[module]: 0}) for b in found])
     return list(found)
 
 
@@ -226,14 +236,16 @@ def even_seconds(
     call stands for launching it."""
     scale = global_batch / len(shapes)
     tokens = sum(s.llm_tokens for s in shapes) * scale / capacity.llm_ranks
-    tiles = sum(s.tiles for s in shapes) * scale / max(1, capacity.vision_ranks)
+    volume = {m: sum(s.load(m) for s in shapes) * scale / n for m, n in capacity.encoders.items()}
     call_s = 0.02 / max_microbatches
 
     def seconds(bucket: Bucket) -> tuple[float, ...]:
         llm_s = bucket.tokens * bucket.rows / tokens + call_s
-        if capacity.vision_ranks == 0:
-            return (llm_s,)
-        return (bucket.tiles / tiles + call_s if bucket.tiles and tiles else 0.0, llm_s)
+        items = {m: bucket.items(m) for m in volume}
+        return (
+            *(n / volume[m] + call_s if n and volume[m] else 0.0 for m, n in items.items()),
+            llm_s,
+        )
 
     return seconds
 
@@ -250,37 +262,37 @@ def arrival_buckets(
     """Buckets of the baseline: `per_rank` rows of one sample each, padded to the longest.
 
     Capacities are quantiles of what microbatches drawn in arrival order need (longest sample,
-    most tiles of a rank); the last holds `per_rank` of the largest sample.
+    most tiles or windows of a rank); the last holds `per_rank` of the largest sample.
     """
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(shapes), size=(_ARRIVAL_DRAWS, data_ranks, per_rank))
-    tokens_N = np.array([s.llm_tokens for s in shapes])
-    tiles_N = np.array([s.tiles for s in shapes])
+    tokens_N, tiles_N, windows_N = np.array([(s.llm_tokens, s.tiles, s.windows) for s in shapes]).T
     longest = tokens_N[picks].max(axis=(1, 2))
-    tiles = tiles_N[picks].sum(axis=2).max(axis=1)
-    steps = np.arange(1, n_buckets) / n_buckets
+    tiles, windows = (n[picks].sum(axis=2).max(axis=1) for n in (tiles_N, windows_N))
     buckets = {
         Bucket(
-            int(np.quantile(tiles, q)), _round_up(np.quantile(longest, q), token_multiple), per_rank
+            tiles=int(np.quantile(tiles, q)),
+            tokens=_round_up(np.quantile(longest, q), token_multiple),
+            rows=per_rank,
+            windows=int(np.quantile(windows, q)),
         )
-        for q in steps
+        for q in np.arange(1, n_buckets) / n_buckets
     }
     most = _round_up(tokens_N.max(), token_multiple)
-    buckets.add(Bucket(int(tiles_N.max()) * per_rank, most, per_rank))
-    return tuple(sorted(buckets, key=lambda b: (-b.tokens, -b.tiles)))
+    tiles_of_all, windows_of_all = int(tiles_N.max()) * per_rank, int(windows_N.max()) * per_rank
+    buckets.add(Bucket(tiles_of_all, most, per_rank, windows_of_all))
+    return roomiest_first(list(buckets))
 
 
 def _round_up(value: float, multiple: int) -> int:
     return max(multiple, int(-(-value // multiple)) * multiple)
 
 
-def _largest(shapes: Sequence[SampleShape]) -> list[SampleShape]:
-    """Shapes that no other exceeds in both tiles and tokens: a bucket set that holds these holds
+def _largest(shapes: Sequence[SampleShape], modules: Sequence[str]) -> list[SampleShape]:
+    """Shapes that no other reaches in all that is counted: a bucket set that holds these holds
     all."""
     front: list[SampleShape] = []
-    most_tiles = -1
-    for shape in sorted(shapes, key=lambda s: (-s.llm_tokens, -s.tiles)):
-        if shape.tiles > most_tiles:
+    for shape in sorted(shapes, key=lambda s: (-s.llm_tokens, -s.tiles, -s.windows)):
+        if not any(all(f.load(m) >= shape.load(m) for m in modules) for f in front):
             front.append(shape)
-            most_tiles = shape.tiles
     return front

@@ -48,7 +48,7 @@ def program_of(plan: Plan, task: Task) -> str:
     shape share its program, and what was learnt of it."""
     bucket = plan.buckets[task.group]
     module = next(s.module for s in plan.segments if s.name == task.segment)
-    shape = f"{bucket.rows}x{bucket.tokens}" if module == "llm" else f"{bucket.tiles}"
+    shape = f"{bucket.rows}x{bucket.tokens}" if module == "llm" else f"{bucket.items(module)}"
     return f"{task.segment}/{shape}/{task.direction}"
 
 

@@ -10,10 +10,11 @@ _FORWARD_SHARE = 1 / 3  # of forward and backward
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """Seconds of one microbatch of each bucket: `seconds[bucket][module]`.
+    """Seconds of one microbatch of each bucket: `seconds[bucket][station]`.
 
-    A module's seconds are those of its slowest pipeline stage, forward and backward, at the
-    bucket's padded shape; modules stand in the order of `Plan.modules`. `makespan_s`, if given,
+    A station is a module, or several that share devices and run one after the other; the LLM's is
+    the last. Its seconds are those of its slowest pipeline stage, forward and backward, at the
+    bucket's padded shape. `makespan_s`, if given,
     maps the buckets of a schedule's microbatches, in order, to seconds (a simulator); otherwise
     `pipeline_makespan` does.
     """
@@ -23,7 +24,7 @@ class BucketCosts:
 
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds}) != 1:
-            raise ValueError("bucket costs need one row per bucket, one entry per module in each")
+            raise ValueError("bucket costs need one row per bucket, one entry per station in each")
         if not all(0 <= s < float("inf") for row in self.seconds for s in row):
             raise ValueError(f"bucket costs must be finite and >= 0, got {self.seconds}")
 
@@ -35,8 +36,8 @@ class BucketCosts:
 
 
 def pipeline_makespan(seconds: Sequence[Sequence[float]]) -> float:
-    """Steady pipeline: each microbatch takes its slowest module's time; the first one also fills
-    the pipeline, which adds its other modules' times. 0 for no microbatches."""
+    """Steady pipeline: each microbatch takes its slowest station's time; the first one also fills
+    the pipeline, which adds its other stations' times. 0 for no microbatches."""
     if not seconds:
         return 0.0
     return sum(map(max, seconds)) + sum(seconds[0]) - max(seconds[0])

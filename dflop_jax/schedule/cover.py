@@ -1,8 +1,8 @@
 """How many groups of each bucket could hold a global batch: all cheap answers, in order of cost.
 
 A count vector says how many groups of each bucket run. Necessary conditions (volume of tokens and
-tiles, in total and of the samples that only some buckets hold) are checked for all cheap vectors
-at once; whether the samples really pack is for `packing.py` to find out.
+of encoder items, in total and of the samples that only some buckets hold) are checked for all cheap
+vectors at once; whether the samples really pack is for `packing.py` to find out.
 
 Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -28,23 +29,39 @@ _SHARES = (0.5, 0.95)
 class Capacity:
     """Room of one group of microbatches: what a bucket holds, times ranks, rows and group size.
 
-    `vision_ranks` is 0 for a plan without an encoder: tiles then take no room.
+    Ranks are 0 for an encoder that the plan lacks: its items then take no room.
     """
 
     vision_ranks: int
     llm_ranks: int
     group_size: int = 1
+    audio_ranks: int = 0
 
-    def tiles(self, bucket: Bucket) -> int:
-        return bucket.tiles * self.vision_ranks * self.group_size
+    @cached_property
+    def encoders(self) -> dict[str, int]:
+        """Data ranks of the encoders that the plan has, in the order of its modules."""
+        ranks = {"vision": self.vision_ranks, "audio": self.audio_ranks}
+        return {module: n for module, n in ranks.items() if n}
 
-    def tokens(self, bucket: Bucket) -> int:
-        return bucket.tokens * bucket.rows * self.llm_ranks * self.group_size
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (*self.encoders, "llm")
+
+    def items(self, bucket: Bucket, module: str) -> int:
+        """Items of an encoder that one microbatch holds on all its ranks."""
+        return bucket.items(module) * self.encoders[module]
+
+    def room(self, bucket: Bucket, module: str) -> int:
+        """What a group holds: items of an encoder, tokens of the LLM (`SampleShape.load`)."""
+        if module == "llm":
+            return bucket.tokens * bucket.rows * self.llm_ranks * self.group_size
+        return self.items(bucket, module) * self.group_size
 
     def holds(self, bucket: Bucket, shape: SampleShape) -> bool:
         """Whether a microbatch of this bucket can hold the sample at all (in one row)."""
-        tiles_fit = self.vision_ranks == 0 or shape.tiles <= bucket.tiles * self.vision_ranks
-        return tiles_fit and shape.llm_tokens <= bucket.tokens
+        return shape.llm_tokens <= bucket.tokens and all(
+            shape.load(m) <= self.items(bucket, m) for m in self.encoders
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Demand:
 
 
 def demand(shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity) -> Demand:
-    """Conditions on tokens (a row is a bin) and on tiles (a microbatch is a bin).
+    """Conditions on tokens (a row is a bin) and on encoder items (a microbatch is a bin).
 
     - For each capacity x among the buckets: the samples larger than x must fit, in volume, into
       the buckets larger than x (x = 0: all samples, all buckets).
@@ -64,24 +81,21 @@ def demand(shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: C
       all samples is at most the sum over all bins. `_superadditive` counts whole multiples of a
       common sample size, which is what large samples waste.
     """
-    n, ranks = len(shapes), capacity.vision_ranks
-    tokens_N = np.fromiter((s.llm_tokens for s in shapes), float, n)
-    tiles_N = np.fromiter((s.tiles for s in shapes), float, n)
-    if ranks == 0:
-        tiles_N[:] = 0
-    row_C = np.array([b.tokens for b in buckets], float)
-    tile_C = np.array([b.tiles * ranks for b in buckets], float)
-    rows_C = np.array([b.rows * capacity.llm_ranks for b in buckets], float)
+    bins = [  # of each module: sizes of the samples, size of a bucket's bins, how many it has
+        (
+            np.fromiter((s.load(m) for s in shapes), float, len(shapes)),
+            np.array([b.tokens if m == "llm" else capacity.items(b, m) for b in buckets], float),
+            np.array([b.rows * capacity.llm_ranks if m == "llm" else 1 for b in buckets], float),
+        )
+        for m in capacity.modules
+    ]
     room, need = [], []
-    for size_N, bin_C in ((tokens_N, row_C), (tiles_N, tile_C)):
+    for size_N, bin_C, _ in bins:
         for limit in [0.0, *np.unique(bin_C)[:-1]]:
             needs, able = size_N > limit, bin_C > limit
-            room += [row_C * rows_C * able, tile_C * able]
-            need += [tokens_N[needs].sum(), tiles_N[needs].sum()]
-    for size_N, bin_C, bins_C in (
-        (tokens_N, row_C, rows_C),
-        (tiles_N, tile_C, np.ones_like(rows_C)),
-    ):
+            room += [each_C * count_C * able for _, each_C, count_C in bins]
+            need += [each_N[needs].sum() for each_N, _, _ in bins]
+    for size_N, bin_C, bins_C in bins:
         for unit, share in product(_common_sizes(size_N), _SHARES):
             room.append(_superadditive(bin_C, unit, share) * bins_C)
             need.append(_superadditive(size_N, unit, share).sum())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from dflop_jax.records import Bucket, SampleShape
+from dflop_jax.records import ITEMS, Bucket, SampleShape
 from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.cover import Capacity
 from dflop_jax.schedule.packing import Packed, first_fit, rows_per_microbatch
@@ -26,12 +27,13 @@ def check_fits(
     bad = oversize(shapes, buckets, capacity)
     if bad:
         shape = shapes[bad[0]]
-        largest = max(buckets, key=lambda b: (b.tokens, b.tiles))
-        tiles = f", {largest.tiles * capacity.vision_ranks} tiles" if capacity.vision_ranks else ""
+        largest = max(buckets, key=lambda b: (b.tokens, b.tiles, b.windows))
+        has = "".join(f", {shape.load(m)} {ITEMS[m]}" for m in capacity.encoders)
+        room = "".join(f", {capacity.items(largest, m)} {ITEMS[m]}" for m in capacity.encoders)
         raise ValueError(
-            f"sample {bad[0]} of the batch has {shape.llm_tokens} LLM tokens and {shape.tiles} "
-            f"tiles, the largest bucket {largest.name} holds {largest.tokens} tokens a row{tiles}: "
-            "drop or truncate it (data.oversize) or plan with a bigger bucket"
+            f"sample {bad[0]} of the batch has {shape.llm_tokens} LLM tokens{has}; the largest "
+            f"bucket {largest.name} holds {largest.tokens} tokens a row{room}: drop or truncate "
+            "it (data.oversize) or plan with a bigger bucket"
         )
 
 
@@ -70,23 +72,28 @@ def as_group(
     own_rank: bool = False,
 ) -> tuple[int, Packed] | None:
     """A group of these microbatches, padded with empty ones to the group size, and its cheapest
-    bucket of as many rows; None if no bucket holds them. With `own_rank` the tiles of an LLM
-    rank's samples must fit the vision rank of the same index."""
+    bucket of as many rows; None if no bucket holds them. With `own_rank` the encoder items of an
+    LLM rank's samples must fit the encoder's rank of the same index."""
     width = len(microbatches[0])
-    tiles_room = 1 if own_rank else capacity.vision_ranks
     per = width // capacity.llm_ranks if own_rank else width
     tokens = max(sum(shapes[i].llm_tokens for i in row) for rows in microbatches for row in rows)
-    tiles = max(
-        sum(shapes[i].tiles for row in rows[lo : lo + per] for i in row)
-        for rows in microbatches
-        for lo in range(0, width, per)
-    )
+    items = {
+        m: max(
+            sum(shapes[i].load(m) for row in rows[lo : lo + per] for i in row)
+            for rows in microbatches
+            for lo in range(0, width, per)
+        )
+        for m in capacity.encoders
+    }
     able = [
         b
         for b, bucket in enumerate(buckets)
         if rows_per_microbatch(bucket, capacity) == width
         and tokens <= bucket.tokens
-        and (capacity.vision_ranks == 0 or tiles <= bucket.tiles * tiles_room)
+        and all(
+            n <= (bucket.items(m) if own_rank else capacity.items(bucket, m))
+            for m, n in items.items()
+        )
     ]
     if not able:
         return None
@@ -106,8 +113,9 @@ def greedy_groups(
     one), each group then shrunk to its cheapest bucket; the best choice of main bucket."""
 
     def fill(i: int, bucket: Bucket) -> float:
-        room = bucket.tiles * capacity.vision_ranks
-        return max(shapes[i].llm_tokens / bucket.tokens, shapes[i].tiles / room if room else 0)
+        rooms = {m: capacity.items(bucket, m) for m in capacity.encoders}
+        items = (shapes[i].load(m) / room for m, room in rooms.items() if room)
+        return max(shapes[i].llm_tokens / bucket.tokens, *items, 0.0)
 
     able_N = [
         [b for b in range(len(buckets)) if capacity.holds(buckets[b], shape)] for shape in shapes
@@ -140,13 +148,18 @@ def arrival_groups(
     costs: BucketCosts,
 ) -> Groups:
     """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds
-    its longest sample and, on each rank, the tiles of that rank's own samples."""
-    if capacity.vision_ranks not in (0, capacity.llm_ranks):
-        raise ValueError(
-            f"arrival grouping needs equal data ranks, got vision {capacity.vision_ranks} and llm "
-            f"{capacity.llm_ranks}; plan both modules alike or use balanced grouping"
-        )
-    own = Capacity(min(capacity.vision_ranks, 1), capacity.llm_ranks, capacity.group_size)
+    its longest sample and, on each rank, the encoder items of that rank's own samples."""
+    for module, ranks in capacity.encoders.items():
+        if ranks != capacity.llm_ranks:
+            raise ValueError(
+                f"arrival grouping needs equal data ranks, got {module} {ranks} and llm "
+                f"{capacity.llm_ranks}; plan all modules alike or use balanced grouping"
+            )
+    own = replace(
+        capacity,
+        vision_ranks=min(capacity.vision_ranks, 1),
+        audio_ranks=min(capacity.audio_ranks, 1),
+    )
     check_fits(shapes, buckets, own)
     width = rows_per_microbatch(buckets[0], capacity)
     groups: Groups = []

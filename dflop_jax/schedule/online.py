@@ -22,8 +22,8 @@ _CAP = 20  # times the time limit, at which the clock does stop the search
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    vision = plan.data_ranks("vision") if "vision" in plan.modules else 0
-    return Capacity(vision, plan.data_ranks("llm"), plan.group_size)
+    ranks = {m: plan.data_ranks(m) for m in plan.modules}
+    return Capacity(ranks.get("vision", 0), ranks["llm"], plan.group_size, ranks.get("audio", 0))
 
 
 def schedule_batch(
@@ -53,7 +53,7 @@ def schedule_batch(
             f"costs of {len(costs.seconds)} buckets for a plan of {len(plan.buckets)}; "
             "predict them from the same plan"
         )
-    if len(costs.seconds[0]) != len(plan.modules):
+    if not 1 <= len(costs.seconds[0]) <= len(plan.modules):
         raise ValueError(
             f"bucket costs name {len(costs.seconds[0])} modules, the plan has {plan.modules}"
         )
@@ -96,7 +96,7 @@ def _volume_bound_s(
     capacity: Capacity,
     costs: BucketCosts,
 ) -> float:
-    """Each module must work off the whole volume, at the best price per token and tile."""
+    """Each station must work off the whole volume, at the best price per token and item."""
     wanted = demand(shapes, buckets, capacity)
     by_module = np.array(costs.seconds).T * capacity.group_size
     return max(fractional_cost(wanted, cost_C) for cost_C in by_module)

@@ -1,8 +1,8 @@
 """Packing samples into the rows of given microbatches: vector bin packing with unequal bins.
 
-A row holds `tokens` of its bucket; a microbatch, all its rows together, holds the bucket's tiles
-on every vision rank. The fill (use over room) is balanced as a makespan is; a largest fill of at
-most 1 is a packing.
+A row holds `tokens` of its bucket; a microbatch, all its rows together, holds the bucket's items
+on every rank of an encoder. The fill (use over room) is balanced as a makespan is; a largest fill
+of at most 1 is a packing.
 """
 
 from __future__ import annotations
@@ -60,22 +60,20 @@ def pack(
 def _fill_problem(
     shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity, width: int
 ) -> Problem:
-    tokens = np.array([s.llm_tokens for s in shapes], float)
-    tiles = np.array([s.tiles for s in shapes], float)
-    if capacity.vision_ranks == 0:
-        tiles[:] = 0
+    encoders = tuple(capacity.encoders)
     row_room = np.concatenate(
         [np.arange(width) < rows_per_microbatch(b, capacity) for b in buckets]
     ) * np.repeat([float(b.tokens) for b in buckets], width)
-    tile_room = np.repeat([float(b.tiles * capacity.vision_ranks) for b in buckets], width)
+    item_room = [np.repeat([float(capacity.items(b, m)) for b in buckets], width) for m in encoders]
+    n = 1 + len(encoders)
     return Problem(
-        sizes_RN=np.stack([tokens, tiles]),
-        n_costs=2,
-        limits_R=np.full(2, np.inf),
+        sizes_RN=np.array([[s.load(m) for s in shapes] for m in ("llm", *encoders)], float),
+        n_costs=n,
+        limits_R=np.full(n, np.inf),
         n_bins=len(row_room),
         group=width,
-        grouped_R=(False, True),
-        scale_RB=1 / np.maximum(np.stack([row_room, tile_room]), _NO_ROOM),
+        grouped_R=(False, *(True for _ in encoders)),
+        scale_RB=1 / np.maximum(np.stack([row_room, *item_room]), _NO_ROOM),
     )
 
 
@@ -97,20 +95,21 @@ def first_fit(
     Every sample must fit an empty microbatch (`capacity.holds`).
     """
     width = rows_per_microbatch(bucket, capacity)
-    tile_room = bucket.tiles * capacity.vision_ranks
+    encoders = tuple(capacity.encoders)
+    item_room = np.array([[capacity.items(bucket, m) for m in encoders]], np.int64)
     row_free: Ints = np.zeros(0, np.int64)
-    tile_free: Ints = np.zeros(0, np.int64)
+    item_free: Ints = np.zeros((0, len(encoders)), np.int64)
     packed: Packed = []
     for i in order:
         tokens = shapes[i].llm_tokens
-        tiles = shapes[i].tiles if capacity.vision_ranks else 0
-        fits = (row_free >= tokens) & np.repeat(tile_free >= tiles, width)
+        items = np.array([shapes[i].load(m) for m in encoders], np.int64)
+        fits = (row_free >= tokens) & np.repeat((item_free >= items).all(axis=1), width)
         at = int(fits.argmax()) if fits.any() else len(row_free)
         if at == len(row_free):
             row_free = np.append(row_free, np.full(width, bucket.tokens))
-            tile_free = np.append(tile_free, tile_room)
+            item_free = np.concatenate([item_free, item_room])
             packed.append([[] for _ in range(width)])
         row_free[at] -= tokens
-        tile_free[at // width] -= tiles
+        item_free[at // width] -= items
         packed[at // width][at % width].append(i)
     return packed

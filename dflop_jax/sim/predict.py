@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dflop_jax.pipeline.order import with_backward
+from dflop_jax.pipeline.order import resources, stations, with_backward
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
     BACKWARD,
@@ -24,10 +24,12 @@ from dflop_jax.sim.pipeline import simulate_schedules
 def bucket_costs(
     plan: Plan, seconds: Mapping[Task, float], trainable: Collection[str]
 ) -> BucketCosts:
-    """Per microbatch of each bucket, a module's slowest segment, forward and backward.
+    """Per microbatch of each bucket, forward and backward of modules that share devices together
+    (`pipeline.order.stations`), on the busiest of their devices.
 
     `seconds` are of groups, by (segment, bucket index, direction).
     """
+    of = resources(plan)
     backward = with_backward(plan, trainable)
     final = plan.segments[-1].name
 
@@ -36,9 +38,15 @@ def bucket_costs(
         back = seconds.get(Task(s.name, b, BACKWARD), 0.0) if s.name in backward else 0.0
         return (forward + back) / plan.group_size
 
+    def station_s(modules: Sequence[str], b: int) -> float:
+        busy: dict[int, float] = {}
+        for s in (s for m in modules for s in plan.segments_of(m)):
+            busy[of[s.submesh]] = busy.get(of[s.submesh], 0.0) + segment_s(s, b)
+        return max(busy.values())
+
     return BucketCosts(
         tuple(
-            tuple(max(segment_s(s, b) for s in plan.segments_of(m)) for m in plan.modules)
+            tuple(station_s(modules, b) for modules in stations(plan))
             for b in range(len(plan.buckets))
         )
     )

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import jax
 import msgspec
 
-from dflop_jax.data import Loader, Sample, VisionSpec
+from dflop_jax.data import Loader, MediaSpec, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
-from dflop_jax.pipeline.programs import Programs
-from dflop_jax.pipeline.step import GroupArrays
+from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.records import Plan, SampleShape, Schedule
 from dflop_jax.schedule.online import capacity_of
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -44,8 +43,8 @@ class Batch:
 def own_ranks(programs: Programs) -> Ranks:
     """The data ranks that lie on this process's devices."""
     here = jax.process_index()
-    held: dict[str, set[int]] = {"vision": set(), "llm": set()}
-    counted: dict[str, set[int]] = {"vision": set(), "llm": set()}
+    held: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
+    counted: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
     for s in programs.segments.values():
         module, devices = s.plan.module, s.mesh.devices
         for rank in range(s.data_ranks):
@@ -55,7 +54,7 @@ def own_ranks(programs: Programs) -> Ranks:
             counted[module] |= {
                 r for r in range(s.data_ranks) if devices[0, r, 0].process_index == here
             }
-    return Ranks(held["vision"], held["llm"], counted["vision"], counted["llm"])
+    return Ranks(held, counted)
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,20 @@ class Packer:
     """Packs this process's part of scheduled batches."""
 
     plan: Plan
-    spec: VisionSpec
+    spec: MediaSpec
     ranks: Ranks
     peers: Peers
 
     def own(self, schedule: Schedule, shapes: Sequence[SampleShape]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
-        spread, vision = self.plan.grouping == "balanced", capacity_of(self.plan).vision_ranks
-        return own_samples(schedule, self.plan.buckets, shapes, vision, spread, self.ranks)
+        spread = self.plan.grouping == "balanced"
+        return own_samples(
+            schedule, self.plan.buckets, shapes, self._data_ranks, spread, self.ranks
+        )
+
+    @property
+    def _data_ranks(self) -> dict[str, int]:
+        return {m: self.plan.data_ranks(m) for m in self.plan.modules}
 
     def pack(
         self,
@@ -87,9 +92,8 @@ class Packer:
           RunFailed: the processes hold different schedules.
         """
         plan, room = self.plan, capacity_of(self.plan)
-        vision, llm = room.vision_ranks, room.llm_ranks
         packed: list[tuple[int, PackedGroup]] = []
-        capacity = {"vision": 0, "llm": 0}
+        capacity = dict.fromkeys(plan.modules, 0)
         for group in schedule.groups:
             index = group[0].bucket
             bucket = plan.buckets[index]
@@ -98,39 +102,37 @@ class Packer:
                 bucket,
                 samples,
                 shapes=shapes,
-                vision_ranks=vision,
-                llm_ranks=llm,
+                data_ranks=self._data_ranks,
                 spec=self.spec,
                 spread=plan.grouping == "balanced",
                 ranks=self.ranks,
             )
             packed.append((index, arrays))
-            capacity["vision"] += len(group) * vision * bucket.tiles
-            capacity["llm"] += len(group) * llm * bucket.rows * bucket.tokens
+            for m in plan.modules:
+                capacity[m] += room.room(bucket, m)
         counts = _agree(
             self.peers,
             key,
             schedule,
             (
-                sum(p.supervised_tokens for _, p in packed),
-                sum(p.used_tokens for _, p in packed),
-                sum(p.used_tiles for _, p in packed),
                 n_bad,
+                sum(p.supervised_tokens for _, p in packed),
+                *(sum(p.used[m] for _, p in packed) for m in plan.modules),
             ),
         )
-        used = {"vision": counts[2], "llm": counts[1]}
+        used = dict(zip(plan.modules, counts[2:], strict=True))
         return Batch(
             step=schedule.step,
             shapes=tuple(shapes),
             schedule=schedule,
-            groups=tuple(GroupArrays(b, p.fields, p.visual_index) for b, p in packed),
-            supervised_tokens=counts[0],
-            llm_tokens=counts[1],
+            groups=tuple(GroupArrays(b, p.fields, p.sources) for b, p in packed),
+            supervised_tokens=counts[1],
+            llm_tokens=used["llm"],
             padding_fraction={
                 m: 1.0 - used[m] / capacity[m] if capacity[m] else 0.0 for m in plan.modules
             },
             groups_run=dict(Counter(plan.buckets[b].name for b, _ in packed)),
-            n_bad=counts[3],
+            n_bad=counts[0],
         )
 
 

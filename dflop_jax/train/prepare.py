@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from jax._src import compilation_cache, compiler
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.data import Source, VisionSpec, make_source, make_tokenizer
+from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.pipeline.segment import can_join, parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     DataProfile,
     LayerTiming,
@@ -30,8 +31,6 @@ from dflop_jax.records import (
     ModuleShape,
     Profile,
     SegmentPlan,
-    load,
-    save,
 )
 from dflop_jax.train.distributed import Membership, initialise, run_devices
 from dflop_jax.train.peers import Peers
@@ -110,14 +109,18 @@ class Setup:
 
     def source(self, split: str = "train") -> Source:
         """The dataset, as the model wants its pictures and tokens."""
-        data = self.config.data
-        return make_source(
-            data,
-            VisionSpec(self.model.tile_px, self.model.tokens_per_tile),
+        make = partial(
+            make_source,
+            self.config.data,
+            MediaSpec.of(self.model.preprocessing),
             split,
             eval_fraction=self.eval_fraction,
-            tokenizer=make_tokenizer(data.tokenizer, self.model.vocab_size),
+            vocab_size=self.model.vocab_size,
+            index_dir=self.config.cache_dir,
         )
+        first = make() if self.peers.is_hub else None
+        self.peers.barrier(f"source/{split}")  # the others find the index that process 0 made
+        return first or make()
 
 
 def set_up(config: Config) -> Setup:
@@ -164,15 +167,13 @@ def profile_shapes(
 
     longest = up(max(s.llm_tokens for s in data.shapes))
     rows = sorted({up(longest / 4), up(longest), up(longest * 2)})
-    tiles = max(s.tiles for s in data.shapes)
-    shapes = {m: [ModuleShape(1, t) for t in rows] for m in model.modules}
+    shapes = {}
+    for m, tokens in model.item_tokens.items():
+        most = max(s.load(m) for s in data.shapes)
+        counts = {max(1, most // 8), max(2, most // 2), max(3, most), max(4, 2 * most)}
+        shapes[m] = [ModuleShape(n, tokens) for n in sorted(counts)]
+    shapes["llm"] = [ModuleShape(1, t) for t in rows]
     shapes["llm"] += [ModuleShape(4, rows[0]), ModuleShape(2, longest)]
-    for m in model.modules:
-        if m != "llm":
-            counts = sorted(
-                {max(1, tiles // 8), max(2, tiles // 2), max(3, tiles), max(4, 2 * tiles)}
-            )
-            shapes[m] = [ModuleShape(c, model.patches_per_tile) for c in counts]
     return shapes
 
 

@@ -28,6 +28,7 @@ from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
 from dflop_jax.train.checkpoint import Checkpointer
 from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, make_loader
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Setup, make_plan, make_profile, set_up
@@ -79,6 +80,7 @@ class Trainer:
         self.setup: Setup = set_up(config)
         self.peers = self.setup.peers
         try:
+            self._begin = published(self.setup.model, config.model.weights)
             self.source: Source = self.setup.source()
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
@@ -129,7 +131,7 @@ class Trainer:
         ex = self._prepare(folder, progress, resumed)
         stack.callback(ex.close)
         saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
-        ex.init(config.train.seed)
+        ex.init(config.train.seed, None if resumed else self._begin)
         assert self.profile is not None
         if resumed:
             resumed = restore(saver, resumed, peers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,20 @@ Tree = Any
 PIECE_BYTES = 32 * 2**20
 
 
-def read_segment(folder: Folder, segment: Segment, initial: Tree | None = None) -> Tree:
+def read_segment(
+    folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
+) -> Tree:
     """Parameters of a segment on its submesh; see `read_params`."""
     s = segment.plan
     return read_params(folder, s.module, segment.placed_structs(), s.start, initial)
 
 
 def read_params(
-    folder: Folder, module: str, structs: Tree, start: int = 0, initial: Tree | None = None
+    folder: Folder,
+    module: str,
+    structs: Tree,
+    start: int = 0,
+    initial: Callable[[], Tree] | None = None,
 ) -> Tree:
     """Parameters of (a part of) a module, each read into the shards that this process holds.
 
@@ -37,7 +43,8 @@ def read_params(
       structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
         are stacked along the first dim.
       start: which of the module's layers is the first in `structs`.
-      initial: parameters like `structs`, for those that the folder's map leaves out.
+      initial: makes parameters like `structs`, for those that the folder's map leaves out; called
+        only if there are such.
 
     Raises:
       ValueError: the folder has nothing for a parameter and `initial` is not given.
@@ -46,7 +53,7 @@ def read_params(
     for tensor in folder.map.tensors:
         if tensor.module == module:
             found.setdefault((tensor.part, tensor.path), []).append(tensor)
-    given = dict(jax.tree_util.tree_leaves_with_path(initial)) if initial is not None else {}
+    given: dict[Any, jax.Array] = {}
 
     def one(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
         part, *inner = (key.key for key in path)
@@ -54,6 +61,8 @@ def read_params(
             if part == "layers":
                 tensors = tensors[start : start + struct.shape[0]]
             return _read_leaf(folder, tensors, struct, part == "layers")
+        if initial is not None and not given:
+            given.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in given:
             raise ValueError(
                 f"{folder.path}: nothing for {module}.{part}.{'.'.join(inner)}; give initial "

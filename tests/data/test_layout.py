@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data.layout import Header, OversizeError, assemble, grey_sample, lay_out
-from dflop_jax.data.sample import Limits, VisionSpec
+from dflop_jax.data.layout import Header, OversizeError, assemble, lay_out
+from dflop_jax.data.sample import Limits, MediaSpec
 from dflop_jax.data.text import ByteTokenizer, chat_pieces
-from dflop_jax.records import SampleShape
 
-SPEC = VisionSpec(8, 3)
+SPEC = MediaSpec(8, 3)
 TOKENIZER = ByteTokenizer()
 
 
@@ -38,11 +37,11 @@ def test_truncation(max_tokens, n_media):
     assert len(sample.tokens) <= max_tokens
     assert all(1 <= n <= f for n, f in zip(layout.tiles, full.tiles, strict=True))
     assert sample.supervised.sum() >= 32
-    assert not sample.supervised[sample.visual >= 0].any()
+    assert not sample.supervised[sample.visual.used].any()
     # every visual token once, in order, and the kept text is the front of the whole text
-    assert sample.visual[sample.visual >= 0].tolist() == list(range(3 * len(sample.tiles)))
+    assert sample.visual.index[sample.visual.used, 0].tolist() == list(range(3 * len(sample.tiles)))
     whole = [i for p in pieces for i in p.ids]
-    kept = sample.tokens[sample.visual < 0].tolist()
+    kept = sample.tokens[~sample.visual.used].tolist()
     assert kept == whole[: len(kept)]
     # nothing more than needed is cut
     if full.shape.llm_tokens <= max_tokens:
@@ -64,11 +63,3 @@ def test_tiles_unlike_the_header_are_refused():
     layout = lay_out(pieces, [Header(8, 8)], SPEC, Limits())
     with pytest.raises(ValueError, match="promised"):
         assemble(pieces, layout, [np.zeros((2, 8, 8, 3), np.uint8)], SPEC, 0)
-
-
-@pytest.mark.parametrize("tiles, text", [(0, 1), (2, 5), (3, 0)])
-def test_grey_sample_has_the_shape_and_no_labels(tiles, text):
-    shape = SampleShape(tiles, text, text + 3 * tiles, frames=tiles // 2)
-    sample = grey_sample(shape, SPEC)
-    assert sample.shape == shape
-    assert not sample.supervised.any()

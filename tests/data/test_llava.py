@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import ByteTokenizer, Limits, LlavaSource, SceneSource, VisionSpec, make_source
+from dflop_jax.data import ByteTokenizer, Limits, LlavaSource, MediaSpec, SceneSource, make_source
 
-SPEC = VisionSpec(16, 4)
+SPEC = MediaSpec(16, 4)
 TOKENIZER = ByteTokenizer()
 
 
@@ -38,7 +38,7 @@ def load(folder, records, **options):
 
 
 def text_of(sample):
-    return TOKENIZER.decode(sample.tokens[sample.visual < 0])
+    return TOKENIZER.decode(sample.tokens[~sample.visual.used])
 
 
 def test_order_of_media_follows_the_tags(folder):
@@ -47,7 +47,7 @@ def test_order_of_media_follows_the_tags(folder):
     assert len(sample.tiles) == 1 + 1 + 2  # b is one tile, a its base tile and a grid of 1 x 2
     assert (sample.tiles[0] == (0, 0, 255)).all()
     assert (sample.tiles[1] == (255, 0, 0)).all()
-    first, second = np.split(np.flatnonzero(sample.visual >= 0), [4])
+    first, second = np.split(np.flatnonzero(sample.visual.used), [4])
     assert TOKENIZER.decode(sample.tokens[: first[0]]) == "user\nLeft "
     assert TOKENIZER.decode(sample.tokens[first[-1] + 1 : second[0]]).endswith("user\nright ")
     assert TOKENIZER.decode(sample.tokens[sample.supervised]) == "onetwo"
@@ -184,7 +184,7 @@ def test_make_source(folder):
 def test_all_shared_media_load_as_their_headers_say(shared_data, max_tokens, caplog):
     limits = Limits(max_tokens=max_tokens, max_frames=8)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = LlavaSource(shared_data, VisionSpec(32, 4), TOKENIZER, limits)
+        source = LlavaSource(shared_data, MediaSpec(32, 4), TOKENIZER, limits)
         samples = [source.sample(i) for i in range(len(source))]
     assert [s.shape for s in samples] == [source.shape(i) for i in range(len(source))]
     assert all(s.supervised.any() for s in samples)

@@ -8,10 +8,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from dflop_jax.data import Loader, Sample, VisionSpec
+from dflop_jax.data import Loader, MediaSpec, Sample
+from dflop_jax.data.token_sources import plain
 from dflop_jax.records import SampleShape
 
-SPEC = VisionSpec(4, 1)
+SPEC = MediaSpec(4, 1)
 
 
 class Numbers:
@@ -39,7 +40,7 @@ class Numbers:
         n, text = self.tiles[index], self.texts[index]
         visual = np.append(np.arange(n), np.full(text, -1)).astype(np.int32)
         tokens = np.full(n + text, index, np.int32)
-        return Sample(np.zeros((n, 4, 4, 3), np.uint8), tokens, visual, visual < 0)
+        return Sample(tokens, visual < 0, np.zeros((n, 4, 4, 3), np.uint8), plain(visual))
 
 
 def numbers(samples):
@@ -160,12 +161,12 @@ def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(c
         assert next(batches) == numbers(loader.samples(0))
 
 
-def test_grey_when_nothing_else_fits():
+def test_empty_when_nothing_else_fits():
     source = Numbers(3, broken=[0], tiles=[0, 1, 1])
     loader = Loader(source, global_batch=3, max_bad_fraction=0.5)
-    grey = loader.samples(0)[loader.indices(0).index(0)]
-    assert grey.shape == source.shape(0)
-    assert not grey.supervised.any()
+    empty = loader.samples(0)[loader.indices(0).index(0)]
+    assert (empty.shape.tiles, empty.shape.llm_tokens) == (0, 1)
+    assert not empty.supervised.any()
 
 
 def test_too_many_bad_samples_stop_the_run():

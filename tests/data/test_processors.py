@@ -10,12 +10,13 @@ import pytest
 from dflop_jax.data.anyres import AnyRes
 from dflop_jax.data.audio import read_sound
 from dflop_jax.data.chat import ChatTokenizer
+from dflop_jax.data.compose import compose
 from dflop_jax.data.costs import Preprocessing
 from dflop_jax.data.internvl_tiles import IMAGENET_MEAN, IMAGENET_STD, DynamicTiling, normalized
 from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part
 from dflop_jax.data.mixture_source import MixtureSource
-from dflop_jax.data.omni_sample import compose
+from dflop_jax.data.sample import MediaSpec
 from tests.data.media import made_dataset, upright
 from tests.data.test_chat import CHATML, PARTS, SPECIAL, write
 
@@ -74,7 +75,7 @@ def published(monkeypatch):
     return Published()
 
 
-def ours(tmp_path, chat, how, kind, patches):
+def ours(tmp_path, chat, how, kind, patches=0):
     """(record, its sample) of each made record that has this kind of medium alone."""
     found = MixtureSource(
         Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
@@ -84,6 +85,7 @@ def ours(tmp_path, chat, how, kind, patches):
         index_file=tmp_path / "index.npz",
         max_bad_fraction=1.0,  # a template takes some kinds of media
     )
+    spec = MediaSpec(how.vision.tile_px if how.vision else 0, patches, sound=how.sound)
     out = []
     for i in range(len(found)):
         record = found.record(i)
@@ -91,9 +93,7 @@ def ours(tmp_path, chat, how, kind, patches):
             sample = compose(
                 found.pieces(i),
                 found.media(i),
-                how.sound or MelSpec(),
-                tile_px=how.vision.tile_px if how.vision else 1,
-                patches=patches,
+                spec,
                 placeholder=chat.media_id(kind),
             )
             assert len(sample.tokens) == found.cost(i).llm_tokens
@@ -147,7 +147,7 @@ def test_qwen2_audio(tmp_path, published):
     special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
     folder = write(tmp_path / "tok", published.qwen2_audio_template, special=special)
     processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
-    for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio", 1):
+    for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio"):
         text = rendered(processor.tokenizer, record, "audio")
         sound = read_sound(record.media[0][1], 60_000, 16000)
         expected = processor(text=[text], audio=[sound], sampling_rate=16000, return_tensors="np")

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data import ByteTokenizer, Limits, SceneSource, VisionSpec
+from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
 from dflop_jax.data.scenes import COLOURS
 from dflop_jax.data.tiling import count_tiles
 
-SPEC = VisionSpec(48, 9)
+SPEC = MediaSpec(48, 9)
 TOKENIZER = ByteTokenizer()
 
 

@@ -81,5 +81,6 @@ def fields(module, items, tokens, seed=0):
         "visual": rng.normal(size=(*shape, module.size.width)),
         "segment_ids": segments,
         "positions": positions,
+        "is_newline": rng.random(shape) < 0.1,
     }
     return {n: jnp.asarray(out[n], module.field_spec(n, items, tokens).dtype) for n in names}

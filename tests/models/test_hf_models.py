@@ -137,7 +137,7 @@ def test_llava_onevision(seed):
     (unpadding, newlines, pooling) is the data's."""
     rng = np.random.default_rng(10 + seed)
     decoder = draw_decoder(rng, qkv_bias=seed != 1)
-    size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder)
+    size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder, "anyres")
     model_ours = Llava(size, F32)
     vision, llm = model_ours.modules["vision"], model_ours.modules["llm"]
     map_ = model_ours.weights
@@ -166,7 +166,7 @@ def test_internvl(seed):
     vision_size = draw_vision(rng, "internvit", merge=2)
     six = seed == 1  # at least once each
     vision_size = dataclasses.replace(vision_size, qkv_bias=not six, qk_norm=six, rms_norm=six)
-    model_ours = Llava(LlavaSize(vision_size, decoder), F32)
+    model_ours = Llava(LlavaSize(vision_size, decoder, "dynamic"), F32)
     vision, llm = model_ours.modules["vision"], model_ours.modules["llm"]
     map_ = model_ours.weights
     model = reference(map_, transformers.InternVLForConditionalGeneration, seed)

@@ -28,11 +28,11 @@ SIGLIP = dataclasses.replace(VISION["nano"], merge=1, post_norm=False)
 
 CASES = {
     "llava": (
-        Llava(LlavaSize(SIGLIP, UNTIED), F32),
+        Llava(LlavaSize(SIGLIP, UNTIED, "anyres"), F32),
         transformers.LlavaOnevisionForConditionalGeneration,
     ),
     "internvl, tied": (
-        Llava(LlavaSize(VISION["internvit-nano"], NANO), F32),
+        Llava(LlavaSize(VISION["internvit-nano"], NANO, "dynamic"), F32),
         transformers.InternVLForConditionalGeneration,
     ),
     "qwen2-audio": (

@@ -9,13 +9,15 @@ import pytest
 from model_fields import PARTS, fields
 
 from dflop_jax.contract import MODEL_SHARDED, MultimodalModel
-from models import internvl, qwen2_audio
+from dflop_jax.data import MediaSpec
+from models import internvl, omni, qwen2_audio
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import (
     DECODERS,
     INTERNVL,
+    OMNI,
     QWEN2_AUDIO,
     SIZES,
     VISION,
@@ -110,11 +112,8 @@ def test_every_audio_size_fits_the_contract(name):
     model = qwen2_audio.build(name, "bfloat16")
     assert list(model.modules) == ["audio", "llm"]
     assert model.vocab_size == QWEN2_AUDIO[name].decoder.vocab
-    assert model.frames_per_chunk == 4 * model.tokens_per_chunk
     check_modules(model)
-    audio = model.modules["audio"]
-    assert audio.field_spec("mel", 2, 0).shape == (2, model.mel_bins, model.frames_per_chunk)
-    assert audio.field_spec("mel_frames", 2, 0).shape == (2,)
+    check_preprocessing(model)
 
 
 @pytest.mark.parametrize("name", [*SIZES, *INTERNVL])
@@ -123,8 +122,37 @@ def test_every_size_fits_the_contract(name):
     model: MultimodalModel = factory(name, "bfloat16")
     assert list(model.modules) == ["vision", "llm"]
     assert model.vocab_size == (SIZES | INTERNVL)[name].decoder.vocab
-    assert 1 <= model.tokens_per_tile <= model.patches_per_tile <= model.tile_px**2
+    assert 1 <= model.tokens_per_tile <= model.item_tokens["vision"] <= model.tile_px**2
     check_modules(model)
+    check_preprocessing(model)
+
+
+@pytest.mark.parametrize("name", [*OMNI, "internvit-nano+whisper-nano+nano"])
+def test_every_omni_size_fits_the_contract(name):
+    model: MultimodalModel = omni.build(name, "bfloat16")
+    assert list(model.modules) == ["vision", "audio", "llm"]
+    check_modules(model)
+    check_preprocessing(model)
+
+
+def check_preprocessing(model):
+    """What the data prepares is what the encoders take and give."""
+    spec = MediaSpec.of(model.preprocessing)
+    assert set(model.item_tokens) == set(model.preprocessing) == set(model.modules) - {"llm"}
+    for name, tokens in model.item_tokens.items():
+        module = model.modules[name]
+        wanted = {n for names in module.inputs.values() for n in names}
+        fields = {n: module.field_spec(n, 2, tokens) for n in wanted}
+        given = spec.no_items(name, 2)
+        assert {n: (a.shape, a.dtype) for n, a in given.items()} == {
+            n: (f.shape, f.dtype) for n, f in fields.items()
+        }
+        hidden = jax.eval_shape(module.entry, specs(module, "entry"), fields)
+        assert hidden.shape[:2] == (2, tokens)
+        out = jax.eval_shape(module.exit, specs(module, "exit"), hidden, fields, None)
+        assert out.shape[:2] == (2, spec.features_per_item(name))
+    newline = "image_newline" in specs(model.modules["llm"], "entry")
+    assert newline == (spec.sources > 1)
 
 
 def check_modules(model):
@@ -163,9 +191,9 @@ def test_layers_split_over_the_model_axis():
 
 def test_what_the_data_must_look_like():
     tiny = build("tiny")
-    assert (tiny.tile_px, tiny.patches_per_tile, tiny.tokens_per_tile) == (48, 36, 9)
+    assert (tiny.tile_px, tiny.item_tokens, tiny.tokens_per_tile) == (48, {"vision": 36}, 9)
     ov = build("llava-ov-7b")
-    assert (ov.tile_px, ov.patches_per_tile, ov.tokens_per_tile) == (384, 729, 729)
+    assert (ov.tile_px, ov.item_tokens, ov.tokens_per_tile) == (384, {"vision": 729}, 729)
     spec = ov.modules["llm"].field_spec("visual", 2, 5)
     assert (spec.shape, spec.dtype) == ((2, 5, 3584), jnp.float32)
 

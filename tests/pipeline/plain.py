@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.pipeline.step import GroupArrays
+from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Bucket, Microbatch, Plan, Schedule, SegmentPlan, SubmeshPlan
 
 
@@ -92,7 +92,8 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
         fields = {"llm": {k: np.stack([r[k] for r in rows]).reshape(shape) for k in rows[0]}}
         if bucket.tiles:
             fields["vision"] = {"pixels": np.stack(pixels)}
-        out.append(GroupArrays(group[0].bucket, fields, np.stack(indices).reshape(shape)))
+        sources = {"vision": (np.stack(indices).reshape(*shape, 1),)} if bucket.tiles else {}
+        out.append(GroupArrays(group[0].bucket, fields, sources))
     return out
 
 

@@ -122,7 +122,9 @@ class NnxDecoder:
 @dataclass(frozen=True)
 class ForeignModel:
     modules = {"vision": LinenEncoder(), "llm": NnxDecoder()}
-    tile_px, tokens_per_tile, patches_per_tile, vocab_size = PX, 1, 1, VOCAB
+    tile_px, tokens_per_tile, vocab_size = PX, 1, VOCAB
+    item_tokens = {"vision": 1}
+    preprocessing = {"vision": {"tile_px": PX, "tokens_per_tile": 1}}
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -56,7 +56,7 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, modul
         ends_param_bytes=dict.fromkeys(names, 5_000),
         n_layers={"vision": 2, "llm": 4} if modules == 2 else {"llm": 4},
         entry_share=dict.fromkeys(names, 0.3),
-        patches_per_tile=16,
+        item_tokens={"vision": 16},
         concurrency=concurrency,
         task_overhead_s=1e-4,
     )

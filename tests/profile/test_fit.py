@@ -62,7 +62,7 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
         ends_param_bytes=dict.fromkeys(both, 600),
         n_layers=dict.fromkeys(both, 4),
         entry_share=dict.fromkeys(both, entry_share),
-        patches_per_tile=PATCHES,
+        item_tokens={"vision": PATCHES},
         concurrency=concurrency,
         task_overhead_s=overhead,
     )

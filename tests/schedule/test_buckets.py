@@ -51,7 +51,7 @@ def cheapest_cover(candidates, chosen, batch, capacity, seconds):
 def test_milp_equals_exhaustive_choice(seed):
     rng = np.random.default_rng(seed)
     batches = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
-    front = _largest([s for batch in batches for s in batch])
+    front = _largest([s for batch in batches for s in batch], ("vision", "llm"))
     capacity = Capacity(1, 2)
     candidates = [Bucket(t, k) for t in (0, 6, 12) for k in (64, 128)]
     chosen = solve_choice(
@@ -73,12 +73,14 @@ def test_milp_equals_exhaustive_choice(seed):
 
 
 def test_largest_is_the_pareto_front():
-    shapes = make_batch(np.random.default_rng(0), 50)
-    front = _largest(shapes)
-    for s in shapes:
-        assert any(f.tiles >= s.tiles and f.llm_tokens >= s.llm_tokens for f in front)
-    for a, b in itertools.permutations(front, 2):
-        assert a.tiles > b.tiles or a.llm_tokens > b.llm_tokens
+    rng = np.random.default_rng(0)
+    shapes = [replace(s, windows=int(rng.integers(4))) for s in make_batch(rng, 50)]
+    for modules in (("vision", "llm"), ("vision", "audio", "llm"), ("llm",)):
+        front = _largest(shapes, modules)
+        for s in shapes:
+            assert any(all(f.load(m) >= s.load(m) for m in modules) for f in front)
+        for a, b in itertools.permutations(front, 2):
+            assert any(a.load(m) > b.load(m) for m in modules)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,9 @@ def test_an_unknown_effort_is_refused(shapes):
 
 @pytest.mark.parametrize("most_tiles, most_tokens", [(None, None), (12, 256)])
 def test_chains_keep_to_the_limits(most_tiles, most_tokens):
-    sizes = Sizes(64, 4000.0, 130.0, 256, 12, most_tokens, most_tiles, mean_tokens=60.0)
+    most_items = {} if most_tiles is None else {"vision": most_tiles}
+    batch, least = {"vision": 130.0}, {"vision": 12}
+    sizes = Sizes(64, 4000.0, batch, 256, least, most_tokens, most_items, mean_tokens=60.0)
     starts = chains(sizes, 4, 8, quadratic_seconds)
     assert len(set(starts)) == len(starts) > 0
     assert any(b.rows > 1 for start in starts for b in start)

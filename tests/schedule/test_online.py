@@ -201,8 +201,8 @@ def test_oversize_sample_is_named_with_the_choices(small_plan):
 def test_costs_that_do_not_match_are_refused(small_plan):
     with pytest.raises(ValueError, match="1 buckets for a plan of 4"):
         schedule_batch([], small_plan, BucketCosts(((1.0, 1.0),)))
-    with pytest.raises(ValueError, match="1 modules"):
-        schedule_batch([], small_plan, BucketCosts(((1.0,),) * 4))
+    with pytest.raises(ValueError, match="3 modules"):
+        schedule_batch([], small_plan, BucketCosts(((1.0,) * 3,) * 4))
     with pytest.raises(ValueError, match="one row per bucket"):
         BucketCosts(((1.0, 2.0), (1.0,)))
     with pytest.raises(ValueError, match="finite"):

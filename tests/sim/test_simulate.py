@@ -199,7 +199,7 @@ def constant_profile(layer_s, backward_s):
     zero = {"vision": 0, "llm": 0}
     one = {"vision": 1, "llm": 1}
     half = {"vision": 0.5, "llm": 0.5}
-    return ModelProfile("k", "cpu", timings, zero, zero, one, half, 16, concurrency=8.0)
+    return ModelProfile("k", "cpu", timings, zero, zero, one, half, {"vision": 16}, concurrency=8.0)
 
 
 def test_simulate_runs_whole_batches():

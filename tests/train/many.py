@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dflop_jax.records import Bucket, Plan, SubmeshPlan, save
+from dflop_jax.record_files import save
+from dflop_jax.records import Bucket, Plan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 
 from ..plans import NANO, nano_profile

@@ -15,7 +15,7 @@ import pytest
 
 from dflop_jax import CheckpointConfig, ScheduleConfig
 from dflop_jax.cli import main
-from dflop_jax.records import save
+from dflop_jax.record_files import save
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.correction import Correction, Monitor
 from dflop_jax.train.correct import Corrector

@@ -15,7 +15,7 @@ from models.sizes import DECODERS, VISION, LlavaSize
 PARTS = ("entry", "layers", "exit")
 DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96)
 TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
-MODEL = Llava(LlavaSize(TOWER, DECODER), jnp.dtype("float32"))
+MODEL = Llava(LlavaSize(TOWER, DECODER, "dynamic"), jnp.dtype("float32"))
 
 # The tower over stages and heads; the LLM in two segments, of which one is replicated over data.
 PLAN = Plan(

@@ -99,7 +99,7 @@ def test_parts_of_a_model_from_folders_of_their_own(tmp_path):
         write_folder(tmp_path / key, map_, held(published))
         source = Folder(tmp_path / key, map_)
         source.check()
-        found = read_params(source, key, one_device(ours[key]), initial=ours[key])
+        found = read_params(source, key, one_device(ours[key]), initial=lambda key=key: ours[key])
         want = dict(published[key])
         if key == "vision":
             want["exit"] = ours[key]["exit"]

@@ -48,23 +48,24 @@ def test_segments_are_written_as_the_model(folder, tmp_path):
 def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
     """Tensors without use here, in the spelling and with the values of the source."""
     vision = VisionSize(8, 4, 8, 1, 2, 8, post_norm=False)
-    model = llava.Llava(LlavaSize(vision, DECODER), MODEL.dtype)
+    model = llava.Llava(LlavaSize(vision, DECODER, "anyres"), MODEL.dtype)
     params = random_params(model, 4)
     write_folder(tmp_path / "a", model.weights, held(params))
     file = tmp_path / "a" / "model.safetensors"
     arrays = load_file(file)
-    np.testing.assert_array_equal(arrays.pop("image_newline"), np.zeros(DECODER.width))
-    np.testing.assert_array_equal(arrays["vision_tower.post_layernorm.weight"], np.ones(8))
-    newline = np.arange(DECODER.width, dtype=np.float16)
-    save_file(arrays | {"model.image_newline": newline}, file)
+    np.testing.assert_array_equal(arrays["image_newline"], params["llm"]["entry"]["image_newline"])
+    name = "vision_tower.post_layernorm.weight"
+    np.testing.assert_array_equal(arrays.pop(name), np.ones(8))
+    scale = np.arange(8, dtype=np.float16)
+    save_file(arrays | {f"model.{name}": scale}, file)
 
     source = Folder(tmp_path / "a", model.weights)
     source.check()
     write_folder(tmp_path / "b", model.weights, held(params), source=source)
     again = load_file(tmp_path / "b" / "model.safetensors")
-    assert again.keys() == {*arrays, "model.image_newline"}
-    assert again["model.image_newline"].dtype == np.float16
-    np.testing.assert_array_equal(again["model.image_newline"], newline)
+    assert again.keys() == {*arrays, f"model.{name}"}
+    assert again[f"model.{name}"].dtype == np.float16
+    np.testing.assert_array_equal(again[f"model.{name}"], scale)
 
 
 def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):

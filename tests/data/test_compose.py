@@ -5,21 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflop_jax.data import ByteTokenizer
+from dflop_jax.data import ByteTokenizer, MediaSpec
 from dflop_jax.data.anyres import AnyRes
+from dflop_jax.data.compose import compose, fit_text
 from dflop_jax.data.costs import Preprocessing, SampleCosts
 from dflop_jax.data.decode import Pictures, Sound
 from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part
 from dflop_jax.data.mixture_source import MixtureSource
-from dflop_jax.data.omni_sample import compose, fit_text
 from dflop_jax.data.text import OMNI_TAG, Piece, chat_pieces
 from dflop_jax.data.token_sources import plain
+from dflop_jax.records import SampleShape
 from tests.data.media import made_dataset
 
 VISION = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56)))
 SPEC = MelSpec(n_mels=4, window_s=1, max_windows=3)
-OPTIONS = {"tile_px": 28, "patches": 4, "placeholder": 77}
+MEDIA = MediaSpec(28, 4, "anyres", 4, SPEC)
+OPTIONS = {"placeholder": 77}
 
 
 def pictures(n, first):
@@ -36,7 +38,7 @@ def test_media_stand_in_their_own_order():
     media = (pictures(2, 5), sound(1, 10, 40), pictures(1, 9), sound(2, 30, 120))
     pieces = (Piece((1, 2)), Piece(medium=2), Piece(medium=3), Piece((3,), True), Piece(medium=0),
               Piece(medium=1), Piece((4, 5, 6), True))  # fmt: skip
-    got = compose(pieces, media, SPEC, **OPTIONS)
+    got = compose(pieces, media, MEDIA, **OPTIONS)
     text = [1, 2, *[77] * 34, 3, *[77] * 18, 4, 5, 6]
     assert got.tokens.tolist() == text
     assert got.supervised.tolist() == [t in (3, 4, 5, 6) for t in text]
@@ -55,7 +57,7 @@ def test_media_stand_in_their_own_order():
 def test_text_is_cut_from_the_end_and_media_stay(kept):
     media = (pictures(1, 5),)
     pieces = (Piece((1, 2)), Piece(medium=0), Piece((3, 4, 5, 6), True))
-    got = compose(pieces, media, SPEC, text_tokens=kept, **OPTIONS)
+    got = compose(pieces, media, MEDIA, text_tokens=kept, **OPTIONS)
     whole = [1, 2, 3, 4, 5, 6][:kept]
     assert got.tokens.tolist() == [*whole[:2], *[77] * 4, *whole[2:]]
 
@@ -66,7 +68,7 @@ def test_nothing_at_all():
     for pieces, media in [((Piece(medium=0),), ()), ((), (sound(1, 2, 9),)),
                           ((Piece(medium=0), Piece(medium=0)), (sound(1, 2, 9),))]:  # fmt: skip
         with pytest.raises(ValueError, match=r"each of \d media once"):
-            compose(pieces, media, SPEC, **OPTIONS)
+            compose(pieces, media, MEDIA, **OPTIONS)
 
 
 def test_every_kind_of_sample_is_as_large_as_its_cost(tmp_path):
@@ -80,9 +82,13 @@ def test_every_kind_of_sample_is_as_large_as_its_cost(tmp_path):
     )
     for i in range(len(found)):
         cost = found.cost(i)
-        got = compose(found.pieces(i), found.media(i), SPEC, **OPTIONS)
+        got = compose(found.pieces(i), found.media(i), MEDIA, **OPTIONS)
         assert len(got.tokens) == len(got.supervised) == cost.llm_tokens
         assert (len(got.tiles), len(got.mel)) == (cost.tiles, cost.windows)
+        text = cost.text_tokens
+        assert got.shape == SampleShape(
+            cost.tiles, text, cost.llm_tokens, cost.frames, cost.windows
+        )
         assert got.mel_frames.sum() == cost.audio_frames
         seen = got.visual.weight.any(1) | got.visual.newline
         assert seen.sum() == cost.visual_tokens

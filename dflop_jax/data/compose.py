@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from dflop_jax.data.costs import SampleCosts
 from dflop_jax.data.decode import Pictures, Sound
 from dflop_jax.data.layout import ANSWER_TOKENS
-from dflop_jax.data.mel import MelSpec, encoder_tokens
+from dflop_jax.data.mel import MelSpec
+from dflop_jax.data.sample import MediaSpec, Sample
 from dflop_jax.data.text import Piece
-from dflop_jax.data.token_sources import TokenSources, join
-
-
-@dataclass(frozen=True, eq=False)
-class OmniSample:
-    """A decoded sample of t LLM tokens, n tiles and w windows of sound.
-
-    tiles: uint8 [n, px, px, 3]. mel: float32 [w, n_mels, frames]; mel_frames: int32 [w], how many
-    of them are no padding.
-    tokens: int32 [t]; supervised: bool [t], whether the token is part of an answer.
-    visual: sources of each token, index into the n * patches patches of all tiles; of text and
-    sound all weights are 0 and `newline` is False.
-    audio: int32 [t], window * window_tokens + k of the token's place among the encoder's outputs,
-    or -1 for tokens that are no sound.
-    """
-
-    tiles: np.ndarray
-    mel: np.ndarray
-    mel_frames: np.ndarray
-    tokens: np.ndarray
-    supervised: np.ndarray
-    visual: TokenSources
-    audio: np.ndarray
+from dflop_jax.data.token_sources import TokenSources, join, plain
 
 
 def fit_text(
@@ -54,17 +33,14 @@ def fit_text(
 def compose(
     pieces: Sequence[Piece],
     media: Sequence[Pictures | Sound],
-    spec: MelSpec,
+    spec: MediaSpec,
     *,
-    tile_px: int,
-    patches: int,
     placeholder: int,
     text_tokens: int | None = None,
-) -> OmniSample:
+) -> Sample:
     """The sample of tokenized text and decoded media.
 
     Args:
-      patches: patches that the encoder makes of a tile (`TokenSources` count them).
       placeholder: token id that stands where media are; any, since it is not embedded.
       text_tokens: text tokens kept, from the front; None: all.
 
@@ -74,7 +50,7 @@ def compose(
     if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
         raise ValueError(f"the text does not place each of {len(media)} media once")
     room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
-    window_tokens = int(encoder_tokens(np.array(spec.window_frames)))
+    window_tokens = spec.features_per_item("audio") if spec.sound else 0
     first_tile, first_window = _starts(media)
     tokens: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
@@ -85,30 +61,42 @@ def compose(
         if medium is None:
             ids = np.asarray(p.ids[:room], np.int64)
             room -= len(ids)
-            seen, heard = _none(len(ids)), np.full(len(ids), -1)
+            seen, heard = _text(len(ids)), np.full(len(ids), -1)
         elif isinstance(medium, Pictures):
-            seen = medium.tokens.shifted(first_tile[p.medium] * patches)
+            seen = medium.tokens.shifted(first_tile[p.medium] * spec.tokens_per_tile)
             ids, heard = np.full(len(seen), placeholder), np.full(len(seen), -1)
         else:
             heard = first_window[p.medium] * window_tokens + np.arange(medium.tokens)
-            ids, seen = np.full(len(heard), placeholder), _none(len(heard))
+            ids, seen = np.full(len(heard), placeholder), _text(len(heard))
         tokens.append(ids)
         supervised.append(np.full(len(ids), p.supervised))
         visual.append(seen)
         audio.append(heard)
-    sounds = [m for m in media if isinstance(m, Sound)]
-    pictures = [m.tiles for m in media if isinstance(m, Pictures)]
-    no_mel = np.zeros((0, spec.n_mels, spec.window_frames), np.float32)
-    frames = [_window_frames(m, spec) for m in sounds]
-    return OmniSample(
-        tiles=np.concatenate([np.zeros((0, tile_px, tile_px, 3), np.uint8), *pictures]),
-        mel=np.concatenate([no_mel, *(m.mel for m in sounds)]),
-        mel_frames=np.concatenate([np.zeros(0, np.int32), *frames]).astype(np.int32),
+    pictures = [m for m in media if isinstance(m, Pictures)]
+    no_tiles = np.zeros((0, spec.tile_px, spec.tile_px, 3), np.uint8)
+    found = Sample(
         tokens=np.concatenate([np.zeros(0, np.int64), *tokens]).astype(np.int32),
         supervised=np.concatenate([np.zeros(0, bool), *supervised]),
+        tiles=np.concatenate([no_tiles, *(m.tiles for m in pictures)]),
         visual=join(visual),
-        audio=np.concatenate([np.zeros(0, np.int64), *audio]).astype(np.int32),
+        frames=sum(m.frames for m in pictures),
     )
+    sounds = [m for m in media if isinstance(m, Sound)]
+    if not sounds:
+        return found
+    assert spec.sound is not None, "the model takes no sound"
+    frames = [_window_frames(m, spec.sound) for m in sounds]
+    return replace(
+        found,
+        mel=np.concatenate([m.mel for m in sounds]),
+        mel_frames=np.concatenate(frames).astype(np.int32),
+        audio=np.concatenate(audio).astype(np.int32),
+    )
+
+
+def _text(n: int) -> TokenSources:
+    """Tokens that are neither patches nor newlines."""
+    return plain(np.full(n, -1))
 
 
 def _starts(media: Sequence[Pictures | Sound]) -> tuple[list[int], list[int]]:
@@ -116,11 +104,6 @@ def _starts(media: Sequence[Pictures | Sound]) -> tuple[list[int], list[int]]:
     tiles = np.cumsum([0, *(len(m.tiles) if isinstance(m, Pictures) else 0 for m in media)])
     windows = np.cumsum([0, *(len(m.mel) if isinstance(m, Sound) else 0 for m in media)])
     return tiles.tolist(), windows.tolist()
-
-
-def _none(n: int) -> TokenSources:
-    """Tokens that are neither patches nor newlines."""
-    return TokenSources(np.zeros((n, 4), np.int32), np.zeros((n, 4), np.float32), np.zeros(n, bool))
 
 
 def _window_frames(sound: Sound, spec: MelSpec) -> np.ndarray:

@@ -1,0 +1,73 @@
+"""Pictures, clips and sound in one model: two encoders side by side and one decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from models import hf
+from models.audio import AudioModule
+from models.decoder import DecoderModule
+from models.hf_tensors import WeightMap
+from models.llava import known_dtype
+from models.media import audio_facts, vision_facts
+from models.sizes import OmniSize, find_omni
+from models.vit import VisionModule
+
+
+@dataclass(frozen=True)
+class Omni:
+    """Modules in topological order and what the data must look like."""
+
+    size: OmniSize
+    dtype: jnp.dtype
+
+    @property
+    def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
+        s, width = self.size, self.size.decoder.width
+        return {
+            "vision": VisionModule(s.vision, width, self.dtype),
+            "audio": AudioModule(s.audio, width, self.dtype),
+            "llm": DecoderModule(s.decoder, self.dtype, newline=s.layout == "anyres"),
+        }
+
+    @property
+    def item_tokens(self) -> Mapping[str, int]:
+        return {"vision": self.size.vision.tokens_in_tower, "audio": self.size.audio.positions}
+
+    @property
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        s = self.size
+        return {
+            "vision": vision_facts(s.vision, s.layout),
+            "audio": audio_facts(s.audio, s.max_windows),
+        }
+
+    @property
+    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+        """Where checkpoints of transformers have the parts that are published alone."""
+        modules = self.modules
+        return {
+            "vision": lambda: hf.tower(modules["vision"]),
+            "llm": lambda: hf.decoder(modules["llm"]),
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        return self.size.decoder.vocab
+
+
+def build(size: str = "omni-tiny", dtype: str = "float32") -> Omni:
+    """The model of a named size (see `models.sizes`).
+
+    Args:
+      size: a composition such as "omni-tiny", or VISION+AUDIO+DECODER.
+      dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+
+    Raises:
+      ValueError: unknown size or dtype; the message lists the known ones.
+    """
+    return Omni(find_omni(size), known_dtype(dtype))

@@ -1,0 +1,97 @@
+"""A run begins with published weights, whole or of parts, on any plan; wrong ones are refused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.train.initial import published
+from dflop_jax.weights import write_folder
+from models import hf, llava, omni
+from tests.pipeline import plain
+from tests.weights.conftest import held, random_params
+
+ANYRES = llava.build("anyres-nano")
+PLANS = [((0, 1, 1, 1), (1, 1, 1, 1), 1), ((0, 1, 2, 1), (2, 2, 1, 2), 2)]
+
+
+def begun(model, plan, begin):
+    """By module, the parameters that a run begins with."""
+    ex = Executor(model, plan, optax.sgd(1.0))
+    ex.init(3, begin)
+    found = plain.join(plan, ex.state.params)
+    ex.close()
+    return found
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, parameters) of a published model."""
+    params = random_params(ANYRES, 1)
+    folder = tmp_path_factory.mktemp("whole") / "hf"
+    write_folder(folder, ANYRES.weights, held(params))
+    return folder, params
+
+
+@pytest.mark.parametrize("vision, llm, group_size", PLANS)
+def test_a_whole_model(whole, vision, llm, group_size):
+    folder, params = whole
+    plan = plain.plan_of(ANYRES, vision, llm, group_size=group_size)
+    assert_same(begun(ANYRES, plan, published(ANYRES, (str(folder),))), params)
+
+
+def test_parts_with_a_fresh_connector(tmp_path):
+    """A tower and a decoder that were published apart, in a model that has sound too."""
+    model = omni.build("omni-nano")
+    params = random_params(model, 2)
+    for module, map_ in (
+        ("vision", hf.tower(model.modules["vision"])),
+        ("llm", hf.decoder(model.modules["llm"])),
+    ):
+        write_folder(tmp_path / module, map_, held({module: params[module]}))
+    from tests.pipeline.test_omni import make_plan
+
+    plan = make_plan(model, {"vision": (0, 1, 1, 1), "audio": (1, 1, 1, 1), "llm": (2, 1, 2, 1)})
+    names = tuple(f"{m}={tmp_path / m}" for m in ("vision", "llm"))
+    found, fresh = begun(model, plan, published(model, names)), begun(model, plan, None)
+    assert_same(found["llm"], params["llm"])
+    assert_same(found["audio"], fresh["audio"])
+    for part in ("entry", "layers"):
+        assert_same(found["vision"][part], params["vision"][part])
+    read = {"norm"} & found["vision"]["exit"].keys()  # the tower's norm stands with the connector
+    for name in found["vision"]["exit"].keys() - read - {"post_norm"}:
+        assert_same(found["vision"]["exit"][name], fresh["vision"]["exit"][name])
+
+
+def test_nothing_published_is_nothing_to_read():
+    assert published(ANYRES, ()) is None
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        (("/no/such/folder",), "no such"),
+        (("audio=/x",), "no published weights of 'audio'; known: vision, llm"),
+        (("/x", "llm=/y"), "one folder of the whole model, or MODULE=FOLDER"),
+    ],
+)
+def test_wrong_weights_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
+        published(ANYRES, weights)
+
+
+def test_a_model_without_a_published_form():
+    with pytest.raises(ValueError, match="no published form; give MODULE=FOLDER"):
+        published(omni.build("omni-nano"), ("/x",))
+
+
+def test_weights_of_another_model(whole):
+    folder, _ = whole
+    with pytest.raises(ValueError, match="choose the size that this folder holds"):
+        published(llava.build("llava-ov-0.5b"), (str(folder),))

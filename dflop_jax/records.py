@@ -17,6 +17,8 @@ import msgspec
 
 VERSION = 1
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
+# Between submeshes, in traces: activations of a segment, and the gradients that come back to it.
+SEND, RETURN = "send", "return"
 T = TypeVar("T")
 
 

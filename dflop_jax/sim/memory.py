@@ -79,6 +79,25 @@ def memory_over_time(
     }
 
 
+def memory_of_run(
+    plan: Plan, profile: ModelProfile, trace: Trace, buckets: Mapping[int, str]
+) -> dict[str, StepFunction]:
+    """`memory_over_time` of a saved trace, whose groups' buckets are known by name.
+
+    Raises:
+      ValueError: a group's bucket is not known, or the profile is not of this plan.
+    """
+    index = {bucket.name: b for b, bucket in enumerate(plan.buckets)}
+    groups = {e.group for e in trace.events if e.group >= 0}
+    if any(buckets.get(g) not in index for g in groups):
+        raise ValueError("the trace does not name a bucket of the plan for every group")
+    if {e.segment for e in trace.events} - {s.name for s in plan.segments}:
+        raise ValueError("the trace is of another plan")
+    return memory_over_time(
+        plan, trace, {g: index[buckets[g]] for g in groups}, byte_table(plan, profile)
+    )
+
+
 def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:
     points: list[tuple[float, float]] = []
     held = 0.0

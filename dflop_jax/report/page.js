@@ -103,7 +103,8 @@ function makePanel(data, index) {
   const rows = placed(data.rows), bars = rows.foot, height = bars + below + 2;
   const out = svg(figure, "svg", { height, role: "group", "aria-label": `Timeline of ${data.title}` });
   const panel = { data, index, out, rows, bars: [], curves: [], byRow: data.rows.map(() => []), spot: [] };
-  panel.plot = svg(out, "svg", { class: "plot", x: box.left, y: 0, width: box.inner, height });
+  // Clipped, it would be a stop of the tab key; so it only takes the focus of a click, for the keys.
+  panel.plot = svg(out, "svg", { class: "plot", x: box.left, width: box.inner, height, tabindex: -1 });
   svg(panel.plot, "rect", { class: "catch", width: box.inner, height });
   panel.grounds = data.rows.map((row, r) => {
     const [y, height] = rows[r], middle = box.narrow ? y - 6 : y + height / 2 + 4;

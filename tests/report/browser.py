@@ -105,16 +105,14 @@ class Browser:
 
     def show(self, page: Path, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
         """Open a file at a window size, in light or dark."""
-        self._devtools(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._devtools("Emulation.setEmulatedMedia", features=[scheme])
         self._post("/url", {"url": page.resolve().as_uri()})
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", **size)
 
     def js(self, body: str, *args: Any) -> Any:
         """What a function of this body returns, after the page's next two frames."""
@@ -136,6 +134,20 @@ class Browser:
         filled = [{"button": 0, "duration": 20, **step} for step in steps]
         mouse = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}}
         self._post("/actions", {"actions": [mouse | {"actions": filled}]})
+
+    def pinch(self, y: float, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Two fingers from x positions to others."""
+        fingers = []
+        for name, a, b in zip(("one", "two"), start, end):
+            steps: list[dict[str, Any]] = [
+                {"type": "pointerMove", "x": round(a), "y": round(y), "duration": 0},
+                {"type": "pointerDown", "button": 0},
+                {"type": "pointerMove", "x": round(b), "y": round(y), "duration": 50},
+                {"type": "pointerUp", "button": 0},
+            ]
+            touch = {"type": "pointer", "id": name, "parameters": {"pointerType": "touch"}}
+            fingers.append(touch | {"actions": steps})
+        self._post("/actions", {"actions": fingers})
 
     def hover(self, x: float, y: float) -> None:
         self.pointer({"type": "pointerMove", "x": round(x), "y": round(y)})

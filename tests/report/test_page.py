@@ -165,6 +165,31 @@ def test_a_drag_marks_a_range_and_then_moves_it(browser, shown):
     assert browser.js(RANGE)[0] == 0  # it stops at the start
 
 
+def test_two_fingers_spread_the_range(browser, shown):
+    span = max(t.makespan_s for t in shown())
+    left, top, width = plot_box(browser)
+    at = [left + f * width for f in (0.4, 0.6, 0.2, 0.8)]
+    browser.pinch(top + 30, (at[0], at[1]), (at[2], at[3]))
+    low, high = browser.js(RANGE)
+    assert low / span == pytest.approx(1 / 3, abs=0.02)  # 0.4 to 0.6 now fill 0.2 to 0.8
+    assert high / span == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_a_new_width_keeps_the_range(browser, shown):
+    traces = shown()
+    browser.js("document.querySelector('[data-do=in]').click()")
+    before, texts = browser.js(RANGE), browser.js("return document.querySelectorAll('b').length")
+    browser.resize(400, 900)
+    browser.js("return 0")
+    assert browser.js(RANGE) == before
+    assert [len(p) for p in browser.js(BOXES)] == [len(t.events) for t in traces]
+    assert browser.js("return document.querySelectorAll('b').length") == texts
+    assert browser.js("return document.documentElement.scrollWidth") <= 400
+    left, top, width = plot_box(browser)
+    browser.wheel(left + width / 2, top + 30, -120)  # the new drawing listens too
+    assert browser.js(RANGE)[1] - browser.js(RANGE)[0] < before[1] - before[0]
+
+
 def test_memory_is_drawn_to_scale_and_told(browser, shown):
     shown()
     left, _, width = plot_box(browser)

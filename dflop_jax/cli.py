@@ -104,6 +104,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _profile(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
+    from dflop_jax.records import ITEMS
     from dflop_jax.train import prepare
 
     config = _config(args)
@@ -118,13 +119,12 @@ def _profile(args: argparse.Namespace) -> Any:
             shape = f"{t.shape.items} x {t.shape.tokens}"
             table.add_row(t.module, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
         _show(table)
-        shapes = profile.data.shapes
+        units = {m: ITEMS[m] for m in profile.model.item_tokens} | {"llm": "LLM tokens"}
+        loads = {unit: [s.load(m) for s in profile.data.shapes] for m, unit in units.items()}
+        means = (f"{sum(n) / len(n):.1f} {u} on average (most {max(n)})" for u, n in loads.items())
         _show(
-            f"{profile.data.n_total} samples of {profile.data.source}: "
-            f"{sum(s.tiles for s in shapes) / len(shapes):.1f} tiles on average (most "
-            f"{max(s.tiles for s in shapes)}), "
-            f"{sum(s.llm_tokens for s in shapes) / len(shapes):.0f} LLM tokens (most "
-            f"{max(s.llm_tokens for s in shapes)}); wrote {out}"
+            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(means)}; "
+            f"wrote {out}"
         )
     return profile.model
 
@@ -154,11 +154,12 @@ def _plan(args: argparse.Namespace) -> Any:
 
 def _simulate(args: argparse.Namespace) -> Any:
     from dflop_jax.plan.evaluate import sample_batches
-    from dflop_jax.record_files import load
+    from dflop_jax.record_files import load, save
     from dflop_jax.records import Plan
+    from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED
     from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
     from dflop_jax.report.trace import write_trace
-    from dflop_jax.sim import simulate
+    from dflop_jax.sim.predict import schedule_batches, simulate_scheduled
     from dflop_jax.train import prepare
 
     config = _config(args)
@@ -171,9 +172,14 @@ def _simulate(args: argparse.Namespace) -> Any:
     else:
         plan = prepare.make_plan(setup, profile, _ticker("planning")).plan
     batches = sample_batches(profile.data.shapes, config.train.global_batch, args.batches)
-    trace = simulate(plan, batches, profile.model)
+    schedules = schedule_batches(plan, batches, profile.model)
+    trace = simulate_scheduled(plan, schedules, profile.model)
     folder = _run_dir(config)
-    write_trace(folder / "simulated.json", [trace])
+    used = [plan.buckets[group[0].bucket].name for s in schedules for group in s.groups]
+    write_trace(folder / SIMULATED, [trace], dict(enumerate(used)))
+    if not (folder / PLAN).exists():  # that of a run stays
+        save(plan, folder / PLAN)
+        save(profile, folder / PROFILE)
     names = tuple(m.name for m in plan.submeshes)
     panel = Panel(f"{plan.policy}, simulated", trace, segment_modules(plan), names)
     draw_timeline([panel], folder / "simulated.png")
@@ -186,7 +192,7 @@ def _simulate(args: argparse.Namespace) -> Any:
         busy = ", ".join(f"{k} {v:.0%}" for k, v in summary["busy_fraction"].items())
         _show(
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
-            f"{busy}; wrote {folder / 'simulated.png'} and simulated.json"
+            f"{busy}; wrote {folder / 'simulated.png'} and {SIMULATED}"
         )
     return summary
 
@@ -228,19 +234,37 @@ def _launch(args: argparse.Namespace) -> LaunchResult:
 
 def _report(args: argparse.Namespace) -> Any:
     from dflop_jax.report.compare import compare, compare_json
+    from dflop_jax.report.html import write_page
+    from dflop_jax.report.run_folder import PAGE, has_steps
     from dflop_jax.report.summary import summary_table, write_summary
 
     folders = [Path(f) for f in args.runs]
-    if len(folders) == 1:
+    picture = Path(args.out or "compare.png")
+    page = picture.with_suffix(".html") if args.out else folders[0] / PAGE
+    wrote = [write_page(folders, page, _memory)]
+    stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
+    if len(folders) == 1 and stepped:
         summary = write_summary(folders[0])
         if not args.json:
             _show(summary_table(summary))
-        return compare_json(folders)
-    table = compare(folders, Path(args.out))
+    elif stepped:
+        picture = picture.with_suffix(".png")
+        table = compare(stepped, picture)
+        wrote.append(picture)
+        if not args.json:
+            _show(table)
     if not args.json:
-        _show(table)
-        _show(f"wrote {args.out}")
-    return compare_json(folders)
+        _show(f"wrote {' and '.join(map(str, wrote))}")
+    return compare_json(stepped) if stepped else {"runs": []}
+
+
+def _memory(folder: Path, plan: Any, trace: Any, buckets: Any) -> Any:
+    """Memory over time of a run's trace, from its profile."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Profile
+    from dflop_jax.sim.memory import memory_of_run
+
+    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, buckets)
 
 
 # ---- helpers ----
@@ -317,9 +341,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto"],
         help="continue the run in the folder from its newest whole checkpoint, if there is one",
     )
-    report = add("report", _report, "show one run, or compare several in a table and a picture")
+    report = add("report", _report, "show one run, or compare several in a table and a page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
-    report.add_argument("--out", default="compare.png", help="picture of a comparison")
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page, FILE.html, and the picture of a comparison, FILE.png (default: "
+        "report.html in the first run's folder, compare.png)",
+    )
     return parser
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
+# Between submeshes, in traces: activations of a segment, and the gradients that come back to it.
+SEND, RETURN = "send", "return"
 # Encoders, and what SampleShape and Bucket call the items that they work on.
 ITEMS = {"vision": "tiles", "audio": "windows"}
 

@@ -169,7 +169,7 @@ class OmniSize:
     audio: AudioSize
     decoder: DecoderSize
     layout: Layout = "tiles"
-    max_windows: int = 8
+    max_windows: int = 16
 
 
 def _internvit(

@@ -69,7 +69,15 @@ def nano_profile():
     )
     one = {"vision": 1000, "llm": 1000}
     model = ModelProfile(
-        "k", "cpu", timings, one, one, {"vision": 2, "llm": 4}, {"vision": 0.5, "llm": 0.5}, 16, 1.0
+        "k",
+        "cpu",
+        timings,
+        one,
+        one,
+        {"vision": 2, "llm": 4},
+        {"vision": 0.5, "llm": 0.5},
+        {"vision": 16},
+        1.0,
     )
     shapes = tuple(SampleShape(t, 60, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
     return Profile(model, DataProfile("made up", 5, shapes))

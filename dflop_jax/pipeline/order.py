@@ -34,7 +34,12 @@ def upstream(plan: Plan, segment: SegmentPlan) -> tuple[SegmentPlan, ...]:
 
 def downstream(plan: Plan, segment: SegmentPlan) -> SegmentPlan | None:
     """The segment that reads the output of `segment`; None for the last of the LLM."""
-    return next((s for s in plan.segments if segment in upstream(plan, s)), None)
+    return _readers(plan).get(segment.name)
+
+
+def _readers(plan: Plan) -> dict[str, SegmentPlan]:
+    """Segment name -> the segment that reads its output; the last of the LLM is absent."""
+    return {u.name: s for s in plan.segments for u in upstream(plan, s)}
 
 
 def with_backward(plan: Plan, trainable: Collection[str]) -> tuple[str, ...]:
@@ -60,16 +65,18 @@ def step_graph(
     """
     backward = () if evaluate else with_backward(plan, trainable)
     final = plan.segments[-1].name
+    inputs = {s.name: upstream(plan, s) for s in plan.segments}
+    readers = _readers(plan)
     waits: dict[Task, tuple[Task, ...]] = {}
     for g, b in enumerate(group_buckets):
         live = [s for s in plan.segments if plan.buckets[b].items(s.module) > 0]
         names = {s.name for s in live}
         for s in live:
-            below = tuple(Task(u.name, g, FORWARD) for u in upstream(plan, s) if u.name in names)
+            below = tuple(Task(u.name, g, FORWARD) for u in inputs[s.name] if u.name in names)
             fused = s.name == final and not evaluate
             waits[Task(s.name, g, BACKWARD if fused else FORWARD)] = below
         for s in reversed(live):
-            above = downstream(plan, s)
+            above = readers.get(s.name)
             if s.name in backward and above is not None:
                 waits[Task(s.name, g, BACKWARD)] = (
                     Task(above.name, g, BACKWARD),
@@ -118,14 +125,14 @@ def in_flight_limit(plan: Plan) -> dict[str, int]:
     warm-up depth plus one, and the plan's lookahead; segments that share devices with all that
     follow run depth-first.
     """
-    of = resources(plan)
+    of, readers = resources(plan), _readers(plan)
     limits: dict[str, int] = {}
     for s in plan.segments:
-        passed, at = [of[s.submesh]], downstream(plan, s)
+        passed, at = [of[s.submesh]], readers.get(s.name)
         while at is not None:
             if of[at.submesh] != passed[-1]:
                 passed.append(of[at.submesh])
-            at = downstream(plan, at)
+            at = readers.get(at.name)
         limits[s.name] = len(passed) + (plan.lookahead if len(passed) > 1 else 0)
     return limits
 
@@ -183,9 +190,10 @@ def order_tasks(
     order: list[Task] = []
     running: list[tuple[float, int, Task]] = []
     busy: set[int] = set()
+    changed = set(ready)  # resources that may have a task to take
     now = 0.0
     while len(order) < len(graph.tasks) or running:
-        for r in sorted(ready):
+        for r in sorted(changed):
             if r not in busy and (task := pick(r)) is not None:
                 ready[r].remove(task)
                 in_flight[task.segment] += task.direction == FORWARD
@@ -193,14 +201,17 @@ def order_tasks(
                 order.append(task)
                 busy.add(r)
         assert running, "the task graph has a cycle"
+        changed.clear()
         now = running[0][0]
         while running and running[0][0] == now:
             done = heapq.heappop(running)[2]
             busy.discard(where[done.segment])
+            changed.add(where[done.segment])
             forwarded = Task(done.segment, done.group, FORWARD) in waiting
             in_flight[done.segment] -= done.direction == BACKWARD and forwarded
             for t in followers[done]:
                 waiting[t] -= 1
                 if waiting[t] == 0:
                     ready[where[t.segment]].append(t)
+                    changed.add(where[t.segment])
     return tuple(order)

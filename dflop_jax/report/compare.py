@@ -21,6 +21,8 @@ from dflop_jax.report.summary import (
 )
 from dflop_jax.report.timeline import Panel, draw_comparison
 
+SPEEDUP = "speed-up"  # the label of the first figure of a comparison
+
 
 def compare(folders: Sequence[Path], out: Path) -> Table:
     """Table of the runs' figures, a column per run; the picture goes to `out` (a .png).
@@ -32,46 +34,55 @@ def compare(folders: Sequence[Path], out: Path) -> Table:
       ValueError: no folder, or one that is not a run folder with at least a step.
     """
     runs = _runs(folders)
-    names = list(runs)
     panels = [p for name, (folder, _) in runs.items() for p in _chosen(folder, name)]
     curves = {name: loss_curve(folder) for name, (folder, _) in runs.items()}
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(panels, curves, out)
 
-    summaries = [s for _, s in runs.values()]
-    cells = [dict(figures(s)) for s in summaries]
-    speedups = dict(zip(names, _speedups(summaries)))
     table = Table()
     table.add_column("figure")
-    for name in names:
+    for name in runs:
         table.add_column(escape(name), justify="right", overflow="fold")
-    table.add_row("speed-up", *(f"{number(speedups[n])} x" for n in names), style="bold")
-    for label in _labels(cells):
-        table.add_row(escape(label), *(escape(c.get(label, "-")) for c in cells))
+    for label, cells in compared([s for _, s in runs.values()]):
+        style = "bold" if label == SPEEDUP else None
+        table.add_row(escape(label), *map(escape, cells), style=style)
     return table
+
+
+def compared(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
+    """(label, a text per run): speed-ups, then every figure that any of the runs has."""
+    cells = [dict(figures(s)) for s in summaries]
+    rows = [(SPEEDUP, [f"{number(up)} x" for up in speedups(summaries)])]
+    return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
 
 
 def compare_json(folders: Sequence[Path]) -> dict[str, Any]:
     """The same figures for programs: {"runs": [{..., "speedup": ...}]}, unknown ones null."""
     runs = _runs(folders)
-    speedups = _speedups([s for _, s in runs.values()])
+    ups = speedups([s for _, s in runs.values()])
     return {
         "runs": [
             _finite(asdict(s)) | {"name": name, "speedup": _finite(up)}
-            for (name, (_, s)), up in zip(runs.items(), speedups)
+            for (name, (_, s)), up in zip(runs.items(), ups)
         ]
     }
 
 
-def _runs(folders: Sequence[Path]) -> dict[str, tuple[Path, RunSummary]]:
-    """Runs by a name that tells them apart: the folder's, or its path where that repeats."""
+def run_names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Runs by a name that tells them apart: the folder's, or its path where that repeats.
+
+    Raises:
+      ValueError: no folder.
+    """
     if not folders:
         raise ValueError("no run folder given; name at least one, for example runs/demo/dflop")
     paths = list(dict.fromkeys(Path(f) for f in folders))
-    summaries = [summarise(p) for p in paths]
-    short = [s.name for s in summaries]
-    names = [s if short.count(s) == 1 else str(p) for s, p in zip(short, paths)]
-    return dict(zip(names, zip(paths, summaries)))
+    short = [p.resolve().name for p in paths]
+    return {s if short.count(s) == 1 else str(p): p for s, p in zip(short, paths)}
+
+
+def _runs(folders: Sequence[Path]) -> dict[str, tuple[Path, RunSummary]]:
+    return {name: (path, summarise(path)) for name, path in run_names(folders).items()}
 
 
 def _chosen(folder: Path, name: str) -> list[Panel]:
@@ -80,7 +91,7 @@ def _chosen(folder: Path, name: str) -> list[Panel]:
     return [p for p in panels if p.trace.source == "measured"][:1] or panels[:1]
 
 
-def _speedups(summaries: Sequence[RunSummary]) -> list[float]:
+def speedups(summaries: Sequence[RunSummary]) -> list[float]:
     """Median step time of the first run over each run's."""
     base = summaries[0].step_s.median
     return [base / s.step_s.median if s.step_s.median > 0 else math.nan for s in summaries]

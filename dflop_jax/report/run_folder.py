@@ -20,9 +20,10 @@ from dflop_jax.report.trace import read_trace, write_trace
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
+PAGE, SIMULATED = "report.html", "simulated.json"
 CHECKPOINTS = "checkpoints"
 _LOCK = "lock"
-_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY)
+_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE)
 
 
 class RunFolder:
@@ -180,6 +181,11 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
     if not rows and not empty_ok:
         raise ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
     return rows
+
+
+def has_steps(folder: str | Path) -> bool:
+    """Whether a run folder holds a row of metrics; ValueError for a broken line."""
+    return (Path(folder) / METRICS).exists() and bool(read_metrics(folder, empty_ok=True))
 
 
 def _is_whole(line: bytes) -> bool:

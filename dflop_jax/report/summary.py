@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import Plan, SubmeshPlan
+from dflop_jax.records import Bucket, Plan, SubmeshPlan
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
 from dflop_jax.report.run_folder import (
     LOSS,
@@ -98,12 +98,17 @@ def summarise(folder: str | Path) -> RunSummary:
         loss_last=losses[-1],
         n_bad=int(np.nansum(column(rows, "n_bad"))),
         submeshes=[_submesh(plan, m) for m in plan.submeshes],
-        buckets=[f"{b.tiles} tiles, {b.rows} x {b.tokens} tokens" for b in plan.buckets],
+        buckets=[bucket_text(b) for b in plan.buckets],
     )
 
 
 def _predicted(plan: Plan, prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in plan.predicted.items() if k.startswith(prefix)}
+
+
+def bucket_text(b: Bucket) -> str:
+    sound = f"{b.windows} windows, " if b.windows else ""
+    return f"{b.tiles} tiles, {sound}{b.rows} x {b.tokens} tokens"
 
 
 def _submesh(plan: Plan, m: SubmeshPlan) -> str:

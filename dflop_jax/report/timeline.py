@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Event, Plan, Trace
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Plan, Trace
 
 WIDTH_PX, DPI = 1400, 100
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
@@ -36,7 +36,8 @@ MODULE_COLOURS = {
     "llm": ("#9ecae1", "#2b6cb0"),
 }
 OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
-STEP_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d"}
+# Of tasks that look alike whatever their module.
+DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
 
 
@@ -96,7 +97,7 @@ def _figure(height_in: float) -> Figure:
     return Figure(figsize=(WIDTH_PX / DPI, height_in), facecolor="white")
 
 
-def _rows(panel: Panel) -> list[str]:
+def rows_of(panel: Panel) -> list[str]:
     """Submeshes from top to bottom: in the order in which they first work, idle ones last."""
     first: dict[str, float] = dict.fromkeys(panel.submeshes, math.inf)
     for e in panel.trace.events:
@@ -105,7 +106,7 @@ def _rows(panel: Panel) -> list[str]:
 
 
 def _panels_height(panels: Sequence[Panel]) -> float:
-    rows = sum(len(_rows(p)) for p in panels)
+    rows = sum(len(rows_of(p)) for p in panels)
     return rows * ROW_IN + len(panels) * (HEAD_IN + GAP_IN)
 
 
@@ -121,7 +122,7 @@ def _draw_panels(fig: Figure, panels: Sequence[Panel], bottom_in: float) -> None
         raise ValueError("no trace with events to draw; train with a traced step first")
     unit, per_s = next(((u, k) for u, k in (("s", 1.0), ("ms", 1e3)) if span * k >= 1), ("µs", 1e6))
     for i, panel in enumerate(reversed(panels)):
-        height = len(_rows(panel)) * ROW_IN
+        height = len(rows_of(panel)) * ROW_IN
         ax = _axes(fig, bottom_in, height)
         ax.set_xlim(0, span * per_s)
         _draw_panel(ax, panel, per_s, unit, px_per_unit=_inner_px() / (span * per_s))
@@ -137,7 +138,7 @@ def _inner_px() -> float:
 
 
 def _draw_panel(ax: Axes, panel: Panel, per_s: float, unit: str, px_per_unit: float) -> None:
-    trace, names = panel.trace, _rows(panel)
+    trace, names = panel.trace, rows_of(panel)
     makespan, busy = trace.makespan_s * per_s, trace.busy_fraction()
     for row, name in enumerate(names):
         top = row - BAR / 2
@@ -182,12 +183,12 @@ def _draw_bars(
     boxes, colours = [], []
     for e in events:
         x, width = e.start_s * per_s, (e.end_s - e.start_s) * per_s
-        colour = _colour(e, modules)
+        colour = colour_of(e, modules)
         boxes.append(Rectangle((x, row - BAR / 2), width, BAR))
         colours.append(colour)
         label = str(e.group) if e.group >= 0 else ""
         if label and width * px_per_unit >= 7 * len(label) + 4:
-            ink = "white" if _luminance(colour) < 0.55 else INK
+            ink = "white" if luminance(colour) < 0.55 else INK
             ax.text(x + width / 2, row, label, ha="center", va="center", color=ink, fontsize=8.5)
     # A white edge parts neighbours, but would eat the colour of a narrow bar.
     edges = [0.8 if b.get_width() * px_per_unit >= 4 else 0.0 for b in boxes]
@@ -197,23 +198,23 @@ def _draw_bars(
     ax.add_collection(bars)
 
 
-def _module(segment: str, modules: Mapping[str, str]) -> str:
+def module_of(segment: str, modules: Mapping[str, str]) -> str:
     """The segment's module; without a plan, the known module its name starts with."""
     if segment in modules:
         return modules[segment]
     return next((m for m in MODULE_COLOURS if segment.startswith(m)), segment)
 
 
-def _colour(e: Event, modules: Mapping[str, str]) -> str:
-    if e.direction in STEP_COLOURS:
-        return STEP_COLOURS[e.direction]
-    module = _module(e.segment, modules)
+def colour_of(e: Event, modules: Mapping[str, str]) -> str:
+    if e.direction in DIRECTION_COLOURS:
+        return DIRECTION_COLOURS[e.direction]
+    module = module_of(e.segment, modules)
     # A module without a colour of its own takes one by its name, the same in every picture.
     spare = OTHER_COLOURS[sum(module.encode()) % len(OTHER_COLOURS)]
     return MODULE_COLOURS.get(module, spare)[e.direction == BACKWARD]
 
 
-def _luminance(colour: str) -> float:
+def luminance(colour: str) -> float:
     r, g, b = to_rgb(colour)
     return 0.299 * r + 0.587 * g + 0.114 * b
 
@@ -222,25 +223,30 @@ def _number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
-def _legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Label -> colour of all that is drawn: encoders, llm, per-step tasks, idle."""
+def label_of(e: Event, modules: Mapping[str, str]) -> str:
+    """What the legend calls a task."""
+    if e.direction in DIRECTION_COLOURS:
+        return e.direction
+    return f"{module_of(e.segment, modules)} {e.direction}"
+
+
+def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
+    """Label -> colour of all that is drawn: encoders, llm, sends and per-step tasks, idle."""
     entries: dict[str, str] = {}
-    rank = {FORWARD: 0, BACKWARD: 1, REDUCE: 2, UPDATE: 3}
+    rank = {d: i for i, d in enumerate((FORWARD, BACKWARD, SEND, RETURN, REDUCE, UPDATE))}
     for p in panels:
-        for e in sorted(p.trace.events, key=lambda e: rank.get(e.direction, 4)):
-            step = e.direction in STEP_COLOURS
-            label = e.direction if step else f"{_module(e.segment, p.modules)} {e.direction}"
-            entries.setdefault(label, _colour(e, p.modules))
-    order = sorted(entries, key=lambda label: (label in rank, label.startswith("llm ")))
+        for e in sorted(p.trace.events, key=lambda e: rank.get(e.direction, len(rank))):
+            entries.setdefault(label_of(e, p.modules), colour_of(e, p.modules))
+    order = sorted(entries, key=lambda x: (rank.get(x, 0), x.startswith("llm ")))
     return {label: entries[label] for label in order} | {"idle": IDLE}
 
 
 def _foot_height(panels: Sequence[Panel]) -> float:
-    return FOOT_IN + 0.2 * math.ceil(len(_legend_entries(panels)) / LEGEND_COLUMNS)
+    return FOOT_IN + 0.2 * math.ceil(len(legend_entries(panels)) / LEGEND_COLUMNS)
 
 
 def _legend(fig: Figure, panels: Sequence[Panel], bottom_in: float = 0.0) -> None:
-    entries = _legend_entries(panels)
+    entries = legend_entries(panels)
     edge = {"idle": "#cbd2d9"}
     fig.legend(
         handles=[Patch(facecolor=c, edgecolor=edge.get(k, c), label=k) for k, c in entries.items()],

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Event, Trace
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Trace
 
 # Colour names of chrome://tracing, which ignores slice names.
 _COLOURS = {
@@ -20,6 +20,8 @@ _COLOURS = {
     BACKWARD: "rail_response",
     REDUCE: "grey",
     UPDATE: "generic_work",
+    SEND: "thread_state_runnable",
+    RETURN: "thread_state_runnable",
 }
 
 
@@ -91,6 +93,15 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
     return [Trace(h["step"], h["source"], tuple(ev)) for h, ev in zip(heads, events, strict=True)]
 
 
+def buckets_of(obj: Mapping[str, Any]) -> list[dict[int, str]]:
+    """Per trace that `to_chrome` wrote, the names of its groups' buckets, as far as it had them."""
+    names: list[dict[int, str]] = [{} for _ in obj["otherData"]["traces"]]
+    for e in obj["traceEvents"]:
+        if "bucket" in e["args"]:
+            names[e["pid"]][e["args"]["group"]] = e["args"]["bucket"]
+    return names
+
+
 def write_trace(
     path: str | Path, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
 ) -> None:
@@ -100,9 +111,15 @@ def write_trace(
 
 def read_trace(path: str | Path) -> list[Trace]:
     """The traces of a trace.json; ValueError when the file is missing or not one of ours."""
+    return [trace for trace, _ in read_labelled(path)]
+
+
+def read_labelled(path: str | Path) -> list[tuple[Trace, dict[int, str]]]:
+    """(trace, bucket name of each group) of a trace.json; ValueError as `read_trace`."""
     remedy = "train again, or delete it to report without a timeline"
     try:
-        return from_chrome(msgspec.json.decode(Path(path).read_bytes()))
+        obj = msgspec.json.decode(Path(path).read_bytes())
+        return list(zip(from_chrome(obj), buckets_of(obj), strict=True))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except (msgspec.DecodeError, KeyError, TypeError, IndexError, ValueError) as e:

@@ -2,24 +2,53 @@
 
 Tasks of a resource run in list order; a task starts when its inputs are there and its resource is
 free. Where devices share cores (`concurrency` below the device count), tasks that overlap slow each
-other down in proportion to the devices they use.
+other down in proportion to the devices they use. Sends overlap computation: each pair of submeshes
+has a link of its own per direction, which carries one send at a time, in dispatch order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from dflop_jax.pipeline.order import order_tasks, resources, step_graph
+import numpy as np
+
+from dflop_jax.pipeline.order import StepGraph, order_tasks, resources, step_graph, upstream
 from dflop_jax.records import (
-    REDUCE,
-    UPDATE,
+    BACKWARD,
+    FORWARD,
+    RETURN,
+    SEND,
     Event,
     Plan,
     Schedule,
     Task,
     Trace,
 )
+from dflop_jax.sim.engine import Job, run
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What makes durations differ from their predictions.
+
+    Every task and send is multiplied by a log-normal factor of its own, of mean 1 and with
+    deviation `sigma` of its logarithm, drawn from (seed, step). `stragglers` multiplies the tasks
+    of named submeshes on top.
+    """
+
+    seed: int = 0
+    sigma: float = 0.0
+    stragglers: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        factors = [*self.stragglers.values()]
+        good = all(0 < f < math.inf for f in factors) and 0 <= self.sigma < math.inf
+        if not good or self.seed < 0:
+            raise ValueError(
+                f"noise needs seed >= 0, sigma >= 0 and straggler factors above 0, got {self}"
+            )
 
 
 def simulate_step(
@@ -30,57 +59,104 @@ def simulate_step(
     *,
     concurrency: float = float("inf"),
     step: int = 0,
+    sends: Mapping[Task, float] | None = None,
+    noise: Noise | None = None,
 ) -> Trace:
     """Trace of one step whose groups use `buckets`.
 
     Args:
-      seconds: duration of (segment, bucket index, direction) when run alone; absent ones are 0.
+      seconds: duration of (segment, bucket index, direction) when run alone, and of the
+        collectives of the step's end, (segment, -1, REDUCE or UPDATE); absent ones are 0.
       concurrency: devices that really compute at once.
+      sends: duration of what crosses from a segment's submesh to another, by (segment, bucket
+        index, FORWARD): its activations, or (segment, bucket index, BACKWARD): the gradients that
+        come back to it. Absent ones take no time. In the trace they are events SEND and RETURN of
+        that segment, on a submesh named "from → to".
+      noise: factors on all durations; None: none.
+
+    Raises:
+      ValueError: a duration is negative or not finite, or a straggler is no submesh of the plan.
     """
+    where = {s.name: s.submesh for s in plan.segments}
+    _check({**seconds, **(sends or {})}, noise, [m.name for m in plan.submeshes])
     graph = step_graph(plan, buckets, trainable)
     order = order_tasks(plan, graph)
     of = resources(plan)
-    submesh = {s.name: s.submesh for s in plan.segments}
     size = {m.name: m.n_devices for m in plan.submeshes}
-    queues: dict[int, list[Task]] = {}
-    for task in order:
-        queues.setdefault(of[submesh[task.segment]], []).append(task)
-    for q in queues.values():
-        q.reverse()
-    running: dict[int, Task] = {}
-    left: dict[int, float] = {}
-    started: dict[Task, float] = {}
-    ended: dict[Task, float] = {}
-    now = 0.0
+    factors = _factors(len(order), noise, step, 0)
+    slower = noise.stragglers if noise else {}
+    links = _links(plan, graph, buckets, sends or {})
+    late = _factors(sum(map(len, links.values())), noise, step, 1)
 
-    def duration(task: Task) -> float:
-        if task.direction in (REDUCE, UPDATE):
-            return seconds.get(task, 0.0)
-        return seconds.get(Task(task.segment, buckets[task.group], task.direction), 0.0)
-
-    def pace(task: Task, total: int) -> float:
-        alone = min(1.0, concurrency / size[submesh[task.segment]])
-        return min(1.0, concurrency / total) / alone
-
-    while len(ended) < len(order):
-        for r, q in sorted(queues.items()):
-            if r not in running and q and all(d in ended for d in graph.waits_for[q[-1]]):
-                task = q.pop()
-                running[r], left[r], started[task] = task, duration(task), now
-        assert running, "tasks wait for each other"
-        total = sum(size[submesh[t.segment]] for t in running.values())
-        paces = {r: pace(t, total) for r, t in running.items()}
-        passed = min(left[r] / paces[r] for r in running)
-        now += passed
-        for r in sorted(running):
-            left[r] -= passed * paces[r]
-            if left[r] <= 1e-12:
-                ended[running.pop(r)] = now
+    jobs: list[Job] = []
+    drawn: list[tuple[str, Task]] = []  # what each job is in the trace
+    arrives: dict[tuple[Task, str], int] = {}  # (producer, receiving segment) -> its send's job
+    number: dict[Task, int] = {}
+    for task, factor in zip(order, factors):
+        on = where[task.segment]
+        key = task if task.group < 0 else Task(task.segment, buckets[task.group], task.direction)
+        alone = seconds.get(key, 0.0) * factor * slower.get(on, 1.0)
+        waits = tuple(arrives.get((d, task.segment), number[d]) for d in graph.waits_for[task])
+        number[task] = len(jobs)
+        jobs.append(Job(of[on], alone, waits, size[on]))
+        drawn.append((on, task))
+        for to, shown, send_s in links.get(task, ()):
+            link: Hashable = (on, where[to])
+            arrives[task, to] = len(jobs)
+            jobs.append(Job(link, send_s * next(late), (number[task],)))
+            drawn.append((f"{on} → {where[to]}", shown))
+    done = run(jobs, concurrency)
     events = tuple(
-        Event(submesh[t.segment], t.segment, t.group, t.direction, started[t], ended[t])
-        for t in order
+        Event(on, t.segment, t.group, t.direction, start, end)
+        for (on, t), start, end in zip(drawn, done.start_s, done.end_s)
     )
     return Trace(step, "simulated", events)
+
+
+def _links(
+    plan: Plan, graph: StepGraph, buckets: Sequence[int], sends: Mapping[Task, float]
+) -> dict[Task, list[tuple[str, Task, float]]]:
+    """Producing task -> (receiving segment, the send as a task of the trace, seconds)."""
+    where = {s.name: s.submesh for s in plan.segments}
+    crossing = [
+        (u.name, s.name)
+        for s in plan.segments
+        for u in upstream(plan, s)
+        if where[u.name] != where[s.name]
+    ]
+    links: dict[Task, list[tuple[str, Task, float]]] = {}
+    for g, b in enumerate(buckets):
+        for below, above in crossing:
+            forward, backward = Task(below, g, FORWARD), Task(below, g, BACKWARD)
+            there, back = sends.get(Task(below, b, FORWARD)), sends.get(Task(below, b, BACKWARD))
+            if there and forward in graph.waits_for:
+                links.setdefault(forward, []).append((above, Task(below, g, SEND), there))
+            if back and backward in graph.waits_for:
+                producer = Task(above, g, BACKWARD)
+                links.setdefault(producer, []).append((below, Task(below, g, RETURN), back))
+    return links
+
+
+def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
+    """Factors of a step's `n` tasks (kind 0) or sends (kind 1), each kind from draws of its own."""
+    if noise is None or noise.sigma == 0:
+        return iter([1.0] * n)
+    z = np.random.default_rng([noise.seed, step, kind]).standard_normal(n)
+    return iter(np.exp(noise.sigma * z - noise.sigma**2 / 2).tolist())
+
+
+def _check(seconds: Mapping[Task, float], noise: Noise | None, submeshes: Sequence[str]) -> None:
+    bad = next((k for k, v in seconds.items() if not 0 <= v < math.inf), None)
+    if bad is not None:
+        raise ValueError(
+            f"{bad} takes {seconds[bad]} s; durations must be finite and not negative: "
+            "profile again, or mend the table"
+        )
+    unknown = next((m for m in (noise.stragglers if noise else {}) if m not in submeshes), None)
+    if unknown is not None:
+        raise ValueError(
+            f"straggler {unknown!r} is no submesh of the plan; it has {', '.join(submeshes)}"
+        )
 
 
 def simulate_schedules(
@@ -90,6 +166,8 @@ def simulate_schedules(
     trainable: Collection[str],
     *,
     concurrency: float = float("inf"),
+    sends: Mapping[Task, float] | None = None,
+    noise: Noise | None = None,
 ) -> Trace:
     """Steps one after another in one trace; groups keep counting."""
     events: list[Event] = []
@@ -97,7 +175,14 @@ def simulate_schedules(
     for schedule in schedules:
         buckets = [group[0].bucket for group in schedule.groups]
         one = simulate_step(
-            plan, buckets, seconds, trainable, concurrency=concurrency, step=schedule.step
+            plan,
+            buckets,
+            seconds,
+            trainable,
+            concurrency=concurrency,
+            step=schedule.step,
+            sends=sends,
+            noise=noise,
         )
         events += [
             replace(

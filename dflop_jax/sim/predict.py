@@ -12,13 +12,14 @@ from dflop_jax.records import (
     ModelProfile,
     Plan,
     SampleShape,
+    Schedule,
     SegmentPlan,
     Task,
     Trace,
 )
 from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.sim.pipeline import simulate_schedules
+from dflop_jax.sim.pipeline import Noise, simulate_schedules
 
 
 def bucket_costs(
@@ -58,12 +59,17 @@ def simulate(
     profile: ModelProfile,
     *,
     trainable: Collection[str] | None = None,
+    collectives: Mapping[Task, float] | None = None,
+    sends: Mapping[Task, float] | None = None,
+    noise: Noise | None = None,
 ) -> Trace:
     """Schedule global batches and run them, one after another, on the profile's times.
 
     Args:
       batches: sample shapes of each global batch.
       trainable: names of segments with trainable parameters; None: all.
+      collectives: seconds of the step's end, by (segment, -1, REDUCE or UPDATE); None: no time.
+      sends, noise: as for `simulate_step`. Schedules are made without noise, as in a run.
 
     Returns:
       One trace of all steps, `source` "simulated"; groups keep counting from step to step.
@@ -71,8 +77,52 @@ def simulate(
     Raises:
       ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
     """
-    names = [s.name for s in plan.segments] if trainable is None else trainable
+    schedules = schedule_batches(plan, batches, profile, trainable=trainable)
+    return simulate_scheduled(
+        plan,
+        schedules,
+        profile,
+        trainable=trainable,
+        collectives=collectives,
+        sends=sends,
+        noise=noise,
+    )
+
+
+def schedule_batches(
+    plan: Plan,
+    batches: Sequence[Sequence[SampleShape]],
+    profile: ModelProfile,
+    *,
+    trainable: Collection[str] | None = None,
+) -> list[Schedule]:
+    """The schedules that `simulate` runs; ValueError as there."""
     seconds = CostModel(profile).task_seconds(plan)
-    prices = bucket_costs(plan, seconds, names)
-    schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(batches)]
-    return simulate_schedules(plan, schedules, seconds, names, concurrency=profile.concurrency)
+    prices = bucket_costs(plan, seconds, _names(plan, trainable))
+    return [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(batches)]
+
+
+def simulate_scheduled(
+    plan: Plan,
+    schedules: Sequence[Schedule],
+    profile: ModelProfile,
+    *,
+    trainable: Collection[str] | None = None,
+    collectives: Mapping[Task, float] | None = None,
+    sends: Mapping[Task, float] | None = None,
+    noise: Noise | None = None,
+) -> Trace:
+    """`simulate` for batches that are scheduled already."""
+    return simulate_schedules(
+        plan,
+        schedules,
+        {**CostModel(profile).task_seconds(plan), **(collectives or {})},
+        _names(plan, trainable),
+        concurrency=profile.concurrency,
+        sends=sends,
+        noise=noise,
+    )
+
+
+def _names(plan: Plan, trainable: Collection[str] | None) -> Collection[str]:
+    return [s.name for s in plan.segments] if trainable is None else trainable

@@ -18,6 +18,7 @@ from hf_reference import (
 )
 from model_fields import forward
 
+from dflop_jax.data.anyres import AnyRes
 from models import hf
 from models.audio import audio_tokens
 from models.decoder import DecoderModule
@@ -133,8 +134,7 @@ def test_tower_alone(form):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_llava_onevision(seed):
-    """Features of every tile, merged where the image tokens stand; the rest of the preparation
-    (unpadding, newlines, pooling) is the data's."""
+    """Features of every tile, merged where the image tokens stand."""
     rng = np.random.default_rng(10 + seed)
     decoder = draw_decoder(rng, qkv_bias=seed != 1)
     size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder, "anyres")
@@ -154,9 +154,63 @@ def test_llava_onevision(seed):
 
     def ours(p):
         found = features(vision, p["vision"], {"pixels": jnp.asarray(pixels)})
-        return logits(llm, p["llm"], text_batch(tokens, placed(found, mask), mask))
+        batch = text_batch(tokens, placed(found, mask), mask)
+        return logits(llm, p["llm"], batch | {"is_newline": jnp.zeros(tokens.shape, bool)})
 
     check(map_, model, want, ours, f"llava {seed}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_llava_onevision_as_it_is_trained(seed):
+    """Pictures of odd aspect ratios: unpadded grids, downscaling, line ends; with every gradient,
+    that of the line end too."""
+    rng = np.random.default_rng(50 + seed)
+    decoder = draw_decoder(rng, qkv_bias=seed != 1)
+    size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder, "anyres")
+    model_ours = Llava(size, F32)
+    vision, llm = model_ours.modules["vision"], model_ours.modules["llm"]
+    map_ = model_ours.weights
+    model = reference(map_, transformers.LlavaOnevisionForConditionalGeneration, 50 + seed)
+    px, grid = size.vision.tile_px, size.vision.grid
+    grids = tuple((px * r, px * c) for r in range(1, 4) for c in range(1, 4))
+    spec = AnyRes(px, grid, 2 + 2 * seed, grids)
+    config = model.config
+    config.image_grid_pinpoints, config.image_token_id = [list(g) for g in grids], 0
+    config.vision_aspect_ratio = f"anyres_max_{spec.max_tiles}"
+    sizes = rng.integers(px // 2 + 1, 9 * px, (2, 2))  # (width, height) of a row's only picture
+    counts = spec.count(*sizes.T, np.ones(2, bool))
+    assert counts[0].all()
+    pixels = [draw_tiles(rng, size.vision, n) for n in counts[1]]
+    sources = [spec.place(*map(int, wh), True) for wh in sizes]
+    assert [len(s) for s in sources] == counts[2].tolist()
+    longest = int(counts[2].max()) + 3
+    tokens = rng.integers(1, decoder.vocab, (2, longest))
+    for row, s in zip(tokens, sources, strict=True):
+        row[1 : 1 + len(s)] = 0
+
+    padded = np.zeros((2, int(counts[1].max()), px, px, 3), np.uint8)
+    for out, tiles in zip(padded, pixels, strict=True):
+        out[: len(tiles)] = tiles
+    want = model(
+        input_ids=torch.from_numpy(tokens),
+        pixel_values=normed(padded.reshape(-1, px, px, 3), 0.5, 0.5).unflatten(0, padded.shape[:2]),
+        image_sizes=torch.from_numpy(sizes[:, ::-1].copy()),
+    ).logits
+
+    def ours(p):
+        rows = []
+        for tiles, s in zip(pixels, sources, strict=True):
+            found = features(vision, p["vision"], {"pixels": jnp.asarray(tiles)})
+            flat = found.reshape(-1, found.shape[-1])
+            seen = (flat[s.index] * s.weight[..., None]).sum(1)
+            rows.append(jnp.pad(seen, ((1, longest - 1 - len(s)), (0, 0))))
+        lines, mask = np.zeros((2, 2, longest), bool)
+        for k, s in enumerate(sources):
+            lines[k, 1 : 1 + len(s)], mask[k, 1 : 1 + len(s)] = s.newline, s.used
+        batch = text_batch(tokens, jnp.stack(rows), mask) | {"is_newline": jnp.asarray(lines)}
+        return logits(llm, p["llm"], batch)
+
+    check(map_, model, want, ours, f"llava as trained {seed}")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -73,19 +73,19 @@ def test_traces_share_one_time_axis(tmp_path):
 
 def test_rows_follow_the_flow_and_modules_the_plan():
     trace = one_f_one_b({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
-    assert tl._rows(tl.Panel("x", trace)) == ["zeta", "alpha"]
-    assert tl._rows(tl.Panel("x", trace, {}, ("idle", "alpha"))) == ["zeta", "alpha", "idle"]
+    assert tl.rows_of(tl.Panel("x", trace)) == ["zeta", "alpha"]
+    assert tl.rows_of(tl.Panel("x", trace, {}, ("idle", "alpha"))) == ["zeta", "alpha", "idle"]
     plan = tl.segment_modules(make_plan())
     assert plan == {"vision": "vision", "llm": "llm"}
-    assert tl._module("part7", {"part7": "llm"}) == "llm"
-    assert tl._module("llm.3", {}) == "llm"
-    assert tl._module("foreign", {}) == "foreign"
+    assert tl.module_of("part7", {"part7": "llm"}) == "llm"
+    assert tl.module_of("llm.3", {}) == "llm"
+    assert tl.module_of("foreign", {}) == "foreign"
 
 
 def test_the_legend_names_what_is_drawn_and_nothing_else():
     trace = one_f_one_b({"enc": (1.0, 1.0), "llm": (1.0, 1.0)}, [1.0, 1.0], "x")
     panel = tl.Panel("x", trace, {"enc": "vision"})
-    assert list(tl._legend_entries([panel])) == [
+    assert list(tl.legend_entries([panel])) == [
         "vision forward",
         "vision backward",
         "llm forward",

@@ -1,0 +1,300 @@
+"""One self-contained HTML page about runs: timelines, memory over time, figures and plans.
+
+The page loads nothing. Its data stand in a script tag as JSON; `page.js` draws them (layout,
+drawing), `page_input.js` zooms and shows details, `page.css` holds the looks of light and dark.
+Tables are plain HTML, so they are there without JavaScript.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
+from dflop_jax.report.compare import compared, run_names, speedups
+from dflop_jax.report.metrics import WARMUP_STEPS
+from dflop_jax.report.run_folder import SIMULATED, TRACE, has_steps, read_plan
+from dflop_jax.report.summary import RunSummary, bucket_text, number, summarise
+from dflop_jax.report.timeline import (
+    INK,
+    Panel,
+    label_of,
+    legend_entries,
+    luminance,
+    rows_of,
+    segment_modules,
+)
+from dflop_jax.report.trace import read_labelled
+
+# Memory of a run's trace: (folder, plan, trace, bucket name of each group) -> submesh -> points
+# (time in seconds, bytes per device from then on). ValueError says why it is not known.
+Memory = Callable[
+    [Path, Plan, Trace, Mapping[int, str]], Mapping[str, Sequence[tuple[float, float]]]
+]
+
+# Each colour of a timeline -> the one that stands for it on a dark page.
+_DARK = {
+    "#7fcdbb": "#2c7d6f",
+    "#1b8a7a": "#5fd0bb",
+    "#fdd49e": "#8f6026",
+    "#d98324": "#f2ab4c",
+    "#d4b9da": "#6f4383",
+    "#8e44ad": "#c78fe2",
+    "#9ecae1": "#32659c",
+    "#2b6cb0": "#7db6f2",
+    "#c7d59f": "#5f7628",
+    "#6b8e23": "#abcf55",
+    "#f4b6c2": "#8e3d50",
+    "#c2455f": "#f08ba2",
+    "#d9c7b0": "#715535",
+    "#8c6239": "#cfa878",
+    "#e0a100": "#e6b83c",
+    "#52606d": "#9aa7b4",
+    "#b3bcc8": "#4c5662",
+    "#8793a3": "#717d8b",
+}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of the page; `summary` is None where it did no step."""
+
+    name: str
+    folder: Path
+    plan: Plan
+    summary: RunSummary | None
+    traces: list[tuple[Panel, dict[int, str]]]
+
+
+def write_page(folders: Sequence[Path], out: str | Path, memory: Memory | None = None) -> Path:
+    """Write the page about run folders to `out`; see `page`."""
+    text = page(folders, memory)
+    path = Path(out)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ValueError(
+            f"{path}: cannot be written ({e.strerror}); choose another --out"
+        ) from None
+    return path
+
+
+def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
+    """HTML of one page about runs, each in a folder with a plan and with steps or a trace.
+
+    Timelines are of trace.json and simulated.json, as far as a folder has them; `memory` gives
+    their memory over time.
+
+    Raises:
+      ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
+    """
+    runs = [_read(name, folder) for name, folder in run_names(folders).items()]
+    shown = [(run, panel, buckets) for run in runs for panel, buckets in run.traces]
+    legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
+    colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
+    index = {c["label"]: i for i, c in enumerate(colours)}
+    panels = [_panel(run, panel, buckets, index, memory) for run, panel, buckets in shown]
+    stepped = [run for run in runs if run.summary is not None]
+    summaries = [run.summary for run in stepped if run.summary is not None]
+    heading = _joined([run.name for run in runs])
+    figures = compared(summaries) if summaries else []
+    template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return template.from_string(_source("page.html")).render(
+        title=f"{heading} · dflop report",
+        heading=heading,
+        css=Markup(_source("page.css")),
+        script=Markup(_source("page.js") + _source("page_input.js")),
+        colours=colours,
+        panels=panels,
+        data={"panels": panels},
+        notes=_notes(runs),
+        names=[run.name for run in stepped],
+        speedups=_verdict(stepped, summaries),
+        figures=figures[1:] if len(summaries) == 1 else figures,
+        warmup=WARMUP_STEPS,
+        plans=[_plan(run) for run in runs],
+    )
+
+
+def _source(name: str) -> str:
+    return resources.files("dflop_jax.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _read(name: str, folder: Path) -> _Run:
+    titles = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
+    found = [file for file in titles if (folder / file).exists()]
+    # Without a trace there is nothing to show of a run without steps: the error says what to do.
+    summary = summarise(folder) if not found or has_steps(folder) else None
+    plan = read_plan(folder)
+    submeshes = [m.name for m in plan.submeshes]
+    traces = []
+    for file in found:
+        for trace, buckets in read_labelled(folder / file):
+            title = titles[file].format(name=name, step=trace.step, source=trace.source)
+            panel = Panel(title, trace, segment_modules(plan), submeshes)
+            if trace.makespan_s > 0:
+                traces.append((panel, buckets))
+    return _Run(name, folder, plan, summary, traces)
+
+
+def _notes(runs: Sequence[_Run]) -> list[str]:
+    notes = [
+        f"{r.name}: simulated, no step trained; figures come with a training run."
+        for r in runs
+        if r.summary is None
+    ]
+    return notes + [
+        f"{r.name}: no trace, so no timeline; a run writes its trace when it ends."
+        for r in runs
+        if not r.traces
+    ]
+
+
+def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict[str, str]]:
+    ups = speedups(summaries) if summaries else []
+    return [
+        {
+            "name": run.name,
+            "step": f"{number(1e3 * s.step_s.median)} ms",
+            "speedup": f"{number(up)} × as fast as {runs[0].name}" if run is not runs[0] else "",
+        }
+        for run, s, up in zip(runs, summaries, ups)
+    ]
+
+
+def _plan(run: _Run) -> dict[str, Any]:
+    plan = run.plan
+    held = {
+        m.name: [
+            f"{s.module} {_span(s.start, s.stop)}" for s in plan.segments if s.submesh == m.name
+        ]
+        for m in plan.submeshes
+    }
+    return {
+        "name": run.name,
+        "text": f"policy {plan.policy} · order {plan.order}, lookahead {plan.lookahead} · "
+        f"{plan.grouping} grouping, {plan.group_size} a group",
+        "submeshes": [
+            (
+                m.name,
+                _span(m.first, m.devices.stop),
+                " × ".join(map(str, m.shape)),
+                ", ".join(held[m.name]) or "none",
+            )
+            for m in plan.submeshes
+        ],
+        "buckets": [bucket_text(b) for b in plan.buckets],
+    }
+
+
+def _span(first: int, stop: int) -> str:
+    return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
+
+
+def _panel(
+    run: _Run,
+    panel: Panel,
+    buckets: Mapping[int, str],
+    colours: Mapping[str, int],
+    memory: Memory | None,
+) -> dict[str, Any]:
+    """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
+    group, bucket]."""
+    trace, rows = panel.trace, _rows(panel)
+    at = {name: i for i, name in enumerate(rows)}
+    busy, links = trace.busy_fraction(), _links(trace)
+    texts = {b.name: bucket_text(b) for b in run.plan.buckets}
+    shade = {e: colours[label_of(e, panel.modules)] for e in trace.events}
+    curves, note = _memory(run, trace, buckets, memory)
+    return {
+        "title": panel.title,
+        "makespan_s": trace.makespan_s,
+        "note": note,
+        "rows": [
+            {"name": name, "busy": f"{busy.get(name, 0.0):.0%}", "link": name in links}
+            for name in rows
+        ],
+        "tasks": [
+            [
+                at[e.submesh],
+                e.start_s,
+                e.end_s,
+                shade[e],
+                e.segment,
+                e.direction,
+                e.group,
+                texts.get(buckets.get(e.group, ""), buckets.get(e.group, "")),
+            ]
+            for e in trace.events
+        ],
+        "memory": [
+            {
+                "name": name,
+                "colour": _main_colour([e for e in trace.events if e.submesh == name], shade),
+                "peak": max(held for _, held in points),
+                "times_s": [time_s for time_s, _ in points],
+                "bytes": [held for _, held in points],
+            }
+            for name, points in curves.items()
+        ],
+    }
+
+
+def _rows(panel: Panel) -> list[str]:
+    """Submeshes in the plan's order, each with the links that leave it; others as they begin."""
+    links = _links(panel.trace)
+    by_start = rows_of(panel)
+    rows: list[str] = []
+    for name in dict.fromkeys([*panel.submeshes, *by_start]):
+        if name not in links:
+            rows += [name, *(row for row in by_start if links.get(row) == name)]
+    return rows + [row for row in links if row not in rows]
+
+
+def _links(trace: Trace) -> dict[str, str]:
+    """Row of a link -> the submesh that sends over it."""
+    names = {e.submesh for e in trace.events if e.direction in (SEND, RETURN)}
+    return {name: name.split(" → ")[0] for name in names}
+
+
+def _memory(
+    run: _Run, trace: Trace, buckets: Mapping[int, str], memory: Memory | None
+) -> tuple[Mapping[str, Sequence[tuple[float, float]]], str]:
+    """(curves, "") or (none, why)."""
+    if memory is None:
+        return {}, ""
+    try:
+        return memory(run.folder, run.plan, trace, buckets), ""
+    except ValueError as e:
+        return {}, f"memory over time is not known: {' '.join(str(e).split())}"
+
+
+def _main_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
+    """The colour that fills most of a submesh's row."""
+    spent: dict[int, float] = {}
+    for e in events:
+        spent[shade[e]] = spent.get(shade[e], 0.0) + e.end_s - e.start_s
+    return max(spent, key=lambda c: spent[c], default=0)
+
+
+def _colour(label: str, light: str) -> dict[str, str]:
+    dark = _DARK[light]
+    ink = {c: "#ffffff" if luminance(c) < 0.55 else INK for c in (light, dark)}
+    return {
+        "label": label,
+        "light": light,
+        "light_ink": ink[light],
+        "dark": dark,
+        "dark_ink": ink[dark],
+    }
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

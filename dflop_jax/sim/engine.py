@@ -1,0 +1,95 @@
+"""A deterministic event loop: jobs that wait for each other and queue at resources.
+
+Time moves from one end of a job to the next, so a run takes as many turns as there are distinct
+ends, and ties break by the jobs' numbers. Where devices share cores, computing jobs slow each other
+down in proportion to the devices they use: they then run on a second clock that stands for work
+done, and only that clock's speed changes when one begins or ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something that takes `seconds` when nothing slows it down.
+
+    It begins when all jobs of `waits_for` (smaller numbers than its own) have ended and its
+    resource, which runs its jobs one at a time in the order of their numbers, is free. `devices`
+    compute meanwhile; 0 for a transfer, which no computation slows down.
+    """
+
+    resource: Hashable
+    seconds: float
+    waits_for: tuple[int, ...] = ()
+    devices: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """When each job began and ended, in seconds, and in how many turns of the loop."""
+
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    turns: int
+
+
+def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
+    """Run jobs to their ends; `concurrency` devices really compute at once."""
+    blocked = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
+    followers: list[list[int]] = [[] for _ in jobs]
+    last: dict[Hashable, int] = {}
+    devices: dict[Hashable, int] = {}
+    for i, job in enumerate(jobs):
+        before = {*job.waits_for, *([last[job.resource]] if job.resource in last else [])}
+        assert all(0 <= d < i for d in before), "a job waits for a later one"
+        blocked[i] = len(before)
+        for d in before:
+            followers[d].append(i)
+        last[job.resource] = i
+        devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
+    scarce = sum(devices.values()) > concurrency
+
+    start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
+    wall: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
+    work: list[tuple[float, int]] = []  # (end, job) by the clock of work done
+    now, done, computing, turns = 0.0, 0.0, 0, 0
+    ready = [i for i, n in enumerate(blocked) if n == 0]
+    while ready or wall or work:
+        for i in ready:
+            job, start_s[i] = jobs[i], now
+            if scarce and job.devices:
+                computing += job.devices
+                alone = min(1.0, concurrency / job.devices)
+                heapq.heappush(work, (done + job.seconds * alone, i))
+            else:
+                heapq.heappush(wall, (now + job.seconds, i))
+        speed = min(1.0, concurrency / computing) if computing else 1.0
+        then = now + max(0.0, work[0][0] - done) / speed if work else math.inf
+        shared_next = bool(work) and (not wall or then <= wall[0][0])
+        if shared_next:
+            now, done = then, work[0][0]
+        else:
+            done += (wall[0][0] - now) * speed
+            now = wall[0][0]
+        turns += 1
+        ended: list[int] = []
+        while wall and wall[0][0] <= now:
+            ended.append(heapq.heappop(wall)[1])
+        while shared_next and work and work[0][0] <= done:
+            ended.append(heapq.heappop(work)[1])
+            computing -= jobs[ended[-1]].devices
+        ready = []
+        for i in ended:
+            end_s[i] = now
+            for f in followers[i]:
+                blocked[f] -= 1
+                if blocked[f] == 0:
+                    ready.append(f)
+        ready.sort()
+    assert not any(blocked), "jobs wait for each other"
+    return Run(tuple(start_s), tuple(end_s), turns)

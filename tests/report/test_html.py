@@ -1,0 +1,301 @@
+"""The HTML page as text: its data, its escaping, what it says of runs that lack something."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tomllib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dflop_jax import cli
+from dflop_jax.record_files import save
+from dflop_jax.records import RETURN, SEND, Event, Trace
+from dflop_jax.report import timeline as tl
+from dflop_jax.report.html import _DARK, page, write_page
+from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
+from dflop_jax.report.trace import read_labelled, write_trace
+from tests.report.runs import make_plan, make_row, one_f_one_b
+
+
+class Parsed(HTMLParser):
+    """Elements, attributes and texts of a page, as a browser would tell them apart."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+    def count(self, tag: str) -> int:
+        return sum(t == tag for t, _ in self.tags)
+
+    @property
+    def data(self):
+        """What the script tag of data holds."""
+        at = [t for t, _ in self.tags if t in ("script", "style")].index("script")
+        scripts = [x for x in self.texts if x.startswith('{"panels"')]
+        assert (at, len(scripts)) == (1, 1)  # the page's style stands first
+        return json.loads(scripts[0])
+
+
+def cells(parsed: Parsed) -> str:
+    return "\n".join(parsed.texts)
+
+
+def test_the_data_hold_every_event_and_come_back(make_run):
+    run = make_run()
+    panels = Parsed(page([run])).data["panels"]
+    assert [p["title"] for p in panels] == ["run, step 5, measured", "run, step 5, simulated"]
+    for panel, (trace, buckets) in zip(panels, read_labelled(run / "trace.json"), strict=True):
+        assert panel["makespan_s"] == trace.makespan_s
+        back = [
+            Event(panel["rows"][row]["name"], segment, group, direction, start_s, end_s)
+            for row, start_s, end_s, _, segment, direction, group, _ in panel["tasks"]
+        ]
+        assert tuple(back) == trace.events
+        assert buckets == {0: "8x1x512"}
+        for *_, group, bucket in panel["tasks"]:
+            assert bucket == ("8 tiles, 1 x 512 tokens" if group == 0 else "")
+        busy = trace.busy_fraction()
+        assert {r["name"]: r["busy"] for r in panel["rows"]} == {
+            n: f"{v:.0%}" for n, v in busy.items()
+        }
+
+
+def test_memory_is_what_the_caller_knows(make_run):
+    run = make_run()
+    asked = []
+
+    def memory(folder, plan, trace, buckets):
+        asked.append((folder, plan, trace, buckets))
+        if trace.source == "simulated":
+            raise ValueError("no table\nof bytes")
+        return {"enc": ((0.0, 5.0), (0.1, 9.0), (0.2, 5.0)), "llm": ((0.0, 0.0),)}
+
+    measured, simulated = Parsed(page([run], memory)).data["panels"]
+    assert [a[2] for a in asked] == read_traces(run)
+    assert asked[0][:2] == (run, read_plan(run))
+    enc, llm = measured["memory"]
+    assert (enc["name"], enc["times_s"], enc["bytes"]) == ("enc", [0.0, 0.1, 0.2], [5.0, 9.0, 5.0])
+    assert (enc["peak"], llm["peak"]) == (9.0, 0.0)
+    assert (measured["note"], simulated["memory"]) == ("", [])
+    assert simulated["note"] == "memory over time is not known: no table of bytes"
+    assert Parsed(page([run])).data["panels"][0]["memory"] == []
+
+
+BAD = "</script><script>window.bad=1</script><!--"
+
+
+def hostile_run(folder: Path) -> Path:
+    """Names that would break out of a script tag, an attribute or a text."""
+    folder = folder / "x\"'><img src=x onerror=bad()>&amp;{{ 7*7 }}"
+    events = (
+        Event(BAD, BAD, 0, BAD, 0.0, 1.0),
+        Event(f"{BAD} → b", BAD, 0, SEND, 1.0, 1.5),
+        Event("no such", "b\u2028\\", 0, "backward", 1.5, 2.0),
+    )
+    plan = make_plan()
+    meshes = (replace(plan.submeshes[0], name=BAD), plan.submeshes[1])
+    segments = (replace(plan.segments[0], submesh=BAD), plan.segments[1])
+    with RunFolder(folder) as run:
+        run.write_plan(replace(plan, policy=BAD, submeshes=meshes, segments=segments))
+        run.append(make_row(0, padding_fraction={BAD: 0.5}))
+        run.write_trace([Trace(0, BAD, events)], {0: BAD})
+    return folder
+
+
+def test_no_name_breaks_out_of_the_page(tmp_path):
+    run = hostile_run(tmp_path)
+    text = page([run], lambda *_: {BAD: ((0.0, 1.0),)})
+    parsed = Parsed(text)
+    assert (parsed.count("script"), parsed.count("img")) == (2, 0)
+    assert run.name in parsed.texts  # the heading, to the letter
+    panel = parsed.data["panels"][0]
+    assert panel["title"] == f"{run.name}, step 0, {BAD}"
+    assert [r["name"] for r in panel["rows"]][:2] == [BAD, f"{BAD} → b"]
+    assert panel["tasks"][0][4:] == [BAD, BAD, 0, BAD]
+    assert panel["tasks"][2][4] == "b\u2028\\"
+    assert panel["memory"][0]["name"] == BAD
+    assert f"padding, {BAD}" in cells(parsed)
+
+
+def test_the_page_loads_nothing(make_run):
+    for tag, attributes in Parsed(page([make_run()])).tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base")
+        assert "src" not in attributes
+        assert attributes.get("href", "data:,") == "data:,"
+    policy = [a["content"] for t, a in Parsed(page([make_run("b")])).tags if "http-equiv" in a]
+    assert "default-src 'none'" in policy[0]
+
+
+def test_several_runs_share_one_page(make_run):
+    runs = [make_run("blind", slow=2.0, policy="blind"), make_run("dflop")]
+    parsed = Parsed(page(runs))
+    titles = [p["title"] for p in parsed.data["panels"]]
+    assert [t.split(",")[0] for t in titles] == ["blind", "blind", "dflop", "dflop"]
+    text = cells(parsed)
+    assert "blind and dflop" in text
+    assert "2.00 × as fast as blind" in text
+    assert parsed.texts.index("speed-up") < parsed.texts.index("step time, median")
+    assert "speed-up" not in cells(Parsed(page(runs[:1])))  # of nothing
+    assert "vision 0–3" in text
+    assert "1 × 3 × 2" in text
+
+
+def test_links_stand_under_the_submesh_that_sends(tmp_path, make_run):
+    run = make_run()
+    events = (
+        Event("llm", "llm", 0, "forward", 0.0, 1.0),
+        Event("enc", "vision", 1, "forward", 0.5, 1.0),
+        Event("enc → llm", "vision", 1, SEND, 1.0, 2.0),
+        Event("llm → enc", "vision", 1, RETURN, 2.0, 3.0),
+    )
+    write_trace(run / SIMULATED, [Trace(0, "simulated", events)])
+    panel = Parsed(page([run])).data["panels"][-1]
+    assert panel["title"] == "run, simulated"
+    assert [(r["name"], r["link"]) for r in panel["rows"]] == [
+        ("enc", False),
+        ("enc → llm", True),
+        ("llm", False),
+        ("llm → enc", True),
+    ]
+
+
+def test_a_run_without_trace_keeps_its_tables(make_run):
+    run = make_run()
+    (run / "trace.json").unlink()
+    parsed = Parsed(page([run]))
+    assert parsed.data == {"panels": []}
+    assert "run: no trace, so no timeline; a run writes its trace when it ends." in parsed.texts
+    assert "Timelines" not in parsed.texts
+    assert "step time, median" in parsed.texts
+    # A trace of nothing is none.
+    write_trace(run / "trace.json", [Trace(0, "measured", ())])
+    assert "no trace" in cells(Parsed(page([run])))
+
+
+def test_no_step_needs_a_trace(tmp_path):
+    folder = tmp_path / "planned"
+    with RunFolder(folder) as run:
+        run.write_plan(make_plan())
+    with pytest.raises(ValueError, match="holds no step yet; let the run finish"):
+        page([folder])
+    write_trace(folder / SIMULATED, [one_f_one_b({"enc": (1.0, 2.0)}, [1.0], "simulated")])
+    parsed = Parsed(page([folder]))
+    assert "planned: simulated, no step trained; figures come with a training run." in parsed.texts
+    assert len(parsed.data["panels"]) == 1
+    assert "Figures" not in parsed.texts
+    (folder / "metrics.jsonl").unlink()
+    assert len(Parsed(page([folder])).data["panels"]) == 1
+
+
+def test_bad_folders_and_files_are_named(make_run, tmp_path):
+    run = make_run()
+    with pytest.raises(ValueError, match=r"missing.*train it"):
+        page([run, tmp_path / "missing"])
+    with pytest.raises(ValueError, match="name at least one"):
+        page([])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written .*choose another --out"):
+        write_page([run], tmp_path / "file" / "x.html")
+    (run / SIMULATED).write_text("{}")
+    with pytest.raises(ValueError, match=r"simulated\.json: not a trace"):
+        page([run])
+    (run / SIMULATED).unlink()
+    (run / "plan.json").unlink()
+    with pytest.raises(ValueError, match=r"plan\.json: no such file"):
+        page([run])
+
+
+def run_cli(capsys, *args):
+    code = cli.main(["report", *map(str, args)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_writes_the_page(make_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run("blind", slow=2.0), make_run("dflop")]
+    code, out, _ = run_cli(capsys, runs[1])
+    assert code == 0
+    assert str(runs[1] / PAGE) in out.replace("\n", "")
+    assert "not known" in Parsed((runs[1] / PAGE).read_text()).data["panels"][0]["note"]
+    assert run_cli(capsys, *runs, "--json")[0] == 0
+    assert (runs[0] / PAGE).exists()
+    assert Path("compare.png").exists()
+    assert run_cli(capsys, *runs, "--out", "both/cmp.png")[0] == 0
+    assert Path("both/cmp.html").exists()
+    assert Path("both/cmp.png").exists()
+
+
+def test_the_command_reports_what_was_only_simulated(make_run, tmp_path, capsys):
+    planned = tmp_path / "planned"
+    planned.mkdir()
+    save(make_plan(), planned / "plan.json")
+    write_trace(planned / SIMULATED, [one_f_one_b({"enc": (1.0, 2.0)}, [1.0], "simulated")])
+    code, out, _ = run_cli(capsys, planned, "--json")
+    assert (code, json.loads(out)) == (0, {"runs": []})
+    code, out, _ = run_cli(capsys, make_run(), planned, "--json", "--out", tmp_path / "c.html")
+    assert [r["name"] for r in json.loads(out)["runs"]] == ["run"]
+    assert "planned, simulated" in (tmp_path / "c.html").read_text()
+    shutil.rmtree(planned)
+    code, _, err = run_cli(capsys, planned)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_new_run_removes_the_page_of_the_old_one(make_run):
+    run = make_run()
+    write_page([run], run / PAGE)
+    with RunFolder(run, existing="overwrite"):
+        assert not (run / PAGE).exists()
+
+
+def test_every_file_of_the_page_is_package_data():
+    root = Path(__file__).resolve().parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folder = root / "dflop_jax" / "report"
+    shipped = {
+        f for glob in settings["package-data"]["dflop_jax.report"] for f in folder.glob(glob)
+    }
+    assert {f.name for f in shipped} == {"page.html", "page.css", "page.js", "page_input.js"}
+    assert shipped == {f for f in folder.iterdir() if f.suffix not in (".py", "")}
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, by the formula of WCAG 2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_marks_and_their_numbers_can_be_told_apart():
+    css = (Path(tl.__file__).parent / "page.css").read_text()
+    light_idle, dark_idle = (x[:7] for x in css.split("--idle: ")[1:])
+    pairs = [*tl.MODULE_COLOURS.values(), *tl.OTHER_COLOURS]
+    lights = {c for pair in pairs for c in pair} | set(tl.DIRECTION_COLOURS.values())
+    assert set(_DARK) == lights
+    for light, dark in _DARK.items():
+        for colour, idle in ((light, light_idle), (dark, dark_idle)):
+            ink = "#ffffff" if tl.luminance(colour) < 0.55 else tl.INK
+            assert contrast(colour, ink) >= 3.0, (colour, ink)
+            assert contrast(colour, idle) >= 1.2, (colour, idle)  # hue does the rest
+    for forward, backward in pairs:
+        assert contrast(forward, backward) >= 1.5
+        assert contrast(_DARK[forward], _DARK[backward]) >= 1.5
+    assert math.isclose(contrast("#000000", "#ffffff"), 21.0)

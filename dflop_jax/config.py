@@ -81,7 +81,9 @@ class TrainConfig:
     beta2: Annotated[float, "AdamW second-moment decay"] = 0.95
     freeze: Annotated[tuple[str, ...], "parts to freeze: vision, connector, llm"] = ()
     seed: Annotated[int, "seed of the parameters"] = 0
-    remat_layers: Annotated[bool, "recompute each layer in backward (less memory)"] = False
+    remat: Annotated[
+        str, "what backward computes again, for less memory: none, layers, dots (all but products)"
+    ] = "none"
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[int, "held-out samples; 0: no evaluation"] = 0
 
@@ -123,6 +125,7 @@ class Config:
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
             "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind")),
             "plan.effort": (self.plan.effort, ("quick", "full")),
+            "train.remat": (self.train.remat, ("none", "layers", "dots")),
         }
         for name, (value, allowed) in checks.items():
             if value not in allowed:

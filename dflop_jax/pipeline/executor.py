@@ -28,7 +28,8 @@ class Executor:
     Args:
       tx: the optimizer; clipping to `clip_norm` (0: off) by the norm over all segments is ours.
       freeze: names from the modules' `freeze_groups`.
-      remat_layers: recompute each layer in backward, for less memory.
+      remat: what a layer's backward computes again, for less memory: "none", "layers" (all of it)
+        or "dots" (all but the products with weights); see `spmd_loop.REMAT`.
       evaluates: also compile the forward program of the LLM's end, for `run_evaluation`.
 
     Raises:
@@ -44,7 +45,7 @@ class Executor:
         devices: list[jax.Device] | None = None,
         clip_norm: float = 0.0,
         freeze: tuple[str, ...] = (),
-        remat_layers: bool = False,
+        remat: str = "none",
         evaluates: bool = False,
     ):
         self.model, self.plan = model, plan
@@ -55,7 +56,7 @@ class Executor:
             devices=list(jax.devices()) if devices is None else devices,
             clip_norm=clip_norm,
             freeze=freeze,
-            remat_layers=remat_layers,
+            remat=remat,
             evaluates=evaluates,
         )
         self.trainable = self.programs.trainable

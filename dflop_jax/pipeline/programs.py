@@ -57,13 +57,11 @@ class Programs:
         devices: list[jax.Device],
         clip_norm: float,
         freeze: tuple[str, ...],
-        remat_layers: bool,
+        remat: str,
         evaluates: bool,
     ):
         self.model, self.plan, self.evaluates = model, plan, evaluates
-        self.segments = make_segments(
-            model, plan, devices, freeze=freeze, remat_layers=remat_layers
-        )
+        self.segments = make_segments(model, plan, devices, freeze=freeze, remat=remat)
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
         self.backward = with_backward(plan, self.trainable)
         self.updates = {n: SegmentUpdate(self.segments[n], tx, clip_norm) for n in self.trainable}

@@ -56,7 +56,7 @@ class Segment:
     microbatches: int
     trainable: frozenset[str]
     sends_gradient: bool
-    remat_layers: bool = False
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         if self.module.tied and self.plan.last and not self.plan.first:
@@ -245,7 +245,7 @@ class Segment:
             microbatches=self.microbatches,
             trainable=self.trainable,
             sends_gradient=self.sends_gradient,
-            remat_layers=self.remat_layers,
+            remat=self.remat,
             exit_keys=tuple(out) if isinstance(out, dict) else (),
         )
 
@@ -313,7 +313,7 @@ def make_segments(
     devices: list[jax.Device],
     *,
     freeze: tuple[str, ...] = (),
-    remat_layers: bool = False,
+    remat: str = "none",
 ) -> dict[str, Segment]:
     """Segments of a plan by name, in topological order.
 
@@ -350,7 +350,7 @@ def make_segments(
             microbatches=plan.group_size,
             trainable=trains[s.name],
             sends_gradient=any(u.name in backward for u in upstream(plan, s)),
-            remat_layers=remat_layers,
+            remat=remat,
         )
     return segments
 

@@ -9,7 +9,9 @@ Shapes: M microbatches in a group, S stages; x is [M, items, tokens, width] on a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +22,14 @@ from dflop_jax.contract import Array, Module, Params
 
 Tree = Any
 PARTS = ("entry", "layers", "exit")
+# What a layer keeps for its backward; the rest is computed again.
+REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "none": lambda layer: layer,  # everything
+    "layers": jax.checkpoint,  # its input
+    "dots": partial(  # and the products with its weights
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class SegmentLoop:
     microbatches: int
     trainable: frozenset[str]
     sends_gradient: bool
-    remat_layers: bool
+    remat: str
     exit_keys: tuple[str, ...]
 
     @property
@@ -51,7 +61,7 @@ def _varying(tree: Tree, *axes: str) -> Tree:
 
 
 def _stack(loop: SegmentLoop, layers: Params, x: Array, fields: Tree) -> Array:
-    layer = jax.checkpoint(loop.module.layer) if loop.remat_layers else loop.module.layer
+    layer = REMAT[loop.remat](loop.module.layer)
     return lax.scan(lambda h, p: (layer(p, h, fields), None), x, layers)[0]
 
 

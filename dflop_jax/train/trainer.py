@@ -95,7 +95,7 @@ class Trainer:
             devices=self.setup.devices,
             clip_norm=train.clip_norm,
             freeze=train.freeze,
-            remat_layers=train.remat_layers,
+            remat=train.remat,
             evaluates=train.eval_samples > 0,
         )
 

@@ -21,7 +21,9 @@ from jax import lax
 from dflop_jax.contract import Array, Module, Params
 
 Tree = Any
-PARTS = ("entry", "layers", "exit")
+PARTS = ("entry", "layers", "exit")  # of every module
+ADAPTER = "adapter"  # of some
+STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
 # What a layer keeps for its backward; the rest is computed again.
 REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "none": lambda layer: layer,  # everything
@@ -65,6 +67,13 @@ def _stack(loop: SegmentLoop, layers: Params, x: Array, fields: Tree) -> Array:
     return lax.scan(lambda h, p: (layer(p, h, fields), None), x, layers)[0]
 
 
+def _layers(params: Params) -> Params:
+    """What a layer gets: its parameters, with its adapter among them."""
+    if ADAPTER not in params:
+        return params["layers"]
+    return {**params["layers"], ADAPTER: params[ADAPTER]}
+
+
 def _first_input(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Array:
     """Hidden states at the top of the segment: the entry's, or those received."""
     if not loop.first:
@@ -97,7 +106,7 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
         h = _first_input(loop, params, _at(x, i), now)
         if carry is not None:
             h = jnp.where(stage == 0, h, carry)
-        h = _stack(loop, params["layers"], h, now)
+        h = _stack(loop, _layers(params), h, now)
         if carry is None:
             return None, h
         return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), h
@@ -126,7 +135,7 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
 def _prepared(params: Params) -> Params:
     """Parameters marked as differing per rank: layers along data, ends along stage too."""
     return {
-        part: _varying(tree, "data") if part == "layers" else _varying(tree, "stage", "data")
+        part: _varying(tree, "data") if part in STACKED else _varying(tree, "stage", "data")
         for part, tree in params.items()
     }
 

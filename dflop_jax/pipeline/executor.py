@@ -7,7 +7,7 @@ only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class Executor:
       freeze: names from the modules' `freeze_groups`.
       remat: what a layer's backward computes again, for less memory: "none", "layers" (all of it)
         or "dots" (all but the products with weights); see `spmd_loop.REMAT`.
+      rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
+        `tx`. Groups that are not named have that of `tx`.
       evaluates: also compile the forward program of the LLM's end, for `run_evaluation`.
 
     Raises:
@@ -46,6 +48,7 @@ class Executor:
         clip_norm: float = 0.0,
         freeze: tuple[str, ...] = (),
         remat: str = "none",
+        rate_factors: Mapping[str, float] | None = None,
         evaluates: bool = False,
     ):
         self.model, self.plan = model, plan
@@ -57,6 +60,7 @@ class Executor:
             clip_norm=clip_norm,
             freeze=freeze,
             remat=remat,
+            rate_factors=rate_factors or {},
             evaluates=evaluates,
         )
         self.trainable = self.programs.trainable

@@ -87,15 +87,16 @@ class Trainer:
             raise
 
     def _make_executor(self, plan: Plan) -> Executor:
-        train = self.config.train
+        train, trained = self.config.train, self.setup.trained
         return Executor(
             self.setup.model,
             plan,
             make_optimizer(train),
             devices=self.setup.devices,
             clip_norm=train.clip_norm,
-            freeze=train.freeze,
+            freeze=trained.frozen,
             remat=train.remat,
+            rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
             evaluates=train.eval_samples > 0,
         )
 

@@ -92,6 +92,8 @@ class TrainConfig:
     remat: Annotated[
         str, "what backward computes again, for less memory: none, layers, dots (all but products)"
     ] = "none"
+    tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
+    wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[int, "held-out samples; 0: no evaluation"] = 0
 

@@ -23,6 +23,7 @@ from dflop_jax.records import Plan, Profile, Task
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
+from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
@@ -79,6 +80,8 @@ class Trainer:
         self.setup: Setup = set_up(config)
         self.peers = self.setup.peers
         try:
+            if self.peers.is_hub:
+                check_trackers(config)
             self.source: Source = self.setup.source()
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
@@ -137,9 +140,11 @@ class Trainer:
             if resumed.meta.step < start:
                 progress.restart(resumed.meta.step)
             progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
+        first_step = resumed.meta.step if resumed else 0
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
-                folder.restart(resumed.meta.step if resumed else 0)
+                folder.restart(first_step)
+            folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)
             folder.write_profile(self.profile)
         # Prices come from the saved profile, not from this run's clock: the same seed gives the

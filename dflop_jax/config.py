@@ -88,9 +88,21 @@ class TrainConfig:
     weight_decay: Annotated[float, "AdamW weight decay of matrices"] = 0.01
     clip_norm: Annotated[float, "global gradient norm is clipped to this; 0: off"] = 1.0
     beta2: Annotated[float, "AdamW second-moment decay"] = 0.95
-    freeze: Annotated[tuple[str, ...], "parts to freeze: vision, connector, llm"] = ()
+    learning_rates: Annotated[
+        tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
+    ] = ()
+    stage: Annotated[
+        str, "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)"
+    ] = "full"
+    freeze: Annotated[tuple[str, ...], "parts to freeze: vision, audio, connector, llm"] = ()
+    lora_rank: Annotated[int, "rank of LoRA on the LLM's matrices, the LLM frozen; 0: off"] = 0
+    lora_alpha: Annotated[float, "strength of LoRA: it is scaled by lora_alpha / lora_rank"] = 16.0
     seed: Annotated[int, "seed of the parameters"] = 0
-    remat_layers: Annotated[bool, "recompute each layer in backward (less memory)"] = False
+    remat: Annotated[
+        str, "what backward computes again, for less memory: none, layers, dots (all but products)"
+    ] = "none"
+    tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
+    wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[int, "held-out samples; 0: no evaluation"] = 0
 
@@ -132,6 +144,8 @@ class Config:
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
             "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind")),
             "plan.effort": (self.plan.effort, ("quick", "full")),
+            "train.stage": (self.train.stage, ("full", "connector", "llm")),
+            "train.remat": (self.train.remat, ("none", "layers", "dots")),
         }
         for name, (value, allowed) in checks.items():
             if value not in allowed:
@@ -159,6 +173,8 @@ class Config:
                 raise ValueError(f"{name}={number} must be at least 1")
         above_zero = {
             "train.learning_rate": self.train.learning_rate,
+            "train.lora_alpha": self.train.lora_alpha,
+            **{f"train.learning_rates {k}": v for k, v in named_rates(self.train).items()},
             "distributed.connect_timeout_s": self.distributed.connect_timeout_s,
             "distributed.peer_timeout_s": self.distributed.peer_timeout_s,
         }
@@ -169,6 +185,7 @@ class Config:
             "train.warmup_steps": self.train.warmup_steps,
             "train.weight_decay": self.train.weight_decay,
             "train.clip_norm": self.train.clip_norm,
+            "train.lora_rank": self.train.lora_rank,
             "train.eval_every": self.train.eval_every,
             "train.eval_samples": self.train.eval_samples,
             "plan.devices": self.plan.devices,
@@ -180,6 +197,28 @@ class Config:
         for name, amount in not_negative.items():
             if not 0 <= amount < float("inf"):
                 raise ValueError(f"{name}={amount} must be a finite number, 0 or above")
+
+
+def named_rates(train: TrainConfig) -> dict[str, float]:
+    """`train.learning_rates` by name.
+
+    Raises:
+      ValueError: an entry that is not NAME=NUMBER, or a name given twice.
+    """
+    rates: dict[str, float] = {}
+    for entry in train.learning_rates:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if name in rates:
+            raise ValueError(f"train.learning_rates gives {name!r} twice; drop one of them")
+        try:
+            rates[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not (name and equals):
+            raise ValueError(
+                f"train.learning_rates has {entry!r}; write NAME=RATE, such as vision=2e-6"
+            )
+    return rates
 
 
 def fields(kind: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:

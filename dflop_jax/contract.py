@@ -6,7 +6,9 @@ from outside. `models/` satisfies these protocols without importing this package
 that does will train: Linen, NNX (split/merge) or plain functions.
 
 Parameters of a module are one pytree `{"entry": ..., "layers": ..., "exit": ...}`; "layers" has a
-leading dim of `n_layers`. A *part* is one of those three names.
+leading dim of `n_layers`. A *part* is one of those three names, or "adapter": small parameters
+beside each layer's (LoRA), which a module may list in `freeze_groups` and `inputs`. They are
+stacked like "layers", and `layer` finds them in its parameters under the key "adapter".
 
 Fields (`inputs`) are the host arrays of one microbatch on one data rank, leading dim `items`:
 - vision: pixels uint8 [items, tile_px, tile_px, 3]
@@ -57,7 +59,7 @@ class Module(Protocol):
         ...
 
     def init(self, part: str, key: Array) -> Params:
-        """Float32 parameters of a part; for "layers" those of a single layer."""
+        """Float32 parameters of a part; for "layers" and "adapter" those of a single layer."""
         ...
 
     def logical_axes(self, part: str) -> Params:
@@ -101,6 +103,9 @@ class MultimodalModel(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    # A model that can be trained by adapters also has `with_lora(rank, alpha)`, which gives the
+    # model whose "llm" has a part "adapter" in the freeze group "lora".
 
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".

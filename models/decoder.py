@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from models.attention import attention, attention_flops
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
+from models.lora import Lora
 from models.loss import cross_entropy, head_logits
 from models.sizes import DecoderSize
 
@@ -73,14 +75,16 @@ class EntryModule(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer."""
+    """Pre-norm decoder layer, its matrices adapted if `lora`."""
 
     size: DecoderSize
     dtype: jnp.dtype
+    lora: Lora | None = None
 
     @nn.compact
     def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
         s, dtype = self.size, self.dtype
+        linear = partial(Linear, dtype=dtype, lora=self.lora)
         width, mlp, embed = (s.width,), (s.mlp,), ("embed",)
         q_shape, q_names = (s.n_heads, s.head_dim), ("heads", None)
         kv_shape, kv_names = (s.n_kv_heads, s.head_dim), ("kv_heads", None)
@@ -88,20 +92,20 @@ class Block(nn.Module):
         residual = (2 * s.n_layers) ** -0.5  # keeps the sum of all branches of order one
 
         h = RMSNorm(s.norm_eps, name="attn_norm")(x)
-        q = Linear(width, q_shape, embed, q_names, dtype, bias, name="query")(h)
-        k = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="key")(h)
-        v = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="value")(h)
+        q = linear(width, q_shape, embed, q_names, bias=bias, name="query")(h)
+        k = linear(width, kv_shape, embed, kv_names, bias=bias, name="key")(h)
+        v = linear(width, kv_shape, embed, kv_names, bias=bias, name="value")(h)
         q, k = rotate(q, positions, s.rope_theta), rotate(k, positions, s.rope_theta)
         h = attention(q, k, v, segment_ids, causal=True)
         std = residual * s.width**-0.5
-        x = x + Linear(q_shape, width, q_names, embed, dtype, std=std, name="out")(h)
+        x = x + linear(q_shape, width, q_names, embed, std=std, name="out")(h)
 
         h = RMSNorm(s.norm_eps, name="mlp_norm")(x)
-        gate = Linear(width, mlp, embed, ("mlp",), dtype, name="gate")(h)
-        up = Linear(width, mlp, embed, ("mlp",), dtype, name="up")(h)
+        gate = linear(width, mlp, embed, ("mlp",), name="gate")(h)
+        up = linear(width, mlp, embed, ("mlp",), name="up")(h)
         h = jax.nn.silu(gate) * up
         std = residual * s.mlp**-0.5
-        return x + Linear(mlp, width, ("mlp",), embed, dtype, std=std, name="down")(h)
+        return x + linear(mlp, width, ("mlp",), embed, std=std, name="down")(h)
 
 
 class Exit(nn.Module):
@@ -120,12 +124,19 @@ class Exit(nn.Module):
         return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
 
 
+def _kind(part: str) -> str:
+    """Linen's collection that holds a part."""
+    return "adapter" if part == "adapter" else "params"
+
+
 @dataclass(frozen=True)
 class DecoderModule:
-    """The LLM as the engine sees it; `newline`: with an embedding of a picture's line end."""
+    """The LLM as the engine sees it. With `newline` it has an embedding of a picture's line end;
+    with `lora` each layer also has its part "adapter"."""
 
     size: DecoderSize
     dtype: jnp.dtype
+    lora: Lora | None = None
     newline: bool = False
 
     @property
@@ -138,15 +149,17 @@ class DecoderModule:
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        return {
+        names: dict[str, tuple[str, ...]] = {
             "entry": ("tokens", "is_visual", "visual", *(("is_newline",) if self.newline else ())),
             "layers": ("positions", "segment_ids"),
             "exit": ("targets", "weights"),
         }
+        return {**names, "adapter": names["layers"]} if self.lora else names
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
-        return {"entry": "llm", "layers": "llm", "exit": "llm"}
+        names = {"entry": "llm", "layers": "llm", "exit": "llm"}
+        return {**names, "adapter": "lora"} if self.lora else names
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a field for `items` rows of `tokens`."""
@@ -162,26 +175,31 @@ class DecoderModule:
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
             return EntryModule(self.size, self.dtype), tuple(fields)
-        if part == "layers":
-            return Block(self.size, self.dtype), (hidden, *fields)
+        if part in ("layers", "adapter"):
+            lora = self.lora if part == "adapter" else None
+            return Block(self.size, self.dtype, lora), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def init(self, part: str, key: Array) -> Any:
         module, args = self._part(part)
-        return init_values(module, key, *args)
+        return init_values(module, key, *args, kind=_kind(part))
 
     def logical_axes(self, part: str) -> Any:
         module, args = self._part(part)
-        return axis_names(module, *args)
+        return axis_names(module, *args, kind=_kind(part))
 
     def entry(self, params: Any, batch: Batch) -> Array:
         fields = [batch[name] for name in self.inputs["entry"]]
         return apply(EntryModule(self.size, self.dtype), params, *fields)
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
+        """One layer; `params` may hold its "adapter" beside the parameters of "layers"."""
         fields = [batch[name] for name in self.inputs["layers"]]
-        return apply(Block(self.size, self.dtype), params, x, *fields)
+        own = {name: tree for name, tree in params.items() if name != "adapter"}
+        adapter = params.get("adapter")
+        lora = None if adapter is None else self.lora
+        return apply(Block(self.size, self.dtype, lora), own, x, *fields, adapter=adapter)
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None
@@ -209,8 +227,12 @@ class DecoderModule:
         n = float(items * tokens)
         if part == "entry":
             return 0.0
+        kv_width = s.n_kv_heads * s.head_dim
         if part == "layers":
-            kv_width = s.n_kv_heads * s.head_dim
             products = 2 * s.width**2 + 2 * s.width * kv_width + 3 * s.width * s.mlp
             return 2 * n * products + attention_flops(items, tokens, s.n_heads, s.head_dim)
+        if part == "adapter":
+            # a and b of query and out, of key and value, of gate, up and down.
+            sides = 4 * s.width + 2 * (s.width + kv_width) + 3 * (s.width + s.mlp)
+            return 2 * n * sides * (self.lora.rank if self.lora else 0)
         return 2 * n * s.width * s.vocab

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from models import hf
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
+from models.lora import Lora
 from models.media import vision_facts
 from models.sizes import LlavaSize, find
 from models.vit import VisionModule
@@ -23,13 +24,14 @@ class Llava:
 
     size: LlavaSize
     dtype: jnp.dtype
+    lora: Lora | None = None
 
     @property
     def modules(self) -> Mapping[str, VisionModule | DecoderModule]:
         vision, decoder = self.size.vision, self.size.decoder
         return {
             "vision": VisionModule(vision, decoder.width, self.dtype),
-            "llm": DecoderModule(decoder, self.dtype, newline=self.size.layout == "anyres"),
+            "llm": DecoderModule(decoder, self.dtype, self.lora, self.size.layout == "anyres"),
         }
 
     @property
@@ -51,6 +53,10 @@ class Llava:
     @property
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
+
+    def with_lora(self, rank: int, alpha: float) -> Llava:
+        """The model with low-rank adapters on the LLM's matrices."""
+        return replace(self, lora=Lora(rank, alpha))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_tensors import WeightMap
 from models.llava import known_dtype
+from models.lora import Lora
 from models.media import audio_facts, vision_facts
 from models.sizes import OmniSize, find_omni
 from models.vit import VisionModule
@@ -24,6 +25,7 @@ class Omni:
 
     size: OmniSize
     dtype: jnp.dtype
+    lora: Lora | None = None
 
     @property
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
@@ -31,7 +33,7 @@ class Omni:
         return {
             "vision": VisionModule(s.vision, width, self.dtype),
             "audio": AudioModule(s.audio, width, self.dtype),
-            "llm": DecoderModule(s.decoder, self.dtype, newline=s.layout == "anyres"),
+            "llm": DecoderModule(s.decoder, self.dtype, self.lora, s.layout == "anyres"),
         }
 
     @property
@@ -45,6 +47,10 @@ class Omni:
             "vision": vision_facts(s.vision, s.layout),
             "audio": audio_facts(s.audio, s.max_windows),
         }
+
+    def with_lora(self, rank: int, alpha: float) -> Omni:
+        """The model with low-rank adapters on the LLM's matrices."""
+        return replace(self, lora=Lora(rank, alpha))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
 from models.llava import known_dtype
+from models.lora import Lora
 from models.media import audio_facts
 from models.sizes import Qwen2AudioSize, find_qwen2_audio
 
@@ -26,13 +27,14 @@ class Qwen2Audio:
 
     size: Qwen2AudioSize
     dtype: jnp.dtype
+    lora: Lora | None = None
 
     @property
     def modules(self) -> Mapping[str, AudioModule | DecoderModule]:
         audio, decoder = self.size.audio, self.size.decoder
         return {
             "audio": AudioModule(audio, decoder.width, self.dtype),
-            "llm": DecoderModule(decoder, self.dtype),
+            "llm": DecoderModule(decoder, self.dtype, self.lora),
         }
 
     @property
@@ -46,6 +48,10 @@ class Qwen2Audio:
     @property
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
+
+    def with_lora(self, rank: int, alpha: float) -> Qwen2Audio:
+        """The model with low-rank adapters on the LLM's matrices."""
+        return replace(self, lora=Lora(rank, alpha))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:

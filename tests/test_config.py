@@ -21,9 +21,13 @@ def other_value(name, kind):
         "data.oversize": "drop",
         "plan.policy": "blind",
         "plan.effort": "quick",
+        "train.stage": "connector",
+        "train.remat": "layers",
     }
     if name in special:
         return special[name], special[name]
+    if name == "train.learning_rates":
+        return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
     if kind is bool:
         return "true", True
     if kind is int:
@@ -106,6 +110,19 @@ def test_booleans(text, value):
         ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, blind"),
         ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be a finite number above 0"),
         ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be a finite number above 0"),
+        ({"train.learning_rates": "vision"}, "has 'vision'; write NAME=RATE, such as vision=2e-6"),
+        ({"train.learning_rates": "vision="}, "has 'vision='; write NAME=RATE"),
+        ({"train.learning_rates": "=1e-5"}, "has '=1e-5'; write NAME=RATE"),
+        ({"train.learning_rates": "llm=fast"}, "has 'llm=fast'; write NAME=RATE"),
+        ({"train.learning_rates": "llm=1=2"}, "has 'llm=1=2'; write NAME=RATE"),
+        ({"train.learning_rates": "llm=0"}, "learning_rates llm=0.0 must be a finite number above"),
+        ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
+        ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
+        ({"train.stage": "both"}, "train.stage='both' is not one of full, connector, llm"),
+        ({"train.remat": "true"}, "train.remat='true' is not one of none, layers, dots"),
+        ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
+        ({"train.lora_rank": "-1"}, "train.lora_rank=-1 must be a finite number, 0 or above"),
+        ({"train.lora_alpha": "0"}, "train.lora_alpha=0.0 must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_one_line(values, says):

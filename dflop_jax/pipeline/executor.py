@@ -7,7 +7,7 @@ only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -30,7 +30,10 @@ class Executor:
     Args:
       tx: the optimizer; clipping to `clip_norm` (0: off) by the norm over all segments is ours.
       freeze: names from the modules' `freeze_groups`.
-      remat_layers: recompute each layer in backward, for less memory.
+      remat: what a layer's backward computes again, for less memory: "none", "layers" (all of it)
+        or "dots" (all but the products with weights); see `spmd_loop.REMAT`.
+      rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
+        `tx`. Groups that are not named have that of `tx`.
       evaluates: also compile the forward program of the LLM's end, for `run_evaluation`.
 
     Raises:
@@ -46,7 +49,8 @@ class Executor:
         devices: list[jax.Device] | None = None,
         clip_norm: float = 0.0,
         freeze: tuple[str, ...] = (),
-        remat_layers: bool = False,
+        remat: str = "none",
+        rate_factors: Mapping[str, float] | None = None,
         evaluates: bool = False,
     ):
         self.model, self.plan = model, plan
@@ -57,7 +61,8 @@ class Executor:
             devices=list(jax.devices()) if devices is None else devices,
             clip_norm=clip_norm,
             freeze=freeze,
-            remat_layers=remat_layers,
+            remat=remat,
+            rate_factors=rate_factors or {},
             evaluates=evaluates,
         )
         self.trainable = self.programs.trainable

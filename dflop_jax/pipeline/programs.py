@@ -69,16 +69,17 @@ class Programs:
         devices: list[jax.Device],
         clip_norm: float,
         freeze: tuple[str, ...],
-        remat_layers: bool,
+        remat: str,
+        rate_factors: Mapping[str, float],
         evaluates: bool,
     ):
         self.model, self.plan, self.evaluates = model, plan, evaluates
-        self.segments = make_segments(
-            model, plan, devices, freeze=freeze, remat_layers=remat_layers
-        )
+        self.segments = make_segments(model, plan, devices, freeze=freeze, remat=remat)
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
         self.backward = with_backward(plan, self.trainable)
-        self.updates = {n: SegmentUpdate(self.segments[n], tx, clip_norm) for n in self.trainable}
+        self.updates = {
+            n: SegmentUpdate(self.segments[n], tx, clip_norm, rate_factors) for n in self.trainable
+        }
         self.final = plan.segments[-1].name
         self.local = frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
         self.downstream = {s.name: downstream(plan, s) for s in plan.segments}

@@ -17,6 +17,7 @@ from dflop_jax.contract import MODEL_SHARDED, Array, Module, MultimodalModel, Pa
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.order import upstream, with_backward
+from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
 from dflop_jax.records import BACKWARD, FORWARD, ModuleShape, Plan, SegmentPlan
 
 Tree = Any
@@ -57,7 +58,7 @@ class Segment:
     trainable: frozenset[str]
     sends_gradient: bool
     encoders: tuple[str, ...] = ()
-    remat_layers: bool = False
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         if self.module.tied and self.plan.last and not self.plan.first:
@@ -72,7 +73,7 @@ class Segment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return parts_of(self.plan)
+        return parts_of(self.plan, self.module)
 
     @property
     def stages(self) -> int:
@@ -92,8 +93,8 @@ class Segment:
         specs, out = self.param_specs(), {}
         for part in self.parts:
             # Keys depend on the part's place in the model, never on the plan.
-            part_key = jax.random.fold_in(key, spmd_loop.PARTS.index(part))
-            if part == "layers":
+            part_key = jax.random.fold_in(key, (*PARTS, ADAPTER).index(part))
+            if part in STACKED:
                 keys = jax.random.split(part_key, self.module.n_layers)
                 each = [
                     jax.tree.map(np.asarray, _init(self.module, part, keys[i]))
@@ -114,7 +115,7 @@ class Segment:
             return jax.ShapeDtypeStruct((self.plan.n_layers, *leaf.shape), leaf.dtype)
 
         structs = {p: self._part_struct(p) for p in self.parts}
-        return {**structs, "layers": jax.tree.map(stacked, structs["layers"])}
+        return {p: jax.tree.map(stacked, s) if p in STACKED else s for p, s in structs.items()}
 
     def placed_structs(self) -> Params:
         """`param_structs` with their shardings."""
@@ -133,7 +134,7 @@ class Segment:
 
         return {
             part: jax.tree.map(
-                partial(spec, lead_layers if part == "layers" else lead_ends),
+                partial(spec, lead_layers if part in STACKED else lead_ends),
                 self.module.logical_axes(part),
                 is_leaf=lambda a: isinstance(a, tuple),
             )
@@ -168,7 +169,7 @@ class Segment:
         structs, ranks = self.param_structs(), self.data_ranks
         return {
             part: jax.tree.map(
-                partial(accumulator, ranks if part == "layers" else ranks * self.stages),
+                partial(accumulator, ranks if part in STACKED else ranks * self.stages),
                 structs[part],
                 specs,
             )
@@ -246,7 +247,7 @@ class Segment:
             microbatches=self.microbatches,
             trainable=self.trainable,
             sends_gradient=self.sends_gradient,
-            remat_layers=self.remat_layers,
+            remat=self.remat,
             exit_keys=tuple(out) if isinstance(out, dict) else (),
         )
 
@@ -308,13 +309,27 @@ def _manual(struct: jax.ShapeDtypeStruct) -> P:
     return P(*(None if axis == "model" else axis for axis in spec))
 
 
+def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
+    """Freeze groups that train, in the order of the model.
+
+    Raises:
+      ValueError: unknown name in `freeze`, or everything frozen.
+    """
+    known = dict.fromkeys(g for m in model.modules.values() for g in m.freeze_groups.values())
+    if unknown := set(freeze) - set(known):
+        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
+    if set(freeze) >= set(known):
+        raise ValueError("every part of the model is frozen; nothing is left to train")
+    return tuple(g for g in known if g not in freeze)
+
+
 def make_segments(
     model: MultimodalModel,
     plan: Plan,
     devices: list[jax.Device],
     *,
     freeze: tuple[str, ...] = (),
-    remat_layers: bool = False,
+    remat: str = "none",
 ) -> dict[str, Segment]:
     """Segments of a plan by name, in topological order.
 
@@ -322,14 +337,12 @@ def make_segments(
       ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
         does not cover the model's layers.
     """
-    known = {g for m in model.modules.values() for g in m.freeze_groups.values()}
-    if unknown := set(freeze) - known:
-        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
-    if set(freeze) >= known:
-        raise ValueError("every part of the model is frozen; nothing is left to train")
+    trained_groups(model, freeze)
     trains = {
         s.name: frozenset(
-            p for p in parts_of(s) if model.modules[s.module].freeze_groups[p] not in freeze
+            part
+            for part in parts_of(s, model.modules[s.module])
+            if model.modules[s.module].freeze_groups[part] not in freeze
         )
         for s in plan.segments
     }
@@ -353,11 +366,13 @@ def make_segments(
             trainable=trains[s.name],
             sends_gradient=any(u.name in backward for u in upstream(plan, s)),
             encoders=encoders,
-            remat_layers=remat_layers,
+            remat=remat,
         )
     return segments
 
 
-def parts_of(s: SegmentPlan) -> tuple[str, ...]:
+def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """Parts of its module that a segment holds."""
-    return tuple(p for p, here in (("entry", s.first), ("layers", True), ("exit", s.last)) if here)
+    here = {"entry": s.first, "layers": True, "exit": s.last}
+    here[ADAPTER] = ADAPTER in module.freeze_groups
+    return tuple(part for part, is_here in here.items() if is_here)

@@ -9,7 +9,9 @@ Shapes: M microbatches in a group, S stages; x is [M, items, tokens, width] on a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +21,17 @@ from jax import lax
 from dflop_jax.contract import Array, Module, Params
 
 Tree = Any
-PARTS = ("entry", "layers", "exit")
+PARTS = ("entry", "layers", "exit")  # of every module
+ADAPTER = "adapter"  # of some
+STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
+# What a layer keeps for its backward; the rest is computed again.
+REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "none": lambda layer: layer,  # everything
+    "layers": jax.checkpoint,  # its input
+    "dots": partial(  # and the products with its weights
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class SegmentLoop:
     microbatches: int
     trainable: frozenset[str]
     sends_gradient: bool
-    remat_layers: bool
+    remat: str
     exit_keys: tuple[str, ...]
 
     @property
@@ -51,8 +63,15 @@ def _varying(tree: Tree, *axes: str) -> Tree:
 
 
 def _stack(loop: SegmentLoop, layers: Params, x: Array, fields: Tree) -> Array:
-    layer = jax.checkpoint(loop.module.layer) if loop.remat_layers else loop.module.layer
+    layer = REMAT[loop.remat](loop.module.layer)
     return lax.scan(lambda h, p: (layer(p, h, fields), None), x, layers)[0]
+
+
+def _layers(params: Params) -> Params:
+    """What a layer gets: its parameters, with its adapter among them."""
+    if ADAPTER not in params:
+        return params["layers"]
+    return {**params["layers"], ADAPTER: params[ADAPTER]}
 
 
 def _first_input(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Array:
@@ -89,7 +108,7 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
         h = _first_input(loop, params, _at(x, i), now)
         if carry is not None:
             h = jnp.where(stage == 0, h, carry)
-        h = _stack(loop, params["layers"], h, now)
+        h = _stack(loop, _layers(params), h, now)
         if carry is None:
             return None, h
         return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), h
@@ -118,7 +137,7 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
 def _prepared(params: Params) -> Params:
     """Parameters marked as differing per rank: layers along data, ends along stage too."""
     return {
-        part: _varying(tree, "data") if part == "layers" else _varying(tree, "stage", "data")
+        part: _varying(tree, "data") if part in STACKED else _varying(tree, "stage", "data")
         for part, tree in params.items()
     }
 

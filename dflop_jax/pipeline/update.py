@@ -6,7 +6,9 @@ each rank's shard, and new parameters are gathered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.spmd_loop import STACKED
 
 Tree = Any
 
@@ -38,14 +41,25 @@ def _specs(structs: Tree) -> Tree:
 
 def in_layers(params: Tree) -> Tree:
     """For each leaf of a tree by parts whether it belongs to the stacked layers."""
-    return {p: jax.tree.map(lambda _, p=p: p == "layers", tree) for p, tree in params.items()}
+    return {p: jax.tree.map(lambda _, p=p: p in STACKED, tree) for p, tree in params.items()}
 
 
 class SegmentUpdate:
-    """Reduce and update programs of one segment's trainable parameters."""
+    """Reduce and update programs of one segment's trainable parameters.
 
-    def __init__(self, segment: Segment, tx: optax.GradientTransformation, clip_norm: float):
+    `rate_factors` multiply the steps of freeze groups; the optimizer's own rate holds for the rest.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        tx: optax.GradientTransformation,
+        clip_norm: float,
+        rate_factors: Mapping[str, float] = MappingProxyType({}),
+    ):
         self.segment, self.tx, self.clip_norm = segment, tx, clip_norm
+        groups = segment.module.freeze_groups
+        self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
         structs, specs = segment.placed_structs(), segment.param_specs()
         free = [p for p in segment.parts if p in segment.trainable]
         self._params = {p: structs[p] for p in free}
@@ -132,6 +146,10 @@ class SegmentUpdate:
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 updates, state = self.tx.update(grads, state, params)
+            updates = {
+                part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
+                for part, tree in updates.items()
+            }
             return optax.apply_updates(params, whole(updates)), state, norm
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())

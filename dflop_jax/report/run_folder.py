@@ -16,6 +16,13 @@ from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.trace import read_trace, write_trace
+from dflop_jax.report.trackers import (
+    TENSORBOARD,
+    WANDB_ID,
+    Tracker,
+    evaluation_scalars,
+    step_scalars,
+)
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
@@ -23,7 +30,7 @@ TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 PAGE, SIMULATED = "report.html", "simulated.json"
 CHECKPOINTS = "checkpoints"
 _LOCK = "lock"
-_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE)
+_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, WANDB_ID)
 
 
 class RunFolder:
@@ -46,6 +53,7 @@ class RunFolder:
         existing: Literal["error", "overwrite", "resume"] = "error",
     ) -> None:
         self.path = Path(path)
+        self.trackers: Sequence[Tracker] = ()
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: is a file; choose another --run_dir")
         try:
@@ -86,7 +94,8 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+            for name in (CHECKPOINTS, TENSORBOARD):
+                shutil.rmtree(self.path / name, ignore_errors=True)
         return metrics.open("ab")
 
     def restart(self, start_step: int) -> None:
@@ -111,7 +120,11 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
-        self._lock.close()
+        try:
+            for tracker in self.trackers:
+                tracker.close()
+        finally:
+            self._lock.close()
 
     def write_config(self, config: Any) -> None:
         """The run's configuration, a dataclass, as plain JSON."""
@@ -125,13 +138,21 @@ class RunFolder:
         save(plan, self.path / PLAN)
 
     def append(self, row: StepMetrics) -> None:
-        """Add one row to metrics.jsonl; it is on its way to disk when this returns."""
+        """Add one row to metrics.jsonl, and to the trackers; it is on its way to disk when this
+        returns."""
         self._metrics.write(_line(msgspec.to_builtins(row)))
         self._metrics.flush()
+        for tracker in self.trackers:
+            tracker.log(row.step, step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
-        """Add one row to evaluations.jsonl, in place of one of the same step."""
-        _keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
+        """Add one row to evaluations.jsonl, in place of one of the same step.
+
+        Trackers have it at the last of the steps before it, unless they had it already.
+        """
+        known = _keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
+        for tracker in () if known else self.trackers:
+            tracker.log(row.step - 1, evaluation_scalars(row))
         with (self.path / EVALUATIONS).open("ab") as f:
             f.write(_line(msgspec.to_builtins(row)))
 
@@ -142,15 +163,18 @@ class RunFolder:
         write_trace(self.path / TRACE, traces, buckets)
 
 
-def _keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drop the other rows of a file, and a last one that a kill cut short."""
+def _keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Drop the other rows of a file, and a last one that a kill cut short; returns how many whole
+    ones."""
     if not path.exists():
-        return
+        return 0
     lines = [line for line in path.read_bytes().split(b"\n") if _is_whole(line)]
     # Rewritten whole, then renamed: a kill in between loses no row.
     fresh = path.with_suffix(".tmp")
-    fresh.write_bytes(b"".join(x + b"\n" for x in lines if keep(msgspec.json.decode(x))))
+    kept = [x for x in lines if keep(msgspec.json.decode(x))]
+    fresh.write_bytes(b"".join(x + b"\n" for x in kept))
     fresh.replace(path)
+    return len(lines) - len(kept)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -97,7 +97,14 @@ class Loop:
         counter = CompileCounter()
         stack.callback(counter.close)
         self.log = StepLog(
-            config.train, self.ex.plan, peers, self.folder, self.progress, counter, self._corrector
+            config.train,
+            self.ex.plan,
+            peers,
+            self.folder,
+            self.progress,
+            counter,
+            self._corrector,
+            self.setup.trained.rates,
         )
         steps = range(start, config.train.steps)
         every = config.train.eval_every

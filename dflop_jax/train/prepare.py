@@ -34,6 +34,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.train.distributed import Membership, initialise, run_devices
 from dflop_jax.train.peers import Peers
+from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
 OnProgress = Callable[[int, int], None]
@@ -103,6 +104,11 @@ class Setup:
     peers: Peers
 
     @property
+    def trained(self) -> TrainedParts:
+        """Which parts of the model train, and how fast."""
+        return trained_parts(self.config.train, self.model)
+
+    @property
     def eval_fraction(self) -> float:
         """Share of a dataset on disk that is held out: a tenth when evaluation is on."""
         return 0.1 if self.config.train.eval_samples else 0.0
@@ -128,14 +134,18 @@ def set_up(config: Config) -> Setup:
     processes of the run, where there are some.
 
     Raises:
-      ValueError: the model cannot be built or too few devices exist.
+      ValueError: the model cannot be built, has no part that the training stage or the learning
+        rates name, or too few devices exist.
     """
     use_cache(config.cache_dir)
     member = initialise(config.distributed, config.plan.devices)
     n = config.plan.devices
     devices = use_devices(n) if member.number == 1 else run_devices(n, member)
     peers = _peers(member, config.distributed.peer_timeout_s)
-    return Setup(config, build_model(config.model), devices, peers)
+    model = adapted(build_model(config.model), config.train)
+    setup = Setup(config, model, devices, peers)
+    assert setup.trained.rates  # raises for a stage or rates that the model does not have
+    return setup
 
 
 @cache
@@ -273,10 +283,11 @@ def make_plan(
             f"the profile is of a model with layers {profile.model.n_layers}, this one has "
             f"{layers}; profile again"
         )
-    frozen = config.train.freeze
+    frozen = setup.trained.frozen
 
     def trains(s: SegmentPlan) -> bool:
-        return any(model.modules[s.module].freeze_groups[p] not in frozen for p in parts_of(s))
+        module = model.modules[s.module]
+        return any(module.freeze_groups[p] not in frozen for p in parts_of(s, module))
 
     return search_plan(
         profile.model,

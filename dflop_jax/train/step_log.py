@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -39,7 +40,10 @@ class Verdict:
 
 class StepLog:
     """Gathers what the processes saw of each step; process 0 (which has a `folder`) writes
-    metrics.jsonl, the progress bar and, at the end, trace.json."""
+    metrics.jsonl, the progress bar and, at the end, trace.json.
+
+    `rates` are the peak learning rates of the parts that train.
+    """
 
     def __init__(
         self,
@@ -50,10 +54,12 @@ class StepLog:
         progress: Progress,
         counter: CompileCounter,
         corrector: Corrector | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self._corrector = corrector
         self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
         self.rates = learning_rates(config)
+        self._factors = {g: rate / config.learning_rate for g, rate in (rates or {}).items()}
         self.losses: list[float] = []
         self.compiles: list[int] = []
         self._counter, self._compiled = counter, counter.read()
@@ -103,13 +109,15 @@ class StepLog:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
+        rate = float(self.rates[batch.step])
         row = StepMetrics(
             step=batch.step,
             loss=verdict.loss,
             supervised_tokens=batch.supervised_tokens,
             step_s=step_s,
             tokens_per_s=batch.llm_tokens / step_s if step_s > 0 else 0.0,
-            learning_rate=float(self.rates[batch.step]),
+            learning_rate=rate,
+            learning_rates={g: rate * factor for g, factor in self._factors.items()},
             grad_norm=result.grad_norm,
             busy_fraction=result.trace.busy_fraction(),
             padding_fraction=batch.padding_fraction,

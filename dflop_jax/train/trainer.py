@@ -23,6 +23,7 @@ from dflop_jax.records import Plan, Profile, Task
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
+from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
@@ -81,6 +82,8 @@ class Trainer:
         self.peers = self.setup.peers
         try:
             self._begin = published(self.setup.model, config.model.weights)
+            if self.peers.is_hub:
+                check_trackers(config)
             self.source: Source = self.setup.source()
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
@@ -89,15 +92,16 @@ class Trainer:
             raise
 
     def _make_executor(self, plan: Plan) -> Executor:
-        train = self.config.train
+        train, trained = self.config.train, self.setup.trained
         return Executor(
             self.setup.model,
             plan,
             make_optimizer(train),
             devices=self.setup.devices,
             clip_norm=train.clip_norm,
-            freeze=train.freeze,
-            remat_layers=train.remat_layers,
+            freeze=trained.frozen,
+            remat=train.remat,
+            rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
             evaluates=train.eval_samples > 0,
         )
 
@@ -138,9 +142,11 @@ class Trainer:
             if resumed.meta.step < start:
                 progress.restart(resumed.meta.step)
             progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
+        first_step = resumed.meta.step if resumed else 0
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
-                folder.restart(resumed.meta.step if resumed else 0)
+                folder.restart(first_step)
+            folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)
             folder.write_profile(self.profile)
         # Prices come from the saved profile, not from this run's clock: the same seed gives the

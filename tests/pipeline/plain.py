@@ -159,7 +159,10 @@ def plain_loss_and_grads(model, params, samples):
 
 def run_module(module, params, fields):
     x = module.entry(params["entry"], fields)
-    x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, fields), None), x, params["layers"])
+    layers = params["layers"]
+    if "adapter" in params:
+        layers = {**layers, "adapter": params["adapter"]}
+    x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, fields), None), x, layers)
     return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
 
 
@@ -171,7 +174,7 @@ def join(plan: Plan, trees: dict[str, dict]) -> dict[str, dict]:
         for s in plan.segments_of(module):
             for part, tree in trees.get(s.name, {}).items():
                 host = jax.tree.map(np.asarray, tree)
-                if part == "layers" and part in parts:
+                if part in ("layers", "adapter") and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host
                     )

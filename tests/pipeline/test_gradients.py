@@ -37,11 +37,13 @@ def oracle(tied: bool):
     return samples, params, *plain.plain_loss_and_grads(m, params, samples)
 
 
-def grads_of(m, plan, samples, schedule, **kwargs):
-    """(loss, gradients as the reduction gives them, parameters, result) of one step."""
+def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
+    """(loss, gradients as the reduction gives them, parameters, result) of one step; `change` is
+    made to the initial state."""
     ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
     try:
         ex.init(0)
+        change(ex)
         params = plain.join(plan, ex.state.params)
         ex.compile()
         groups = plain.pack(m, plan, schedule, samples)

@@ -48,6 +48,13 @@ def test_a_warmup_longer_than_the_run_ends_at_its_last_step(steps, warmup):
     assert got[steps - 1] == pytest.approx(2e-3)
 
 
+@pytest.mark.parametrize("factor", [0.002, 1.0, 30.0])
+def test_a_part_with_a_rate_of_its_own_follows_the_same_schedule(factor):
+    """What lets one optimizer serve all parts, its steps multiplied."""
+    want = rates(steps=30, warmup_steps=4, learning_rate=2e-3 * factor)
+    np.testing.assert_allclose(factor * rates(steps=30, warmup_steps=4), want, rtol=1e-6)
+
+
 def test_no_decay_to_a_constant():
     assert rates(steps=9, warmup_steps=3, final_lr_fraction=1.0)[3:] == pytest.approx(2e-3)
     assert rates(steps=9, warmup_steps=3, final_lr_fraction=0.0)[-1] == 0.0

@@ -1,0 +1,140 @@
+"""The numbers of metrics.jsonl in TensorBoard and Weights & Biases too, for runs that ask for it.
+
+Both packages are optional. A resumed run continues what it wrote before: each step stands there
+once, as in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from dflop_jax.config import Config
+from dflop_jax.report.metrics import StepMetrics
+
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
+
+
+class Tracker(Protocol):
+    """Somewhere that scalars of steps go."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def step_scalars(row: StepMetrics) -> dict[str, float]:
+    """What is tracked of a step, by name."""
+    return {
+        "loss": row.loss,
+        "grad_norm": row.grad_norm,
+        "step_s": row.step_s,
+        "tokens_per_s": row.tokens_per_s,
+        **{f"learning_rate/{part}": rate for part, rate in row.learning_rates.items()},
+        **{f"busy_fraction/{name}": share for name, share in row.busy_fraction.items()},
+        **{f"padding_fraction/{name}": share for name, share in row.padding_fraction.items()},
+    }
+
+
+def evaluation_scalars(row: Any) -> dict[str, float]:
+    """What is tracked of an evaluation (of `train.evaluate`), by name."""
+    return {"held_out/loss": row.loss, "held_out/accuracy": row.accuracy}
+
+
+def check_trackers(config: Config) -> None:
+    """ValueError when a package is missing that the run will need."""
+    if config.train.tensorboard:
+        _package("tensorboardX", "train.tensorboard=true")
+    if config.train.wandb_project:
+        _package("wandb", f"train.wandb_project={config.train.wandb_project}")
+
+
+def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
+    """What the configuration asks for, in a run folder, to go on at step `start`.
+
+    Raises:
+      ValueError: a package is missing, or W&B does not start.
+    """
+    found: list[Tracker] = []
+    if config.train.wandb_project:
+        found.append(WeightsAndBiases(config, folder))
+    if config.train.tensorboard:
+        found.append(TensorBoard(folder / TENSORBOARD, start))
+    return found
+
+
+class TensorBoard:
+    """An event file in `folder`; whatever earlier files there have of `start` and later steps is
+    marked as void, so TensorBoard drops it."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        package = _package("tensorboardX", "train.tensorboard=true")
+        self._event = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        n = len(list(folder.glob("*.tfevents.*")))  # read in the order of their names
+        self._file = package.RecordWriter(str(folder / f"events.out.tfevents.{n:06d}"))
+        self._write(file_version="brain.Event:2")
+        begin = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._write(step=start, session_log=begin)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a step; it is on disk when this returns."""
+        values = [self._summary.Value(tag=k, simple_value=v) for k, v in scalars.items()]
+        self._write(step=step, summary=self._summary(value=values))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.flush()
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._file.write(event.SerializeToString())
+
+
+class WeightsAndBiases:
+    """A run of a W&B project, whose name on the server is kept in the run folder. A step that is
+    there already is left as it is: W&B's steps only go up."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        project = config.train.wandb_project
+        package = _package("wandb", f"train.wandb_project={project}")
+        file = folder / WANDB_ID
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex, encoding="utf-8")
+        try:
+            self._run = package.init(
+                project=project,
+                name=folder.name,
+                id=file.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(folder),
+                config=msgspec.to_builtins(config),
+            )
+        except Exception as e:  # wandb has errors of its own for a login or a network that fails
+            raise ValueError(
+                f"train.wandb_project={project}: W&B does not start ({e}); run wandb login, or set "
+                "WANDB_MODE=offline"
+            ) from None
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _package(name: str, option: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise ValueError(
+            f"{option} needs {name}, which cannot be imported ({e}): pip install {name}"
+        ) from None

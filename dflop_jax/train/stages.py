@@ -1,0 +1,92 @@
+"""What of a model trains, and how fast: stages, frozen parts, LoRA, a learning rate for each part.
+
+Parts are named by the freeze groups of the model's modules ("vision", "connector", "llm", ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dflop_jax.config import TrainConfig, named_rates
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.pipeline.segment import trained_groups
+
+LORA = "lora"  # the freeze group of a model's adapters
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """Freeze groups that do not train, and the peak learning rate of each that does."""
+
+    frozen: tuple[str, ...]
+    rates: Mapping[str, float]
+
+
+def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
+    """The model with LoRA on its LLM if the configuration asks for it.
+
+    Raises:
+      ValueError: the model does not know how.
+    """
+    if not config.lora_rank:
+        return model
+    if not hasattr(model, "with_lora"):
+        raise ValueError(
+            f"train.lora_rank={config.lora_rank}, but a {type(model).__name__} has no "
+            "with_lora(rank, alpha); set it to 0, or give the model one"
+        )
+    return model.with_lora(config.lora_rank, config.lora_alpha)
+
+
+def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
+    """What trains of a model, already `adapted`.
+
+    Raises:
+      ValueError: a part that the model does not have, choices that contradict each other, or
+        nothing left to train.
+    """
+    known, stage = trained_groups(model, ()), f"train.stage={config.stage}"
+    trained_groups(model, config.freeze)  # whether the names are right
+    wanted = _of_stage(config.stage, model, known)
+    if LORA in known:
+        if LORA not in wanted:
+            raise ValueError(
+                f"train.lora_rank adapts the LLM, which {stage} freezes; set train.lora_rank=0, or "
+                "choose the stage llm or full"
+            )
+        wanted -= _groups_of(model, "llm") - {LORA}
+    insisted = wanted if config.stage != "full" else wanted & {LORA}
+    for name in sorted(insisted & set(config.freeze)):
+        why = "train.lora_rank" if name == LORA else stage
+        raise ValueError(f"train.freeze names {name!r}, which {why} trains; drop one of the two")
+    trained = [g for g in known if g in wanted and g not in config.freeze]
+    rates = named_rates(config)
+    for name in rates:
+        if name not in trained:
+            what = "which is frozen" if name in known else "which the model does not have"
+            raise ValueError(
+                f"train.learning_rates names {name!r}, {what}; what trains is {', '.join(trained)}"
+            )
+    return TrainedParts(
+        tuple(g for g in known if g not in trained),
+        {g: rates.get(g, config.learning_rate) for g in trained},
+    )
+
+
+def _groups_of(model: MultimodalModel, module: str) -> set[str]:
+    return set(model.modules[module].freeze_groups.values())
+
+
+def _of_stage(stage: str, model: MultimodalModel, known: tuple[str, ...]) -> set[str]:
+    """Groups that a stage trains."""
+    if stage == "full":
+        return set(known)
+    if stage == "llm":
+        return _groups_of(model, "llm")
+    if "connector" not in known:
+        raise ValueError(
+            f"train.stage=connector, but the model has no part of that name, only "
+            f"{', '.join(known)}; freeze what shall not train by train.freeze"
+        )
+    return {"connector"}

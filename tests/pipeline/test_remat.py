@@ -1,0 +1,52 @@
+"""What backward computes again changes no gradient, and takes less memory."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.pipeline.spmd_loop import REMAT
+from dflop_jax.records import BACKWARD, ModuleShape
+from models.llava import build
+
+from . import plain
+from .test_gradients import PLANS, N, assert_trees_close, grads_of, model, oracle
+
+
+@pytest.mark.parametrize("remat", ["layers", "dots"])
+@pytest.mark.parametrize("name", ["one device", "llm stage 2, dp 2, tp 2 on 8, shared"])
+def test_gradients_are_those_of_the_plain_computation(name, remat):
+    vision, llm, options = PLANS[name]
+    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    schedule = plain.random_schedule(plan, N, 2, seed=1, text_only=(0,))
+    loss, grads, _, _ = grads_of(m, plan, samples, schedule, remat=remat)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_trees_close(grads, want)
+
+
+def temp_bytes(remat: str) -> int:
+    """Of the LLM's backward: 8 layers, 512 tokens."""
+    nano = build("nano")
+    decoder = dataclasses.replace(nano.size.decoder, n_layers=8)
+    m = dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
+    plan = plain.plan_of(m, None, (0, 1, 1, 1))
+    segment = make_segments(m, plan, jax.devices(), remat=remat)["llm"]
+    compiled = segment.lower(ModuleShape(1, 512), BACKWARD).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_each_policy_keeps_what_it_says():
+    none, dots, layers = (temp_bytes(remat) for remat in ("none", "dots", "layers"))
+    assert layers < dots < none
+    assert layers < 0.5 * none
+
+
+def test_the_configuration_knows_the_policies():
+    for remat in REMAT:
+        assert TrainConfig(remat=remat).remat == remat
+    x = np.ones(3, np.float32)
+    assert all(np.array_equal(wrap(lambda a: a + 1)(x), x + 1) for wrap in REMAT.values())

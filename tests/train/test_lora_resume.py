@@ -1,0 +1,33 @@
+"""A run with LoRA that was killed and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+from .resume_cases import (  # noqa: F401
+    CONFIG,
+    _in_a_folder_of_its_own,
+    as_killed,
+    assert_as_whole,
+    compiled,
+    fit,
+    quick,
+    refused,
+)
+
+
+def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
+    train = dataclasses.replace(CONFIG.train, lora_rank=2, learning_rates=("lora=1e-2",))
+    whole = tmp_path_factory.mktemp("lora") / "run"
+    fit(whole, train=train)
+    killed = as_killed(whole, saved=6, rows=8)
+    fit(killed, "resume", train=train)
+    assert_as_whole(killed, whole)
+    # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
+    other = shutil.copytree(whole, "other")
+    said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3))
+    assert "adapter" in said
+    assert "another model" in said
+    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14))
+    assert "opt_state/llm" in said

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
+from dflop_jax import cli_generate
 from dflop_jax.config import Config, fields, override
 from dflop_jax.train.launch import LaunchResult, launch
 from dflop_jax.train.peers import RunFailed
@@ -94,9 +95,9 @@ def load_experiment(path: str) -> Config:
     return config
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: argparse.Namespace, base: Config | None = None) -> Config:
     changed = {n: v for n, _, _ in fields() if (v := getattr(args, n)) is not None}
-    return override(load_experiment(args.experiment), changed)
+    return override(base or load_experiment(args.experiment), changed)
 
 
 # ---- commands ----
@@ -219,6 +220,10 @@ def _train(args: argparse.Namespace) -> Any:
     }
 
 
+def _generate(args: argparse.Namespace) -> Any:
+    return cli_generate.run(args, _config(args, cli_generate.base_config(args.experiment)))
+
+
 def _launch(args: argparse.Namespace) -> LaunchResult:
     command = args.process[1:] if args.process[:1] == ["--"] else args.process
     return launch(command, args.n, devices_per_process=args.devices_per_process, pin=args.pin)
@@ -303,6 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
     sim = add("simulate", _simulate, "run a plan on measured times, without training", experiment)
     train = add("train", _train, "profile and plan where needed, then train", experiment)
+    cli_generate.add_arguments(
+        add("generate", _generate, "show a trained model's answer to a prompt", experiment)
+    )
     for sub in (plan, sim, train):
         sub.add_argument("--profile-file", metavar="JSON", help="use this profile")
     for sub in (sim, train):

@@ -37,13 +37,22 @@ def attention(
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
     if causal and T > _BLOCK:
+        q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
         out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)
-    else:
-        scores_BKGTS = _scores(q_BTKGH, k_BSKH, _mask(segment_ids, 0, T, causal))
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
-        out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+        return out_BTKGH.reshape(B, T, N, H)
+    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask(segment_ids, 0, T, causal))
+
+
+def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
+    """`attention` under any mask: bool [items or 1, queries, keys], each query seeing some key;
+    None lets all see all. Queries and keys may differ in number."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
+    scores_BKGTS = _scores(q_BTKGH, k_BSKH, mask_BTS)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
 
 

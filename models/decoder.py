@@ -6,7 +6,7 @@ of packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models import generate
 from models.attention import attention, attention_flops
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.loss import cross_entropy, head_logits
@@ -21,6 +22,7 @@ from models.sizes import DecoderSize
 
 Array = jax.Array
 Batch = Mapping[str, Array]
+Attend = Callable[..., Array]
 
 FIELDS = {
     "tokens": jnp.int32,
@@ -64,10 +66,11 @@ class EntryModule(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer."""
+    """Pre-norm decoder layer; `attend` is called as `attention` is."""
 
     size: DecoderSize
     dtype: jnp.dtype
+    attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
@@ -83,7 +86,7 @@ class Block(nn.Module):
         k = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="key")(h)
         v = Linear(width, kv_shape, embed, kv_names, dtype, bias, name="value")(h)
         q, k = rotate(q, positions, s.rope_theta), rotate(k, positions, s.rope_theta)
-        h = attention(q, k, v, segment_ids, causal=True)
+        h = self.attend(q, k, v, segment_ids, causal=True)
         std = residual * s.width**-0.5
         x = x + Linear(q_shape, width, q_names, embed, dtype, std=std, name="out")(h)
 
@@ -169,9 +172,9 @@ class DecoderModule:
         fields = [batch[name] for name in self.inputs["entry"]]
         return apply(EntryModule(self.size, self.dtype), params, *fields)
 
-    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
+    def layer(self, params: Any, x: Array, batch: Batch, attend: Attend = attention) -> Array:
         fields = [batch[name] for name in self.inputs["layers"]]
-        return apply(Block(self.size, self.dtype), params, x, *fields)
+        return apply(Block(self.size, self.dtype, attend), params, x, *fields)
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None
@@ -192,6 +195,18 @@ class DecoderModule:
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
         """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
         return head_logits(*self._head(params, x, entry))
+
+    def prefill(
+        self, params: Any, batch: Batch, last: Array, slots: int
+    ) -> tuple[Array, generate.Cache]:
+        """See `models.generate.prefill`."""
+        return generate.prefill(self, params, batch, last, slots)
+
+    def decode(
+        self, params: Any, cache: generate.Cache, tokens: Array, positions: Array
+    ) -> tuple[Array, generate.Cache]:
+        """See `models.generate.decode`."""
+        return generate.decode(self, params, cache, tokens, positions)
 
     def flops(self, part: str, items: int, tokens: int) -> float:
         """Matrix-product FLOPs of `items` rows of `tokens`; a lookup costs none."""

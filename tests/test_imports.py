@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": PREDICTED | {"sim"},
     "report": LEFT,
     "train": ENGINE - {"train"},
-    "cli": ENGINE,
+    "cli": ENGINE | {"cli_generate"},
+    "cli_generate": ENGINE,
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }

@@ -6,7 +6,7 @@ of packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from models import generate
-from models.attention import attention, attention_flops
+from models.attention import Attend, attend_by, attention, attention_flops
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.loss import cross_entropy, head_logits
 from models.sizes import DecoderSize
 
 Array = jax.Array
 Batch = Mapping[str, Array]
-Attend = Callable[..., Array]
 
 FIELDS = {
     "tokens": jnp.int32,
@@ -120,6 +119,7 @@ class DecoderModule:
 
     size: DecoderSize
     dtype: jnp.dtype
+    attention_kernel: str = "auto"
 
     @property
     def n_layers(self) -> int:
@@ -156,7 +156,7 @@ class DecoderModule:
         if part == "entry":
             return EntryModule(self.size, self.dtype), tuple(fields)
         if part == "layers":
-            return Block(self.size, self.dtype), (hidden, *fields)
+            return Block(self.size, self.dtype, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
@@ -172,9 +172,15 @@ class DecoderModule:
         fields = [batch[name] for name in self.inputs["entry"]]
         return apply(EntryModule(self.size, self.dtype), params, *fields)
 
-    def layer(self, params: Any, x: Array, batch: Batch, attend: Attend = attention) -> Array:
+    @property
+    def attend(self) -> Attend:
+        """`attention` by the module's kernel."""
+        return attend_by(self.attention_kernel)
+
+    def layer(self, params: Any, x: Array, batch: Batch, attend: Attend | None = None) -> Array:
+        """One layer, by `attend` in place of the module's own attention where it is given."""
         fields = [batch[name] for name in self.inputs["layers"]]
-        return apply(Block(self.size, self.dtype, attend), params, x, *fields)
+        return apply(Block(self.size, self.dtype, attend or self.attend), params, x, *fields)
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None

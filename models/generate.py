@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.attention import attention, masked_attention
+from models.attention import masked_attention
 
 if TYPE_CHECKING:
     from models.decoder import DecoderModule
@@ -53,7 +53,7 @@ def prefill(
 
         def attend(q: Array, k: Array, v: Array, ids: Array, *, causal: bool) -> Array:
             seen.append(Cache(k, v))
-            return attention(q, k, v, ids, causal=causal)
+            return module.attend(q, k, v, ids, causal=causal)
 
         return module.layer(p, x, batch, attend), seen[0]
 

@@ -100,10 +100,9 @@ class Generator:
         draw = np.float32(how.temperature), np.float32(how.top_p)
         start = time.perf_counter()
         params = self._loaded.params
-        token, cache = self._prefill(
-            params, row.pixels, row.fields, row.visual_index, np.array([n - 1], np.int32), key, *draw,
-            slots=slots,
-        )  # fmt: skip
+        arrays = row.pixels, row.fields, row.visual_index
+        last = np.array([n - 1], np.int32)
+        token, cache = self._prefill(params, *arrays, last, key, *draw, slots=slots)
         tokens = [int(token[0])]
         first_token_s = time.perf_counter() - start
         text = _Text(self._tokenizer, on_text)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
+from dflop_jax import cli_export, cli_generate, cli_report
 from dflop_jax.config import Config, fields, override
 from dflop_jax.train.launch import LaunchResult, launch
 from dflop_jax.train.peers import RunFailed
@@ -94,9 +95,9 @@ def load_experiment(path: str) -> Config:
     return config
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: argparse.Namespace, base: Config | None = None) -> Config:
     changed = {n: v for n, _, _ in fields() if (v := getattr(args, n)) is not None}
-    return override(load_experiment(args.experiment), changed)
+    return override(base or load_experiment(args.experiment), changed)
 
 
 # ---- commands ----
@@ -227,44 +228,20 @@ def _train(args: argparse.Namespace) -> Any:
     }
 
 
+def _generate(args: argparse.Namespace) -> Any:
+    return cli_generate.run(args, _config(args, cli_generate.base_config(args.experiment)))
+
+
 def _launch(args: argparse.Namespace) -> LaunchResult:
     command = args.process[1:] if args.process[:1] == ["--"] else args.process
     return launch(command, args.n, devices_per_process=args.devices_per_process, pin=args.pin)
 
 
-def _report(args: argparse.Namespace) -> Any:
-    from dflop_jax.report.compare import compare, compare_json
-    from dflop_jax.report.html import write_page
-    from dflop_jax.report.run_folder import PAGE, has_steps
-    from dflop_jax.report.summary import summary_table, write_summary
-
-    folders = [Path(f) for f in args.runs]
-    picture = Path(args.out or "compare.png")
-    page = picture.with_suffix(".html") if args.out else folders[0] / PAGE
-    wrote = [write_page(folders, page, _memory)]
-    stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
-    if len(folders) == 1 and stepped:
-        summary = write_summary(folders[0])
-        if not args.json:
-            _show(summary_table(summary))
-    elif stepped:
-        picture = picture.with_suffix(".png")
-        table = compare(stepped, picture)
-        wrote.append(picture)
-        if not args.json:
-            _show(table)
+def _export(args: argparse.Namespace) -> Any:
+    made = cli_export.run(args)
     if not args.json:
-        _show(f"wrote {' and '.join(map(str, wrote))}")
-    return compare_json(stepped) if stepped else {"runs": []}
-
-
-def _memory(folder: Path, plan: Any, trace: Any, buckets: Any) -> Any:
-    """Memory over time of a run's trace, from its profile."""
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Profile
-    from dflop_jax.sim.memory import memory_of_run
-
-    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, buckets)
+        _show(f"wrote step {made['step']} to {made['folder']}: {', '.join(made['files'])}")
+    return made
 
 
 # ---- helpers ----
@@ -330,6 +307,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = add("plan", _plan, "choose devices, parallelism and buckets for a policy", experiment)
     sim = add("simulate", _simulate, "run a plan on measured times, without training", experiment)
     train = add("train", _train, "profile and plan where needed, then train", experiment)
+    cli_generate.add_arguments(
+        add("generate", _generate, "show a trained model's answer to a prompt", experiment)
+    )
+    cli_export.add_arguments(add("export", _export, "write a run's weights for transformers"))
     for sub in (plan, sim, train):
         sub.add_argument("--profile-file", metavar="JSON", help="use this profile")
     for sub in (sim, train):
@@ -341,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto"],
         help="continue the run in the folder from its newest whole checkpoint, if there is one",
     )
-    report = add("report", _report, "show one run, or compare several in a table and a page")
+    report = add("report", cli_report.run, "show one run, or compare several in a table and a page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
     report.add_argument(
         "--out",

@@ -26,6 +26,7 @@ class ModelConfig:
         tuple[str, ...], "folder of published weights to begin with, or MODULE=FOLDER,..."
     ] = ()
     dtype: Annotated[str, "compute dtype: float32 or bfloat16"] = "float32"
+    attention_kernel: Annotated[str, "auto (by platform), xla, or pallas (GPUs only)"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Config:
     def __post_init__(self) -> None:
         checks = {
             "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
+            "model.attention_kernel": (self.model.attention_kernel, ("auto", "xla", "pallas")),
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
             "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind")),
             "plan.effort": (self.plan.effort, ("quick", "full")),

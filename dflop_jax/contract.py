@@ -84,6 +84,21 @@ class Module(Protocol):
         ...
 
 
+class GeneratingModule(Module, Protocol):
+    """An LLM that also answers (`dflop generate`); training needs none of this."""
+
+    def prefill(self, params: Params, batch: Batch, last: Array, slots: int) -> tuple[Array, Any]:
+        """Run one prompt per row, index `last` its last token: (float32 logits [items, vocab] of
+        what follows, a cache for `slots` positions). `batch` has the fields of entry and layers."""
+        ...
+
+    def decode(
+        self, params: Params, cache: Any, tokens: Array, positions: Array
+    ) -> tuple[Array, Any]:
+        """Run one more token of each row, int32 [items], at its position: (logits, cache)."""
+        ...
+
+
 class MultimodalModel(Protocol):
     """Modules in topological order (encoders, then "llm"), and what the data must look like."""
 

@@ -1,4 +1,5 @@
-"""Attention over packed samples: the reference that runs on every backend.
+"""Attention over packed samples: one function, with an XLA reference that runs everywhere and, on
+GPUs, the kernels of `models/attention_gpu.py`.
 
 Shape suffixes: B rows, T queries and S keys (tokens), N query heads, K kv heads, G query heads per
 kv head, H head dim.
@@ -6,19 +7,31 @@ kv head, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from models import attention_gpu
+
 Array = jax.Array
+Attend = Callable[..., Array]  # called as `attention` is
+
+KERNELS = ("auto", "xla", "pallas")
 
 _BLOCK = 128  # queries; fewer would not keep a core busy
 _MOST_BLOCKS = 4  # each is compiled on its own
 
 
 def attention(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None, *, causal: bool
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_ids: Array | None,
+    *,
+    causal: bool,
+    kernel: str = "auto",
 ) -> Array:
     """Softmax attention in which a token sees only tokens of its own segment.
 
@@ -29,22 +42,52 @@ def attention(
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
-      segment_ids: int [items, tokens], or None where all tokens of a row see each other.
+      segment_ids: int [items, tokens], 0 and up, or None where all tokens of a row see each other.
       causal: whether a token sees only itself and earlier ones.
+      kernel: "xla"; "pallas", the GPU kernels, which any other backend interprets; or "auto": these
+        on a GPU, in 16 bits and where a row fills a block, else "xla".
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
+    on_gpu = jax.default_backend() == "gpu"
+    if kernel == "pallas" or (
+        kernel == "auto" and on_gpu and q_BTNH.dtype.itemsize == 2 and T >= attention_gpu.BLOCK
+    ):
+        return attention_gpu.flash_attention(
+            q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, interpret=not on_gpu
+        )
     if causal and T > _BLOCK:
+        q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
         out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)
-    else:
-        scores_BKGTS = _scores(q_BTKGH, k_BSKH, _mask(segment_ids, 0, T, causal))
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
-        out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+        return out_BTKGH.reshape(B, T, N, H)
+    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask(segment_ids, 0, T, causal))
+
+
+def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
+    """`attention` under any mask: bool [items or 1, queries, keys], each query seeing some key;
+    None lets all see all. Queries and keys may differ in number."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
+    scores_BKGTS = _scores(q_BTKGH, k_BSKH, mask_BTS)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
+
+
+def known_kernel(name: str) -> str:
+    """The name of an attention kernel; ValueError when it is none."""
+    if name not in KERNELS:
+        raise ValueError(f"unknown attention kernel {name!r}; known: {', '.join(KERNELS)}")
+    return name
+
+
+def attend_by(kernel: str) -> Attend:
+    """`attention` by the named kernel."""
+    return partial(attention, kernel=kernel)
 
 
 def attention_flops(items: int, tokens: int, heads: int, head_dim: int) -> float:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import attention, attention_flops
+from models.attention import Attend, attend_by, attention, attention_flops
 from models.layers import LayerNorm, Linear, apply, axis_names, init_values, named
 from models.sizes import AudioSize
 
@@ -75,6 +75,7 @@ class Block(nn.Module):
 
     size: AudioSize
     dtype: jnp.dtype
+    attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array, mel_frames: Array) -> Array:
@@ -89,7 +90,7 @@ class Block(nn.Module):
             for name, bias in (("query", True), ("key", False), ("value", True))
         )
         ids = jnp.arange(s.positions, dtype=jnp.int32)[None] < audio_positions(mel_frames)[:, None]
-        h = attention(q, k, v, ids.astype(jnp.int32), causal=False)
+        h = self.attend(q, k, v, ids.astype(jnp.int32), causal=False)
         std = residual * s.width**-0.5
         x = x + Linear(heads, width, head_names, embed, dtype, bias=True, std=std, name="out")(h)
 
@@ -128,6 +129,7 @@ class AudioModule:
     size: AudioSize
     out_width: int
     dtype: jnp.dtype
+    attention_kernel: str = "auto"
 
     @property
     def n_layers(self) -> int:
@@ -159,7 +161,7 @@ class AudioModule:
         if part == "entry":
             return EntryModule(self.size, self.dtype)
         if part == "layers":
-            return Block(self.size, self.dtype)
+            return Block(self.size, self.dtype, attend_by(self.attention_kernel))
         return ExitModule(self.size, self.out_width, self.dtype)
 
     def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -15,9 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import attention, attention_flops
+from models import generate
+from models.attention import Attend, attend_by, attention, attention_flops
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
-from models.lora import Lora
+from models.lora import Lora, merge
 from models.loss import cross_entropy, head_logits
 from models.sizes import DecoderSize
 
@@ -75,11 +76,13 @@ class EntryModule(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer, its matrices adapted if `lora`."""
+    """Pre-norm decoder layer, its matrices adapted if `lora`; `attend` is called as `attention`
+    is."""
 
     size: DecoderSize
     dtype: jnp.dtype
     lora: Lora | None = None
+    attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
@@ -96,7 +99,7 @@ class Block(nn.Module):
         k = linear(width, kv_shape, embed, kv_names, bias=bias, name="key")(h)
         v = linear(width, kv_shape, embed, kv_names, bias=bias, name="value")(h)
         q, k = rotate(q, positions, s.rope_theta), rotate(k, positions, s.rope_theta)
-        h = attention(q, k, v, segment_ids, causal=True)
+        h = self.attend(q, k, v, segment_ids, causal=True)
         std = residual * s.width**-0.5
         x = x + linear(q_shape, width, q_names, embed, std=std, name="out")(h)
 
@@ -138,6 +141,7 @@ class DecoderModule:
     dtype: jnp.dtype
     lora: Lora | None = None
     newline: bool = False
+    attention_kernel: str = "auto"
 
     @property
     def n_layers(self) -> int:
@@ -177,7 +181,7 @@ class DecoderModule:
             return EntryModule(self.size, self.dtype), tuple(fields)
         if part in ("layers", "adapter"):
             lora = self.lora if part == "adapter" else None
-            return Block(self.size, self.dtype, lora), (hidden, *fields)
+            return Block(self.size, self.dtype, lora, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
@@ -193,13 +197,20 @@ class DecoderModule:
         fields = [batch[name] for name in self.inputs["entry"]]
         return apply(EntryModule(self.size, self.dtype), params, *fields)
 
-    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        """One layer; `params` may hold its "adapter" beside the parameters of "layers"."""
+    @property
+    def attend(self) -> Attend:
+        """`attention` by the module's kernel."""
+        return attend_by(self.attention_kernel)
+
+    def layer(self, params: Any, x: Array, batch: Batch, attend: Attend | None = None) -> Array:
+        """One layer, by `attend` in place of the module's own attention where it is given; `params`
+        may hold its "adapter" beside the parameters of "layers"."""
         fields = [batch[name] for name in self.inputs["layers"]]
         own = {name: tree for name, tree in params.items() if name != "adapter"}
         adapter = params.get("adapter")
         lora = None if adapter is None else self.lora
-        return apply(Block(self.size, self.dtype, lora), own, x, *fields, adapter=adapter)
+        block = Block(self.size, self.dtype, lora, attend or self.attend)
+        return apply(block, own, x, *fields, adapter=adapter)
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None
@@ -220,6 +231,22 @@ class DecoderModule:
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
         """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
         return head_logits(*self._head(params, x, entry))
+
+    def merged(self, params: Any) -> Any:
+        """Parameters of the plain module: adapters folded into the matrices."""
+        return merge(self.lora, params) if self.lora else params
+
+    def prefill(
+        self, params: Any, batch: Batch, last: Array, slots: int
+    ) -> tuple[Array, generate.Cache]:
+        """See `models.generate.prefill`."""
+        return generate.prefill(self, params, batch, last, slots)
+
+    def decode(
+        self, params: Any, cache: generate.Cache, tokens: Array, positions: Array
+    ) -> tuple[Array, generate.Cache]:
+        """See `models.generate.decode`."""
+        return generate.decode(self, params, cache, tokens, positions)
 
     def flops(self, part: str, items: int, tokens: int) -> float:
         """Matrix-product FLOPs of `items` rows of `tokens`; a lookup costs none."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import attention
+from models.attention import Attend, attention
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, named, normal
 from models.patches import patchify
 from models.sizes import VisionSize
@@ -55,6 +55,7 @@ class InternVitBlock(nn.Module):
 
     size: VisionSize
     dtype: jnp.dtype
+    attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -71,7 +72,7 @@ class InternVitBlock(nn.Module):
         if s.qk_norm:
             q = RMSNorm(QK_NORM_EPS, head_names, name="query_norm")(q)
             k = RMSNorm(QK_NORM_EPS, head_names, name="key_norm")(k)
-        h = attention(q, k, v, None, causal=False)
+        h = self.attend(q, k, v, None, causal=False)
         h = Linear(heads, width, head_names, embed, dtype, bias=True, name="out")(h)
         x = x + LayerScale(name="attn_scale")(h)
 

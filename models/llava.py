@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from models import hf
+from models.attention import known_kernel
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
@@ -25,13 +26,16 @@ class Llava:
     size: LlavaSize
     dtype: jnp.dtype
     lora: Lora | None = None
+    attention_kernel: str = "auto"
 
     @property
     def modules(self) -> Mapping[str, VisionModule | DecoderModule]:
-        vision, decoder = self.size.vision, self.size.decoder
+        vision, decoder, kernel = self.size.vision, self.size.decoder, self.attention_kernel
         return {
-            "vision": VisionModule(vision, decoder.width, self.dtype),
-            "llm": DecoderModule(decoder, self.dtype, self.lora, self.size.layout == "anyres"),
+            "vision": VisionModule(vision, decoder.width, self.dtype, kernel),
+            "llm": DecoderModule(
+                decoder, self.dtype, self.lora, self.size.layout == "anyres", kernel
+            ),
         }
 
     @property
@@ -82,15 +86,17 @@ def known_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def build(size: str = "tiny", dtype: str = "float32") -> Llava:
+def build(size: str = "tiny", dtype: str = "float32", attention_kernel: str = "auto") -> Llava:
     """The model of a named size (see `models.sizes`).
 
     Args:
       size: a composition such as "tiny" or "llava-ov-7b", TOWER+DECODER, or a folder
         with a config.json of transformers.
       dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      attention_kernel: "auto" (by platform), "xla" or "pallas"; see `models.attention`.
 
     Raises:
-      ValueError: unknown size or dtype; the message lists the known ones.
+      ValueError: unknown size, dtype or kernel; the message lists the known ones.
     """
-    return Llava(folder_size(size, "llava_onevision") or find(size), known_dtype(dtype))
+    found = folder_size(size, "llava_onevision") or find(size)
+    return Llava(found, known_dtype(dtype), attention_kernel=known_kernel(attention_kernel))

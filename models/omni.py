@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from models import hf
+from models.attention import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_tensors import WeightMap
@@ -26,14 +27,15 @@ class Omni:
     size: OmniSize
     dtype: jnp.dtype
     lora: Lora | None = None
+    attention_kernel: str = "auto"
 
     @property
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
-        s, width = self.size, self.size.decoder.width
+        s, width, kernel = self.size, self.size.decoder.width, self.attention_kernel
         return {
-            "vision": VisionModule(s.vision, width, self.dtype),
-            "audio": AudioModule(s.audio, width, self.dtype),
-            "llm": DecoderModule(s.decoder, self.dtype, self.lora, s.layout == "anyres"),
+            "vision": VisionModule(s.vision, width, self.dtype, kernel),
+            "audio": AudioModule(s.audio, width, self.dtype, kernel),
+            "llm": DecoderModule(s.decoder, self.dtype, self.lora, s.layout == "anyres", kernel),
         }
 
     @property
@@ -66,14 +68,16 @@ class Omni:
         return self.size.decoder.vocab
 
 
-def build(size: str = "omni-tiny", dtype: str = "float32") -> Omni:
+def build(size: str = "omni-tiny", dtype: str = "float32", attention_kernel: str = "auto") -> Omni:
     """The model of a named size (see `models.sizes`).
 
     Args:
       size: a composition such as "omni-tiny", or VISION+AUDIO+DECODER.
       dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      attention_kernel: "auto" (by platform), "xla" or "pallas"; see `models.attention`.
 
     Raises:
       ValueError: unknown size or dtype; the message lists the known ones.
     """
-    return Omni(find_omni(size), known_dtype(dtype))
+    kernel = known_kernel(attention_kernel)
+    return Omni(find_omni(size), known_dtype(dtype), attention_kernel=kernel)

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from models import hf
+from models.attention import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
@@ -28,13 +29,14 @@ class Qwen2Audio:
     size: Qwen2AudioSize
     dtype: jnp.dtype
     lora: Lora | None = None
+    attention_kernel: str = "auto"
 
     @property
     def modules(self) -> Mapping[str, AudioModule | DecoderModule]:
-        audio, decoder = self.size.audio, self.size.decoder
+        audio, decoder, kernel = self.size.audio, self.size.decoder, self.attention_kernel
         return {
-            "audio": AudioModule(audio, decoder.width, self.dtype),
-            "llm": DecoderModule(decoder, self.dtype, self.lora),
+            "audio": AudioModule(audio, decoder.width, self.dtype, kernel),
+            "llm": DecoderModule(decoder, self.dtype, self.lora, attention_kernel=kernel),
         }
 
     @property
@@ -64,16 +66,19 @@ class Qwen2Audio:
         return hf.qwen2_audio(self)
 
 
-def build(size: str = "qwen2-audio-tiny", dtype: str = "float32") -> Qwen2Audio:
+def build(
+    size: str = "qwen2-audio-tiny", dtype: str = "float32", attention_kernel: str = "auto"
+) -> Qwen2Audio:
     """The model of a named size (see `models.sizes`).
 
     Args:
       size: a composition such as "qwen2-audio-7b", TOWER+DECODER, or a folder with a
         config.json of transformers.
       dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      attention_kernel: "auto" (by platform), "xla" or "pallas"; see `models.attention`.
 
     Raises:
-      ValueError: unknown size or dtype; the message lists the known ones.
+      ValueError: unknown size, dtype or kernel; the message lists the known ones.
     """
     found = folder_size(size, "qwen2_audio") or find_qwen2_audio(size)
-    return Qwen2Audio(found, known_dtype(dtype))
+    return Qwen2Audio(found, known_dtype(dtype), attention_kernel=known_kernel(attention_kernel))

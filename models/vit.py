@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import attention, attention_flops
+from models.attention import Attend, attend_by, attention, attention_flops
 from models.connector import Connector, connector_flops
 from models.internvit import InternVitBlock, InternVitEntry
 from models.layers import LayerNorm, Linear, apply, axis_names, init_values, named, normal
@@ -48,6 +48,7 @@ class Block(nn.Module):
 
     size: VisionSize
     dtype: jnp.dtype
+    attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -61,7 +62,7 @@ class Block(nn.Module):
             Linear(width, heads, embed, head_names, dtype, bias=True, name=name)(h)
             for name in ("query", "key", "value")
         )
-        h = attention(q, k, v, None, causal=False)
+        h = self.attend(q, k, v, None, causal=False)
         std = residual * s.width**-0.5
         x = x + Linear(heads, width, head_names, embed, dtype, bias=True, std=std, name="out")(h)
 
@@ -82,6 +83,7 @@ class VisionModule:
     size: VisionSize
     out_width: int
     dtype: jnp.dtype
+    attention_kernel: str = "auto"
 
     @property
     def n_layers(self) -> int:
@@ -112,7 +114,8 @@ class VisionModule:
             return Connector(s, self.out_width, dtype)
         if part == "entry":
             return EntryModule(s, dtype) if s.form == "siglip" else InternVitEntry(s, dtype)
-        return Block(s, dtype) if s.form == "siglip" else InternVitBlock(s, dtype)
+        block = Block if s.form == "siglip" else InternVitBlock
+        return block(s, dtype, attend_by(self.attention_kernel))
 
     def _part(self, part: str) -> tuple[nn.Module, Any]:
         """The Linen module of a part and what its input looks like."""

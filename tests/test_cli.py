@@ -91,6 +91,12 @@ def refused(capsys, *args):
         (["--model.factory", "nowhere:build"], "model.factory='nowhere:build': No module named"),
         (["--model.factory", "models.llava:gone"], "has no attribute 'gone'"),
         (["--model.factory", "models"], "give MODULE:FUNCTION"),
+        (["--model.attention_kernel", "cudnn"], "'cudnn' is not one of auto, xla, pallas"),
+        (["--model.attention_kernel", "pallas"], "needs a GPU, jax has cpu; leave it at auto"),
+        (
+            ["--model.attention_kernel", "xla", "--model.factory", "models.llava:known_dtype"],
+            "models.llava:known_dtype takes none; leave it at auto",
+        ),
     ],
 )
 def test_overrides_that_are_wrong(capsys, command, args, says):

@@ -18,6 +18,7 @@ def other_value(name, kind):
     """(text, value) of a legal value that is not the default."""
     special = {
         "model.dtype": "bfloat16",
+        "model.attention_kernel": "xla",
         "data.oversize": "drop",
         "plan.policy": "blind",
         "plan.effort": "quick",

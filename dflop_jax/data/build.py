@@ -15,7 +15,7 @@ from dflop_jax.data.mixture_samples import MixtureSamples, preprocessing
 from dflop_jax.data.mixture_source import MixtureSource
 from dflop_jax.data.sample import Limits, MediaSpec, Source
 from dflop_jax.data.scene_source import SceneSource
-from dflop_jax.data.text import OMNI_TAG, chat_pieces, make_tokenizer
+from dflop_jax.data.text import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
 
 Tokens = tuple[ToPieces, str, int]  # conversation to pieces, its digest, id where media stand
 MIXTURES = (".yaml", ".yml", ".tar")
@@ -42,13 +42,12 @@ def make_source(
         ids than the model's `vocab_size`.
     """
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
-    if Path(config.tokenizer).is_dir() and config.tokenizer:
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size)
+    if isinstance(tokenizer, ChatTokenizer):
         if not config.path:
             raise ValueError("the embedded scenes speak bytes: leave data.tokenizer empty")
-        chat = ChatTokenizer(config.tokenizer, embedding_size=vocab_size)
-        how: Tokens = (chat.pieces, chat.digest, chat.pad_id)
+        how: Tokens = (tokenizer.pieces, tokenizer.digest, tokenizer.pad_id)
         return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
-    tokenizer = make_tokenizer(config.tokenizer, vocab_size)
     if not config.path:
         if not spec.tile_px:
             raise ValueError("the embedded scenes are pictures, which this model does not take; "
@@ -79,6 +78,17 @@ def make_source(
         max_bad_fraction=config.max_bad_fraction,
         workers=config.workers,
     )
+
+
+def any_tokenizer(path: str, vocab_size: int | None) -> Tokenizer | ChatTokenizer:
+    """Of a model's folder with its chat template, a tokenizer.json, or (empty) of bytes.
+
+    Raises:
+      ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
+    """
+    if path and Path(path).is_dir():
+        return ChatTokenizer(path, embedding_size=vocab_size)
+    return make_tokenizer(path, vocab_size)
 
 
 def _mixture(

@@ -80,6 +80,7 @@ class ChatTokenizer:
         self._collect_special()
         pad = named.get("pad_token") or named.get("eos_token")
         self.pad_id = self._id(pad) if pad else 0
+        self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
         self.digest = hashlib.blake2b(
             file.read_bytes() + source.encode(), digest_size=8
         ).hexdigest()
@@ -121,10 +122,23 @@ class ChatTokenizer:
         """Pieces of LLaVA-format turns (human, gpt, system); the k-th tag of all becomes medium k,
         wherever the template puts it. ValueError when the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in MEDIUM.findall(text)]
+        return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
+
+    def question_pieces(self, text: str) -> tuple[Piece, ...]:
+        """Pieces of a user's turn up to where the template has the answer begin."""
+        message = self._message("human", text)
+        ids, _ = self._encode_rendered(
+            self._template.render([message], add_generation_prompt=True)[0]
+        )
+        return self._split(MEDIUM.findall(text), ids, np.zeros(len(ids), bool))
+
+    def _split(
+        self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray
+    ) -> tuple[Piece, ...]:
+        """Pieces of a rendered conversation with media of these kinds."""
         places: dict[int, list[int]] = {}
         for k, kind in enumerate(kinds):
             places.setdefault(self.media_id(kind), []).append(k)
-        ids, supervised = self.encode_chat([self._message(*turn) for turn in turns])
         queues = {i: iter(ks) for i, ks in places.items()}
         pieces: list[Piece] = []
         start = 0

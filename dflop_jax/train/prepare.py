@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import socket
@@ -82,7 +83,7 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     """The model that `config.factory` (MODULE:FUNCTION) builds.
 
     Raises:
-      ValueError: no such module or function, or a size that it does not know.
+      ValueError: no such module or function, or a size or attention kernel that it does not know.
     """
     module, _, function = config.factory.partition(":")
     try:
@@ -91,7 +92,19 @@ def build_model(config: ModelConfig) -> MultimodalModel:
         raise ValueError(
             f"model.factory={config.factory!r}: {e}; give MODULE:FUNCTION, importable from here"
         ) from None
-    return factory(config.size, config.dtype)
+    kernel = config.attention_kernel
+    if kernel == "auto":
+        return factory(config.size, config.dtype)  # which need not know of kernels
+    if kernel == "pallas" and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"model.attention_kernel=pallas needs a GPU, jax has {jax.default_backend()}; leave it "
+            "at auto"
+        )
+    if "attention_kernel" not in inspect.signature(factory).parameters:
+        raise ValueError(
+            f"model.attention_kernel={kernel}: {config.factory} takes none; leave it at auto"
+        )
+    return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
 @dataclass(frozen=True)

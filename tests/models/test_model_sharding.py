@@ -72,9 +72,10 @@ def _per_rank(module, params, batch):
     return jax.tree.map(lambda a: a[None, None], value), jax.tree.map(lambda g: g[None], grads)
 
 
-def _run_sharded(module, params, batch, mesh):
+def make_sharded(module, mesh):
+    """(params, batch) -> (values, gradients) of every rank, as the engine places them."""
     per_rank = P(("stage", "data"))
-    run = jax.shard_map(
+    return jax.shard_map(
         functools.partial(_per_rank, module),
         mesh=mesh,
         in_specs=({"entry": P(), "layers": P("stage"), "exit": P()}, P("data")),
@@ -84,9 +85,12 @@ def _run_sharded(module, params, batch, mesh):
         ),
         axis_names=set(MANUAL),
     )
+
+
+def _run_sharded(module, params, batch, mesh):
     params = jax.device_put(params, _shardings(module, mesh))
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    return jax.jit(run)(params, batch)
+    return jax.jit(make_sharded(module, mesh))(params, batch)
 
 
 def _run_plain(module, params, batch):

@@ -1,0 +1,45 @@
+"""`dflop report`: a page, a table and a picture of runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Write the page, and the summary of one run or the comparison of several."""
+    from dflop_jax.report.compare import compare, compare_json
+    from dflop_jax.report.html import write_page
+    from dflop_jax.report.run_folder import PAGE, has_steps
+    from dflop_jax.report.summary import summary_table, write_summary
+
+    folders = [Path(f) for f in args.runs]
+    picture = Path(args.out or "compare.png")
+    page = picture.with_suffix(".html") if args.out else folders[0] / PAGE
+    wrote = [write_page(folders, page, _memory)]
+    stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
+    if len(folders) == 1 and stepped:
+        summary = write_summary(folders[0])
+        if not args.json:
+            Console().print(summary_table(summary))
+    elif stepped:
+        picture = picture.with_suffix(".png")
+        table = compare(stepped, picture)
+        wrote.append(picture)
+        if not args.json:
+            Console().print(table)
+    if not args.json:
+        Console().print(f"wrote {' and '.join(map(str, wrote))}")
+    return compare_json(stepped) if stepped else {"runs": []}
+
+
+def _memory(folder: Path, plan: Any, trace: Any, buckets: Any) -> Any:
+    """Memory over time of a run's trace, from its profile."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Profile
+    from dflop_jax.sim.memory import memory_of_run
+
+    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, buckets)

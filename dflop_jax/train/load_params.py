@@ -1,0 +1,91 @@
+"""The parameters of a checkpoint, whatever plan it was saved under, whole on one device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflop_jax.contract import Module, MultimodalModel, Params
+from dflop_jax.pipeline.spmd_loop import STACKED
+from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
+from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Parameters of each module after `step` steps, layers stacked."""
+
+    params: dict[str, Params]
+    step: int
+    folder: Path
+
+
+def load_params(run: str | Path, model: MultimodalModel, device: jax.Device) -> Loaded:
+    """Those of the newest whole checkpoint of a run folder, or of the checkpoint folder given.
+
+    A damaged one is named in the log and the one before it is taken.
+
+    Raises:
+      ValueError: no such folder, no (whole) checkpoint in it, or it is of another model.
+      StorageError: it cannot be read.
+    """
+    store, steps = _find(Path(run))
+    for step in steps:
+        try:
+            reader = store.open(step)
+            params = {
+                name: _read_module(reader, name, module, device, store.folder(step))
+                for name, module in model.modules.items()
+            }
+            return Loaded(params, step, store.folder(step))
+        except CorruptCheckpoint as e:
+            log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
+    raise ValueError(f"{run}: no checkpoint is whole; take another run, or train it again")
+
+
+def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
+    """The store that `path` is or lies in, and the steps to try, newest first."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such run folder; check --checkpoint, or train it first")
+    if path.name.isdigit():
+        one, step = CheckpointStore(path.parent), int(path.name)
+        if step in one.steps():
+            return one, (step,)
+    for root in (path / CHECKPOINTS, path):
+        if steps := CheckpointStore(root).steps():
+            return CheckpointStore(root), steps
+    why = "it is no run folder"
+    if (path / CONFIG).exists():
+        why = "the run has saved none yet (see --checkpoint.every)"
+    raise ValueError(f"{path}: no checkpoint in it; {why}")
+
+
+def _read_module(
+    reader: Reader, name: str, module: Module, device: jax.Device, folder: Path
+) -> Params:
+    def structs(part: str) -> Params:
+        found = jax.eval_shape(partial(module.init, part), jax.random.key(0))
+        lead = (module.n_layers,) if part in STACKED else ()
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), found)
+
+    def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        array = f"params/{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        spec = reader.specs.get(array)
+        if spec is None or spec.shape != struct.shape:
+            has = f"{array} as {list(spec.shape)}" if spec else f"no {array}"
+            raise ValueError(
+                f"{folder}: has {has}, the model needs {list(struct.shape)}; give the experiment "
+                "that it was trained with"
+            )
+        data = reader.read(array, [0] * len(spec.shape), spec.shape)
+        return jax.device_put(data, device)
+
+    parts = {part: structs(part) for part in module.inputs}
+    return jax.tree_util.tree_map_with_path(read, parts)

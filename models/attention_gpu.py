@@ -1,0 +1,219 @@
+"""Attention over packed samples as GPU kernels: Pallas, compiled by Triton.
+
+FlashAttention-2 (arXiv 2307.08691) in three kernels (forward, gradient of keys and values, gradient
+of queries), each of which visits only the blocks that hold tokens of its own samples: of packed
+rows the cost falls to that of the samples alone. Query heads of a group share one copy of the keys,
+nothing is added up atomically, so results are the same in every run.
+
+jax has a kernel of this kind (`jax.experimental.pallas.ops.gpu.attention`), which 0.11 deprecates;
+it repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton backend
+(its other one, Mosaic, knows only Hopper and newer): before jax 0.12 this must move.
+
+On a CPU the same kernels run interpreted, for tests: exact but slow, and no word on speed.
+
+Shape suffixes: B rows, T queries and S keys (tokens, padded to whole blocks), N query heads, K kv
+heads, G query heads per kv head, H head dim (padded to a power of two).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from models.attention_kernels import Blocks, forward_kernel, kv_kernel, q_kernel
+
+Array = jax.Array
+
+BLOCK = 128  # rows are padded to a multiple: every block size below divides it
+PAD_ID = -1  # segment of the tokens that only pad a row to whole blocks
+
+
+def blocks_for(dtype: jnp.dtype) -> tuple[Blocks, Blocks, Blocks]:
+    """For forward, gradient of keys and values, gradient of queries: what fits the registers and
+    the shared memory of an A100 and newer, heads of 64 and 128 (compiled for both, not timed)."""
+    if dtype.itemsize > 2:
+        return (Blocks(32, 32, 4, 1),) * 3
+    return Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2)
+
+
+def flash_attention(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_ids: Array | None,
+    *,
+    causal: bool,
+    interpret: bool,
+) -> Array:
+    """See `models.attention.attention`; `interpret` runs the kernels without a GPU."""
+    B, T, _, H = q_BTNH.shape
+    rest = -T % BLOCK
+    if segment_ids is None and rest:
+        segment_ids = jnp.ones((B, T), jnp.int32)
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, rest)), constant_values=PAD_ID)
+    # Triton's blocks are powers of two; zeros in the head dim change no product.
+    more = max(16, pl.next_power_of_2(H)) - H
+    q, k, v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, more))) for x in (q_BTNH, k_BSKH, v_BSKH))
+    if 0 in q.shape:
+        return q_BTNH
+    return _flash(q, k, v, segment_ids, H**-0.5, causal, interpret)[:, :T, :, :H]
+
+
+# ---- which blocks meet ----
+
+
+def _spans(
+    ids: Array | None, length: int, held: int, visited: int, *, causal: bool, keys: bool
+) -> tuple[Array, Array]:
+    """First and last + 1 block that each held block must visit, int32 [B or 1, blocks] each.
+
+    Held are queries, or with `keys` keys. Two blocks meet where the ranges of their segment ids
+    do; as ids rise along a packed row, few others are visited, and those are masked.
+    """
+    n_held, n_visited = length // held, length // visited
+    first = jnp.arange(n_held)[:, None] * held
+    other = jnp.arange(n_visited)[None] * visited
+    meet = jnp.ones((1, n_held, n_visited), bool)
+    if ids is not None:
+        # Padding stands at the end of a row: ranked as the largest id, it widens no range.
+        rank = jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max)
+        own, its = rank.reshape(-1, n_held, held), rank.reshape(-1, n_visited, visited)
+        meet = (own.min(-1)[:, :, None] <= its.max(-1)[:, None]) & (
+            its.min(-1)[:, None] <= own.max(-1)[:, :, None]
+        )
+    if causal:
+        seen = (other + visited > first) if keys else (other < first + held)
+        meet = meet & seen[None]
+    start = jnp.argmax(meet, axis=-1)
+    stop = n_visited - jnp.argmax(meet[..., ::-1], axis=-1)
+    return start.astype(jnp.int32), stop.astype(jnp.int32)
+
+
+def _forward(
+    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
+) -> tuple[Array, Array]:
+    """(output [B, T, N, H], log2 of the sums of exponentials [B, N, T])."""
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
+    blocks = blocks_for(q.dtype)[0]
+    held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
+    row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
+    log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
+    return _call(
+        partial(forward_kernel, blocks=blocks, scale=scale, causal=causal),
+        "packed_attention_forward",
+        (T // blocks.held, B, N),
+        (q, k, v),
+        (held, row, row),
+        ids,
+        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=False),
+        (jax.eval_shape(lambda x: x, q), log_sum),
+        (held, pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))),
+        blocks,
+        interpret,
+    )
+
+
+def _call(
+    kernel: Any,
+    name: str,
+    grid: tuple[int, int, int],
+    arrays: tuple[Array, ...],
+    specs: tuple[pl.BlockSpec, ...],
+    ids: Array | None,
+    spans: tuple[Array, Array],
+    outs: Any,
+    out_specs: Any,
+    blocks: Blocks,
+    interpret: bool,
+) -> Any:
+    """Run a kernel over (held blocks, rows, heads); the row's ids and spans follow its arrays."""
+    rows = len(spans[0])
+
+    def of_row(length: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, length), lambda i, b, n: (b if rows > 1 else 0, 0))
+
+    ids_spec = None if ids is None else pl.BlockSpec((None, ids.shape[1]), lambda i, b, n: (b, 0))
+    span = of_row(grid[0])
+    return pl.pallas_call(
+        kernel,
+        out_shape=outs,
+        grid=grid,
+        in_specs=[*specs, ids_spec, span, span],
+        out_specs=out_specs,
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays, ids, *spans)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _flash(
+    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
+) -> Array:
+    return _forward(q, k, v, ids, scale, causal, interpret)[0]
+
+
+def _flash_forward(
+    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
+) -> tuple[Array, tuple[Any, ...]]:
+    out, log_sum = _forward(q, k, v, ids, scale, causal, interpret)
+    return out, (q, k, v, ids, out, log_sum)
+
+
+def _flash_backward(
+    scale: float, causal: bool, interpret: bool, saved: tuple[Any, ...], dout: Array
+) -> tuple[Array, Array, Array, None]:
+    q, k, v, ids, out, log_sum = saved
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    G = N // K
+    own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
+    arrays = (q, dout, log_sum, own_BNT, k, v)
+
+    _, blocks, _ = blocks_for(q.dtype)
+    queries = pl.BlockSpec((None, T, G, H), lambda j, b, n: (b, 0, n, 0))
+    numbers = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
+    held = pl.BlockSpec((None, blocks.held, None, H), lambda j, b, n: (b, j, n, 0))
+    dk, dv = _call(
+        partial(kv_kernel, blocks=blocks, scale=scale, causal=causal, group=G),
+        "packed_attention_kv_gradient",
+        (T // blocks.held, B, K),
+        arrays,
+        (queries, queries, numbers, numbers, held, held),
+        ids,
+        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=True),
+        (jax.eval_shape(lambda x: x, k), jax.eval_shape(lambda x: x, v)),
+        (held, held),
+        blocks,
+        interpret,
+    )
+
+    *_, blocks = blocks_for(q.dtype)
+    row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
+    held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
+    numbers = pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))
+    dq = _call(
+        partial(q_kernel, blocks=blocks, scale=scale, causal=causal),
+        "packed_attention_q_gradient",
+        (T // blocks.held, B, N),
+        arrays,
+        (held, held, numbers, numbers, row, row),
+        ids,
+        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=False),
+        jax.eval_shape(lambda x: x, q),
+        held,
+        blocks,
+        interpret,
+    )
+    return dq, dk, dv, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

@@ -1,0 +1,200 @@
+"""The three kernels of `models/attention_gpu.py`: what one program computes.
+
+A program holds a block of queries or of keys of one head in registers and visits blocks of the
+other. Scores stand to the base 2, since exp2 is what the chip has. The row's segment ids (None
+where all tokens see each other) and the first and last + 1 block to visit come last of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+Array = jax.Array
+Ref = Any
+
+_MASKED = -1e30  # finite: a block without a visible key must not give nan
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens that a program holds and those that it visits at a time, powers of two that divide
+    BLOCK; warps of a program and stages of its software pipeline."""
+
+    held: int
+    visited: int
+    warps: int
+    stages: int
+
+
+_dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+
+
+def _scores(
+    held: Array,
+    seen: Array,
+    scale: float,
+    held_first: Array,
+    seen_first: Array,
+    ids: tuple[Array, Array] | None,
+    *,
+    causal: bool,
+    keys: bool = False,
+) -> tuple[Array, Array | None]:
+    """Scores [held, visited] to the base 2, and which of them count (None: all).
+
+    Held are queries, or with `keys` keys: the many tokens come first, as the tensor cores want it.
+    """
+    scores = _dot(held, seen.T) * (scale * _LOG2E)
+    mask = None
+    if ids is not None:
+        mask = ids[0][:, None] == ids[1][None, :]
+    if causal:
+        held_at = (held_first + jnp.arange(held.shape[0]))[:, None]
+        seen_at = (seen_first + jnp.arange(seen.shape[0]))[None, :]
+        past = held_at <= seen_at if keys else held_at >= seen_at
+        mask = past if mask is None else mask & past
+    return scores, mask
+
+
+def forward_kernel(
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    ids_ref: Ref,
+    start_ref: Ref,
+    stop_ref: Ref,
+    out_ref: Ref,
+    log_sum_ref: Ref,
+    *,
+    blocks: Blocks,
+    scale: float,
+    causal: bool,
+) -> None:
+    """One block of queries of one head, all keys that it sees."""
+    i = pl.program_id(0)
+    first = i * blocks.held
+    q = q_ref[...]
+    q_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+
+    def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, peak, total = carry
+        at = pl.ds(j * blocks.visited, blocks.visited)
+        ids = None if ids_ref is None else (q_ids, ids_ref[at])
+        scores, mask = _scores(
+            q, k_ref[at, :], scale, first, j * blocks.visited, ids, causal=causal
+        )
+        if mask is not None:
+            scores = jnp.where(mask, scores, _MASKED)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - higher[:, None])
+        if mask is not None:
+            weights = jnp.where(mask, weights, 0.0)
+        shrink = jnp.exp2(peak - higher)
+        v = v_ref[at, :]
+        out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        return out, higher, total * shrink + jnp.sum(weights, axis=1)
+
+    carry = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full((blocks.held,), _MASKED, jnp.float32),
+        jnp.zeros((blocks.held,), jnp.float32),
+    )
+    out, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    log_sum_ref[...] = peak + jnp.log2(total)
+
+
+def kv_kernel(
+    q_ref: Ref,
+    dout_ref: Ref,
+    log_sum_ref: Ref,
+    own_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    ids_ref: Ref,
+    start_ref: Ref,
+    stop_ref: Ref,
+    dk_ref: Ref,
+    dv_ref: Ref,
+    *,
+    blocks: Blocks,
+    scale: float,
+    causal: bool,
+    group: int,
+) -> None:
+    """One block of keys of one kv head, all queries of its group that see it."""
+    j = pl.program_id(0)
+    first = j * blocks.held
+    k, v = k_ref[...], v_ref[...]
+    k_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+    start, stop = start_ref[j], stop_ref[j]
+
+    def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = carry
+        at = pl.ds(i * blocks.visited, blocks.visited)
+        ids = None if ids_ref is None else (k_ids, ids_ref[at])
+        q, dout = q_ref[at, g, :], dout_ref[at, g, :]
+        scores, mask = _scores(
+            k, q, scale, first, i * blocks.visited, ids, causal=causal, keys=True
+        )
+        weights = jnp.exp2(scores - log_sum_ref[g, at][None, :])
+        if mask is not None:
+            weights = jnp.where(mask, weights, 0.0)
+        dv = dv + _dot(weights.astype(dout.dtype), dout)
+        dscores = weights * (_dot(v, dout.T) - own_ref[g, at][None, :])
+        return dk + _dot(dscores.astype(q.dtype), q), dv
+
+    def head(g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        return lax.fori_loop(start, stop, lambda i, c: visit(i, g, c), carry)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
+    dk_ref[...] = (dk * scale).astype(dk_ref.dtype)
+    dv_ref[...] = dv.astype(dv_ref.dtype)
+
+
+def q_kernel(
+    q_ref: Ref,
+    dout_ref: Ref,
+    log_sum_ref: Ref,
+    own_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    ids_ref: Ref,
+    start_ref: Ref,
+    stop_ref: Ref,
+    dq_ref: Ref,
+    *,
+    blocks: Blocks,
+    scale: float,
+    causal: bool,
+) -> None:
+    """One block of queries of one head, all keys that it sees."""
+    i = pl.program_id(0)
+    first = i * blocks.held
+    q, dout = q_ref[...], dout_ref[...]
+    log_sum, own = log_sum_ref[...], own_ref[...]
+    q_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+
+    def visit(j: Array, dq: Array) -> Array:
+        at = pl.ds(j * blocks.visited, blocks.visited)
+        ids = None if ids_ref is None else (q_ids, ids_ref[at])
+        k, v = k_ref[at, :], v_ref[at, :]
+        scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, causal=causal)
+        weights = jnp.exp2(scores - log_sum[:, None])
+        if mask is not None:
+            weights = jnp.where(mask, weights, 0.0)
+        dscores = weights * (_dot(dout, v.T) - own[:, None])
+        return dq + _dot(dscores.astype(k.dtype), k)
+
+    dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, jnp.zeros(q.shape, jnp.float32))
+    dq_ref[...] = (dq * scale).astype(dq_ref.dtype)

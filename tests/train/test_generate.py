@@ -13,9 +13,9 @@ from PIL import Image
 
 from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
-from dflop_jax.data import ByteTokenizer, SceneSource, VisionSpec
+from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource
 from dflop_jax.data.sample import Limits
-from dflop_jax.records import save
+from dflop_jax.record_files import save
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.generate import Generator, _Text
 from dflop_jax.train.load_params import load_params
@@ -127,7 +127,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         ),
         (
             ["nano.py", "--prompt", "x" * 200, "--image", "red.png"],
-            "exceed data.max_tokens=128; shorten it, or raise --data.max_tokens",
+            "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
         ),
         (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
         (["nano.py", *ASK, "--temperature", "nan"], "temperature=nan must be 0"),
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 def test_a_prompt_is_the_beginning_of_a_training_sample():
     """Tokens, places and tiles up to the answer equal those that training saw."""
     model, tokenizer = build_model(ModelConfig(size="nano")), ByteTokenizer()
-    spec, data = VisionSpec(model.tile_px, model.tokens_per_tile), DataConfig(max_tiles=4)
+    spec, data = MediaSpec(model.tile_px, model.tokens_per_tile), DataConfig(max_tiles=4)
     source = SceneSource(40, 3, spec, tokenizer, Limits(4, 8, data.max_tokens))
     seen = set()
     for i in range(40):
@@ -192,7 +192,9 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
         n = int(np.flatnonzero(sample.supervised)[0])
         assert len(found.tokens) == n
         np.testing.assert_array_equal(found.tokens, sample.tokens[:n])
-        np.testing.assert_array_equal(found.visual, sample.visual[:n])
+        for name in ("index", "weight", "newline"):
+            mine, theirs = getattr(found.visual, name), getattr(sample.visual, name)
+            np.testing.assert_array_equal(mine, theirs[:n])
         np.testing.assert_array_equal(found.tiles, sample.tiles)
         seen.add(len(found.tiles))
     assert {0, 1} < seen
@@ -202,7 +204,8 @@ def run_anew(model, params, sample, tokens):
     """Logits after a prompt and some more tokens: no padding, no cache, no loop over layers."""
     llm, vision = model.modules["llm"], model.modules["vision"]
     row = np.concatenate([sample.tokens, np.asarray(tokens, np.int32)])
-    place = np.concatenate([sample.visual, np.full(len(tokens), -1, np.int32)])
+    v = sample.visual
+    place = np.append(np.where(v.used, v.index[:, 0], -1), np.full(len(tokens), -1))
     features = run_layers(vision, params["vision"], {"pixels": sample.tiles})
     features = vision.exit(params["vision"]["exit"], features, {}).reshape(-1, llm.size.width)
     batch = {

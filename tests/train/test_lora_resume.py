@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
+import pytest
+
+from ..report.test_tensorboard import events_of
 from .resume_cases import (  # noqa: F401
     CONFIG,
+    STEPS,
     _in_a_folder_of_its_own,
     as_killed,
     assert_as_whole,
@@ -18,12 +22,20 @@ from .resume_cases import (  # noqa: F401
 
 
 def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
-    train = dataclasses.replace(CONFIG.train, lora_rank=2, learning_rates=("lora=1e-2",))
+    pytest.importorskip("tensorboardX")
+    train = dataclasses.replace(
+        CONFIG.train, lora_rank=2, learning_rates=("lora=1e-2",), tensorboard=True
+    )
     whole = tmp_path_factory.mktemp("lora") / "run"
     fit(whole, train=train)
     killed = as_killed(whole, saved=6, rows=8)
     fit(killed, "resume", train=train)
     assert_as_whole(killed, whole)
+    scalars, of_whole = events_of(killed), events_of(whole)
+    for name in ("loss", "learning_rate/lora", "held_out/loss"):
+        assert scalars[name] == of_whole[name]
+    assert list(scalars["loss"]) == list(range(STEPS))
+    assert list(scalars["held_out/loss"]) == [3, 7, 11]
     # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
     other = shutil.copytree(whole, "other")
     said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3))

@@ -25,7 +25,7 @@ class Efficiency:
     """What kernels reach of the hardware.
 
     The defaults are assumptions for GPUs, to be replaced by `fit_efficiency` where there is a
-    profile: with them a bfloat16 product of n x n x n reaches 47%, 70% and 76% of an A100's peak
+    profile: with them a bfloat16 product of n x n x n reaches 48%, 70% and 76% of an A100's peak
     at n = 1024, 2048 and 4096, about what cuBLAS does. `LINK_REACH` is NCCL's own.
     """
 

@@ -73,6 +73,8 @@ def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], ways: int) -> Re
     Args:
       dims: for each input the dim that is sharded, if any.
     """
+    if ways == 1:
+        dims = [None] * len(dims)
     ins = [_value(v, ways, d) for v, d in zip(closed.jaxpr.invars, dims, strict=True)]
     region = _walk(closed.jaxpr, ins, ways)
     _settle(region)

@@ -1,6 +1,6 @@
 """Predicted bytes per device of published models at full size, against XLA's own figures.
 
-Command:  python benchmarks/memory.py [--json FILE] [--only TEXT]
+Command:  python benchmarks/memory.py [--json FILE] [--only TEXT ...]
 Minutes:  about 10
 Expected: the first prediction within 5% in all 20 cases; the quick form within 8% of backward
           programs (forward programs hold little beside their arguments, and it says less of them)
@@ -161,11 +161,12 @@ def show(rows: list[dict[str, Any]]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
     args = parser.parse_args()
-    chosen = [c for c in CASES if args.only in c.name]
-    if not chosen:
-        parser.error(f"--only {args.only!r} is in no name; such as {CASES[0].name!r}")
+    for text in args.only:
+        if not any(text in c.name for c in CASES):
+            parser.error(f"--only {text!r} is in no name; such as {CASES[0].name!r}")
+    chosen = [c for c in CASES if any(text in c.name for text in args.only)]
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: no such folder; make it first")
     jax.config.update("jax_platforms", "cpu")

@@ -36,6 +36,8 @@ class Module(Protocol):
     """One module of the model (an encoder with its connector, or the LLM); hashable, such as a
     frozen dataclass."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def n_layers(self) -> int: ...
 

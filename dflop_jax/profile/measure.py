@@ -109,6 +109,28 @@ def model_profile(
     key: str,
 ) -> ModelProfile:
     """The profile that timings make. `concurrency` is the number of devices; see `together`."""
+    return assembled(
+        model,
+        shapes,
+        timings,
+        key=key,
+        device=devices[0].device_kind,
+        concurrency=float(len(devices)),
+        task_overhead_s=_overhead_s(devices[0]),
+    )
+
+
+def assembled(
+    model: MultimodalModel,
+    shapes: Mapping[str, Sequence[ModuleShape]],
+    timings: Sequence[LayerTiming],
+    *,
+    key: str,
+    device: str,
+    concurrency: float,
+    task_overhead_s: float,
+) -> ModelProfile:
+    """A profile of timings from anywhere, with the model's sizes."""
     layer_bytes, ends_bytes, entry_share = {}, {}, {}
     for name, spec in model.modules.items():
         entry, exit_ = (
@@ -123,15 +145,15 @@ def model_profile(
         ends_bytes[name] = sizes["entry"] + sizes["exit"]
     return ModelProfile(
         key=key,
-        device=devices[0].device_kind,
+        device=device,
         timings=tuple(timings),
         layer_param_bytes=layer_bytes,
         ends_param_bytes=ends_bytes,
         n_layers={n: m.n_layers for n, m in model.modules.items()},
         entry_share=entry_share,
         item_tokens=dict(model.item_tokens),
-        concurrency=float(len(devices)),
-        task_overhead_s=_overhead_s(devices[0]),
+        concurrency=concurrency,
+        task_overhead_s=task_overhead_s,
     )
 
 

@@ -1,0 +1,192 @@
+"""Predicted bytes per device of published models at full size, against XLA's own figures.
+
+Command:  python benchmarks/memory.py [--json FILE] [--only TEXT ...]
+Minutes:  about 10
+Expected: the first prediction within 5% in all 20 cases; the quick form within 8% of backward
+          programs (forward programs hold little beside their arguments, and it says less of them)
+
+Every case is a segment of a published model at full width, as a real program compiled for pretended
+CPU devices: nothing is allocated. The compared figure is arguments + outputs + temporaries -
+aliased. "2 depths" compiles stacks of 2 and 4 layers a stage and goes on linearly to the segment's
+depth; "quick" traces and counts and compiles nothing. On CPU, programs keep bfloat16 activations in
+float32, which the quick form is told; "on GPU" is what it says where they take two bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.pipeline.spmd_loop import PARTS
+from dflop_jax.profile.memory import compiled_bytes, extrapolated_bytes, quick_bytes
+from dflop_jax.records import BACKWARD, FORWARD, ModuleShape, SegmentPlan
+from models.audio import AudioModule
+from models.decoder import DecoderModule
+from models.sizes import AUDIO, DECODERS, SIZES, VISION
+from models.vit import VisionModule
+
+GIB = 2**30
+TARGET = 0.05
+BF16 = jnp.dtype("bfloat16")
+MODULES: dict[str, Any] = {
+    "SigLIP-400M": VisionModule(SIZES["llava-ov-7b"].vision, 3584, BF16),
+    "InternViT-300M": VisionModule(VISION["internvit-300m"], 2048, BF16),
+    "Whisper-large-v3": AudioModule(AUDIO["whisper-large-v3"], 4096, BF16),
+    "Qwen2.5-7B": DecoderModule(DECODERS["qwen2.5-7b"], BF16),
+    "Llama-3-8B": DecoderModule(DECODERS["llama3-8b"], BF16),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layers [start, stop) of a module on (stage, data, model), at a per-rank shape."""
+
+    model: str
+    layers: tuple[int, int]
+    mesh: tuple[int, int, int]
+    shape: ModuleShape
+    direction: str
+    microbatches: int = 1
+    remat: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short and unique."""
+        stage, data, model = self.mesh
+        extra = f" M={self.microbatches}" * (self.microbatches > 1) + " remat" * self.remat
+        return (
+            f"{self.model}[{self.layers[0]}:{self.layers[1]}] {stage}x{data}x{model} "
+            f"{self.shape.items}x{self.shape.tokens} {self.direction}{extra}"
+        )
+
+    def segment(self) -> Segment:
+        """The real segment on pretended devices."""
+        module = MODULES[self.model]
+        kind = "llm" if isinstance(module, DecoderModule) else "encoder"
+        first, last = self.layers[0] == 0, self.layers[1] == module.n_layers
+        n_devices = int(np.prod(self.mesh))
+        return Segment(
+            plan=SegmentPlan(kind, kind, *self.layers, kind, first, last),
+            module=module,
+            mesh=Mesh(np.array(jax.devices()[:n_devices]).reshape(self.mesh), AXES),
+            microbatches=self.microbatches,
+            trainable=frozenset(PARTS),
+            sends_gradient=kind == "llm" or not first,
+            remat="layers" if self.remat else "none",
+        )
+
+
+def _cases() -> tuple[Case, ...]:
+    siglip, vit, audio, qwen, llama = MODULES
+    tiles, patches = ModuleShape, 729
+    return (
+        Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), FORWARD),
+        Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), BACKWARD),
+        Case(siglip, (0, 26), (1, 1, 2), tiles(16, patches), BACKWARD),
+        Case(siglip, (0, 26), (1, 2, 4), tiles(4, patches), BACKWARD),
+        Case(siglip, (0, 26), (2, 1, 1), tiles(4, patches), BACKWARD, microbatches=2),
+        Case(vit, (0, 24), (1, 1, 2), tiles(12, 1024), FORWARD),
+        Case(vit, (0, 24), (1, 1, 1), tiles(12, 1024), BACKWARD),
+        Case(vit, (0, 24), (2, 1, 2), tiles(6, 1024), BACKWARD, microbatches=2),
+        Case(vit, (0, 24), (1, 1, 4), tiles(12, 1024), BACKWARD, remat=True),
+        Case(audio, (0, 32), (1, 1, 1), tiles(2, 1500), FORWARD),
+        Case(audio, (0, 32), (1, 1, 1), tiles(4, 1500), BACKWARD),
+        Case(audio, (0, 32), (1, 1, 4), tiles(4, 1500), BACKWARD, remat=True),
+        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 4096), FORWARD),
+        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 2048), BACKWARD),
+        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 8192), BACKWARD, remat=True),
+        Case(qwen, (0, 28), (2, 1, 2), ModuleShape(1, 2048), BACKWARD, microbatches=2),
+        Case(qwen, (14, 28), (1, 2, 2), ModuleShape(2, 2048), BACKWARD, remat=True),
+        Case(llama, (0, 32), (1, 1, 4), ModuleShape(2, 2048), BACKWARD),
+        Case(llama, (0, 16), (1, 1, 2), ModuleShape(1, 4096), BACKWARD, remat=True),
+        Case(llama, (0, 32), (2, 1, 2), ModuleShape(1, 4096), FORWARD, microbatches=4),
+    )
+
+
+CASES = _cases()
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One row: GiB per device as compiled and as predicted, and the predictions' errors."""
+    segment, started = case.segment(), time.perf_counter()
+    compiled = compiled_bytes(segment, case.shape, case.direction)
+    predicted = extrapolated_bytes(segment, case.shape, case.direction).total
+    quick = quick_bytes(segment, case.shape, case.direction, half_bytes=4).total
+    on_gpu = quick_bytes(segment, case.shape, case.direction).total
+    return {
+        "case": case.name,
+        "compiled_gib": compiled.total / GIB,
+        "temporaries_gib": compiled.temporaries / GIB,
+        "predicted_gib": predicted / GIB,
+        "error": predicted / compiled.total - 1,
+        "quick_gib": quick / GIB,
+        "quick_error": quick / compiled.total - 1,
+        "quick_gpu_gib": on_gpu / GIB,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="GiB per device of programs of published models at full size")
+    table.add_column("segment, stage x data x model, items x tokens")
+    for name in ("compiled", "2 depths", "error", "quick", "error", "on GPU", "s"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            r["case"],
+            f"{r['compiled_gib']:.2f}",
+            f"{r['predicted_gib']:.2f}",
+            f"{r['error']:+.1%}",
+            f"{r['quick_gib']:.2f}",
+            f"{r['quick_error']:+.1%}",
+            f"{r['quick_gpu_gib']:.2f}",
+            f"{r['seconds']:.0f}",
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
+    args = parser.parse_args()
+    for text in args.only:
+        if not any(text in c.name for c in CASES):
+            parser.error(f"--only {text!r} is in no name; such as {CASES[0].name!r}")
+    chosen = [c for c in CASES if any(text in c.name for text in args.only)]
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: no such folder; make it first")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    rows: list[dict[str, Any]] = []
+    for i, case in enumerate(chosen):
+        rows.append(measure(case))
+        print(f"{i + 1}/{len(chosen)} {case.name}", file=sys.stderr, flush=True)
+        worst = max(abs(r["error"]) for r in rows)
+        found = {"rows": rows, "worst_abs_error": worst, "target": TARGET}
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=2) + "\n")
+    Console(width=None if sys.stdout.isatty() else 140).print(show(rows))
+    quick = sorted(abs(r["quick_error"]) for r in rows)
+    print(
+        f"worst error {worst:.1%} (target {TARGET:.0%}); quick form: median "
+        f"{quick[len(quick) // 2]:.1%}, worst {quick[-1]:.1%}"
+    )
+    return 0 if worst <= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Accelerators and the links between them: facts of data sheets, stated once.
+
+Peaks are dense (without structured sparsity), bandwidths are of one direction and one device, and a
+gigabyte is 10^9 bytes, as in the data sheets; what programs reach of them is the cost model's
+business (`dflop_jax.profile`). A cluster that differs is `dataclasses.replace(find_hardware(...))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+GB = 1e9
+_PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device in its usual node.
+
+    `bfloat16_flops` and `float32_flops` are FLOP/s of matrix products; a float32 product is
+    computed in TF32 where there is such a thing, as JAX does by default. `link_*` joins devices of
+    a node, `network_*` is a device's share of what joins nodes: bytes/s in one direction, and
+    seconds of one step of a ring. `memory_bandwidth` is bytes/s.
+    """
+
+    name: str
+    bfloat16_flops: float
+    float32_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    devices_per_node: int
+    link_bandwidth: float
+    link_latency_s: float
+    network_bandwidth: float
+    network_latency_s: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, str) and not 0 < value < float("inf"):
+                raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
+
+    def peak_flops(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products of a dtype; ValueError names the known ones."""
+        if dtype not in _PEAKS:
+            raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
+        return float(getattr(self, _PEAKS[dtype]))
+
+
+# Seconds of one ring step in the cost model of NCCL (src/graph/tuning.cc, hwLat, Ring, LL128).
+_NVLINK_S, _PCIE_S, _NETWORK_S = 1.9e-6, 2.5e-6, 4.0e-6
+_HGX_A100 = "8 per node, NVLink 3: 600 GB/s both ways; DGX A100 data sheet: 8 x 200 Gb/s HDR"
+_HGX_H100 = "8 per node, NVLink 4: 900 GB/s both ways; DGX data sheet: 8 x 400 Gb/s NDR"
+
+
+def _a100(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
+    return Hardware(
+        name=name,
+        bfloat16_flops=312e12,
+        float32_flops=156e12,
+        memory_bytes=memory,
+        memory_bandwidth=bandwidth,
+        devices_per_node=8,
+        link_bandwidth=300 * GB,
+        link_latency_s=_NVLINK_S,
+        network_bandwidth=25 * GB,
+        network_latency_s=_NETWORK_S,
+        source=f"{sheet}; {_HGX_A100}",
+    )
+
+
+def _hopper(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
+    return Hardware(
+        name=name,
+        bfloat16_flops=989.4e12,
+        float32_flops=494.7e12,
+        memory_bytes=memory,
+        memory_bandwidth=bandwidth,
+        devices_per_node=8,
+        link_bandwidth=450 * GB,
+        link_latency_s=_NVLINK_S,
+        network_bandwidth=50 * GB,
+        network_latency_s=_NETWORK_S,
+        source=f"{sheet}; {_HGX_H100}",
+    )
+
+
+_ALL = (
+    _a100("a100-40", 40 * GB, 1555 * GB, "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB"),
+    _a100("a100-80", 80 * GB, 2039 * GB, "NVIDIA A100 80GB Tensor Core GPU data sheet, SXM4"),
+    _hopper("h100", 80 * GB, 3350 * GB, "NVIDIA H100 Tensor Core GPU data sheet, SXM5"),
+    _hopper("h200", 141 * GB, 4800 * GB, "NVIDIA H200 Tensor Core GPU data sheet, SXM5"),
+    Hardware(
+        name="b200",
+        bfloat16_flops=2250e12,
+        float32_flops=1125e12,
+        memory_bytes=180 * GB,
+        memory_bandwidth=8000 * GB,
+        devices_per_node=8,
+        link_bandwidth=900 * GB,
+        link_latency_s=_NVLINK_S,
+        network_bandwidth=50 * GB,
+        network_latency_s=_NETWORK_S,
+        source="NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s over 8 GPUs, NVLink 5: 1.8 TB/s "
+        "both ways, 8 x 400 Gb/s); half of its sparse peaks",
+    ),
+    Hardware(
+        name="l40s",
+        bfloat16_flops=362.05e12,
+        float32_flops=183e12,
+        memory_bytes=48 * GB,
+        memory_bandwidth=864 * GB,
+        devices_per_node=8,
+        link_bandwidth=32 * GB,
+        link_latency_s=_PCIE_S,
+        network_bandwidth=12.5 * GB,
+        network_latency_s=_NETWORK_S,
+        source="NVIDIA L40S data sheet: no NVLink, PCIe 4.0 x16: 64 GB/s both ways; the network is "
+        "an assumption: 100 Gb/s a device",
+    ),
+    # A device is one core, as the pretended CPU devices of tests and demos are.
+    Hardware(
+        name="cpu",
+        bfloat16_flops=96e9,
+        float32_flops=96e9,
+        memory_bytes=4 * GB,
+        memory_bandwidth=12.8 * GB,
+        devices_per_node=8,
+        link_bandwidth=6.4 * GB,
+        link_latency_s=20e-6,
+        network_bandwidth=1.25 * GB,
+        network_latency_s=50e-6,
+        source="assumption: a core with AVX2 at 3 GHz (2 fused multiply-adds of 8 floats a cycle) "
+        "and half a channel of DDR4-3200, bfloat16 computed in float32; 10 Gb/s between hosts",
+    ),
+)
+HARDWARE: Mapping[str, Hardware] = {h.name: h for h in _ALL}
+
+
+def find_hardware(name: str) -> Hardware:
+    """The row of the table called `name`, whatever its case.
+
+    Raises:
+      ValueError: no such row; the message lists the known ones.
+    """
+    found = HARDWARE.get(name.strip().lower())
+    if found is None:
+        raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}")
+    return found

@@ -1,0 +1,196 @@
+"""The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
+
+Backward is what the runtime runs: the forward again, its gradient, and the sum into the float32
+accumulators (`dflop_jax.pipeline.spmd_loop`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from dflop_jax.contract import MODEL_SHARDED, Module
+from dflop_jax.pipeline.spmd_loop import PARTS
+from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
+from dflop_jax.profile.sharded_trace import LAYOUT, Value, sources, trace
+from dflop_jax.records import BACKWARD, FORWARD, ModuleShape
+
+Tree = Any
+ENDS = ("entry", "exit")
+
+
+@lru_cache(maxsize=4096)
+def part_kernels(
+    module: Module, part: str, direction: str, shape: ModuleShape, ways: int
+) -> tuple[Kernel, ...]:
+    """Kernels of a part on one of `ways` tensor-parallel devices.
+
+    Args:
+      part: "entry", "layers" (one layer) or "exit".
+      shape: per data rank.
+    """
+    closed, dims = _traced(module, part, direction, shape)
+    return tuple(kernels_of(trace(closed, dims, ways)))
+
+
+@lru_cache(maxsize=1024)
+def _traced(
+    module: Module, part: str, direction: str, shape: ModuleShape
+) -> tuple[core.ClosedJaxpr, tuple[int | None, ...]]:
+    """Jaxpr of a part, and which dim of each input tensor parallelism splits."""
+    params, x, fields = _arguments(module, part, shape)
+    forward = partial(_forward, module, part)
+    of_params = [
+        next((i for i, axis in enumerate(axes) if axis in MODEL_SHARDED), None)
+        for p in sorted(params)
+        for _, axes in _leaves(module, p)
+    ]
+    whole: list[int | None] = [None] * len(jax.tree.leaves((x, fields)))
+    if direction != BACKWARD:
+        return jax.make_jaxpr(forward)(params, x, fields), (*of_params, *whole)
+    dy = jax.eval_shape(forward, params, x, fields)
+    grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
+    closed = jax.make_jaxpr(partial(_backward, forward))(params, x, fields, dy, grads)
+    more = [None] * len(jax.tree.leaves(dy))
+    return closed, (*of_params, *whole, *more, *of_params)
+
+
+@lru_cache(maxsize=256)
+def part_structs(module: Module, part: str) -> Tree:
+    """Shapes and dtypes of a part's parameters, those of one layer for "layers"."""
+    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
+
+
+def _arguments(module: Module, part: str, shape: ModuleShape) -> tuple[Tree, Tree, Tree]:
+    """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
+
+    init = partial(part_structs, module)
+
+    def read(p: str) -> dict[str, jax.ShapeDtypeStruct]:
+        return {n: module.field_spec(n, shape.items, shape.tokens) for n in module.inputs[p]}
+
+    fields = read(part)
+    if part == "entry":
+        x = {n: fields.pop(n) for n in ("visual",) if n in fields}
+        return {"entry": init("entry")}, x, fields
+    hidden = jax.eval_shape(module.entry, init("entry"), read("entry"))
+    parts = ("entry", "exit") if part == "exit" and module.tied else (part,)
+    return {p: init(p) for p in parts}, {"hidden": hidden}, fields
+
+
+def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
+    if part == "entry":
+        return module.entry(params["entry"], {**fields, **x})
+    if part == "layers":
+        return module.layer(params["layers"], x["hidden"], fields)
+    return module.exit(params["exit"], x["hidden"], fields, params.get("entry"))
+
+
+def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
+    y, vjp = jax.vjp(lambda p, x: forward(p, x, fields), params, x)
+    dparams, dx = vjp(dy)
+    sums = y if isinstance(y, dict) else ()  # the LLM's end also says its loss
+    return sums, dx, jax.tree.map(jnp.add, grads, dparams)
+
+
+def hidden_bytes(module: Module, shape: ModuleShape, half_bytes: int = 2) -> float:
+    """Bytes of the hidden states between layers, on one data rank."""
+    hidden = _arguments(module, "layers", shape)[1]["hidden"]
+    return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes on one device that a part's gradient keeps of its forward: those of activations, of
+    parameters (cast for computing), and of fields alone (masks, angles: equal in all layers)."""
+
+    activations: float
+    parameters: float
+    fields: float
+
+
+@lru_cache(maxsize=1024)
+def part_kept(module: Module, part: str, shape: ModuleShape, ways: int, half_bytes: int) -> Kept:
+    """What backward of a part needs beside its inputs; `half_bytes` as in `quick_bytes`."""
+    closed, marks = _residuals(module, part, shape)
+    region = trace(closed, _traced(module, part, FORWARD, shape)[1], ways)
+    comes_from = sources(region, marks)
+    held = {op.outs[0]: op.ins[0] for op in region.ops if op.name in LAYOUT}
+    total = dict.fromkeys(("activations", "parameters", "fields"), 0.0)
+    for v in dict.fromkeys(region.outs):
+        of = comes_from.get(v, frozenset())
+        while v in held:
+            v = held[v]
+        if not of or v in region.ins:
+            continue  # a constant is made again, an input is there anyway
+        kind = "activations" if "x" in of else "fields" if "fields" in of else "parameters"
+        total[kind] += value_bytes(v, half_bytes)
+    if part == "entry":  # its fields are its activations
+        total["activations"] += total.pop("fields")
+        total["fields"] = 0.0
+    return Kept(**total)
+
+
+@lru_cache(maxsize=1024)
+def _residuals(
+    module: Module, part: str, shape: ModuleShape
+) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
+    """Jaxpr of what a part's gradient keeps, and where each input comes from."""
+    params, x, fields = _arguments(module, part, shape)
+    forward = partial(_forward, module, part)
+
+    def residuals(params: Tree, x: Tree, fields: Tree) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(lambda p, x: forward(p, x, fields), params, x)[1])
+
+    trees = {"params": params, "x": x, "fields": fields}
+    marks = tuple(name for name, tree in trees.items() for _ in jax.tree.leaves(tree))
+    return jax.make_jaxpr(residuals)(params, x, fields), marks
+
+
+@lru_cache(maxsize=4096)
+def part_work(
+    module: Module, part: str, direction: str, shape: ModuleShape, ways: int, half_bytes: int
+) -> float:
+    """Most bytes on one device that a part has alive at once beside its inputs."""
+    closed, dims = _traced(module, part, direction, shape)
+    return working_bytes(trace(closed, dims, ways), partial(value_bytes, half_bytes=half_bytes))
+
+
+def value_bytes(value: Value, half_bytes: int) -> float:
+    """Bytes on one device if half-precision floats take `half_bytes` each."""
+    is_half = value.dtype in (jnp.bfloat16, jnp.float16)
+    return value.n_bytes * (half_bytes / 2 if is_half else 1)
+
+
+@lru_cache(maxsize=256)
+def part_param_bytes(module: Module, part: str, ways: int) -> float:
+    """Bytes on one device of a part's parameters, of one layer for "layers"."""
+    total = 0.0
+    for leaf, names in _leaves(module, part):
+        is_split = any(name in MODEL_SHARDED for name in names)
+        total += prod(leaf.shape) * leaf.dtype.itemsize / (ways if is_split else 1)
+    return total
+
+
+@lru_cache(maxsize=256)
+def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
+    """(struct, logical axes) of each parameter."""
+    axes = jax.tree.leaves(module.logical_axes(part), is_leaf=lambda a: isinstance(a, tuple))
+    return list(zip(jax.tree.leaves(part_structs(module, part)), axes, strict=True))
+
+
+def divides(module: Module, ways: int) -> bool:
+    """Whether every dim that tensor parallelism splits divides over `ways` devices."""
+    return not any(
+        size % ways
+        for part in PARTS
+        for leaf, names in _leaves(module, part)
+        for size, name in zip(leaf.shape, names, strict=True)
+        if name in MODEL_SHARDED
+    )

@@ -1,0 +1,223 @@
+"""Kernels of traced functions by hand, against the models' own FLOP counts, and over devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ELEMENTWISE,
+    LOOKUP,
+    MATMUL,
+    REDUCE,
+    kernels_of,
+    working_bytes,
+)
+from dflop_jax.profile.parts import (
+    divides,
+    part_kept,
+    part_kernels,
+    part_param_bytes,
+    part_work,
+)
+from dflop_jax.profile.sharded_trace import trace
+from dflop_jax.records import BACKWARD, FORWARD, ModuleShape
+from models.internvl import build as build_internvl
+from models.llava import build as build_llava
+from models.qwen2_audio import build as build_audio
+
+T, D, F = 6, 8, 12  # tokens, width, hidden width
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run(function, args, dims, ways):
+    region = trace(jax.make_jaxpr(function)(*args), dims, ways)
+    return kernels_of(region)
+
+
+def of_kind(kernels, kind):
+    return [k for k in kernels if k.kind == kind]
+
+
+def mlp(x, up, down):
+    return jax.nn.silu(x @ up) @ down
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4])
+def test_an_mlp_by_hand(ways):
+    """Split over its hidden width: one reduction of the output, as in Megatron-LM."""
+    kernels = run(mlp, (array(T, D), array(D, F), array(F, D)), (None, 1, 0), ways)
+    up, down = of_kind(kernels, MATMUL)
+    f = F / ways
+    assert (up.rows, up.cols, up.depth, up.flops) == (T, f, D, 2 * T * f * D)
+    assert (down.rows, down.cols, down.depth, down.flops) == (T, D, f, 2 * T * f * D)
+    assert up.n_bytes == 4 * (T * D + D * f + T * f)
+    assert down.n_bytes == 4 * (T * f + f * D + T * D)
+    (silu,) = of_kind(kernels, ELEMENTWISE)  # fused: read once, written once
+    assert silu.n_bytes == 4 * 2 * T * f
+    reduced = of_kind(kernels, REDUCE)
+    assert [r.n_bytes for r in reduced] == ([] if ways == 1 else [4 * T * D])
+
+
+def test_terms_of_one_sum_are_reduced_once():
+    def function(x, a, b, c):
+        return (x @ a + x @ b) + (x @ c).reshape(T, D), x @ a
+
+    args = (array(T, F), *[array(F, D)] * 3)
+    reduced = of_kind(run(function, args, (1, 0, 0, 0), 2), REDUCE)
+    assert [r.n_bytes for r in reduced] == [4 * T * D] * 2  # the sum, and the product on its own
+
+
+def test_a_loop_counts_every_turn_and_shards_its_carry():
+    def function(x, w):
+        turn = jax.checkpoint(lambda c, row: (c + row[:, None] * w, row @ w))
+        return jax.lax.scan(turn, jnp.zeros((D, F)), x)
+
+    kernels = run(function, (array(5, D), array(D, F)), (None, 1), 2)
+    (product,) = of_kind(kernels, MATMUL)
+    assert (product.repeats, product.flops) == (5, 2 * D * F / 2)
+    in_loop = [k for k in of_kind(kernels, ELEMENTWISE) if k.repeats == 5]
+    assert [k.n_bytes for k in in_loop] == [4 * (D + 3 * D * F / 2)]  # row, w, carry in and out
+    assert not of_kind(kernels, REDUCE)
+
+
+def test_a_while_counts_once_and_calls_are_looked_into():
+    def function(x):
+        body = jax.jit(lambda c: (c[0] + 1, c[1] @ c[1]))
+        return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+    assert len(of_kind(run(function, (array(D, D),), (None,), 1), MATMUL)) == 1
+
+
+def test_dead_work_and_pure_layout_cost_nothing():
+    def function(x, w):
+        _ = x @ w
+        return x.T.reshape(-1)
+
+    assert run(function, (array(T, D), array(D, F)), (None, 1), 2) == []
+    assert run(lambda x: x, (array(T),), (None,), 1) == []
+
+
+def test_lookups_in_a_sharded_table_and_their_gradient():
+    def function(table, ids):
+        return jax.vjp(lambda t: t[ids], table)[1](jnp.ones((T, D)))[0]
+
+    kernels = run(lambda t, i: t[i], (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
+    assert [k.n_bytes for k in of_kind(kernels, LOOKUP)] == [2 * 4 * T * D]
+    assert [k.n_bytes for k in of_kind(kernels, REDUCE)] == [4 * T * D]
+    kernels = run(function, (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
+    assert len(of_kind(kernels, LOOKUP)) == 1
+
+
+def test_convolutions_count_their_window():
+    def function(x, k):
+        return jax.lax.conv_general_dilated(
+            x, k, (2,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
+        )
+
+    (conv,) = of_kind(run(function, (array(2, 10, 3), array(5, 3, 7)), (None, None), 1), MATMUL)
+    assert conv.flops == 2 * (2 * 5) * 7 * (5 * 3)
+
+
+MODELS = {
+    "llava": build_llava("nano", "bfloat16"),
+    "internvl": build_internvl("internvl-nano"),
+    "audio": build_audio("qwen2-audio-nano"),
+}
+
+
+def module_shape(model, name):
+    # Up to 128 tokens causal attention is one block, which is what the models count.
+    return ModuleShape(2, 96) if name == "llm" else ModuleShape(3, 16)
+
+
+@pytest.mark.parametrize(
+    "family, name", [(f, n) for f, model in MODELS.items() for n in model.modules]
+)
+def test_products_of_a_part_are_those_the_model_counts(family, name):
+    module = MODELS[family].modules[name]
+    shape = module_shape(MODELS[family], name)
+
+    def flops(part, direction, ways=1):
+        return sum(k.flops * k.repeats for k in part_kernels(module, part, direction, shape, ways))
+
+    for part in ("entry", "layers", "exit"):
+        want = module.flops(part, shape.items, shape.tokens)
+        assert flops(part, FORWARD) == pytest.approx(want)
+    forward = module.flops("layers", shape.items, shape.tokens)
+    back = flops("layers", BACKWARD)
+    # The gradient takes two products for each of the forward; the forward's last is not repeated,
+    # unless a scale after it needs its result.
+    assert 2 * forward < back <= 3 * forward
+    assert flops("layers", FORWARD, 2) == pytest.approx(forward / 2)
+    assert flops("layers", BACKWARD, 2) == pytest.approx(back / 2)
+
+
+@pytest.mark.parametrize(
+    "family, name", [("llava", "vision"), ("llava", "llm"), ("audio", "audio")]
+)
+def test_a_layer_reduces_twice_forward_and_thrice_backward(family, name):
+    """After attention and after the MLP; backward repeats the first and has one for each input."""
+    module = MODELS[family].modules[name]
+    shape = module_shape(MODELS[family], name)
+    for direction, n in ((FORWARD, 2), (BACKWARD, 3)):
+        reduced = of_kind(part_kernels(module, "layers", direction, shape, 2), REDUCE)
+        assert len(reduced) == n
+        assert not of_kind(part_kernels(module, "layers", direction, shape, 1), REDUCE)
+
+
+def test_attention_is_told_from_products_with_parameters():
+    kernels = part_kernels(
+        MODELS["llava"].modules["vision"], "layers", FORWARD, ModuleShape(2, 16), 1
+    )
+    assert len(of_kind(kernels, ATTENTION)) == 2
+    assert len(of_kind(kernels, MATMUL)) == 6
+    assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
+
+
+def test_degrees_that_divide():
+    llm = MODELS["llava"].modules["llm"]  # 4 heads, 2 kv heads
+    assert [d for d in (1, 2, 3, 4, 8) if divides(llm, d)] == [1, 2]
+
+
+def test_parameter_bytes_split_only_what_has_a_sharded_axis():
+    llm = MODELS["llava"].modules["llm"]
+    s = llm.size
+    norms, biases = 2 * s.width, s.width + 2 * s.n_kv_heads * s.head_dim
+    products = 2 * s.width**2 + 2 * s.width * s.n_kv_heads * s.head_dim + 3 * s.width * s.mlp
+    for ways in (1, 2):
+        want = 4 * (norms + (biases + products) / ways)
+        assert part_param_bytes(llm, "layers", ways) == want
+
+
+def test_working_bytes_by_hand():
+    def function(x, w):
+        a = x @ w  # T x F
+        b = jnp.tanh(a)  # over a
+        c = b @ w.T  # T x D, beside b
+        return c @ w
+
+    region = trace(jax.make_jaxpr(function)(array(T, D), array(D, F)), (None, None), 1)
+    assert working_bytes(region, lambda v: v.n_bytes) == 4 * (T * F + T * D)
+    empty = trace(jax.make_jaxpr(lambda x: x)(array(T)), (None,), 1)
+    assert working_bytes(empty, lambda v: v.n_bytes) == 0
+
+
+def test_half_precision_may_count_twice():
+    half = MODELS["llava"].modules["vision"]
+    shape = ModuleShape(2, 16)
+    narrow, wide = (part_kept(half, "layers", shape, 1, n) for n in (2, 4))
+    assert narrow.parameters * 2 == pytest.approx(wide.parameters, rel=0.02)
+    assert narrow.activations < wide.activations < 2 * narrow.activations  # norms keep float32
+    assert part_work(half, "layers", BACKWARD, shape, 1, 4) > part_work(
+        half, "layers", BACKWARD, shape, 1, 2
+    )
+
+
+def test_masks_and_angles_are_kept_once_for_all_layers():
+    shape = ModuleShape(1, 96)
+    assert part_kept(MODELS["llava"].modules["llm"], "layers", shape, 1, 2).fields > 0
+    assert part_kept(MODELS["llava"].modules["vision"], "layers", shape, 1, 2).fields == 0

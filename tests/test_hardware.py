@@ -1,0 +1,49 @@
+"""The table states what data sheets say, and refuses what cannot be."""
+
+import dataclasses
+
+import pytest
+
+from dflop_jax.hardware import HARDWARE, find_hardware
+
+
+def test_every_device_of_the_issue_is_there_with_its_source():
+    assert set(HARDWARE) == {"a100-40", "a100-80", "h100", "h200", "b200", "l40s", "cpu"}
+    for h in HARDWARE.values():
+        assert h.source
+        assert h.bfloat16_flops >= h.float32_flops
+        assert h.link_bandwidth > h.network_bandwidth
+        assert h.link_latency_s < h.network_latency_s
+
+
+def test_derived_figures_of_the_data_sheets():
+    """DGX boxes: 8 devices' sums as printed on their own sheets."""
+    a100, h100, b200 = (find_hardware(n) for n in ("a100-80", "h100", "b200"))
+    assert 8 * a100.memory_bytes == 640e9
+    assert 8 * 2 * a100.link_bandwidth == 4.8e12
+    assert 8 * 2 * h100.link_bandwidth == 7.2e12
+    assert 8 * b200.memory_bandwidth == 64e12
+    assert 8 * b200.bfloat16_flops * 4 * 2 == 144e15  # sparse FP4: twice and twice again
+    # FLOPs per byte at which products stop to be bound by memory.
+    assert h100.bfloat16_flops / h100.memory_bandwidth == pytest.approx(295, rel=0.01)
+
+
+def test_names_are_found_whatever_their_case_and_others_list_the_known():
+    assert find_hardware(" H100 ") is HARDWARE["h100"]
+    for wrong in ("v100", "", "a100"):
+        with pytest.raises(ValueError, match=r"known: a100-40, a100-80, h100, h200, b200, l40s, "):
+            find_hardware(wrong)
+
+
+def test_peaks_by_dtype():
+    h = find_hardware("h100")
+    assert h.peak_flops("bfloat16") == h.peak_flops("float16") == 989.4e12
+    assert h.peak_flops("float32") == 494.7e12
+    with pytest.raises(ValueError, match="'int3'; known: bfloat16, float16, float32"):
+        h.peak_flops("int3")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_figures_are_refused(value):
+    with pytest.raises(ValueError, match="'h100': memory_bytes"):
+        dataclasses.replace(find_hardware("h100"), memory_bytes=value)

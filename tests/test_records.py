@@ -100,7 +100,7 @@ def head(**changes):
         (head(version=None), "version None, this program reads 2"),
         (head(value={"tiles": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.tiles`"),
         (head(value={"tiles": 1}), "missing required field `tokens`"),
-        (head(value={"tiles": -1, "tokens": 8}), "a bucket needs tiles >= 0"),
+        (head(value={"tiles": -1, "tokens": 8}), "a bucket needs tiles and windows >= 0"),
         (head(value=[]), "Expected `object`, got `array`"),
     ],
 )

@@ -42,10 +42,10 @@ def make_source(
         ids than the model's `vocab_size`.
     """
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
+    if not config.path and config.tokenizer and Path(config.tokenizer).is_dir():
+        raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
     if isinstance(tokenizer, ChatTokenizer):
-        if not config.path:
-            raise ValueError("the embedded scenes speak bytes: leave data.tokenizer empty")
         how: Tokens = (tokenizer.pieces, tokenizer.digest, tokenizer.pad_id)
         return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
     if not config.path:

@@ -130,7 +130,7 @@ def test_the_kernel_is_a_choice_of_the_model():
     batch = fields(DecoderModule(DECODERS["nano"], F32), 2, 150)
     found = {}
     for kernel in ("xla", "pallas"):
-        module = DecoderModule(DECODERS["nano"], F32, kernel)
+        module = DecoderModule(DECODERS["nano"], F32, attention_kernel=kernel)
         params = full_params(module)
         loss = jax.jit(jax.value_and_grad(lambda p, m=module: outputs(m, p, batch)["loss_sum"]))
         assert ("packed_attention" in str(jax.make_jaxpr(loss)(params))) == (kernel == "pallas")
@@ -198,7 +198,7 @@ def test_they_lower_inside_the_pipeline(monkeypatch, name):
     axes = (AxisType.Auto,) * 3
     mesh = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axes, abstract_device=H100)
     module = {
-        "decoder": DecoderModule(DECODERS["nano"], BF16, "pallas"),
+        "decoder": DecoderModule(DECODERS["nano"], BF16, attention_kernel="pallas"),
         "vision": VisionModule(VISION["nano"], 8, BF16, "pallas"),
     }[name]
 

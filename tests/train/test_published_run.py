@@ -1,0 +1,102 @@
+"""Published weights in, a run, published weights out; and a run on pictures, clips and sound."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.cli import main
+from dflop_jax.train.load_params import load_params
+from dflop_jax.train.trainer import Trainer
+from dflop_jax.weights import Folder, read_params, write_folder
+from models import llava
+from tests.data.media import made_dataset
+from tests.weights.conftest import held, random_params
+
+MODEL = llava.build("anyres-nano")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**more):
+    start = Config(
+        data=DataConfig(n_samples=32, max_tiles=2, max_frames=2, max_tokens=512, workers=1),
+        plan=PlanConfig(
+            devices=2, max_model=1, max_stage=1, buckets=2, sampled_batches=1, max_microbatches=2,
+            effort="quick",
+        ),
+        train=TrainConfig(steps=2, global_batch=4),
+        checkpoint=CheckpointConfig(every=2),
+    )  # fmt: skip
+    return replace(start, **more)
+
+
+def on_host(folder):
+    """Parameters in a published folder."""
+    found = Folder(folder, MODEL.weights)
+    found.check()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), random_params(MODEL, 0)
+    )
+    return {m: jax.device_get(read_params(found, m, s)) for m, s in structs.items()}
+
+
+def test_weights_in_and_out(tmp_path, capsys):
+    params = random_params(MODEL, 1)
+    small = jax.tree.map(lambda a: 0.05 * a, params)
+    write_folder("hf", MODEL.weights, held(small), dtype="bfloat16")
+    model = ModelConfig(size="anyres-nano", weights=("hf",))
+    result = Trainer(config(model=model)).fit()
+    assert np.isfinite(result.losses).all()
+    assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["step"] == 2
+    assert made["files"] == ["config.json", "model.safetensors"]
+    before, after = on_host("hf"), on_host("out")
+    trained = load_params("runs/run", MODEL, jax.devices()[0]).params
+
+    def written_as_read(a, b):  # in the type that the folder came with
+        np.testing.assert_array_equal(a, np.asarray(b).astype(jax.numpy.bfloat16).astype(a.dtype))
+
+    jax.tree.map(written_as_read, after, trained)
+    moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before, after)))]
+    assert np.mean(np.array(moved) > 0) > 0.5
+    assert max(moved) < 0.05  # two steps from there, not from somewhere else
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["gone", "--out", "x"], "gone: no such run folder"),
+        (["empty", "--out", "x"], "no config.json"),
+        (["empty", "--out", "empty"], "empty: exists already; choose another --out"),
+    ],
+)
+def test_export_refuses_in_one_line(args, says, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["export", *args]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_pictures_clips_and_sound_in_one_run(tmp_path):
+    model = ModelConfig(factory="models.omni:build", size="omni-nano")
+    data = replace(
+        config().data, path=str(made_dataset(tmp_path / "data", 6)), max_tokens=2048,
+        max_bad_fraction=1.0,
+    )  # fmt: skip
+    result = Trainer(config(model=model, data=data)).fit()
+    assert np.isfinite(result.losses).all()
+    assert result.compiles_after_warmup == 0
+    rows = [json.loads(r) for r in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["padding_fraction"].keys() == {"vision", "audio", "llm"}
+    assert sum(row["n_bad"] for row in rows) == 0

@@ -175,7 +175,7 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
         if op.name in LAYOUT:
             held |= dict.fromkeys(op.outs, held.get(op.ins[0], op.ins[0]))
         elif is_anchor(op):  # a loop's carries stay where they began
-            born |= dict.fromkeys(op.outs[op.n_carried :], i)
+            born |= dict.fromkeys(op.outs[len(op.carry) :], i)
         for v in op.ins:
             v = held.get(v, v)
             dies[v] = max(dies.get(v, 0), end_of.get(op, i))

@@ -38,8 +38,9 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation; a loop has a `body` that runs `repeats` times. The outputs of a `partial` one
-    are terms of a sum over the group."""
+    """One operation; a loop has a `body` that runs `repeats` times and its first
+    outputs go from turn to turn, beginning as `carry`. The outputs of a `partial` one are terms of
+    a sum over the group."""
 
     name: str
     ins: list[Value]
@@ -48,13 +49,7 @@ class Op:
     partial: bool = False
     body: Region | None = None
     repeats: int = 1
-
-    @property
-    def n_carried(self) -> int:
-        """Of a loop's outputs those that it passes from one turn to the next."""
-        if self.body is None:
-            return 0
-        return self.params.get("num_carry", len(self.outs))
+    carry: list[Value] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -97,7 +92,7 @@ def _walk(jaxpr: Any, ins: Sequence[Value], ways: int) -> Region:
         name, params, args = eqn.primitive.name, eqn.params, [read(a) for a in eqn.invars]
         inner = _inner(params)
         if name == "scan":
-            op = _scan(params, args, ways)
+            op = _scan(eqn, args, ways)
         elif inner is not None and len(inner.invars) == len(args):
             called = _walk(inner, args, ways)
             region.ops += called.ops
@@ -121,15 +116,14 @@ def _inner(params: dict[str, Any]) -> Any:
     return getattr(found, "jaxpr", found)
 
 
-def _scan(params: dict[str, Any], args: list[Value], ways: int) -> Op:
+def _scan(eqn: Any, args: list[Value], ways: int) -> Op:
     """A loop whose carries are sharded as its body leaves them."""
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
-    jaxpr = params["jaxpr"].jaxpr
-    fixed, carry, xs = (
-        args[:n_consts],
-        args[n_consts : n_consts + n_carry],
-        args[n_consts + n_carry :],
-    )
+    jaxpr, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
+    # Only what is scanned over has one dim more outside than inside (how else the counts are told
+    # differs between versions of jax).
+    n_carry = _as_inside(eqn.outvars, jaxpr.outvars)
+    n_fixed = _as_inside(args, jaxpr.invars) - n_carry
+    fixed, carry, xs = args[:n_fixed], args[n_fixed:][:n_carry], args[n_fixed + n_carry :]
     slices = [Value(v.shape[1:], v.dtype, ways, v.dim - 1 if v.dim else None) for v in xs]
     inside = [Value(v.shape, v.dtype, ways, v.dim) for v in carry]
     for _ in range(2):  # the second time with the carries' dims of the first
@@ -138,20 +132,30 @@ def _scan(params: dict[str, Any], args: list[Value], ways: int) -> Op:
             at.dim = out.dim if at.dim is None else at.dim
     _settle(body)
     body = _without_dead(body)
-    length = params["length"]
     stacked = [
         Value((length, *v.shape), v.dtype, ways, None if v.dim is None else v.dim + 1)
         for v in body.outs[n_carry:]
     ]
     ends = [Value(v.shape, v.dtype, ways, v.dim) for v in body.outs[:n_carry]]
-    return Op("scan", args, [*ends, *stacked], params, body=body, repeats=length)
+    outs = [*ends, *stacked]
+    return Op("scan", args, outs, eqn.params, body=body, repeats=length, carry=carry)
+
+
+def _as_inside(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many of the values of a loop have the same rank outside as inside."""
+
+    def rank(a: Any) -> int:
+        return len(getattr(a, "aval", a).shape)
+
+    return sum(rank(a) == rank(b) for a, b in zip(outside, inside, strict=True))
 
 
 def _while(params: dict[str, Any], args: list[Value], ways: int) -> Op:
     skipped, n_consts = params["cond_nconsts"], params["body_nconsts"]
     body = _walk(params["body_jaxpr"].jaxpr, args[skipped:], ways)
-    outs = [Value(v.shape, v.dtype, ways, v.dim) for v in args[skipped + n_consts :]]
-    return Op("while", args, outs, params, body=_without_dead(body))
+    carry = args[skipped + n_consts :]
+    outs = [Value(v.shape, v.dtype, ways, v.dim) for v in carry]
+    return Op("while", args, outs, params, body=_without_dead(body), carry=carry)
 
 
 def _passed_on(op: Op, out: Value) -> tuple[int | None, bool]:
@@ -210,8 +214,7 @@ def _settle(region: Region) -> None:
     maker = {out: op for op in region.ops for out in op.outs}
     for op in reversed(region.ops):
         if op.body is not None:
-            first = len(op.ins) - len(op.outs) if op.name == "while" else op.params["num_consts"]
-            pairs = list(zip(op.ins[first:], op.outs[: op.n_carried]))
+            pairs = list(zip(op.carry, op.outs))
         elif op.name == "dot_general":
             continue
         else:

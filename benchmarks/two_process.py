@@ -78,7 +78,8 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
             return calibrated[self.config.run_dir]
 
     setup = prepare.set_up(config("dflop", steps, batch, size))
-    profile = prepare.make_profile(setup, setup.source())
+    source = setup.source()
+    profile = prepare.make_profile(setup, source)
     rows, rates = {}, {"vision": [], "llm": []}
     for name in (*POLICIES, AWAITED):
         run = config(name, steps, batch, size)
@@ -95,7 +96,7 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
         else:
             rows[name] = {"plan": plan}
     if setup.peers.is_hub:
-        useful_s = work_s(run, setup.source(), {m: min(r) for m, r in rates.items()})
+        useful_s = work_s(run, source, {m: min(r) for m, r in rates.items()})
         out.write_text(json.dumps({n: summary(r, useful_s) for n, r in rows.items()}))
 
 

@@ -78,7 +78,7 @@ class Sizes:
 FULL = Sizes(
     (8192, 16384, 32768), 700, 4, DECODERS["qwen2.5-7b"], VISION["siglip-so400m"], 1.0, 400.0
 )
-TINY = Sizes((128, 160), 24, 2, DECODERS["nano"], VISION["nano"], 0.0, math.inf)
+TINY = Sizes((128,), 24, 2, DECODERS["nano"], VISION["nano"], 0.0, math.inf)
 
 
 def packed_row(tokens: int, median: int, seed: int = 0) -> tuple[np.ndarray, list[int]]:

@@ -219,8 +219,8 @@ class Peers:
 
     def _read(self, link: _Link) -> None:
         """Thread: sort what arrives on a connection until it ends."""
-        link.socket.settimeout(None)
         try:
+            link.socket.settimeout(None)  # which fails too where it is closed already
             while True:
                 key, value = _receive(link.socket)
                 link.heard_s = time.monotonic()

@@ -127,7 +127,7 @@ class Setup:
         return 0.1 if self.config.train.eval_samples else 0.0
 
     def source(self, split: str = "train") -> Source:
-        """The dataset, as the model wants its media and tokens; called by all processes together."""
+        """The dataset, as the model wants its media and tokens; for all processes together."""
         make = partial(
             make_source,
             self.config.data,

@@ -19,7 +19,10 @@ from models import llava, omni, qwen2_audio
 from . import plain
 from .test_gradients import KEY_BIAS, assert_trees_close
 
-N = 10
+N = 7
+
+
+jax.tree_util.register_dataclass(TokenSources)
 
 
 @functools.cache
@@ -37,14 +40,15 @@ def model(kind):
 
 @functools.cache
 def samples(kind):
-    """Sample 0 is text, 1 pictures only, 2 sound only, the others by chance."""
+    """Sample 0 is text, 1 pictures only, 2 sound only, the others mixed."""
     m, rng = model(kind), np.random.default_rng(5)
     spec = MediaSpec.of(m.preprocessing)
     out = []
     for i in range(N):
-        n, w = ((0, 0), (2, 0), (0, 1))[i] if i < 3 else rng.integers(0, 3, 2)
+        # Few combinations, so that the oracle compiles few shapes.
+        n, w = ((0, 0), (2, 0), (0, 1))[i] if i < 3 else ((2, 1), (0, 1), (2, 1), (2, 0))[i % 4]
         n, w = (n if spec.tile_px else 0), (w if spec.sound else 0)
-        text, seen, lines = 6 + 2 * (i % 3), 5 * n, n
+        text, seen, lines = 8, 5 * n, n
         heard = max(0, w * spec.features_per_item("audio") - 1) if w else 0
         t = text + seen + lines + heard
         weight = np.zeros((t, 4), np.float32)
@@ -84,6 +88,10 @@ def oracle(kind):
     params = plain.join(ex.plan, ex.state.params)
     ex.close()
 
+    @jax.jit
+    def value_and_grad(params, arrays):
+        return jax.value_and_grad(loss_sum)(params, Sample(**arrays))
+
     def loss_sum(params, s):
         t = len(s.tokens)
         visual = jnp.zeros((t, m.size.decoder.width))
@@ -94,14 +102,14 @@ def oracle(kind):
         if len(s.mel):
             out = plain.run_module(m.modules["audio"], params["audio"], s.items("audio"))
             flat = out.reshape(-1, out.shape[-1])
-            visual += jnp.where((s.audio >= 0)[:, None], flat[np.maximum(s.audio, 0)], 0.0)
+            visual += jnp.where((s.audio >= 0)[:, None], flat[jnp.maximum(s.audio, 0)], 0.0)
         fields = {
             "tokens": s.tokens,
             "segment_ids": np.ones(t, np.int32),
             "positions": np.arange(t, dtype=np.int32),
-            "targets": np.append(s.tokens[1:], 0).astype(np.int32),
-            "weights": np.append(s.supervised[1:], 0).astype(np.float32),
-            "is_visual": s.visual.used | ((s.audio >= 0) if len(s.audio) else False),
+            "targets": jnp.append(s.tokens[1:], np.int32(0)),
+            "weights": jnp.append(s.supervised[1:], False).astype(np.float32),
+            "is_visual": (s.visual.weight > 0).any(1) | (s.audio >= 0 if len(s.audio) else False),
             "is_newline": s.visual.newline,
         }
         batch = {k: jnp.asarray(v)[None] for k, v in fields.items()} | {"visual": visual[None]}
@@ -110,7 +118,7 @@ def oracle(kind):
     count = sum(int(s.supervised[1:].sum()) for s in samples(kind))
     loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
     for s in samples(kind):
-        value, gradient = jax.value_and_grad(loss_sum)(params, s)
+        value, gradient = value_and_grad(params, vars(s))
         loss += float(value) / count
         grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64) / count, grads, gradient)
     return params, loss, grads
@@ -145,7 +153,7 @@ def schedule_of(plan, kind):
             for _ in range(g)
         )
 
-    return Schedule(0, (group([0]), group([1]), group([2]), group([3, 4, 5]), group([6, 7, 8, 9])))
+    return Schedule(0, (group([0]), group([1]), group([2]), group([3, 4]), group([5, 6])))
 
 
 CASES = {
@@ -154,11 +162,6 @@ CASES = {
         "omni",
         {"vision": (0, 1, 2, 1), "audio": (0, 1, 1, 2), "llm": (2, 2, 3, 1)},
         2,
-    ),
-    "omni all on all": (
-        "omni",
-        {"vision": (0, 1, 4, 1), "audio": (0, 1, 4, 1), "llm": (0, 1, 4, 1)},
-        1,
     ),
     "anyres": ("anyres", {"vision": (0, 1, 2, 1), "llm": (2, 1, 3, 1)}, 1),
     "audio": ("audio", {"audio": (0, 1, 2, 1), "llm": (2, 1, 1, 2)}, 1),

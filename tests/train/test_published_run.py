@@ -9,11 +9,13 @@ import pytest
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.cli import main
+from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.weights import Folder, read_params, write_folder
 from models import llava
 from tests.data.media import made_dataset
+from tests.plans import NANO, nano_profile
 from tests.weights.conftest import held, random_params
 
 MODEL = llava.build("anyres-nano")
@@ -38,6 +40,16 @@ def config(**more):
     return replace(start, **more)
 
 
+def omni_profile():
+    """`nano_profile` with a third module, as made up as it is."""
+    made = nano_profile()
+    model = made.model
+    audio = tuple(replace(t, module="audio") for t in model.timings if t.module == "vision")
+    sizes = ("layer_param_bytes", "ends_param_bytes", "n_layers", "entry_share", "item_tokens")
+    more = {f: {**getattr(model, f), "audio": getattr(model, f)["vision"]} for f in sizes}
+    return replace(made, model=replace(model, timings=model.timings + audio, **more))
+
+
 def on_host(folder):
     """Parameters in a published folder."""
     found = Folder(folder, MODEL.weights)
@@ -54,7 +66,7 @@ def test_weights_in_and_out(tmp_path, capsys):
     small = jax.tree.map(lambda a: 0.05 * a, params)
     write_folder("hf", MODEL.weights, held(small), dtype="bfloat16")
     model = ModelConfig(size="anyres-nano", weights=("hf",))
-    result = Trainer(config(model=model)).fit()
+    result = Trainer(config(model=model), plan=NANO, profile=nano_profile()).fit()
     assert np.isfinite(result.losses).all()
     assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -94,7 +106,16 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
         config().data, path=str(made_dataset(tmp_path / "data", 6)), max_tokens=2048,
         max_bad_fraction=1.0,
     )  # fmt: skip
-    result = Trainer(config(model=model, data=data)).fit()
+    plan = Plan(
+        "dflop",
+        tuple(SubmeshPlan(m, i, 1, 1, 1) for i, m in ((0, "vision"), (0, "audio"), (1, "llm"))),
+        tuple(
+            SegmentPlan(m, m, 0, n, m, True, True)
+            for m, n in (("vision", 2), ("audio", 2), ("llm", 4))
+        ),
+        (Bucket(16, 2048, 1, 40),),
+    )
+    result = Trainer(config(model=model, data=data), plan=plan, profile=omni_profile()).fit()
     assert np.isfinite(result.losses).all()
     assert result.compiles_after_warmup == 0
     rows = [json.loads(r) for r in (result.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.attention import Attend, attend_by, attention, attention_flops
-from models.layers import LayerNorm, Linear, apply, axis_names, init_values, named
+from models.encoder import Encoder
+from models.layers import LayerNorm, Linear, named
 from models.sizes import AudioSize
 
 Array = jax.Array
@@ -119,7 +120,7 @@ class ExitModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class AudioModule:
+class AudioModule(Encoder):
     """The encoder and its connector as the engine sees them.
 
     Features come out as [chunks, tokens_per_chunk, out_width]; of a chunk the first
@@ -132,12 +133,8 @@ class AudioModule:
     attention_kernel: str = "auto"
 
     @property
-    def n_layers(self) -> int:
-        return self.size.n_layers
-
-    @property
-    def tied(self) -> bool:
-        return False
+    def item_tokens(self) -> int:
+        return self.size.positions
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -163,30 +160,6 @@ class AudioModule:
         if part == "layers":
             return Block(self.size, self.dtype, attend_by(self.attention_kernel))
         return ExitModule(self.size, self.out_width, self.dtype)
-
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
-        """The Linen module of a part and what its inputs look like."""
-        s = self.size
-        fields = [self.field_spec(name, 1, 0) for name in self.inputs[part]]
-        hidden = [jax.ShapeDtypeStruct((1, s.positions, s.width), self.dtype)]
-        return self._linen(part), tuple(fields if part == "entry" else hidden + fields)
-
-    def init(self, part: str, key: Array) -> Any:
-        module, args = self._part(part)
-        return init_values(module, key, *args)
-
-    def logical_axes(self, part: str) -> Any:
-        module, args = self._part(part)
-        return axis_names(module, *args)
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        return apply(self._linen("entry"), params, batch["mel"])
-
-    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return apply(self._linen("layers"), params, x, batch["mel_frames"])
-
-    def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return apply(self._linen("exit"), params, x)
 
     def flops(self, part: str, items: int, tokens: int) -> float:
         """Matrix-product FLOPs of `items` chunks; `tokens` is fixed by the chunk."""

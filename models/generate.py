@@ -30,9 +30,6 @@ class Cache(NamedTuple):
     values_LBSKH: Array
 
 
-Carry = tuple[Array, Cache]  # hidden states between layers, cache
-
-
 def prefill(
     module: DecoderModule, params: Any, batch: Mapping[str, Array], last_B: Array, slots: int
 ) -> tuple[Array, Cache]:

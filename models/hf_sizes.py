@@ -124,11 +124,6 @@ def _inner(config: Config, key: str, kind: str) -> dict[str, Any]:
     return rules(name).read(inner)
 
 
-def read_decoder(config: Config) -> DecoderSize:
-    """Size of a Qwen2 or Llama configuration."""
-    return _decoder(_inner({"config": config}, "config", "qwen2"))
-
-
 def read_llava(config: Config) -> LlavaSize:
     """Size of a LLaVA-OneVision configuration."""
     text = _inner(config, "text_config", "qwen2")

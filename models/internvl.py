@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from models.attention import known_kernel
+from models.composed import known_dtype
 from models.hf_sizes import folder_size
-from models.llava import Llava, known_dtype
+from models.llava import Llava
 from models.sizes import find_internvl
 
 

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
-from models import hf
 from models.attention import known_kernel
 from models.audio import AudioModule
+from models.composed import Composed, known_dtype
 from models.decoder import DecoderModule
-from models.hf_tensors import WeightMap
-from models.llava import known_dtype
-from models.lora import Lora
 from models.media import audio_facts, vision_facts
 from models.sizes import OmniSize, find_omni
 from models.vit import VisionModule
 
 
 @dataclass(frozen=True)
-class Omni:
-    """Modules in topological order and what the data must look like."""
+class Omni(Composed):
+    """See `Composed`."""
 
     size: OmniSize
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
 
     @property
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
-        s, width, kernel = self.size, self.size.decoder.width, self.attention_kernel
         return {
-            "vision": VisionModule(s.vision, width, self.dtype, kernel),
-            "audio": AudioModule(s.audio, width, self.dtype, kernel),
-            "llm": DecoderModule(s.decoder, self.dtype, self.lora, s.layout == "anyres", kernel),
+            "vision": self._vision(),
+            "audio": self._audio(),
+            "llm": self._llm(self.size.layout == "anyres"),
         }
-
-    @property
-    def item_tokens(self) -> Mapping[str, int]:
-        return {"vision": self.size.vision.tokens_in_tower, "audio": self.size.audio.positions}
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
@@ -49,23 +36,6 @@ class Omni:
             "vision": vision_facts(s.vision, s.layout),
             "audio": audio_facts(s.audio, s.max_windows),
         }
-
-    def with_lora(self, rank: int, alpha: float) -> Omni:
-        """The model with low-rank adapters on the LLM's matrices."""
-        return replace(self, lora=Lora(rank, alpha))
-
-    @property
-    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone."""
-        modules = self.modules
-        return {
-            "vision": lambda: hf.tower(modules["vision"]),
-            "llm": lambda: hf.decoder(modules["llm"]),
-        }
-
-    @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
 
 
 def build(size: str = "omni-tiny", dtype: str = "float32", attention_kernel: str = "auto") -> Omni:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-import jax.numpy as jnp
 
 from models import hf
 from models.attention import known_kernel
 from models.audio import AudioModule
+from models.composed import Composed, known_dtype
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
-from models.llava import known_dtype
-from models.lora import Lora
 from models.media import audio_facts
 from models.sizes import Qwen2AudioSize, find_qwen2_audio
 
@@ -23,42 +20,18 @@ MAX_WINDOWS = 1  # of a longer sound; the reference hears the first
 
 
 @dataclass(frozen=True)
-class Qwen2Audio:
-    """Modules in topological order and what the data must look like."""
+class Qwen2Audio(Composed):
+    """See `Composed`."""
 
     size: Qwen2AudioSize
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
 
     @property
     def modules(self) -> Mapping[str, AudioModule | DecoderModule]:
-        audio, decoder, kernel = self.size.audio, self.size.decoder, self.attention_kernel
-        return {
-            "audio": AudioModule(audio, decoder.width, self.dtype, kernel),
-            "llm": DecoderModule(decoder, self.dtype, self.lora, attention_kernel=kernel),
-        }
-
-    @property
-    def item_tokens(self) -> Mapping[str, int]:
-        return {"audio": self.size.audio.positions}
+        return {"audio": self._audio(), "llm": self._llm()}
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         return {"audio": audio_facts(self.size.audio, MAX_WINDOWS)}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float) -> Qwen2Audio:
-        """The model with low-rank adapters on the LLM's matrices."""
-        return replace(self, lora=Lora(rank, alpha))
-
-    @property
-    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
-        """The same for parts that are published alone."""
-        return {"llm": lambda: hf.decoder(self.modules["llm"])}
 
     @property
     def weights(self) -> WeightMap:

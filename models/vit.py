@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 
 from models.attention import Attend, attend_by, attention, attention_flops
 from models.connector import Connector, connector_flops
+from models.encoder import Encoder
 from models.internvit import InternVitBlock, InternVitEntry
-from models.layers import LayerNorm, Linear, apply, axis_names, init_values, named, normal
+from models.layers import LayerNorm, Linear, named, normal
 from models.patches import patchify
 from models.sizes import VisionSize
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class VisionModule:
+class VisionModule(Encoder):
     """The tower and its connector as the engine sees them.
 
     Features come out as [tiles, tokens_per_tile, out_width]. The tower's final norm, if any, is
@@ -86,12 +86,8 @@ class VisionModule:
     attention_kernel: str = "auto"
 
     @property
-    def n_layers(self) -> int:
-        return self.size.n_layers
-
-    @property
-    def tied(self) -> bool:
-        return False
+    def item_tokens(self) -> int:
+        return self.size.tokens_in_tower
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -116,29 +112,6 @@ class VisionModule:
             return EntryModule(s, dtype) if s.form == "siglip" else InternVitEntry(s, dtype)
         block = Block if s.form == "siglip" else InternVitBlock
         return block(s, dtype, attend_by(self.attention_kernel))
-
-    def _part(self, part: str) -> tuple[nn.Module, Any]:
-        """The Linen module of a part and what its input looks like."""
-        s = self.size
-        hidden = jax.ShapeDtypeStruct((1, s.tokens_in_tower, s.width), self.dtype)
-        example = self.field_spec("pixels", 1, 0) if part == "entry" else hidden
-        return self._linen(part), example
-
-    def init(self, part: str, key: Array) -> Any:
-        module, example = self._part(part)
-        return init_values(module, key, example)
-
-    def logical_axes(self, part: str) -> Any:
-        return axis_names(*self._part(part))
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        return apply(self._linen("entry"), params, batch["pixels"])
-
-    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return apply(self._linen("layers"), params, x)
-
-    def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return apply(self._linen("exit"), params, x)
 
     def flops(self, part: str, items: int, tokens: int) -> float:
         """Matrix-product FLOPs of `items` tiles; `tokens` is fixed by the tile."""

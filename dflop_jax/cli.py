@@ -131,37 +131,41 @@ def _profile(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> Any:
+    from dflop_jax import cli_plan
     from dflop_jax.record_files import save
-    from dflop_jax.train import prepare
+    from dflop_jax.train import planning, prepare
 
     config = _config(args)
     setup = prepare.set_up(config)
     profile = _given_profile(args) or prepare.make_profile(
         setup, setup.source(), _ticker("profiling")
     )
-    result = prepare.make_plan(setup, profile, _ticker("planning"))
+    shown = {"shown": planning.SHOWN} if args.explain else {}
+    result = planning.make_plan(setup, profile, _ticker("planning"), **shown)
+    helps = planning.what_would_help(setup, profile) if args.explain else []
     folder = _run_dir(config)
     save(profile, folder / "profile.json")
     save(result.plan, folder / "plan.json")
     if not args.json:
-        table = Table("placement (stage x data x model @ device)", "step ms", "at least ms", "note")
-        for c in result.candidates[:10]:
-            span = "-" if c.makespan_s is None else f"{1e3 * c.makespan_s:.1f}"
-            table.add_row(c.name, span, f"{1e3 * c.bound_s:.1f}", c.why)
-        _show(table)
+        _show(cli_plan.ranking(result, args.explain))
+        if helps:
+            _show(cli_plan.what_ifs(helps))
+        _show(cli_plan.chosen(result))
         _show(f"wrote {folder / 'plan.json'}")
-    return result
+    return {"search": result, "what_if": helps} if args.explain else result
 
 
 def _simulate(args: argparse.Namespace) -> Any:
     from dflop_jax.plan.evaluate import sample_batches
+    from dflop_jax.plan.links import send_seconds, step_end_seconds
+    from dflop_jax.profile.fit import CostModel
     from dflop_jax.record_files import load, save
     from dflop_jax.records import Plan
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED
     from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
     from dflop_jax.report.trace import write_trace
     from dflop_jax.sim.predict import schedule_batches, simulate_scheduled
-    from dflop_jax.train import prepare
+    from dflop_jax.train import planning, prepare
 
     config = _config(args)
     setup = prepare.set_up(config)
@@ -171,10 +175,16 @@ def _simulate(args: argparse.Namespace) -> Any:
     if args.plan_file:
         plan = load(Plan, args.plan_file)
     else:
-        plan = prepare.make_plan(setup, profile, _ticker("planning")).plan
+        plan = planning.make_plan(setup, profile, _ticker("planning")).plan
     batches = sample_batches(profile.data.shapes, config.train.global_batch, args.batches)
     schedules = schedule_batches(plan, batches, profile.model)
-    trace = simulate_scheduled(plan, schedules, profile.model)
+    trace = simulate_scheduled(
+        plan,
+        schedules,
+        profile.model,
+        collectives=step_end_seconds(plan, profile.model, setup.hardware),
+        sends=send_seconds(plan, CostModel(profile.model), setup.hardware),
+    )
     folder = _run_dir(config)
     used = [plan.buckets[group[0].bucket].name for s in schedules for group in s.groups]
     write_trace(folder / SIMULATED, [trace], dict(enumerate(used)))
@@ -311,6 +321,9 @@ def _parser() -> argparse.ArgumentParser:
         add("generate", _generate, "show a trained model's answer to a prompt", experiment)
     )
     cli_export.add_arguments(add("export", _export, "write a run's weights for transformers"))
+    plan.add_argument(
+        "--explain", action="store_true", help="also show why others lost and what would help"
+    )
     for sub in (plan, sim, train):
         sub.add_argument("--profile-file", metavar="JSON", help="use this profile")
     for sub in (sim, train):

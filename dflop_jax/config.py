@@ -60,12 +60,15 @@ class PlanConfig:
         "dflop"
     )
     devices: Annotated[int, "devices to use; 0: all"] = 0
+    hardware: Annotated[
+        str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
+    ] = ""
     buckets: Annotated[int, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[int, "largest tensor-parallel degree tried"] = 2
     max_stage: Annotated[int, "largest pipeline degree inside a segment tried"] = 4
     max_microbatches: Annotated[int, "most microbatches of a global batch tried"] = 16
     memory_bytes: Annotated[float, "memory per device; 0: what the device reports"] = 0.0
-    effort: Annotated[str, "search for buckets: quick, or full (seconds more, less padding)"] = (
+    effort: Annotated[str, "quick, or full: more placements and sizes of buckets are tried out"] = (
         "full"
     )
     sampled_batches: Annotated[int, "global batches simulated for each candidate"] = 4

@@ -38,9 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": PREDICTED | {"sim"},
     "report": LEFT | {"record_files"},
     "train": ENGINE - {"train"},
-    "cli": ENGINE | {"cli_export", "cli_generate", "cli_report"},
+    "cli": ENGINE | {"cli_export", "cli_generate", "cli_plan", "cli_report"},
     "cli_export": ENGINE | {"cli_generate"},
     "cli_generate": ENGINE,
+    "cli_plan": ENGINE,
     "cli_report": ENGINE,
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports

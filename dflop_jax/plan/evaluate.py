@@ -109,8 +109,9 @@ class Evaluator:
         )
         return replace(draft, buckets=buckets)
 
-    def with_buckets(self, plan: Plan, most: Bucket | None, effort: str) -> Plan:
-        """The plan with the buckets that suit it best, none larger than `most`.
+    def with_buckets(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> Plan:
+        """The plan with the buckets that suit it best, none larger than `most`, cutting an average
+        batch into at most `finest` microbatches.
 
         Raises:
           ValueError: the largest sample needs a larger one.
@@ -132,21 +133,16 @@ class Evaluator:
             token_multiple=self.rules.token_multiple,
             max_tiles=most.tiles if most else None,
             max_tokens=most.rows * most.tokens if most else None,
-            max_microbatches=self.config.max_microbatches,
+            max_microbatches=finest,
             effort=effort,
         ).buckets
         return replace(plan, buckets=tuple(buckets))
 
-    def evaluate(self, plan: Plan, effort: str = "full") -> Plan:
-        """The plan with its predicted figures, and with the lookahead that makes it fastest;
-        batches scheduled as well as in a run, or (effort "quick") less well."""
+    def evaluate(self, plan: Plan) -> Plan:
+        """The plan with its predicted figures, and with the lookahead that makes it fastest."""
         memory_bytes = self.rules.memory_bytes
         prices = self.priced(plan).buckets
-        rounds = _RANK_ROUNDS if effort == "quick" else None
-        schedules = [
-            schedule_batch(b, plan, prices, step=i, max_rounds=rounds)
-            for i, b in enumerate(self.batches)
-        ]
+        schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(self.batches)]
         runs = [[g[0].bucket for g in schedule.groups] for schedule in schedules]
         best = self._predicted(plan, runs)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():

@@ -20,6 +20,7 @@ from dflop_jax.hardware import Hardware
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator, Priced, as_plan, sample_batches
+from dflop_jax.plan.explain import why_nothing_fits
 from dflop_jax.plan.load import loads
 from dflop_jax.plan.placement import Outline, Placement
 from dflop_jax.plan.space import outlines
@@ -29,31 +30,32 @@ from dflop_jax.records import Bucket, DataProfile, ModelProfile, Plan, SegmentPl
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
 FINALISTS = 3  # placements whose buckets are chosen
+FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with its best cut. `makespan_s` is None when it was left out, `why` says why.
+    """A placement with its best cut into groups of one bucket, simulated.
 
-    bound_s: what its makespan cannot be below. peak_bytes: of the device that needs most.
+    busy_s: seconds that each submesh computes in a step of `makespan_s`, on average. peak_bytes:
+    of the device that needs most.
     """
 
     policy: str
     name: str
     microbatches: int
     remat: str
-    makespan_s: float | None
-    bound_s: float
+    makespan_s: float
+    busy_s: dict[str, float]
     peak_bytes: float
-    why: str = ""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The chosen plan and what it was chosen from, best first.
 
-    candidates: the best placements in order of their makespan with one bucket. n_placements,
+    candidates: the best placements by their makespan with one bucket. n_placements,
     n_candidates: size of the space without and with cuts; n_fit: candidates that memory holds;
     n_evaluated: how many of them were scheduled and simulated.
     """
@@ -81,6 +83,7 @@ def search_plan(
     trains: Callable[[SegmentPlan], bool] = lambda _: True,
     allowed: Callable[[SubmeshPlan], bool] = lambda _: True,
     shown: int = FINALISTS,
+    refine: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
     """The plan of least expected makespan for a policy, within memory.
@@ -95,6 +98,7 @@ def search_plan(
       trains: whether a segment has trainable parameters.
       allowed: whether the devices at hand can form a submesh.
       shown: placements that are ranked exactly, for `SearchResult.candidates`.
+      refine: whether buckets are chosen for the plan; else it has the one that it was ranked with.
 
     Raises:
       ValueError: no device, no placement, or nothing fits into `memory_bytes`; the message says by
@@ -120,18 +124,11 @@ def search_plan(
     )
     evaluator = Evaluator(rules, data.shapes, batches, config, global_batch)
     search = _Search(evaluator, outlines(rules, n_devices, config, tied), allowed)
-    best = search.ranked(max(shown, FINALISTS), on_progress)
+    best = search.ranked(max(shown, FINALISTS) if refine else shown, on_progress)
     if not best:
-        raise ValueError(search.why_none())
-    close = [b for b in best[:FINALISTS] if b.bound_s <= CLOSE * best[0].bound_s]
-    plans = [search.refined(item) for item in close]
-    plan = min(plans, key=_makespan_s)  # the first of equals
-    if config.policy != "blind" and config.effort == "full":
-        full = search.refined(close[plans.index(plan)], "full")
-        plan = full if _makespan_s(full) < _makespan_s(plan) else plan
-    plan = evaluator.evaluate(plan)
+        raise ValueError(why_nothing_fits(rules, n_devices, config, tied, search.least_bytes))
     return SearchResult(
-        plan,
+        search.refined(best) if refine else best[0].plan,
         tuple(item.candidate() for item in best),
         n_placements=search.n_placements,
         n_candidates=search.n_candidates,
@@ -195,7 +192,7 @@ class _Item:
         self.bound_s = float(np.mean(least))
         yield
         for i in range(len(least)):
-            n = evaluator.n_groups(self.plan, priced.buckets, i)
+            n = self._n_groups[i] = evaluator.n_groups(self.plan, priced.buckets, i)
             if n not in spans:
                 spans[n] = priced.simulate([0] * n).makespan_s
             least[i] = spans[n]
@@ -204,21 +201,27 @@ class _Item:
             yield
 
     def candidate(self) -> Candidate:
-        plan = self.plan
-        remat = ", ".join(
-            f"{m} {plan.segments_of(m)[0].remat}"
-            for m in plan.modules
-            if plan.segments_of(m)[0].remat != "none"
-        )
-        peak = max(Priced(plan, self.search.evaluator.rules).peak_bytes().values())
+        plan, priced = self.plan, self.search.evaluator.priced(self.plan)
+        remat = [f"{m} {r}" for m in plan.modules if (r := plan.segments_of(m)[0].remat) != "none"]
+        busy_s = plan.predicted and {
+            m.name: plan.predicted.get(f"busy_fraction.{m.name}", 0.0) * self.bound_s
+            for m in plan.submeshes
+        }
+        if not busy_s:
+            traces = [priced.simulate([0] * n) for n in self._n_groups]
+            each = [(t.busy_fraction(), t.makespan_s) for t in traces]
+            busy_s = {
+                m.name: float(np.mean([share.get(m.name, 0.0) * span for share, span in each]))
+                for m in plan.submeshes
+            }
         return Candidate(
-            self.policy,
-            self.name,
-            self.cut * plan.group_size,
-            remat or "none",
-            self.bound_s,
-            self.bound_s,
-            peak,
+            policy=self.policy,
+            name=self.name,
+            microbatches=self.cut * plan.group_size,
+            remat=", ".join(remat) or "none",
+            makespan_s=self.bound_s,
+            busy_s=busy_s,
+            peak_bytes=max(priced.peak_bytes().values()),
         )
 
 
@@ -318,18 +321,38 @@ class _Search:
                         break
         return items
 
-    def refined(self, item: _Item, effort: str = "quick") -> Plan:
-        """The item's plan with the buckets that suit it best, if they are better than its own."""
-        if item.plan.grouping == "arrival":
-            return item.plan
-        try:
-            plan = self.evaluator.with_buckets(item.plan, item.most, effort)
-        except ValueError:  # memory holds the largest sample only beside a smaller share
-            return self.evaluator.evaluate(item.plan, effort)
-        plan = self.evaluator.evaluate(self._keeping_more(plan), effort)
-        if self._fits(plan) and _makespan_s(plan) < item.bound_s:
+    def refined(self, best: Sequence[_Item]) -> Plan:
+        """The plan of the best item, with the buckets that suit it; with effort "full" that of the
+        fastest of several items with several granularities of buckets."""
+        config, first = self.evaluator.config, best[0]
+        if config.policy == "blind":
+            return first.plan
+        quick = config.effort == "quick"
+        items = [b for b in best[:FINALISTS] if b.bound_s <= CLOSE * first.bound_s]
+        found: list[tuple[float, Plan, _Item, int]] = []
+        for item in items[: 1 if quick else None]:
+            cut = item.cut * item.plan.group_size
+            finest = {max(1, min(config.max_microbatches, round(x * cut))) for x in FINER}
+            for most in [max(finest)] if quick else sorted(finest, reverse=True):
+                if (plan := self._with_buckets(item, most, "quick")) is not None:
+                    found.append((_makespan_s(plan), plan, item, most))
+        if found and not quick:  # the fastest, searched through
+            _, _, item, most = min(found, key=lambda f: f[0])
+            if (plan := self._with_buckets(item, most, "full")) is not None:
+                found.append((_makespan_s(plan), plan, item, most))
+        span_s, plan, *_ = min(found, key=lambda f: f[0], default=(np.inf, None))
+        if plan is not None and span_s < first.bound_s:
             return plan
-        return self.evaluator.evaluate(item.plan, effort)
+        return self.evaluator.evaluate(first.plan)
+
+    def _with_buckets(self, item: _Item, finest: int, effort: str) -> Plan | None:
+        """The item's plan with chosen buckets; None if they do not fit."""
+        try:
+            plan = self.evaluator.with_buckets(item.plan, item.most, finest, effort)
+        except ValueError:  # memory holds the largest sample only beside a smaller share
+            return None
+        plan = self.evaluator.evaluate(self._keeping_more(plan))
+        return plan if self._fits(plan) else None
 
     def _keeping_more(self, plan: Plan) -> Plan:
         """The plan without the remat that its buckets do not need."""
@@ -345,13 +368,3 @@ class _Search:
 
     def _peak_bytes(self, plan: Plan) -> float:
         return max(Priced(plan, self.rules).peak_bytes().values())
-
-    def why_none(self) -> str:
-        if not self.n_fit and np.isfinite(self.least_bytes):
-            over = (self.least_bytes - self.rules.memory_bytes) / 2**30
-            return (
-                f"no plan fits into {self.rules.memory_bytes / 2**30:.2f} GiB per device: the "
-                f"smallest needs {over:.2f} GiB more; use more devices, a larger plan.max_model or "
-                "plan.max_stage, or smaller samples"
-            )
-        return "no placement: the devices at hand cannot form its submeshes"

@@ -22,9 +22,9 @@ from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.data.build import uses_index
-from dflop_jax.pipeline.segment import can_join, parts_of
-from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     DataProfile,
@@ -32,7 +32,6 @@ from dflop_jax.records import (
     ModelProfile,
     ModuleShape,
     Profile,
-    SegmentPlan,
 )
 from dflop_jax.train.distributed import Membership, initialise, run_devices
 from dflop_jax.train.peers import Peers
@@ -40,6 +39,7 @@ from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
 OnProgress = Callable[[int, int], None]
+DEGREES = (1, 2, 4, 8)  # of tensor parallelism
 
 
 def use_devices(n: int) -> list[jax.Device]:
@@ -116,6 +116,17 @@ class Setup:
     model: MultimodalModel
     devices: list[jax.Device]
     peers: Peers
+    hardware: Hardware | None = None  # what is planned for, where it is not at hand
+
+    @property
+    def n_devices(self) -> int:
+        return self.config.plan.devices if self.hardware else len(self.devices)
+
+    @property
+    def token_multiple(self) -> int:
+        """Token capacities are multiples of this: what GPU kernels like, finer on CPU."""
+        kind = self.hardware.name if self.hardware else self.devices[0].platform
+        return 32 if kind == "cpu" else 128
 
     @property
     def trained(self) -> TrainedParts:
@@ -154,6 +165,8 @@ def set_up(config: Config) -> Setup:
       ValueError: the model cannot be built, has no part that the training stage or the learning
         rates name, or too few devices exist.
     """
+    if config.plan.hardware:
+        return _set_up_elsewhere(config)
     use_cache(config.cache_dir)
     member = initialise(config.distributed, config.plan.devices)
     n = config.plan.devices
@@ -163,6 +176,18 @@ def set_up(config: Config) -> Setup:
     setup = Setup(config, model, devices, peers)
     assert setup.trained.rates  # raises for a stage or rates that the model does not have
     return setup
+
+
+def _set_up_elsewhere(config: Config) -> Setup:
+    """For planning only: no device is touched."""
+    hardware = find_hardware(config.plan.hardware)
+    if config.plan.devices < 1:
+        raise ValueError(
+            f"plan.devices=0 on {hardware.name}: say how many devices to plan for (a node has "
+            f"{hardware.devices_per_node})"
+        )
+    model = adapted(build_model(config.model), config.train)
+    return Setup(config, model, [], _peers(Membership(), 30.0), hardware)
 
 
 @cache
@@ -177,11 +202,6 @@ def profile_data(config: PlanConfig, source: Source) -> DataProfile:
         raise ValueError(f"{source.name}: the dataset is empty")
     picked = [i * len(source) // n for i in range(n)]
     return DataProfile(source.name, len(source), tuple(source.shape(i) for i in picked))
-
-
-def token_multiple(devices: Sequence[jax.Device]) -> int:
-    """Token capacities are multiples of this: what GPU kernels like, finer on CPU."""
-    return 32 if devices[0].platform == "cpu" else 128
 
 
 def profile_shapes(
@@ -214,10 +234,14 @@ def profile_model(
     devices compute at once is measured by all together.
     """
     config, model, peers = setup.config, setup.model, setup.peers
+    shapes = profile_shapes(data, model, setup.token_multiple)
+    if setup.hardware:
+        most = min(config.plan.max_model, setup.hardware.devices_per_node)
+        degrees = [d for d in DEGREES if d <= most]
+        return roofline_profile(model, setup.hardware, shapes, degrees, n_devices=setup.n_devices)
     devices = [d for d in setup.devices if d.process_index == peers.process]
-    shapes = profile_shapes(data, model, token_multiple(devices))
     # Tensor parallelism stays inside a process.
-    degrees = [d for d in (1, 2, 4, 8) if d <= min(config.plan.max_model, max(len(devices), 1))]
+    degrees = [d for d in DEGREES if d <= min(config.plan.max_model, max(len(devices), 1))]
     known = b""
     if peers.is_hub:
         n = len(setup.devices)
@@ -283,45 +307,3 @@ def make_profile(setup: Setup, source: Source, on_progress: OnProgress | None = 
     """Data profile of a source and model profile on the devices at hand."""
     data = profile_data(setup.config.plan, source)
     return Profile(profile_model(setup, data, on_progress), data)
-
-
-def make_plan(
-    setup: Setup, profile: Profile, on_progress: OnProgress | None = None
-) -> SearchResult:
-    """The policy's best plan for this model, data and devices.
-
-    Raises:
-      ValueError: the profile is of another model, or no plan fits.
-    """
-    config, model, devices = setup.config, setup.model, setup.devices
-    layers = {name: m.n_layers for name, m in model.modules.items()}
-    if profile.model.n_layers != layers:
-        raise ValueError(
-            f"the profile is of a model with layers {profile.model.n_layers}, this one has "
-            f"{layers}; profile again"
-        )
-    frozen = setup.trained.frozen
-
-    def trains(s: SegmentPlan) -> bool:
-        module = model.modules[s.module]
-        return any(module.freeze_groups[p] not in frozen for p in parts_of(s, module))
-
-    return search_plan(
-        profile.model,
-        profile.data,
-        n_devices=len(devices),
-        global_batch=config.train.global_batch,
-        config=config.plan,
-        memory_bytes=config.plan.memory_bytes or _memory_bytes(devices[0]),
-        tied=model.modules["llm"].tied,
-        token_multiple=token_multiple(devices),
-        trains=trains,
-        allowed=lambda m: can_join(devices[m.first : m.devices.stop]),
-        on_progress=on_progress,
-    )
-
-
-def _memory_bytes(device: jax.Device) -> float:
-    """What the backend lets a device use; 0 where it does not say (CPU)."""
-    stats = device.memory_stats() or {}
-    return float(stats.get("bytes_limit", 0))

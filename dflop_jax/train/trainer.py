@@ -32,7 +32,8 @@ from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, make_loader
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import Setup, make_plan, make_profile, set_up
+from dflop_jax.train.planning import check_trainable, make_plan
+from dflop_jax.train.prepare import Setup, make_profile, set_up
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 
 
@@ -78,6 +79,7 @@ class Trainer:
         existing: Literal["error", "overwrite", "resume"] = "error",
     ):
         self.config, self._existing = config, existing
+        check_trainable(config)
         self.setup: Setup = set_up(config)
         self.peers = self.setup.peers
         try:

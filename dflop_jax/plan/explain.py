@@ -1,0 +1,66 @@
+"""Why a plan is what it is: why others lost, why nothing fits, and what would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
+from dflop_jax.plan.bounds import all_bounds
+from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.space import outlines
+
+if TYPE_CHECKING:
+    from dflop_jax.plan.search import Candidate
+
+_GIB = 2**30
+_MOST_TIMES = 64  # as many devices
+
+
+def why_it_lost(candidate: Candidate, best: Candidate) -> str:
+    """In a few words, what keeps a placement behind the best one."""
+    if candidate == best:
+        return ""
+    behind = f"+{candidate.makespan_s / best.makespan_s - 1:.1%}: "
+    most, least = (f(candidate.busy_s, key=candidate.busy_s.__getitem__) for f in (max, min))
+    busiest_s = candidate.busy_s[most]
+    if busiest_s >= best.makespan_s:
+        return f"{behind}{most} alone computes {1e3 * busiest_s:.1f} ms"
+    waits = 1 - busiest_s / candidate.makespan_s
+    if best.busy_s and busiest_s > max(best.busy_s.values()):
+        idle = 1 - candidate.busy_s[least] / candidate.makespan_s
+        return f"{behind}{most} computes {1e3 * busiest_s:.1f} ms, {least} waits {idle:.0%}"
+    return f"{behind}even {most}, the busiest, waits {waits:.0%}"
+
+
+def why_nothing_fits(
+    rules: Rules, n_devices: int, config: PlanConfig, tied: bool, least_bytes: float
+) -> str:
+    """One line: by how much the smallest placement exceeds a device, and what would hold it."""
+    if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
+        return "no placement: the devices at hand cannot form its submeshes; use another number"
+    over = (least_bytes - rules.memory_bytes) / _GIB
+    more = _devices_that_fit(rules, n_devices, config, tied)
+    held = [h.name for h in HARDWARE.values() if h.memory_bytes * USABLE_MEMORY >= least_bytes]
+    ways = [f"{more} devices would do"] if more else []
+    ways += [f"so would {' or '.join(held)}"] if held and rules.hardware else []
+    ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
+    return (
+        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest needs "
+        f"{over:.2f} GiB more; {', '.join(ways)}"
+    )
+
+
+def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> int | None:
+    """The least doubling of the devices that holds a plan."""
+    if config.policy == "blind":
+        return None
+    times = 2
+    while times <= _MOST_TIMES:
+        found = outlines(rules, times * n_devices, config, tied)
+        for space in found.values():
+            for bounds in all_bounds(space, rules):
+                if (bounds.peak_bytes <= rules.memory_bytes).any():
+                    return times * n_devices
+        times *= 2
+    return None

@@ -1,0 +1,136 @@
+"""From a setup and its profile to the plan, and to what could be better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflop_jax.config import Config
+from dflop_jax.hardware import USABLE_MEMORY
+from dflop_jax.pipeline.segment import can_join, parts_of
+from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.records import ModelProfile, Profile, SegmentPlan, SubmeshPlan
+from dflop_jax.train.prepare import OnProgress, Setup
+
+SHOWN = 10  # placements that an explanation compares
+
+
+def make_plan(
+    setup: Setup, profile: Profile, on_progress: OnProgress | None = None, **options: Any
+) -> SearchResult:
+    """The policy's best plan for this model, data and devices; `options` are `search_plan`'s.
+
+    Raises:
+      ValueError: the profile is of another model, or no plan fits.
+    """
+    return search_plan(
+        profile.model, profile.data, **{**_arguments(setup, profile), **options},
+        on_progress=on_progress,
+    )  # fmt: skip
+
+
+def _arguments(setup: Setup, profile: Profile) -> dict[str, Any]:
+    config, model, devices = setup.config, setup.model, setup.devices
+    layers = {name: m.n_layers for name, m in model.modules.items()}
+    if profile.model.n_layers != layers:
+        raise ValueError(
+            f"the profile is of a model with layers {profile.model.n_layers}, this one has "
+            f"{layers}; profile again"
+        )
+    frozen = setup.trained.frozen
+
+    def trains(s: SegmentPlan) -> bool:
+        module = model.modules[s.module]
+        return any(module.freeze_groups[p] not in frozen for p in parts_of(s, module))
+
+    def allowed(m: SubmeshPlan) -> bool:
+        return not devices or can_join(devices[m.first : m.devices.stop])
+
+    return {
+        "n_devices": setup.n_devices,
+        "global_batch": config.train.global_batch,
+        "config": config.plan,
+        "memory_bytes": config.plan.memory_bytes or _memory_bytes(setup),
+        "hardware": setup.hardware,
+        "remat": config.train.remat,
+        "tied": model.modules["llm"].tied,
+        "token_multiple": setup.token_multiple,
+        "trains": trains,
+        "allowed": allowed,
+    }
+
+
+def _memory_bytes(setup: Setup) -> float:
+    """What a device may use; 0 where the backend does not say (CPU)."""
+    if setup.hardware:
+        return USABLE_MEMORY * setup.hardware.memory_bytes
+    stats = setup.devices[0].memory_stats() or {}
+    return float(stats.get("bytes_limit", 0))
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, and the seconds that the best placement then takes for a global batch of as many
+    samples as before, with one bucket; None: nothing fits."""
+
+    change: str
+    makespan_s: float | None
+
+
+def what_would_help(setup: Setup, profile: Profile) -> list[WhatIf]:
+    """Searches with one thing changed each, the present state first."""
+    given = _arguments(setup, profile)
+    batch, memory_bytes = given["global_batch"], given["memory_bytes"]
+    encoders = [m for m in profile.model.n_layers if m != "llm"]
+    changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
+    if memory_bytes:
+        changes.append(("twice the memory", {"memory_bytes": 2 * memory_bytes}, profile.model))
+    if hardware := given["hardware"]:
+        fast = replace(
+            hardware,
+            link_bandwidth=8 * hardware.link_bandwidth,
+            network_bandwidth=8 * hardware.network_bandwidth,
+        )
+        changes.append(("links between submeshes 8x", {"hardware": fast}, profile.model))
+    for m in encoders:
+        changes.append((f"half the work in {m}", {}, _cheaper(profile.model, m)))
+    changes.append(("twice the global batch", {"global_batch": 2 * batch}, profile.model))
+    changes.append(("twice the devices", {"n_devices": 2 * given["n_devices"]}, profile.model))
+    found = []
+    for change, options, model in changes:
+        if "n_devices" in options and setup.devices:
+            options = {**options, "allowed": lambda _: True}
+            model = replace(model, concurrency=2 * model.concurrency)
+        try:
+            best = search_plan(model, profile.data, **{**given, **options}, shown=1, refine=False)
+            scale = batch / options.get("global_batch", batch)
+            found.append(WhatIf(change, scale * best.candidates[0].makespan_s))
+        except ValueError:
+            found.append(WhatIf(change, None))
+    return found
+
+
+def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
+    """With half the seconds in a module."""
+    timings = tuple(
+        replace(
+            t,
+            layer_forward_s=t.layer_forward_s / 2,
+            layer_backward_s=t.layer_backward_s / 2,
+            ends_forward_s=t.ends_forward_s / 2,
+            ends_backward_s=t.ends_backward_s / 2,
+        )
+        if t.module == module
+        else t
+        for t in profile.timings
+    )
+    return replace(profile, timings=timings)
+
+
+def check_trainable(config: Config) -> None:
+    """ValueError where a configuration only plans."""
+    if config.plan.hardware:
+        raise ValueError(
+            f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
+            "empty to train"
+        )

@@ -70,7 +70,7 @@ def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dic
             there = plan.submesh(below.submesh)
             if there == here:
                 continue
-            across = _nodes(here, hardware) != _nodes(there, hardware)
+            across = len(_nodes(here, hardware) | _nodes(there, hardware)) > 1
             for b, bucket in enumerate(plan.buckets):
                 if not bucket.items(below.module):
                     continue
@@ -83,10 +83,8 @@ def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dic
     return found
 
 
-def _nodes(mesh: SubmeshPlan, hardware: Hardware) -> tuple[int, int]:
-    """First and last node of a submesh; sends inside a node stay off the network."""
-    size = hardware.devices_per_node
-    return mesh.first // size, (mesh.devices.stop - 1) // size
+def _nodes(mesh: SubmeshPlan, hardware: Hardware) -> set[int]:
+    return {d // hardware.devices_per_node for d in mesh.devices}
 
 
 def _bytes(s: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:

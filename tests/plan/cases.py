@@ -127,10 +127,8 @@ def in_nodes(place, size):
     return all(d // size == (d + m.model - 1) // size for m, d in starts)
 
 
-def exhaustive(
-    policy, n_devices, profile, data, config, memory_bytes=0.0, hardware=None, trains=None
-):
-    """({(name, microbatches): (makespan, peak bytes, remat)} of all that fits, least peak)."""
+def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=None, remat=False):
+    """(placement, microbatches, makespan, peak bytes) of everything, with every remat if asked."""
     trains = trains or (lambda s: True)
     costs = CostModel(profile)
     ends = {}
@@ -139,7 +137,9 @@ def exhaustive(
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = (both * share, both * (1 - share))
     batches = sample_batches(data.shapes, BATCH, config.sampled_batches)
-    found, least = {}, np.inf
+    found = []
+    groups_of = {}  # one bucket's schedule does not depend on seconds
+    kinds = ("none", "layers") if remat else ("none",)
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     for outline in SPACES[policy](n_devices, profile.n_layers, tied=False, **limits):
         place = lay_out(outline, profile.n_layers, ends)
@@ -147,11 +147,9 @@ def exhaustive(
             continue
         top = max(1, config.max_microbatches // place.group_size)
         for cut in sorted({*(c for c in CUTS if c < top), top}):
-            for remats in itertools.product(("none", "layers"), repeat=len(profile.n_layers)):
-                remat = dict(zip(profile.n_layers, remats, strict=True))
-                segments = tuple(
-                    dataclasses.replace(s, remat=remat[s.module]) for s in place.segments
-                )
+            for remats in itertools.product(kinds, repeat=len(profile.n_layers)):
+                of = dict(zip(profile.n_layers, remats, strict=True))
+                segments = tuple(dataclasses.replace(s, remat=of[s.module]) for s in place.segments)
                 plan = Plan(policy, place.submeshes, segments, (Bucket(1, 1),), place.group_size)
                 ranks = {m: plan.data_ranks(m) for m in plan.modules}
                 model = plan.submesh(plan.segments[-1].submesh).model
@@ -159,33 +157,32 @@ def exhaustive(
                 plan = dataclasses.replace(plan, buckets=(bucket,))
                 names = [s.name for s in segments if trains(s)]
                 peak = max(peak_bytes(plan, costs, in_flight_limit(plan), names).values())
-                least = min(least, peak)
-                if memory_bytes and peak > memory_bytes:
-                    continue
                 seconds = costs.task_seconds(plan)
                 prices = bucket_costs(plan, seconds, names)
-                took = []
-                for batch in batches:
-                    groups = schedule_batch(batch, plan, prices, max_rounds=400).groups
-                    trace = simulate_step(
+                key = (plan.group_size, bucket, *ranks.values())
+                if key not in groups_of:
+                    schedules = [schedule_batch(b, plan, prices, max_rounds=400) for b in batches]
+                    groups_of[key] = [len(s.groups) for s in schedules]
+                took = {
+                    n: simulate_step(
                         plan,
-                        [0] * len(groups),
+                        [0] * n,
                         seconds | step_end_seconds(plan, profile, hardware),
                         names,
                         concurrency=profile.concurrency,
                         sends=send_seconds(plan, costs, hardware),
-                    )
-                    took.append(trace.makespan_s)
-                key = (place.name, cut * plan.group_size)
-                here = (float(np.mean(took)), peak, remats)
-                found[key] = min(found.get(key, here), here)
-    return found, least
+                    ).makespan_s
+                    for n in set(groups_of[key])
+                }
+                mean = float(np.mean([took[n] for n in groups_of[key]]))
+                found.append((place.name, cut * plan.group_size, mean, peak))
+    return found
 
 
 def random_case(seed):
     """A profile, batch data, memory and links of a seed; sizes so small that all can be tried."""
     rng = np.random.default_rng(seed)
-    n_devices = [1, 2, 3, 4, 5, 4, 3, 8, 2, 3, 4, 5, 4, 2, 6, 3, 4, 5, 3, 16][seed % 20]
+    n_devices = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 4, 5, 16, 6, 7, 8, 13, 16][seed % 20]
     timings = []
     for module, shapes in (("vision", [(1, 16), (4, 16)]), ("llm", [(1, 32), (1, 128), (4, 64)])):
         a, b, c = 10 ** rng.uniform([-5, -6.5, -9], [-4, -5, -8])

@@ -65,12 +65,11 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, seed):
     profile, data, n_devices, hardware, rng = random_case(seed)
     policy = "orch" if n_devices == 1 or seed % 5 == 2 else "dflop"
     config = dataclasses.replace(CONFIG, policy=policy, max_microbatches=int(rng.choice([3, 6])))
-    every, _ = exhaustive(policy, n_devices, profile, data, config, 0.0, hardware)
-    # Every other case gets memory for half of the placements, so that remat has something to do.
-    peaks = sorted(v[1] for v in every.values())
+    # Every other case gets memory for half of the candidates, so that remat has something to do.
+    every = exhaustive(policy, n_devices, profile, data, config, hardware, remat=seed % 4 < 2)
+    peaks = sorted(peak for *_, peak in every)
     memory_bytes = peaks[len(peaks) // 2] if seed % 4 < 2 else 0.0
-    if memory_bytes:
-        every, _ = exhaustive(policy, n_devices, profile, data, config, memory_bytes, hardware)
+    fit = [e for e in every if not memory_bytes or e[3] <= memory_bytes]
 
     def search():
         return search_plan(
@@ -86,16 +85,16 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, seed):
 
     result = search()
     best = {}
-    for (name, m), (took, peak, remats) in every.items():
-        best[name] = min(best.get(name, (np.inf,)), (took, m, peak, remats))
-    ranked = sorted((took, name) for name, (took, *_) in best.items())
+    for name, _, took, peak in fit:
+        best[name] = min(best.get(name, (np.inf,)), (took, peak))
+    ranked = sorted((took, name) for name, (took, _) in best.items())
     got = [(c.makespan_s, c.name) for c in result.candidates]
     assert [t for t, _ in got] == pytest.approx([t for t, _ in ranked[: len(got)]], rel=1e-9)
     assert len(got) == min(5, len(ranked))
     for c in result.candidates:
-        took, _, peak, _ = best[c.name]
+        took, peak = best[c.name]
         assert (c.makespan_s, c.peak_bytes) == pytest.approx((took, peak), rel=1e-9)
-    assert result.n_fit == len(every)
+    assert result.n_fit == len({(name, m) for name, m, *_ in fit})
     assert result.plan.predicted["makespan_s"] <= got[0][0] * (1 + 1e-9)
 
     space = SPACES[policy]
@@ -115,9 +114,10 @@ def test_frozen_parts_are_not_timed_nor_given_an_optimizer(frozen):
 
     profile = model_profile(vision=4.0)
     config = dataclasses.replace(CONFIG, policy="dflop")
-    every, _ = exhaustive("dflop", 3, profile, data_profile(), config, trains=trains)
+    every = exhaustive("dflop", 3, profile, data_profile(), config, trains=trains)
     result = run(trains=trains, profile=profile)
-    assert result.candidates[0].makespan_s == pytest.approx(min(every.values())[0], rel=1e-9)
+    least = min(took for _, _, took, _ in every)
+    assert result.candidates[0].makespan_s == pytest.approx(least, rel=1e-9)
     whole = run(profile=profile).plan.predicted
     # A frozen LLM still runs backward, for the encoder below it; a frozen encoder does not.
     got = result.plan.predicted

@@ -1,0 +1,135 @@
+"""How long planning takes, from one node to a thousand GPUs, and whether its answer is the best.
+
+Command:  python benchmarks/planner.py [--json FILE] [--full]
+Minutes:  about 2 on 2 cores with nothing else running (5 with --full)
+Expected: 64 devices in at most 5 s and 1,024 in at most 30 s, with plan.effort quick.
+
+LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto and dflop, tensor
+parallelism and pipelines up to 8, up to 64 microbatches, the embedded samples. Profiling is not
+part of the time; it depends on the model only. `gain` is the uniform baseline's step over the
+planned one, both simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.train import planning, prepare
+
+SIZES = ((8, 128), (16, 128), (64, 512), (256, 1024), (1024, 4096))  # devices, global batch
+
+
+@dataclass(frozen=True)
+class Row:
+    policy: str
+    devices: int
+    batch: int
+    placements: int
+    candidates: int
+    simulated: int
+    seconds: float
+    step_s: float
+    gain: float
+    plan: str
+
+
+def config(devices: int, batch: int, policy: str, effort: str) -> Config:
+    return Config(
+        model=ModelConfig(size="llava-ov-7b", dtype="bfloat16"),
+        data=DataConfig(n_samples=4096, max_tokens=8192),
+        plan=PlanConfig(
+            hardware="a100-80",
+            devices=devices,
+            policy=policy,
+            max_model=8,
+            max_stage=8,
+            max_microbatches=64,
+            effort=effort,
+        ),
+        train=TrainConfig(global_batch=batch),
+    )
+
+
+def measure(policy: str, effort: str, repeats: int) -> list[Row]:
+    first = prepare.set_up(config(8, 128, policy, effort))
+    profile = prepare.make_profile(first, first.source())
+    rows = []
+    for devices, batch in SIZES:
+        at = replace(profile, model=replace(profile.model, concurrency=float(devices)))
+        setup = prepare.set_up(config(devices, batch, policy, effort))
+        spans = []
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            found = planning.make_plan(setup, at)
+            spans.append(time.perf_counter() - start_s)
+        blind = planning.make_plan(prepare.set_up(config(devices, batch, "blind", effort)), at)
+        step_s = found.plan.predicted["makespan_s"]
+        rows.append(
+            Row(
+                policy,
+                devices,
+                batch,
+                found.n_placements,
+                found.n_candidates,
+                found.n_evaluated,
+                statistics.median(spans),
+                step_s,
+                blind.plan.predicted["makespan_s"] / step_s,
+                found.candidates[0].name,
+            )
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
+    parser.add_argument("--full", action="store_true", help="plan.effort full as well")
+    parser.add_argument("--repeats", type=int, default=3, help="searches timed (default 3)")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    efforts = ("quick", *(["full"] if args.full else []))
+    found = {
+        e: [r for policy in ("auto", "dflop") for r in measure(policy, e, args.repeats)]
+        for e in efforts
+    }
+    for effort, rows in found.items():
+        show(effort, rows)
+    if args.json:
+        rows = [asdict(r) | {"effort": e} for e, each in found.items() for r in each]
+        args.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def show(effort: str, rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = "policy, devices, batch, placements, candidates, simulated, seconds, step ms, gain"
+    table = Table(*names.split(", "), "best placement", title=f"planning, effort {effort}")
+    for r in rows:
+        table.add_row(
+            r.policy,
+            str(r.devices),
+            str(r.batch),
+            str(r.placements),
+            str(r.candidates),
+            str(r.simulated),
+            f"{r.seconds:.2f}",
+            f"{1e3 * r.step_s:.0f}",
+            f"{r.gain:.2f}x",
+            r.plan,
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

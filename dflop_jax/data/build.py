@@ -17,7 +17,9 @@ from dflop_jax.data.sample import Limits, MediaSpec, Source
 from dflop_jax.data.scene_source import SceneSource
 from dflop_jax.data.text import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
 
-Tokens = tuple[ToPieces, str, int]  # conversation to pieces, its digest, id where media stand
+Between = tuple[tuple[int, ...], ...]
+# conversation to pieces, its digest, id where media stand, ids between a clip's frames
+Tokens = tuple[ToPieces, str, int, Between]
 MIXTURES = (".yaml", ".yml", ".tar")
 
 
@@ -46,7 +48,8 @@ def make_source(
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
     if isinstance(tokenizer, ChatTokenizer):
-        how: Tokens = (tokenizer.pieces, tokenizer.digest, tokenizer.pad_id)
+        between = tokenizer.between_frames(limits.max_frames)
+        how: Tokens = (tokenizer.pieces, tokenizer.digest, tokenizer.pad_id, between)
         return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
     if not config.path:
         if not spec.tile_px:
@@ -64,7 +67,7 @@ def make_source(
     plain = spec.form == "tiles" and spec.tile_px and not spec.sound
     if not plain or config.path.endswith(MIXTURES):
         pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
-        how = (pieces, _digest(config.tokenizer), tokenizer.visual_id)
+        how = (pieces, _digest(config.tokenizer), tokenizer.visual_id, ())
         return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
     return LlavaSource(
         config.path,
@@ -100,7 +103,7 @@ def _mixture(
     index_dir: str | Path,
     tokens: Tokens,
 ) -> MixtureSamples:
-    to_pieces, settings, placeholder = tokens
+    to_pieces, settings, placeholder, between = tokens
     if config.path.endswith((".yaml", ".yml")):
         mixture = load_mixture(config.path)
     else:
@@ -108,7 +111,7 @@ def _mixture(
     name = hashlib.sha256(f"{Path(config.path).resolve()}|{config.root}".encode()).hexdigest()[:16]
     found = MixtureSource(
         mixture,
-        preprocessing(spec, limits),
+        preprocessing(spec, limits, between),
         to_pieces,
         settings,
         index_file=Path(index_dir) / f"index-{name}.npz",

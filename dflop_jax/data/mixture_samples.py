@@ -22,7 +22,9 @@ GRID = range(1, 7)  # rows and columns of LLaVA-OneVision's grids
 logger = logging.getLogger("dflop_jax.data")
 
 
-def preprocessing(spec: MediaSpec, limits: Limits) -> Preprocessing:
+def preprocessing(
+    spec: MediaSpec, limits: Limits, between_frames: tuple[tuple[int, ...], ...] = ()
+) -> Preprocessing:
     """The published preparation of a model's form, under the limits."""
     vision: VisionLayout | None = None
     px, most = spec.tile_px, limits.max_tiles
@@ -33,7 +35,7 @@ def preprocessing(spec: MediaSpec, limits: Limits) -> Preprocessing:
         vision = DynamicTiling(px, max_tiles=most, tokens_per_tile=spec.tokens_per_tile)
     elif spec.tile_px:
         vision = SimpleTiles(px, spec.tokens_per_tile, most)
-    return Preprocessing(vision, spec.sound, limits.max_frames)
+    return Preprocessing(vision, spec.sound, limits.max_frames, between_frames)
 
 
 class MixtureSamples:
@@ -87,6 +89,7 @@ class MixtureSamples:
     def shape(self, index: int) -> SampleShape:
         cost, text = self._costs[index], int(self._text[index])
         media = cost.visual_tokens + cost.audio_tokens
+        text += cost.frame_text_tokens
         return SampleShape(cost.tiles, text, text + media, cost.frames, cost.windows)
 
     def sample(self, index: int) -> Sample:

@@ -25,6 +25,14 @@ INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
 
 
+# As InternVL's: the parts of a message in their order.
+IN_ORDER = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for c in message.content %}
+{%- if c.type == 'text' %}{{ c.text }}{% else %}{{ '<video>\\n' }}{% endif %}
+{%- endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"""
+
+
 @pytest.fixture
 def published(monkeypatch):
     """The modules of transformers; its processors would ask for torchvision for videos alone."""
@@ -76,7 +84,7 @@ def published(monkeypatch):
     return Published()
 
 
-def ours(tmp_path, chat, how, kind, patches=0):
+def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
     found = MixtureSource(
         Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
@@ -95,7 +103,7 @@ def ours(tmp_path, chat, how, kind, patches=0):
                 found.pieces(i),
                 found.media(i),
                 spec,
-                placeholder=chat.media_id(kind),
+                placeholder=chat.media_id(stands_for or kind),
             )
             assert len(sample.tokens) == found.cost(i).llm_tokens
             out.append((record, sample))
@@ -142,6 +150,26 @@ def test_internvl(tmp_path, published):
         assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
         pixels = expected["pixel_values"].transpose(0, 2, 3, 1)
         assert np.abs(normalized(sample.tiles) - pixels).max() < 1e-5
+
+
+def test_internvl_clips(tmp_path, published):
+    """Each frame is named in the text. The processor is given the frames; to cut them would need
+    torchvision."""
+    special = [*SPECIAL, *INTERNVL.values()]
+    folder = write(tmp_path / "tok", IN_ORDER, {"extra_special_tokens": INTERNVL}, special)
+    processor, chat = published.internvl(folder), ChatTokenizer(folder)
+    how = Preprocessing(DynamicTiling(), max_frames=12, between_frames=chat.between_frames(12))
+    for record, sample in ours(tmp_path, chat, how, "video", 256, "image"):
+        frames = {"pixel_values_videos": [np.zeros(sample.frames)]}
+        clip = processor.replace_video_token(frames, 0)
+        text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
+        assert sample.frames > 1
+        assert sample.tokens.tolist() == processor.tokenizer(text)["input_ids"]
+        assert (
+            sample.visual.used.sum()
+            == 256 * sample.frames
+            == ((sample.tokens == chat.media_id("image")).sum())
+        )
 
 
 def test_qwen2_audio(tmp_path, published):

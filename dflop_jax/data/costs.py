@@ -112,6 +112,12 @@ class SampleCosts:
         """The costs of the given rows, in that order."""
         return SampleCosts(**{f: getattr(self, f)[rows] for f in SampleCost._fields})
 
+    def where(self, keep: np.ndarray, other: SampleCosts) -> SampleCosts:
+        """These costs where `keep` bool [n], elsewhere those of `other`."""
+        return SampleCosts(**{
+            f: np.where(keep, getattr(self, f), getattr(other, f)) for f in SampleCost._fields
+        })  # fmt: skip
+
     def __getitem__(self, i: int) -> SampleCost:
         return SampleCost(*(int(getattr(self, f)[i]) for f in SampleCost._fields))
 

@@ -117,8 +117,10 @@ def test_every_shared_bad_record(form, shared_data, tmp_path, caplog):
         found = load(file, form, tmp_path, root=str(shared_data))
     raw = json.loads(file.read_text())
     kept = [int(found.label(i).split("[")[1].split("]")[0]) for i in range(len(found))]
-    broken = {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png",
-              "bad_half_index_first"} | ({"bad_truncated_flac"} if form != "tiles" else set())  # fmt: skip
+    broken = {
+        "bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png", "bad_half_index_first",
+        *(["bad_truncated_flac"] if form != "tiles" else []),
+    }  # fmt: skip
     assert broken <= {raw[k]["id"] for k in kept}
     for i, number in enumerate(kept):
         if raw[number]["id"] not in broken:

@@ -44,7 +44,9 @@ class DataConfig:
     max_tokens: Annotated[int, "longest sample in LLM tokens; longer ones are treated as below"] = (
         1024
     )
-    oversize: Annotated[str, "sample above max_tokens: drop, truncate (text) or error"] = "truncate"
+    oversize: Annotated[
+        str, "sample above max_tokens: drop, truncate (text, then media) or error"
+    ] = "truncate"
     tokenizer: Annotated[
         str, "a tokenizer.json, or a model's folder with its chat template; empty: bytes"
     ] = ""

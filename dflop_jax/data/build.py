@@ -105,8 +105,10 @@ def _mixture(
     tokenizer: Tokenizer | ChatTokenizer,
 ) -> MixtureSamples:
     to_pieces: ToPieces
+    between: tuple[tuple[int, ...], ...] = ()
     if isinstance(tokenizer, ChatTokenizer):
         to_pieces, settings = tokenizer.pieces, tokenizer.digest
+        between = tokenizer.between_frames(limits.max_frames)
     else:
         to_pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
         settings = _digest(config.tokenizer)
@@ -117,7 +119,7 @@ def _mixture(
     name = hashlib.sha256(f"{Path(config.path).resolve()}|{config.root}".encode()).hexdigest()[:16]
     found = MixtureSource(
         mixture,
-        preprocessing(spec, limits),
+        preprocessing(spec, limits, between),
         to_pieces,
         settings,
         index_file=Path(index_dir) / f"index-{name}.npz",

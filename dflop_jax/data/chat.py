@@ -32,6 +32,7 @@ PLACEHOLDERS = {
     "video": ("<video>", "<|video_pad|>"),
     "audio": ("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
 }
+FIRST_FRAME, NEXT_FRAME = "Frame1: ", "\nFrame{}: "  # InternVL's text before a clip's frames
 BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
@@ -99,6 +100,15 @@ class ChatTokenizer:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def between_frames(self, n: int) -> tuple[tuple[int, ...], ...]:
+        """Ids between the n frames of a clip, n - 1 times; () where the model writes none there."""
+        if not self._before:
+            return ()
+        return tuple(
+            (*self._after, *self.encode(NEXT_FRAME.format(k)), *self._before)
+            for k in range(2, n + 1)
+        )
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
         "content", which may be a list of parts). Media are one placeholder token each."""
@@ -145,7 +155,7 @@ class ChatTokenizer:
                 medium = next(queues[int(ids[at])], -1)
                 if medium < 0:
                     raise ValueError(f"{self.folder}: chat template repeats a medium")
-                wraps = kinds[medium] == "image" and self._before  # InternVL's <img> ... </img>
+                wraps = kinds[medium] != "audio" and self._before  # InternVL's <img> ... </img>
                 wrapped = [Piece(self._before), Piece(medium=medium), Piece(self._after)]
                 pieces += wrapped if wraps else wrapped[1:2]
         if sum(p.medium >= 0 for p in pieces) != len(kinds):
@@ -161,6 +171,8 @@ class ChatTokenizer:
         parts: list[dict[str, str]] = []
         for k, part in enumerate(MEDIUM.split(text)):
             if k % 2:
+                if part == "video" and self._before:
+                    parts.append({"type": "text", "text": FIRST_FRAME})
                 parts.append({"type": part})
             elif part:
                 broken = self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], part)

@@ -65,6 +65,8 @@ def compose(
         elif isinstance(medium, Pictures):
             seen = medium.tokens.shifted(first_tile[p.medium] * spec.tokens_per_tile)
             ids, heard = np.full(len(seen), placeholder), np.full(len(seen), -1)
+            if medium.text is not None:
+                ids = np.where(medium.text >= 0, medium.text, placeholder)
         else:
             heard = first_window[p.medium] * window_tokens + np.arange(medium.tokens)
             ids, seen = np.full(len(heard), placeholder), _text(len(heard))

@@ -47,15 +47,21 @@ class VisionLayout(Protocol):
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a model takes media; None: it takes no such media."""
+    """How a model takes media; None: it takes no such media.
+
+    `between_frames`: token ids of the text that follows each frame of a clip but the last, for
+    max_frames - 1 of them; () if there is none.
+    """
 
     vision: VisionLayout | None = None
     sound: MelSpec | None = None
     max_frames: int = 32
+    between_frames: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_frames < 1:
             raise ValueError(f"max_frames={self.max_frames} must be at least 1")
+        assert len(self.between_frames) in (0, self.max_frames - 1)
 
 
 class SampleCost(NamedTuple):
@@ -68,10 +74,12 @@ class SampleCost(NamedTuple):
     text_tokens: int
     visual_tokens: int
     audio_tokens: int
+    frame_text_tokens: int
 
     @property
     def llm_tokens(self) -> int:
-        return self.text_tokens + self.visual_tokens + self.audio_tokens
+        media = self.visual_tokens + self.audio_tokens
+        return self.text_tokens + media + self.frame_text_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +87,8 @@ class SampleCosts:
     """Costs of n samples, each field int64 [n].
 
     tiles: pictures' tiles and clips' frames; frames: of those, the frames. windows: of sound, 30 s
-    each; audio_frames: mel frames in them that are no padding.
+    each; audio_frames: mel frames in them that are no padding. frame_text_tokens: text between a
+    clip's frames, which is not among text_tokens.
     """
 
     tiles: np.ndarray
@@ -89,17 +98,25 @@ class SampleCosts:
     text_tokens: np.ndarray
     visual_tokens: np.ndarray
     audio_tokens: np.ndarray
+    frame_text_tokens: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tiles)
 
     @property
     def llm_tokens(self) -> np.ndarray:
-        return self.text_tokens + self.visual_tokens + self.audio_tokens
+        media = self.visual_tokens + self.audio_tokens
+        return self.text_tokens + media + self.frame_text_tokens
 
     def taken(self, rows: np.ndarray) -> SampleCosts:
         """The costs of the given rows, in that order."""
         return SampleCosts(**{f: getattr(self, f)[rows] for f in SampleCost._fields})
+
+    def where(self, keep: np.ndarray, other: SampleCosts) -> SampleCosts:
+        """These costs where `keep` bool [n], elsewhere those of `other`."""
+        return SampleCosts(**{
+            f: np.where(keep, getattr(self, f), getattr(other, f)) for f in SampleCost._fields
+        })  # fmt: skip
 
     def __getitem__(self, i: int) -> SampleCost:
         return SampleCost(*(int(getattr(self, f)[i]) for f in SampleCost._fields))
@@ -114,7 +131,7 @@ def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np
     owner = np.repeat(np.arange(len(table)), np.diff(table.media_start))
     image, video, audio = (table.kind == k for k, _ in enumerate(KINDS))
     ok = np.ones(len(table.kind), bool)
-    tiles, frames, visual, windows, mel, heard = np.zeros((6, len(ok)), np.int64)
+    tiles, frames, visual, windows, mel, heard, between = np.zeros((7, len(ok)), np.int64)
     if how.vision is None:
         ok &= ~(image | video)
     else:
@@ -125,6 +142,8 @@ def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np
         frames[video] = np.minimum(table.frames[video], how.max_frames)
         tiles[video] = frames[video]
         visual[video] = how.vision.count_clips(frames[video])
+        if how.between_frames:
+            between[video] = np.cumsum([0, *map(len, how.between_frames)])[frames[video] - 1]
     if how.sound is None:
         ok &= ~audio
     else:
@@ -146,5 +165,6 @@ def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np
         text_tokens=table.text_tokens[usable].astype(np.int64),
         visual_tokens=summed(visual),
         audio_tokens=summed(heard),
+        frame_text_tokens=summed(between),
     )
     return costs, usable

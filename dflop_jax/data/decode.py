@@ -16,18 +16,20 @@ from dflop_jax.data.llava_records import Record
 from dflop_jax.data.mel import MelSpec, log_mel, sound_counts
 from dflop_jax.data.shape_index import MEDIA, ShapeTable
 from dflop_jax.data.tiling import read_upright
-from dflop_jax.data.token_sources import TokenSources
+from dflop_jax.data.token_sources import TokenSources, with_text
 from dflop_jax.data.video import read_frames
 
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
     """A picture or clip: tiles uint8 [n, px, px, 3], its LLM tokens over those tiles, and how many
-    of them are a clip's frames."""
+    of them are a clip's frames. `text` int [t] are ids of what is text among those tokens, -1 of
+    the others; None: nothing is."""
 
     tiles: np.ndarray
     tokens: TokenSources
     frames: int = 0
+    text: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ def decode_media(
         else:
             assert how.vision is not None
             if kind == "video":
-                found.append(_clip(source, min(header["frames"], how.max_frames), how.vision))
+                found.append(_clip(source, min(header["frames"], how.max_frames), how))
             else:
                 size = header["width"], header["height"]
                 found.append(_picture(source, size, alone, how.vision))
@@ -76,9 +78,16 @@ def _sound(source: Path | Blob, samples: int, spec: MelSpec) -> Sound:
     return Sound(log_mel(read_sound(source, n, spec.sample_rate), spec), int(tokens), int(frames))
 
 
-def _clip(source: Path | Blob, frames: int, vision: VisionLayout) -> Pictures:
-    tiles = read_frames(source, frames, partial(frame_tile, tile_px=vision.tile_px))
-    return Pictures(tiles, vision.place_clip(frames), frames)
+def _clip(source: Path | Blob, frames: int, how: Preprocessing) -> Pictures:
+    assert how.vision is not None
+    tiles = read_frames(source, frames, partial(frame_tile, tile_px=how.vision.tile_px))
+    tokens = how.vision.place_clip(frames)
+    if not how.between_frames:
+        return Pictures(tiles, tokens, frames)
+    between = how.between_frames[: frames - 1]
+    at = np.repeat(np.arange(1, frames) * (len(tokens) // frames), [len(ids) for ids in between])
+    text = np.insert(np.full(len(tokens), -1), at, [i for ids in between for i in ids])
+    return Pictures(tiles, with_text(tokens, at), frames, text)
 
 
 def _picture(

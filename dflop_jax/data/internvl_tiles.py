@@ -15,9 +15,6 @@ from PIL import Image
 from dflop_jax.data.anyres import frame_tile
 from dflop_jax.data.token_sources import TokenSources, plain
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 
 @dataclass(frozen=True)
 class DynamicTiling:
@@ -93,16 +90,6 @@ def cut_tiles(image: Image.Image, spec: DynamicTiling) -> np.ndarray:
     tiles = np.asarray(whole, np.uint8).reshape(rows, px, cols, px, 3).swapaxes(1, 2)
     tiles = tiles.reshape(-1, px, px, 3)
     return tiles if len(tiles) == 1 else np.concatenate([tiles, frame_tile(image, px)[None]])
-
-
-def normalized(
-    pixels: np.ndarray,
-    mean: tuple[float, float, float] = IMAGENET_MEAN,
-    std: tuple[float, float, float] = IMAGENET_STD,
-) -> np.ndarray:
-    """uint8 [..., 3] to float32 with the given mean and deviation of values in 0..1."""
-    scaled = pixels.astype(np.float32) / np.float32(255)
-    return (scaled - np.array(mean, np.float32)) / np.array(std, np.float32)
 
 
 def _arrangements(spec: DynamicTiling) -> list[tuple[int, int]]:

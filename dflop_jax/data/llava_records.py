@@ -108,7 +108,9 @@ def parse_any(
     names = {kind: _paths(raw, kind) for kind in kinds}
     tags = [t for _, text in turns for t in MEDIUM.findall(text) if t in kinds]
     if names["video"] and not names["image"] and "video" not in tags:
-        tags = ["video" if t == "image" else t for t in tags]  # as LLaVA-NeXT writes videos
+        # as LLaVA-NeXT writes videos
+        tags = ["video" if t == "image" else t for t in tags]
+        turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
     for kind, found in names.items():
         if tags.count(kind) != len(found):
             raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(found)} {kind}s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,10 +89,15 @@ class MixtureSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def costs(self, indices: Sequence[int] | None = None) -> SampleCosts:
-        """Costs of these samples, or of all; nothing is decoded."""
-        rows = self._rows if indices is None else self._rows[np.asarray(indices, np.int64)]
-        return self._costs.taken(self._place[rows])
+    @property
+    def how(self) -> Preprocessing:
+        return self._how
+
+    def costs(self, how: Preprocessing | None = None) -> SampleCosts:
+        """Costs of all samples, or what they would be under another preparation that takes the
+        same media; nothing is decoded."""
+        costs = sample_costs(self._table, how)[0] if how else self._costs
+        return costs.taken(self._place[self._rows])
 
     def prompt_tokens(self) -> np.ndarray:
         """int64 [n]: text tokens before the first answer, of all samples."""
@@ -116,11 +120,14 @@ class MixtureSource:
         """The tokenized conversation, with the places of its media."""
         return self._to_pieces(self.record(index).turns)
 
-    def media(self, index: int) -> tuple[Pictures | Sound, ...]:
-        """The decoded media in the order of their tags. ValueError, naming the record."""
+    def media(self, index: int, how: Preprocessing | None = None) -> tuple[Pictures | Sound, ...]:
+        """The decoded media in the order of their tags, prepared as the mixture's or another way.
+
+        ValueError, naming the record.
+        """
         record = self.record(index)
         try:
-            return decode_media(record, self._table, int(self._rows[index]), self._how)
+            return decode_media(record, self._table, int(self._rows[index]), how or self._how)
         except (ValueError, OSError) as e:
             raise ValueError(f"{record.name}: {e}") from e
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 KINDS = ("image", "video", "audio")
 # Field -> dtype, and what it counts: records (n), media (m), or records + 1.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,

@@ -83,6 +83,11 @@ def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
     )
 
 
+def with_text(tokens: TokenSources, at: np.ndarray) -> TokenSources:
+    """The tokens with room for text: one token that has no source before each place of `at`."""
+    return TokenSources(*(np.insert(a, at, 0, axis=0) for a in _arrays(tokens)))
+
+
 def with_line_ends(tokens: TokenSources, width: int) -> TokenSources:
     """A newline after every `width` tokens."""
     rows = len(tokens) // width if width else 0

@@ -12,6 +12,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from models.internvit import MEAN, STD
+
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
@@ -25,6 +27,12 @@ def upright(path: Path) -> Image.Image:
     """What the published processors are given: the first frame, turned as EXIF says."""
     with Image.open(path) as image:
         return ImageOps.exif_transpose(image)
+
+
+def normalized(pixels: np.ndarray) -> np.ndarray:
+    """uint8 [..., 3] as InternViT takes them, float32."""
+    scaled = pixels.astype(np.float32) / np.float32(255)
+    return (scaled - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_what_fits(truncate):
     text, visual, audio, prompt = rng.integers(0, 120, (4, 300))
     prompt = np.minimum(prompt, text)
     zeros = np.zeros(300, np.int64)
-    costs = SampleCosts(zeros, zeros, zeros, zeros, text, visual, audio)
+    costs = SampleCosts(zeros, zeros, zeros, zeros, text, visual, audio, zeros)
     kept, fits = fit_text(costs, prompt, 200, truncate=truncate)
     assert 0 < fits.sum() < 300
     for t, v, a, p, k, f in zip(text, visual, audio, prompt, kept, fits, strict=True):

@@ -118,3 +118,29 @@ def test_all_real_media_in_one_model(tmp_path):
     assert len(found) >= 140
     assert sum(s.windows > 0 for s in shapes) == 17
     assert sum(s.frames > 0 for s in shapes) == 10
+
+
+@pytest.mark.parametrize("form", ["tiles", "anyres", "dynamic"])
+def test_media_that_do_not_fit_are_made_smaller(form, dataset, tmp_path, caplog):
+    def source(**more):
+        config = DataConfig(path=dataset, max_frames=5, max_bad_fraction=1.0, **more)
+        return make_source(config, SPECS[form], index_dir=tmp_path)
+
+    whole = source(max_tokens=4096)
+    assert "fewer tiles or frames" not in caplog.text
+    shapes = {whole.label(i): whole.shape(i) for i in range(len(whole))}
+    picture = next(k for k in shapes if "[1]" in k)
+    text = shapes[picture].text_tokens  # all of it is needed: the answer is short
+    limit = text + (shapes[picture].llm_tokens - text) // 2
+    small = source(max_tokens=limit)
+    assert "fewer tiles or frames to fit data.max_tokens" in caplog.text
+    found = {small.label(i): i for i in range(len(small))}
+    for label, i in found.items():
+        sample, shape = small.sample(i), small.shape(i)
+        assert sample.shape == shape
+        assert shape.llm_tokens <= limit
+        assert sample.supervised.any()
+        assert shape.tiles <= shapes[label].tiles
+    assert small.shape(found[picture]).text_tokens == text
+    dropped = source(max_tokens=limit, oversize="drop")
+    assert picture not in {dropped.label(i) for i in range(len(dropped))}

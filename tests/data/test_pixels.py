@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.internvl_tiles import DynamicTiling, normalized
+from dflop_jax.data.internvl_tiles import DynamicTiling
 from dflop_jax.data.tiling import read_upright
-from tests.data.media import made_pictures, shared_files, upright
+from tests.data.media import made_pictures, normalized, shared_files, upright
 from tests.data.test_anyres import reference  # noqa: F401
 from tests.data.test_internvl_tiles import processor  # noqa: F401
 
@@ -22,14 +22,17 @@ def test_every_picture_is_cut_as_published(reference, processor, tmp_path):
 
         expected, _ = reference.pixels([given])
         tiles = AnyRes().cut(image, True)
-        assert len(tiles) == len(expected[0]) == AnyRes().count(*sides, ALONE)[1]
+        _, (n,), (n_tokens,) = AnyRes().count(*sides, ALONE)
+        assert len(tiles) == len(expected[0]) == n
+        assert n_tokens == reference.tokens(*image.size)
         assert np.array_equal(tiles, expected[0]), path
 
         full = k % 10 == 0  # normalising is slow, and the same for all
         out = processor([given], return_tensors="np", do_rescale=full, do_normalize=full)
         tiles = DynamicTiling().cut(image, True)
         (n,) = out["num_patches"]
-        assert len(tiles) == n == DynamicTiling().count(*sides, ALONE)[1]
+        _, (found,), (n_tokens,) = DynamicTiling().count(*sides, ALONE)
+        assert (len(tiles), n_tokens) == (found, 256 * found) == (n, 256 * n)
         expected = out["pixel_values"].transpose(0, 2, 3, 1)
         same = np.allclose(normalized(tiles), expected, 0, 1e-5) if full else (
             np.array_equal(tiles, expected)

@@ -8,20 +8,29 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.audio import read_sound
+from dflop_jax.data.audio import count_samples, read_sound
 from dflop_jax.data.chat import ChatTokenizer
 from dflop_jax.data.compose import compose
 from dflop_jax.data.costs import Preprocessing
-from dflop_jax.data.internvl_tiles import IMAGENET_MEAN, IMAGENET_STD, DynamicTiling, normalized
+from dflop_jax.data.internvl_tiles import DynamicTiling
 from dflop_jax.data.mel import MelSpec
 from dflop_jax.data.mixture import Mixture, Part
 from dflop_jax.data.mixture_source import MixtureSource
 from dflop_jax.data.sample import MediaSpec
-from tests.data.media import made_dataset, upright
+from models.internvit import MEAN, STD
+from tests.data.media import made_dataset, normalized, upright
 from tests.data.test_chat import CHATML, PARTS, SPECIAL, write
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
+
+
+# As InternVL's: the parts of a message in their order.
+IN_ORDER = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for c in message.content %}
+{%- if c.type == 'text' %}{{ c.text }}{% else %}{{ '<video>\\n' }}{% endif %}
+{%- endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"""
 
 
 @pytest.fixture
@@ -59,8 +68,8 @@ def published(monkeypatch):
         def internvl(self, folder):
             images = image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
                 size={"height": 448, "width": 448},
-                image_mean=list(IMAGENET_MEAN),
-                image_std=list(IMAGENET_STD),
+                image_mean=list(MEAN),
+                image_std=list(STD),
             )
             return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
 
@@ -75,7 +84,7 @@ def published(monkeypatch):
     return Published()
 
 
-def ours(tmp_path, chat, how, kind, patches=0):
+def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
     found = MixtureSource(
         Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
@@ -94,7 +103,7 @@ def ours(tmp_path, chat, how, kind, patches=0):
                 found.pieces(i),
                 found.media(i),
                 spec,
-                placeholder=chat.media_id(kind),
+                placeholder=chat.media_id(stands_for or kind),
             )
             assert len(sample.tokens) == found.cost(i).llm_tokens
             out.append((record, sample))
@@ -143,13 +152,34 @@ def test_internvl(tmp_path, published):
         assert np.abs(normalized(sample.tiles) - pixels).max() < 1e-5
 
 
+def test_internvl_clips(tmp_path, published):
+    """Each frame is named in the text. The processor is given the frames; to cut them would need
+    torchvision."""
+    special = [*SPECIAL, *INTERNVL.values()]
+    folder = write(tmp_path / "tok", IN_ORDER, {"extra_special_tokens": INTERNVL}, special)
+    processor, chat = published.internvl(folder), ChatTokenizer(folder)
+    how = Preprocessing(DynamicTiling(), max_frames=12, between_frames=chat.between_frames(12))
+    for record, sample in ours(tmp_path, chat, how, "video", 256, "image"):
+        frames = {"pixel_values_videos": [np.zeros(sample.frames)]}
+        clip = processor.replace_video_token(frames, 0)
+        text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
+        assert sample.frames > 1
+        assert sample.tokens.tolist() == processor.tokenizer(text)["input_ids"]
+        assert (
+            sample.visual.used.sum()
+            == 256 * sample.frames
+            == ((sample.tokens == chat.media_id("image")).sum())
+        )
+
+
 def test_qwen2_audio(tmp_path, published):
     special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
     folder = write(tmp_path / "tok", published.qwen2_audio_template, special=special)
     processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
     for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio"):
         text = rendered(processor.tokenizer, record, "audio")
-        sound = read_sound(record.media[0][1], 60_000, 16000)
+        path = record.media[0][1]
+        sound = read_sound(path, min(count_samples(path, 16000), 480_000), 16000)
         expected = processor(text=[text], audio=[sound], sampling_rate=16000, return_tensors="np")
         assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
         assert sample.mel_frames.tolist() == expected["feature_attention_mask"].sum(1).tolist()

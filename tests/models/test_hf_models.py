@@ -18,7 +18,13 @@ from hf_reference import (
 )
 from model_fields import forward
 
+from dflop_jax.data import MediaSpec
 from dflop_jax.data.anyres import AnyRes
+from dflop_jax.data.compose import compose
+from dflop_jax.data.decode import Pictures
+from dflop_jax.data.internvl_tiles import DynamicTiling
+from dflop_jax.data.text import Piece
+from dflop_jax.data.token_sources import join
 from models import hf
 from models.audio import audio_tokens
 from models.decoder import DecoderModule
@@ -132,10 +138,14 @@ def test_tower_alone(form):
     check(map_, model, out.hidden_states[-1], lambda p: forward(module, p["vision"], batch), form)
 
 
+# The media of each row: pictures alone, together and beside a clip, a clip alone.
+ROWS = (("image",), ("image", "image"), ("image", "video"), ("video",))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_llava_onevision(seed):
-    """Pictures of odd aspect ratios: unpadded grids, downscaling, line ends; with every gradient,
-    that of the line end too."""
+    """Pictures of odd aspect ratios (unpadded grids, downscaling, line ends), several pictures and
+    pooled clips; with every gradient, that of the line end too."""
     rng = np.random.default_rng(50 + seed)
     decoder = draw_decoder(rng, qkv_bias=seed != 1)
     size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder, "anyres")
@@ -147,46 +157,67 @@ def test_llava_onevision(seed):
     grids = tuple((px * r, px * c) for r in range(1, 4) for c in range(1, 4))
     spec = AnyRes(px, grid, 2 + 2 * seed, grids)
     config = model.config
-    config.image_grid_pinpoints, config.image_token_id = [list(g) for g in grids], 0
+    config.image_grid_pinpoints = [list(g) for g in grids]
+    config.image_token_id, config.video_token_id = 0, 1
     config.vision_aspect_ratio = f"anyres_max_{spec.max_tiles}"
-    sizes = rng.integers(px // 2 + 1, 9 * px, (2, 2))  # (width, height) of a row's only picture
-    counts = spec.count(*sizes.T, np.ones(2, bool))
-    assert counts[0].all()
-    pixels = [draw_tiles(rng, size.vision, n) for n in counts[1]]
-    sources = [spec.place(*map(int, wh), True) for wh in sizes]
-    assert [len(s) for s in sources] == counts[2].tolist()
-    longest = int(counts[2].max()) + 3
-    tokens = rng.integers(1, decoder.vocab, (2, longest))
-    for row, s in zip(tokens, sources, strict=True):
-        row[1 : 1 + len(s)] = 0
 
-    padded = np.zeros((2, int(counts[1].max()), px, px, 3), np.uint8)
-    for out, tiles in zip(padded, pixels, strict=True):
-        out[: len(tiles)] = tiles
+    frames, rows, pictures, clips = 2 + seed, [], [], []
+    for kinds in ROWS:
+        media, alone = [], kinds.count("image") == 1
+        for kind in kinds:
+            if kind == "video":
+                tiles, sources = draw_tiles(rng, size.vision, frames), spec.place_clip(frames)
+                clips.append(normed(tiles, 0.5, 0.5))
+            else:
+                wh = rng.integers(px // 2 + 1, 9 * px, 2)
+                (usable,), (n,), _ = spec.count(*wh[:, None], np.array([alone]))
+                assert usable
+                tiles, sources = draw_tiles(rng, size.vision, n), spec.place(*map(int, wh), alone)
+                pictures.append((wh[::-1], normed(tiles, 0.5, 0.5)))
+            assert len(sources) == spec.count_clips(frames) or kind == "image"
+            media.append(Pictures(tiles, sources))
+        rows.append(media)
+    longest = max(sum(len(m.tokens) for m in media) for media in rows) + 5
+    what = MediaSpec(px, grid**2, "anyres", 4)
+    samples, tokens = [], np.zeros((len(rows), longest), np.int64)
+    for k, media in enumerate(rows):
+        spare = longest - sum(len(m.tokens) for m in media)
+        cuts = [0, *np.sort(rng.integers(1, spare, len(media))), spare]
+        text = [Piece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
+        pieces = [p for j in range(len(media)) for p in (text[j], Piece(medium=j))]
+        samples.append(compose([*pieces, text[-1]], media, what, placeholder=-1))
+        tokens[k] = samples[-1].tokens
+        kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for m in media])
+        tokens[k][tokens[k] < 0] = kind
+
+    most = max(len(p) for _, p in pictures)
+    padded = [torch.nn.functional.pad(p, (0,) * 7 + (most - len(p),)) for _, p in pictures]
     want = model(
         input_ids=torch.from_numpy(tokens),
-        pixel_values=normed(padded.reshape(-1, px, px, 3), 0.5, 0.5).unflatten(0, padded.shape[:2]),
-        image_sizes=torch.from_numpy(sizes[:, ::-1].copy()),
+        pixel_values=torch.stack(padded),
+        image_sizes=torch.from_numpy(np.stack([wh for wh, _ in pictures])),
+        batch_num_images=torch.tensor([n for n in (r.count("image") for r in ROWS) if n]),
+        pixel_values_videos=torch.stack(clips),
     ).logits
 
+    tiles = jnp.asarray(np.concatenate([s.tiles for s in samples]))
+    first = np.cumsum([0, *(len(s.tiles) for s in samples)]) * grid**2
+    sources = join([s.visual.shifted(at) for s, at in zip(samples, first, strict=False)])
+
     def ours(p):
-        rows = []
-        for tiles, s in zip(pixels, sources, strict=True):
-            found = features(vision, p["vision"], {"pixels": jnp.asarray(tiles)})
-            flat = found.reshape(-1, found.shape[-1])
-            seen = (flat[s.index] * s.weight[..., None]).sum(1)
-            rows.append(jnp.pad(seen, ((1, longest - 1 - len(s)), (0, 0))))
-        lines, mask = np.zeros((2, 2, longest), bool)
-        for k, s in enumerate(sources):
-            lines[k, 1 : 1 + len(s)], mask[k, 1 : 1 + len(s)] = s.newline, s.used
-        batch = text_batch(tokens, jnp.stack(rows), mask) | {"is_newline": jnp.asarray(lines)}
-        return logits(llm, p["llm"], batch)
+        found = features(vision, p["vision"], {"pixels": tiles})
+        seen = found.reshape(-1, found.shape[-1])[sources.index] * sources.weight[..., None]
+        visual = seen.sum(1).reshape(*tokens.shape, -1)
+        lines = jnp.asarray(sources.newline.reshape(tokens.shape))
+        batch = text_batch(tokens, visual, sources.used.reshape(tokens.shape))
+        return logits(llm, p["llm"], batch | {"is_newline": lines})
 
     check(map_, model, want, ours, f"llava {seed}")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_internvl(seed):
+    """Three pictures of odd aspect ratios, tiled, in one row or several."""
     rng = np.random.default_rng(20 + seed)
     decoder = draw_decoder(rng, qkv_bias=seed != 1)
     vision_size = draw_vision(rng, "internvit", merge=2)
@@ -197,8 +228,11 @@ def test_internvl(seed):
     map_ = model_ours.weights
     model = reference(map_, transformers.InternVLForConditionalGeneration, seed)
     model.config.image_token_id = 0
-    pixels = draw_tiles(rng, vision_size, int(rng.integers(1, 5)))
-    tokens = draw_text(rng, decoder, [vision_size.tokens_per_tile] * len(pixels), 0)
+    px = vision_size.tile_px
+    spec = DynamicTiling(px, max_tiles=3, tokens_per_tile=vision_size.tokens_per_tile)
+    _, n_tiles, n_tokens = spec.count(*rng.integers(1, 6 * px, (2, 3)), np.zeros(3, bool))
+    pixels = draw_tiles(rng, vision_size, n_tiles.sum())
+    tokens = draw_text(rng, decoder, n_tokens.tolist(), 0)
     mask = tokens == 0
     want = model(input_ids=torch.from_numpy(tokens), pixel_values=normed(pixels, MEAN, STD)).logits
 

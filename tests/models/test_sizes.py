@@ -83,23 +83,32 @@ def test_llava_onevision_parameters_as_published():
 
 
 @pytest.mark.parametrize(
-    "name, tower, published",
+    "name, parts",
     [
-        # Millions: "304.01M" and "5.54B" of the towers, totals as on the cards of InternVL2_5-*.
-        ("internvl-2.5-1b", 304.01, 938.19),
-        ("internvl-2.5-4b", 304.01, 3_710),
-        ("internvl-2.5-38b", 5_540, 38_400),
-        ("internvl-2.5-78b", 5_540, 78_400),
+        # Millions, as OpenGVLab's documentation of InternVL2.5 lists ViT, LLM and sum ...
+        ("internvl-2.5-1b", ("304.01", "629.70", "938.19")),
+        ("internvl-2.5-4b", ("304.01", "3.40e3", "3.71e3")),
+        # ... and the total of InternVL3-78B, which has the same two parts.
+        ("internvl-2.5-78b", (None, None, "78.41e3")),
     ],
 )
-def test_internvl_parameters_as_published(name, tower, published):
+def test_internvl_parameters_as_published(name, parts):
     model = internvl.build(name)
-    vision = model.modules["vision"]
-    found = n_params(vision) - count(vision, "exit")
-    digits = 2 if tower == 304.01 else -1
-    assert round(found / 1e6, digits) == tower
-    digits = {938.19: 2, 3_710: -1}.get(published, -2)
-    assert round(n_model(model) / 1e6, digits) == published
+    vision, llm = model.modules["vision"], model.modules["llm"]
+    found = n_params(vision) - count(vision, "exit"), n_params(llm), n_model(model)
+    for n, published in zip(found, parts, strict=True):
+        if published:
+            digits = len(published.partition("e")[0].partition(".")[2])
+            unit = 10 ** (6 + int(published.partition("e")[2] or 0))
+            assert round(n / unit, digits) == float(published.partition("e")[0])
+
+
+def test_internvl_38b_is_made_of_published_parts():
+    """No total was found for it: the tower of the 78B, and Qwen2.5-32B of a smaller vocabulary."""
+    model, larger = internvl.build("internvl-2.5-38b"), internvl.build("internvl-2.5-78b")
+    assert model.size.vision == larger.size.vision
+    fewer_rows = 2 * (152_064 - 151_674) * 5120
+    assert n_params(model.modules["llm"]) == 32_763_876_352 - fewer_rows
 
 
 def test_qwen2_audio_parameters_as_published():

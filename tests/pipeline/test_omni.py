@@ -11,6 +11,7 @@ import pytest
 
 from dflop_jax.data import MediaSpec, Sample, pack_group
 from dflop_jax.data.token_sources import TokenSources
+from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Bucket, Microbatch, Plan, Schedule, SegmentPlan, SubmeshPlan
@@ -213,3 +214,45 @@ def test_step_equals_every_sample_alone(name):
         # The update is a difference of float32 parameters of order one.
         noise = 2e-7 * max(1.0, largest) if where != KEY_BIAS else 1e-6 * largest
         assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + noise, where
+
+
+def test_changing_one_sample_leaves_the_others_bit_identical():
+    """Text, tiles and sound of one packed sample: what the LLM's last layer gives for the others,
+    whose tiles the same program encodes and the same rows hold, does not change by a bit."""
+    m, (params, _, _) = model("omni"), oracle("omni")
+    bucket, group = Bucket(8, 96, 2, 8), (Microbatch(0, (((0, 3), (1, 4)), ((5, 2), (6,)))),)
+
+    @jax.jit
+    def hidden(fields, sources):
+        visual = 0.0
+        for name, arrays in sources.items():
+            one = {k: a[0] for k, a in fields[name].items()}
+            found = plain.run_module(m.modules[name], params[name], one)
+            visual += gather_features(found[None], *arrays)
+        llm, p = m.modules["llm"], params["llm"]
+        batch = {k: a[0] for k, a in fields["llm"].items()} | {"visual": visual[0]}
+        x = llm.entry(p["entry"], batch)
+        return jax.lax.scan(lambda x, q: (llm.layer(q, x, batch), None), x, p["layers"])[0]
+
+    def run(every):
+        packed = pack_group(
+            group, bucket, every, shapes=[s.shape for s in every],
+            data_ranks={"vision": 2, "audio": 2, "llm": 2}, spec=MediaSpec.of(m.preprocessing),
+        )  # fmt: skip
+        segments = packed.fields["llm"]["segment_ids"][0]
+        out = np.asarray(hidden(packed.fields, packed.sources))
+        where = zip(group[0].rows[0] + group[0].rows[1], segments, out, strict=True)
+        return {i: x[s == k] for row, s, x in where for k, i in enumerate(row, 1)}
+
+    before = run(samples("omni"))
+    assert before.keys() == set(range(N))
+    for changed in (3, 4):  # of sound, and of tiles and sound
+        every = list(samples("omni"))
+        old = every[changed]
+        every[changed] = dataclasses.replace(
+            old, tokens=(old.tokens + 1) % m.vocab_size, tiles=255 - old.tiles, mel=-old.mel
+        )
+        after = run(every)
+        for i, x in before.items():
+            assert len(x) == len(samples("omni")[i].tokens)
+            assert np.array_equal(x, after[i]) == (i != changed), i

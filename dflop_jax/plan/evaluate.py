@@ -37,11 +37,6 @@ def sample_batches(
     return [[shapes[int(i)] for i in row] for row in pick]
 
 
-def peak_bytes(plan: Plan) -> float:
-    """Of the device that needs the most memory."""
-    return max(v for k, v in plan.predicted.items() if k.startswith("peak_bytes."))
-
-
 def as_plan(
     placement: Placement,
     policy: str,
@@ -79,6 +74,14 @@ class Evaluator:
 
     def priced(self, plan: Plan) -> Priced:
         return Priced(plan, self.rules)
+
+    def peak_bytes(self, plan: Plan) -> float:
+        """Of the device that needs the most memory."""
+        return max(self.priced(plan).peak_bytes().values())
+
+    def fits(self, plan: Plan) -> bool:
+        limit = self.rules.memory_bytes
+        return not limit or self.peak_bytes(plan) <= limit
 
     def n_groups(self, plan: Plan, prices: BucketCosts, batch: int) -> int:
         """Groups of a batch under a plan of one bucket, which decide its makespan."""
@@ -140,14 +143,13 @@ class Evaluator:
 
     def evaluate(self, plan: Plan) -> Plan:
         """The plan with its predicted figures, and with the lookahead that makes it fastest."""
-        memory_bytes = self.rules.memory_bytes
         prices = self.priced(plan).buckets
         schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(self.batches)]
         runs = [[g[0].bucket for g in schedule.groups] for schedule in schedules]
         best = self._predicted(plan, runs)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
             other = self._predicted(replace(plan, lookahead=lookahead), runs)
-            fits = not memory_bytes or peak_bytes(other) <= memory_bytes
+            fits = self.fits(other)
             worth = (1 - _WORTH_MEMORY) * best.predicted["makespan_s"]
             best = other if fits and other.predicted["makespan_s"] < worth else best
         return best

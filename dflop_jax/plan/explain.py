@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.ranking import Candidate
 from dflop_jax.plan.space import outlines
-
-if TYPE_CHECKING:
-    from dflop_jax.plan.search import Candidate
 
 _GIB = 2**30
 _MOST_TIMES = 64  # as many devices

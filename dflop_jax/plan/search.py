@@ -2,53 +2,32 @@
 
 The expectation is over global batches sampled from the data profile, each scheduled by the real
 scheduler and simulated on the runtime's task lists (DFLOP's Data-aware 3D Parallelism Optimizer,
-arXiv 2603.25120, with an expectation instead of mean shapes). Best-first: what has the least lower
-bound is made exact step by step, so the first exact ones are the best of the whole space. The
-first few then get buckets of their own, and the fastest is the plan.
+arXiv 2603.25120, with an expectation instead of mean shapes). The best of the whole space
+(`ranking`), or the first few, then get buckets of their own, and the fastest is the plan.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
-from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import Evaluator, Priced, as_plan, sample_batches
+from dflop_jax.plan.evaluate import Evaluator, sample_batches
 from dflop_jax.plan.explain import why_nothing_fits
 from dflop_jax.plan.load import loads
-from dflop_jax.plan.placement import Outline, Placement
+from dflop_jax.plan.ranking import Candidate, Item, Ranking
 from dflop_jax.plan.space import outlines
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import Bucket, DataProfile, ModelProfile, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.records import DataProfile, ModelProfile, Plan, SegmentPlan, SubmeshPlan
 
-ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A placement with its best cut into groups of one bucket, simulated.
-
-    busy_s: seconds that each submesh computes in a step of `makespan_s`, on average. peak_bytes:
-    of the device that needs most.
-    """
-
-    policy: str
-    name: str
-    microbatches: int
-    remat: str
-    makespan_s: float
-    busy_s: dict[str, float]
-    peak_bytes: float
 
 
 @dataclass(frozen=True)
@@ -123,17 +102,17 @@ def search_plan(
         hardware=hardware,
     )
     evaluator = Evaluator(rules, data.shapes, batches, config, global_batch)
-    search = _Search(evaluator, outlines(rules, n_devices, config, tied), allowed)
-    best = search.ranked(max(shown, FINALISTS) if refine else shown, on_progress)
+    ranking = Ranking(evaluator, outlines(rules, n_devices, config, tied), allowed)
+    best = ranking.ranked(max(shown, FINALISTS) if refine else shown, on_progress)
     if not best:
-        raise ValueError(why_nothing_fits(rules, n_devices, config, tied, search.least_bytes))
+        raise ValueError(why_nothing_fits(rules, n_devices, config, tied, ranking.least_bytes))
     return SearchResult(
-        search.refined(best) if refine else best[0].plan,
+        _refined(evaluator, best) if refine else best[0].plan,
         tuple(item.candidate() for item in best),
-        n_placements=search.n_placements,
-        n_candidates=search.n_candidates,
-        n_fit=search.n_fit,
-        n_evaluated=search.n_evaluated,
+        n_placements=ranking.n_placements,
+        n_candidates=ranking.n_candidates,
+        n_fit=ranking.n_fit,
+        n_evaluated=ranking.n_evaluated,
     )
 
 
@@ -141,230 +120,45 @@ def _makespan_s(plan: Plan) -> float:
     return plan.predicted["makespan_s"]
 
 
-class _Item:
-    """A placement with a cut, whose bound rises until it is exact."""
-
-    def __init__(
-        self,
-        search: _Search,
-        policy: str,
-        placement: Placement,
-        plan: Plan,
-        cut: int,
-        bound_s: float,
-        most: Bucket | None = None,
-        n_groups: Sequence[int] = (),
-    ):
-        self.search, self.policy, self.placement, self.plan = search, policy, placement, plan
-        self.name, self.cut, self.bound_s, self.most = placement.name, cut, bound_s, most
-        self.exact = False
-        self._n_groups = list(n_groups)  # at least, of each batch
-        self._spans: list[float] = []
-        self._steps = self._advance()
-
-    @property
-    def key(self) -> tuple[float, bool, str, str, int]:
-        """Bounds before what is exact, so that equals are compared by name."""
-        return self.bound_s, self.exact, self.policy, self.name, self.cut
-
-    def __lt__(self, other: _Item) -> bool:
-        return self.key < other.key
-
-    def advance(self) -> None:
-        next(self._steps)
-
-    def _advance(self) -> Iterator[None]:
-        evaluator = self.search.evaluator
-        self.search.n_evaluated += 1
-        if self.plan.grouping == "arrival":
-            self.plan = evaluator.evaluate(self.plan)
-            self.bound_s, self.exact = _makespan_s(self.plan), True
-            yield
-            return
-        priced = evaluator.priced(self.plan)
-        spans: dict[int, float] = {}
-        least = []
-        for i, n in enumerate(self._n_groups):
-            n = max(n, evaluator.least_groups(self.plan, i))
-            if n not in spans:
-                spans[n] = priced.simulate([0] * n).makespan_s
-            least.append(spans[n])
-        self.bound_s = float(np.mean(least))
-        yield
-        for i in range(len(least)):
-            n = self._n_groups[i] = evaluator.n_groups(self.plan, priced.buckets, i)
-            if n not in spans:
-                spans[n] = priced.simulate([0] * n).makespan_s
-            least[i] = spans[n]
-            self.bound_s = float(np.mean(least))
-            self.exact = i == len(least) - 1
-            yield
-
-    def candidate(self) -> Candidate:
-        plan, priced = self.plan, self.search.evaluator.priced(self.plan)
-        remat = [f"{m} {r}" for m in plan.modules if (r := plan.segments_of(m)[0].remat) != "none"]
-        busy_s = plan.predicted and {
-            m.name: plan.predicted.get(f"busy_fraction.{m.name}", 0.0) * self.bound_s
-            for m in plan.submeshes
-        }
-        if not busy_s:
-            traces = [priced.simulate([0] * n) for n in self._n_groups]
-            each = [(t.busy_fraction(), t.makespan_s) for t in traces]
-            busy_s = {
-                m.name: float(np.mean([share.get(m.name, 0.0) * span for share, span in each]))
-                for m in plan.submeshes
-            }
-        return Candidate(
-            policy=self.policy,
-            name=self.name,
-            microbatches=self.cut * plan.group_size,
-            remat=", ".join(remat) or "none",
-            makespan_s=self.bound_s,
-            busy_s=busy_s,
-            peak_bytes=max(priced.peak_bytes().values()),
-        )
-
-
-class _Search:
-    """The space of a policy, ranked best-first."""
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        space: dict[str, list[Outline]],
-        allowed: Callable[[SubmeshPlan], bool],
-    ):
-        self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
-        self.n_placements = sum(map(len, space.values()))
-        self.n_candidates = self.n_fit = self.n_evaluated = 0
-        self.least_bytes = np.inf
-        self._ready: list[_Item] = []
-        self._tables: list[tuple[str, Bounds]] = []
-        for policy, found in space.items():
-            if policy == "blind":
-                self._ready += self._arrivals(policy, found)
-            else:
-                self._tables += [(policy, b) for b in all_bounds(found, self.rules)]
-
-    def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[_Item]:
-        """The best item of each of the `n` best placements, exact, best first."""
-        waiting = self._by_bound()
-        upcoming = next(waiting, None)
-        heap = list(self._ready)
-        heapq.heapify(heap)
-        best: dict[tuple[str, str], _Item] = {}
-        while heap or upcoming:
-            if upcoming and (not heap or upcoming[0] <= heap[0].bound_s):
-                item = self._item(*upcoming)
-                if item is not None:
-                    heapq.heappush(heap, item)
-                upcoming = next(waiting, None)
-                continue
-            item = heapq.heappop(heap)
-            if not item.exact:
-                item.advance()
-                heapq.heappush(heap, item)
-                continue
-            if best.setdefault((item.policy, item.name), item) is item and on_progress:
-                on_progress(len(best), n)
-            if len(best) == n:
-                break
-        return list(best.values())
-
-    def _by_bound(self) -> Iterator[tuple[float, str, Bounds, int, int]]:
-        """Candidates that memory holds, the least bound first."""
-        flat = [(b.bound_s.ravel(), i) for i, (_, b) in enumerate(self._tables)]
-        bounds = np.concatenate([np.zeros(0), *(b for b, _ in flat)])
-        table = np.concatenate([np.zeros(0, int), *(np.full(len(b), i) for b, i in flat)])
-        at = np.concatenate([np.zeros(0, int), *(np.arange(len(b)) for b, _ in flat)])
-        self.n_candidates += len(bounds)
-        self.n_fit += int(np.isfinite(bounds).sum())
-        self.least_bytes = min(
-            [self.least_bytes, *(float(b.peak_bytes.min()) for _, b in self._tables)]
-        )
-        for i in np.argsort(bounds, kind="stable").tolist():
-            if not np.isfinite(bounds[i]):
-                return
-            policy, found = self._tables[table[i]]
-            yield float(bounds[i]), policy, found, *divmod(int(at[i]), len(found.cuts))
-
-    def _item(self, bound_s: float, policy: str, found: Bounds, p: int, c: int) -> _Item | None:
-        placement = self.rules.placement(found.outlines[p])
-        if not all(map(self.allowed, placement.submeshes)):
-            return None
-        remat = found.remats[found.choice[p, c]]
-        plan = as_plan(placement, policy, (found.bucket(p, c),), remat)
-        fit = np.flatnonzero(np.isfinite(found.bound_s[p]))
-        most = found.bucket(p, int(fit[0])) if self.rules.memory_bytes else None
-        groups = found.groups[:, p, c].astype(int).tolist()
-        return _Item(self, policy, placement, plan, int(found.cuts[c]), bound_s, most, groups)
-
-    def _arrivals(self, policy: str, outlines: Sequence[Outline]) -> list[_Item]:
-        """The blind baseline's: a bound is the work of its microbatches without bubbles."""
-        most = self.evaluator.config.max_microbatches
-        items = []
-        for outline in outlines:
-            placement = self.rules.placement(outline)
-            if not all(map(self.allowed, placement.submeshes)):
-                continue
-            for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
-                self.n_candidates += 1
-                remats = [dict.fromkeys(self.rules.n_layers, r) for r in self.rules.remats]
-                plan = self.evaluator.arrival_plan(placement, policy, cap)
-                for remat in remats:
-                    plan = as_plan(placement, policy, plan.buckets, remat)
-                    peak = self._peak_bytes(plan)
-                    self.least_bytes = min(self.least_bytes, peak)
-                    if self._fits(plan):
-                        self.n_fit += 1
-                        items.append(_Item(self, policy, placement, plan, cap, 0.0))
-                        break
-        return items
-
-    def refined(self, best: Sequence[_Item]) -> Plan:
-        """The plan of the best item, with the buckets that suit it; with effort "full" that of the
-        fastest of several items with several granularities of buckets."""
-        config, first = self.evaluator.config, best[0]
-        if config.policy == "blind":
-            return first.plan
-        quick = config.effort == "quick"
-        items = [b for b in best[:FINALISTS] if b.bound_s <= CLOSE * first.bound_s]
-        found: list[tuple[float, Plan, _Item, int]] = []
-        for item in items[: 1 if quick else None]:
-            cut = item.cut * item.plan.group_size
-            finest = {max(1, min(config.max_microbatches, round(x * cut))) for x in FINER}
-            for most in [max(finest)] if quick else sorted(finest, reverse=True):
-                if (plan := self._with_buckets(item, most, "quick")) is not None:
-                    found.append((_makespan_s(plan), plan, item, most))
-        if found and not quick:  # the fastest, searched through
-            _, _, item, most = min(found, key=lambda f: f[0])
-            if (plan := self._with_buckets(item, most, "full")) is not None:
+def _refined(evaluator: Evaluator, best: Sequence[Item]) -> Plan:
+    """The plan of the best item, with the buckets that suit it; with effort "full" that of the
+    fastest of several items with several granularities of buckets."""
+    config, first = evaluator.config, best[0]
+    if config.policy == "blind":
+        return first.plan
+    quick = config.effort == "quick"
+    items = [b for b in best[:FINALISTS] if b.bound_s <= CLOSE * first.bound_s]
+    found: list[tuple[float, Plan, Item, int]] = []
+    for item in items[: 1 if quick else None]:
+        cut = item.cut * item.plan.group_size
+        finest = {max(1, min(config.max_microbatches, round(x * cut))) for x in FINER}
+        for most in [max(finest)] if quick else sorted(finest, reverse=True):
+            if (plan := _with_buckets(evaluator, item, most, "quick")) is not None:
                 found.append((_makespan_s(plan), plan, item, most))
-        span_s, plan, *_ = min(found, key=lambda f: f[0], default=(np.inf, None))
-        if plan is not None and span_s < first.bound_s:
-            return plan
-        return self.evaluator.evaluate(first.plan)
-
-    def _with_buckets(self, item: _Item, finest: int, effort: str) -> Plan | None:
-        """The item's plan with chosen buckets; None if they do not fit."""
-        try:
-            plan = self.evaluator.with_buckets(item.plan, item.most, finest, effort)
-        except ValueError:  # memory holds the largest sample only beside a smaller share
-            return None
-        plan = self.evaluator.evaluate(self._keeping_more(plan))
-        return plan if self._fits(plan) else None
-
-    def _keeping_more(self, plan: Plan) -> Plan:
-        """The plan without the remat that its buckets do not need."""
-        for m in plan.modules if self.rules.remat == "auto" else ():
-            kept = tuple(replace(s, remat="none") if s.module == m else s for s in plan.segments)
-            other = replace(plan, segments=kept)
-            plan = other if self._fits(other) else plan
+    if found and not quick:  # the fastest, searched through
+        _, _, item, most = min(found, key=lambda f: f[0])
+        if (plan := _with_buckets(evaluator, item, most, "full")) is not None:
+            found.append((_makespan_s(plan), plan, item, most))
+    span_s, plan, *_ = min(found, key=lambda f: f[0], default=(np.inf, None))
+    if plan is not None and span_s < first.bound_s:
         return plan
+    return evaluator.evaluate(first.plan)
 
-    def _fits(self, plan: Plan) -> bool:
-        limit = self.rules.memory_bytes
-        return not limit or self._peak_bytes(plan) <= limit
 
-    def _peak_bytes(self, plan: Plan) -> float:
-        return max(Priced(plan, self.rules).peak_bytes().values())
+def _with_buckets(evaluator: Evaluator, item: Item, finest: int, effort: str) -> Plan | None:
+    """The item's plan with chosen buckets; None if they do not fit."""
+    try:
+        plan = evaluator.with_buckets(item.plan, item.most, finest, effort)
+    except ValueError:  # memory holds the largest sample only beside a smaller share
+        return None
+    plan = evaluator.evaluate(_keeping_more(evaluator, plan))
+    return plan if evaluator.fits(plan) else None
+
+
+def _keeping_more(evaluator: Evaluator, plan: Plan) -> Plan:
+    """The plan without the remat that its buckets do not need."""
+    for m in plan.modules if evaluator.rules.remat == "auto" else ():
+        kept = tuple(replace(s, remat="none") if s.module == m else s for s in plan.segments)
+        other = replace(plan, segments=kept)
+        plan = other if evaluator.fits(other) else plan
+    return plan

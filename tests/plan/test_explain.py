@@ -8,7 +8,8 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY, find_hardware
 from dflop_jax.plan.explain import why_it_lost
-from dflop_jax.plan.search import Candidate, search_plan
+from dflop_jax.plan.ranking import Candidate
+from dflop_jax.plan.search import search_plan
 from dflop_jax.train import planning, prepare
 
 from .cases import BATCH, CONFIG, data_profile, model_profile

@@ -202,7 +202,7 @@ def test_remat_is_dropped_where_chosen_buckets_do_not_need_it(monkeypatch):
         held = loads(plan.modules, data_profile().shapes, [], BATCH)
         rules = Rules(CostModel(keeps_little()), held, 32, 8, lambda s: True, memory_bytes, remat)
         evaluator = Evaluator(rules, data_profile().shapes, [], CONFIG, BATCH)
-        found = search_module._Search(evaluator, {}, lambda m: True)._keeping_more(plan)
+        found = search_module._keeping_more(evaluator, plan)
         return {s.module: s.remat for s in found.segments}
 
     costs = CostModel(keeps_little())

@@ -74,7 +74,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._on_failure = on_failure or _end
         self._changed = threading.Condition()
-        self._arrived: dict[tuple[int, str], bytes] = {}
+        self._arrived: dict[tuple[int, str], list[bytes]] = {}  # in order, not taken yet
         self._run = 0
         self._abandoned: set[str] = set()
         self._closing = False
@@ -212,7 +212,11 @@ class Peers:
             self._changed.wait_for(lambda: place in self._arrived or given_up())
             if place not in self._arrived:
                 raise RunFailed(f"waiting for {key!r} of process {process}: the run has ended")
-            return self._arrived.pop(place)
+            waiting = self._arrived[place]
+            value = waiting.pop(0)
+            if not waiting:
+                del self._arrived[place]
+            return value
 
     def _full(self, key: str) -> str:
         return f"{self._run}:{key}"
@@ -228,7 +232,7 @@ class Peers:
                     self._lost(*msgspec.json.decode(value, type=tuple[str, int]))
                 elif key != _BEAT:
                     with self._changed:
-                        self._arrived[link.process, key] = value
+                        self._arrived.setdefault((link.process, key), []).append(value)
                         link.left |= key.endswith(_BYE)
                         self._changed.notify_all()
         except OSError:

@@ -159,6 +159,15 @@ def test_messages_of_different_keys_may_come_in_any_order(job):
     assert [hub.gather(k, b"") for k in "bca"] == [[b"", b"B"], [b"", b"C"], [b"", b"A"]]
 
 
+def test_messages_of_one_key_keep_their_order(job):
+    hub, other = job(2).peers
+    for value in (b"1", b"2", b"3"):
+        hub.share("key", value)
+    hub.share("last", b"")
+    assert other.share("last") == b""  # so all of them wait to be taken
+    assert [other.share("key") for _ in range(3)] == [b"1", b"2", b"3"]
+
+
 def test_threads_of_a_process_use_different_keys_at_once(job):
     four = job(4)
     blob = bytes(100_000)

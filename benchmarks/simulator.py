@@ -9,9 +9,11 @@ cores that there are. Each runs 5 plans on batches of 4 sizes. Before the first 
 steps are predicted twice:
   calibrated  from every compiled program run alone (tasks, sends, reductions, updates)
   layers      from the profile of single layers only, as the planner predicts
-Then every schedule runs REPEATS times, by turns with the others and after a round that is not
-counted; its time is the median from one step's end to the next one's. Batches are packed ahead, so
-that the steps are those of the devices and not of the host's decoding. Nothing is fitted to the
+Then the schedules run by turns, after a round that is not counted; a schedule's time is the median
+of its steps, each from the end of the step before to its own. Batches are packed ahead: the steps
+are those of the devices, without the host's decoding. A step, or a calibration, in which programs
+other than this one took more than 6% of the cores is run again, and does not count (column
+`others`: their share in the steps that count, and how many did not). Nothing is fitted to the
 measured steps.
 """
 
@@ -26,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from simulator_steps import calibrated, run_batches, undisturbed
+
 from dflop_jax import Config, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.records import Plan
+from dflop_jax.records import Plan, Schedule
 
 RUNS = Path("runs/simulator")  # the last simulated and measured trace of every schedule
-REPEATS = 5
-CALIBRATION = 5  # runs of every program
 TARGETS = {"median_abs_error": 0.05, "worst_abs_error": 0.12}
 
 
@@ -43,7 +46,6 @@ class Kind:
     microbatches: int = 16
     devices: int = 0  # of every submesh; 0: any number
     stages: int = 0  # of the LLM's submesh; 0: any
-    segments: int = 0  # of the LLM; 0: any
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class SetUp:
     processes: int
     devices: int  # of each process
     max_model: int
+    size: str  # of the model
+    batches: tuple[int, ...]
     kinds: dict[str, Kind]
 
 
@@ -60,6 +64,8 @@ PINNED = SetUp(
     2,
     1,
     1,
+    "tiny+tiny-short",  # encoder and LLM take about as long
+    (40, 48, 56, 64),
     {
         "dflop": Kind("dflop"),
         "dflop, few microbatches": Kind("dflop", microbatches=6),
@@ -73,21 +79,22 @@ PRETENDED = SetUp(
     1,
     8,
     2,
+    "tiny",
+    (20, 24, 28, 32),
     {
         "dflop": Kind("dflop"),
         "dflop, LLM of 2 stages": Kind("dflop", stages=2),
-        "dflop, LLM of 2 segments": Kind("dflop", segments=2),
+        "dflop, few microbatches": Kind("dflop", microbatches=6),
         "orch": Kind("orch"),
         "blind": Kind("blind"),
     },
 )
 SET_UPS = {"pinned": PINNED, "pretended": PRETENDED}
-BATCHES = (40, 48, 56, 64)
 
 
 def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
     return Config(
-        model=ModelConfig(size="nano" if quick else "tiny+tiny-short"),
+        model=ModelConfig(size="nano" if quick else set_up.size),
         plan=PlanConfig(
             policy=kind.policy,
             devices=set_up.processes * set_up.devices,
@@ -97,7 +104,7 @@ def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
             max_microbatches=kind.microbatches,
             effort="quick",
         ),
-        train=TrainConfig(global_batch=16 if quick else BATCHES[-1]),
+        train=TrainConfig(global_batch=16 if quick else set_up.batches[-1]),
     )
 
 
@@ -108,6 +115,7 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
     """Predict and run every schedule of a set-up; process 0 writes the rows."""
     from dflop_jax.train import prepare
 
+    sizes = (8, 16) if quick else set_up.batches
     kinds = list(set_up.kinds.items())[: 2 if quick else None]
     setup = prepare.set_up(config(kinds[0][1], set_up, quick))
     source = setup.source()
@@ -116,7 +124,7 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
     for name, kind in kinds:
         run = config(kind, set_up, quick)
         plan = search(kind, run, setup, profile)
-        rows += measure_plan(name, plan, run, setup, source, profile, quick)
+        rows += measure_plan(name, plan, run, setup, source, profile, sizes)
     if setup.peers.is_hub:
         concurrency = profile.model.concurrency
         out.write_text(json.dumps([r | {"concurrency": concurrency} for r in rows]))
@@ -132,9 +140,6 @@ def search(kind: Kind, run: Config, setup: Any, profile: Any) -> Plan:
         return (
             kind.devices in (0, m.n_devices)
             and (m.name == "vision" or kind.stages in (0, m.stage))
-            and (
-                m.name == "vision" or (kind.segments > 1) == (m.name != "llm") or not kind.segments
-            )
             and can_join(devices)
         )
 
@@ -150,9 +155,9 @@ def search(kind: Kind, run: Config, setup: Any, profile: Any) -> Plan:
 
 
 def measure_plan(
-    name: str, plan: Plan, run: Config, setup: Any, source: Any, profile: Any, quick: bool
+    name: str, plan: Plan, run: Config, setup: Any, source: Any, profile: Any, sizes: Any
 ) -> list[dict[str, Any]]:
-    from dflop_jax.pipeline.calibration import Calibration, merged
+    from dflop_jax.pipeline.calibration import merged
     from dflop_jax.pipeline.executor import Executor
     from dflop_jax.profile.fit import CostModel
     from dflop_jax.report.trace import write_trace
@@ -172,16 +177,17 @@ def measure_plan(
     layers = CostModel(profile.model).task_seconds(plan)
     costs = bucket_costs(plan, layers, ex.trainable)
     batches = []
-    for k, size in enumerate((8, 16) if quick else BATCHES):
+    for k, size in enumerate(sizes):
         first = 64 * k
         samples = {i: source.sample(first + i) for i in range(size)}
         shapes = [source.shape(first + i) for i in range(size)]
+        solved = msgspec.json.encode(schedule_batch(shapes, plan, costs, step=k))
         # One answer for all processes: the search may be cut by the clock.
-        batches.append((schedule_batch(shapes, plan, costs, step=k), shapes, samples))
+        schedule = msgspec.json.decode(peers.share("schedule", solved), type=Schedule)
+        batches.append((schedule, shapes, samples))
     ex.compile(sync=lambda: peers.barrier("compiled"))
     ex.init(run.train.seed)
-    mine = ex.calibrate(CALIBRATION, lambda: peers.barrier("calibrate"), ends=True)
-    parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode())]
+    parts, disturbance = calibrated(ex, peers)
     times = merged(plan, parts, one_at_a_time=ex.one_at_a_time)
 
     def simulated(schedule: Any, seconds: Any, sends: Any) -> Any:
@@ -203,10 +209,11 @@ def measure_plan(
     for k, (steps, (schedule, shapes, _)) in enumerate(zip(measured, batches)):
         if not peers.is_hub:
             continue
-        measured_s = statistics.median(s for s, _ in steps)
+        counted = undisturbed(steps) or steps
+        measured_s = statistics.median(s.seconds for s in counted)
         RUNS.mkdir(parents=True, exist_ok=True)
         names = {g: plan.buckets[m[0].bucket].name for g, m in enumerate(schedule.groups)}
-        typical = min(steps, key=lambda s: abs(s[0] - measured_s))[1]
+        typical = min(counted, key=lambda s: abs(s.seconds - measured_s)).trace
         write_trace(
             RUNS / f"{peers.count}-{name.replace(' ', '_')}-{k}.json",
             [predicted[k], typical],
@@ -221,60 +228,15 @@ def measure_plan(
                 "batch": len(shapes),
                 "groups": [g[0].bucket for g in schedule.groups],
                 "measured_s": measured_s,
-                "steps_s": [s for s, _ in steps],
+                "steps_s": [s.seconds for s in counted],
+                "disturbed": len(steps) - len(counted),
+                "others_calibrating": disturbance,
+                "others_share": statistics.mean(s.others for s in counted),
                 "calibrated_s": predicted[k].makespan_s,
                 "layers_s": from_layers[k].makespan_s,
             }
         )
     return rows
-
-
-def run_batches(ex: Any, batches: Any, setup: Any, source: Any) -> list[list[Any]]:
-    """Of every batch its steps, (seconds, trace): from the end of the step before to its own."""
-    from dflop_jax.train.feed import Packer, own_ranks
-
-    peers = setup.peers
-    packer = Packer(ex.plan, source.spec, own_ranks(ex.programs), peers)
-    packed = [packer.pack(s, shapes, held, key=f"pack/{s.step}") for s, shapes, held in batches]
-    found: list[list[Any]] = [[] for _ in packed]
-    rounds = [k for _ in range(1 + REPEATS) for k in range(len(packed))]
-    ended_s, pending = 0.0, None
-    for i, k in enumerate([*rounds, -1]):
-        handle = None
-        if k >= 0:
-            scale = 1.0 / max(packed[k].supervised_tokens, 1)
-            handle = ex.run_step(i, packed[k].groups, scale)
-        if pending:
-            result = finish(pending[1], i, peers)
-            if result:
-                if i > len(packed):
-                    found[pending[0]].append((result.ended_s - ended_s, result.trace))
-                ended_s = result.ended_s
-        pending = (k, handle)
-    return found
-
-
-def finish(handle: Any, step: int, peers: Any) -> Any:
-    """Wait for a step on every process; its result on process 0."""
-    import msgspec
-
-    from dflop_jax.pipeline.step import LocalResult
-
-    parts = peers.gather(f"step/{step}", msgspec.json.encode(handle.local()))
-    result = None
-    if peers.is_hub:
-        every = [msgspec.json.decode(v, type=LocalResult) for v in parts]
-        by_s = [peers.offset_s(p) for p in range(len(every))]
-        result = handle.result(
-            [
-                LocalResult(
-                    tuple((i, d + s, e + s) for i, d, e in part.spans), part.sums, part.grad_norm
-                )
-                for part, s in zip(every, by_s)
-            ]
-        )
-    peers.barrier(f"finished/{step}")
-    return result
 
 
 # ---- the one that starts them ----
@@ -345,7 +307,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         if not mine:
             continue
         table = Table("plan", "submeshes", "batch", "groups", "measured ms (min - max)",
-                      "calibrated ms", "error", "layers ms", "error",
+                      "calibrated ms", "error", "layers ms", "error", "others",
                       title=f"{s.name}, concurrency {mine[0]['concurrency']:.2f}")  # fmt: skip
         for r in mine:
             low, high = min(r["steps_s"]), max(r["steps_s"])
@@ -359,6 +321,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 f"{100 * error(r):+.1f}%",
                 f"{1e3 * r['layers_s']:.0f}",
                 f"{100 * error(r, 'layers_s'):+.1f}%",
+                f"{100 * r['others_share']:.0f}% ({r['disturbed']})",
             )
         console.print(table)
         for what, source in (("calibrated", "calibrated_s"), ("layers alone", "layers_s")):

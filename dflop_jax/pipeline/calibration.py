@@ -90,6 +90,8 @@ def calibrate(
 def _time(
     call: StepCall, task: Task, key: Task, into: Calibration, sync: Callable[[], None]
 ) -> None:
+    if task.direction == FORWARD:
+        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
     call.settle()
     sync()
     start = time.perf_counter()

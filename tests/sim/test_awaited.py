@@ -43,20 +43,6 @@ def test_dispatch_waits_as_the_thread_does():
     assert later > 10  # it does hold tasks up
 
 
-@pytest.mark.parametrize("awaited, expected", [((), 13.0), (("v0",), 13.0), (("l0",), 15.0)])
-def test_a_later_submesh_waits_for_an_awaited_one(awaited, expected):
-    """Orders forward 0, 1, then by turns; the LLM is slow, the encoder quick."""
-    plan = chain(2, vision=1)
-    seconds = {
-        Task("v0", 0, FORWARD): 1.0,
-        Task("v0", 0, BACKWARD): 2.0,
-        Task("l0", 0, BACKWARD): 5.0,
-    }
-    trace = simulate_step(plan, [0, 0], seconds, names(plan), awaited=awaited)
-    spans = played(plan, [0, 0], seconds, names(plan), awaited)
-    assert trace.makespan_s == max(end for _, end in spans.values()) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("buckets", [[], [0]])
 def test_nothing_and_one_group_are_not_held_up(buckets):
     plan = chain(2, vision=1)

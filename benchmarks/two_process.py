@@ -74,8 +74,11 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
             return ex
 
         def _warm_up(self, *args):
-            calibrated[self.config.run_dir] = super()._warm_up(*args)
-            return calibrated[self.config.run_dir]
+            parts = super()._warm_up(*args)
+            least = calibrated.setdefault(self.config.run_dir, {})
+            for task, runs in (row for part in parts for row in part.took.items()):
+                least[task] = max(min(runs), least.get(task, 0.0))
+            return parts
 
     setup = prepare.set_up(config("dflop", steps, batch, size))
     source = setup.source()

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from dflop_jax.contract import MultimodalModel, Params
+from dflop_jax.pipeline.calibration import Calibration, calibrate
 from dflop_jax.pipeline.communicator import Communicator, absent, zeros
 from dflop_jax.pipeline.order import resources
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.step import State, StepCall, StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
-from dflop_jax.records import REDUCE, UPDATE, Plan, Task
+from dflop_jax.records import UPDATE, Plan
 
 
 class Executor:
@@ -79,6 +79,14 @@ class Executor:
             for s in self.programs.segments.values()
         )
         self._latest: dict[int, Observation] = {}
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Submeshes that take a task only when the one before it has ended; dispatch waits."""
+        resource = resources(self.plan)
+        return frozenset(
+            m for m, r in resource.items() if self.one_at_a_time or r in self._throttled
+        )
 
     def init(
         self,
@@ -172,51 +180,21 @@ class Executor:
         )
 
     def calibrate(
-        self, repeats: int = 3, sync: Callable[[], None] = lambda: None
-    ) -> dict[Task, float]:
-        """Seconds of each (segment, bucket, direction) on this process, a task whose `group` is
-        the bucket index.
-
-        Runs every program on empty microbatches, alone and awaited: gradients stay zero. It also
-        warms up every transfer, so that steps compile nothing. Minimum of `repeats` runs. `sync`
-        waits for the other processes, before every task.
-        """
-        times: dict[Task, float] = {}
-        for b in range(len(self.plan.buckets)):
-            group = self.programs.empty_group(b)
-            for evaluate in (False, True) if self.programs.evaluates else (False,):
-                _, order = self.programs.order([b], evaluate)
-                for _ in range(repeats):
-                    self._time_tasks(order, group, times, sync)
-        # The norms' transfers, which only a whole step would make.
-        for name in self.trainable:
-            here = self.programs.segments[name].sharding()
-            norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=here))
-            for other in self.trainable:
-                there = self.programs.segments[other].sharding()
-                jax.block_until_ready(self.communicator.send(norm, there))
-        return times
-
-    def _time_tasks(
         self,
-        order: Sequence[Task],
-        group: GroupArrays,
-        times: dict[Task, float],
-        sync: Callable[[], None],
-    ) -> None:
-        call = self._call([group], 0.0)
-        for task in order:
-            if task.direction in (REDUCE, UPDATE):
-                continue
-            call.settle()
-            sync()
-            start = time.perf_counter()
-            jax.block_until_ready(call.run(task))
-            took = time.perf_counter() - start
-            if task.segment not in self.programs.local:
-                continue
-            key = Task(task.segment, group.bucket, task.direction)
-            times[key] = min(took, times.get(key, took))
+        repeats: int = 2,
+        sync: Callable[[], None] = lambda: None,
+        *,
+        ends: bool = False,
+    ) -> Calibration:
+        """Time every program on this process, alone; see `pipeline.calibration`."""
+        return calibrate(
+            self.programs,
+            self.state,
+            self.communicator,
+            repeats=repeats,
+            ends=ends,
+            sync=sync,
+        )
 
     def close(self) -> None:
         """End the observing threads."""

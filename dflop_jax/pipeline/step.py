@@ -101,6 +101,20 @@ class StepCall:
                 x[kind] = self.state.zero_inputs[key]
         return x, fields
 
+    def collect(self, name: str, g: int) -> None:
+        """Send the packer's arrays of a group to the encoder that its forward task will ask for
+        them; nothing if they are under way, or the segment leaves no module."""
+        programs = self.programs
+        if (name, g) in self.sources or not programs.leaves_module(name):
+            return
+        exchange = programs.exchange(name, self.groups[g].bucket)
+        hosts = self.groups[g].sources[programs.segments[name].plan.module]
+        packed = [
+            place(host, struct.sharding)
+            for host, struct in zip(hosts, exchange.source_structs, strict=True)
+        ]
+        self.sources[name, g] = exchange.collect_sources(packed)
+
     def _forward(self, name: str, g: int) -> Tree:
         programs, bucket = self.programs, self.groups[g].bucket
         x, fields = self._inputs(name, g)
@@ -112,16 +126,9 @@ class StepCall:
             self.sums.append(y)
             return y
         if programs.leaves_module(name):
-            exchange = programs.exchange(name, bucket)
-            module = programs.segments[name].plan.module
-            packed = [
-                place(host, struct.sharding)
-                for host, struct in zip(
-                    self.groups[g].sources[module], exchange.source_structs, strict=True
-                )
-            ]
-            sources = exchange.collect_sources(packed)
-            self.sources[name, g] = sources
+            self.collect(name, g)
+            exchange, module = programs.exchange(name, bucket), programs.segments[name].plan.module
+            sources = self.sources[name, g]
             blocks = programs.of_exchange(name, bucket, backward=False)(y, sources)
             self.inbox[above.name, g, module] = exchange.deliver(blocks)
             return blocks

@@ -28,6 +28,8 @@ from dflop_jax.records import (
 )
 from dflop_jax.sim.engine import Job, run
 
+_DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -61,6 +63,7 @@ def simulate_step(
     step: int = 0,
     sends: Mapping[Task, float] | None = None,
     noise: Noise | None = None,
+    awaited: Collection[str] = (),
 ) -> Trace:
     """Trace of one step whose groups use `buckets`.
 
@@ -73,6 +76,8 @@ def simulate_step(
         come back to it. Absent ones take no time. In the trace they are events SEND and RETURN of
         that segment, on a submesh named "from → to".
       noise: factors on all durations; None: none.
+      awaited: submeshes that are given a task only when the one before it on their devices has
+        ended. One thread dispatches all tasks in order, so later tasks of any submesh wait too.
 
     Raises:
       ValueError: a duration is negative or not finite, or a straggler is no submesh of the plan.
@@ -89,7 +94,9 @@ def simulate_step(
     late = _factors(sum(map(len, links.values())), noise, step, 1)
 
     jobs: list[Job] = []
-    drawn: list[tuple[str, Task]] = []  # what each job is in the trace
+    drawn: list[tuple[str, Task] | None] = []  # what each job is in the trace, None: nothing
+    held: dict[int, int] = {}  # resource that is awaited -> its last task's job
+    gate: tuple[int, ...] = ()  # the last of dispatch's waits
     arrives: dict[tuple[Task, str], int] = {}  # (producer, receiving segment) -> its send's job
     number: dict[Task, int] = {}
     for task, factor in zip(order, factors):
@@ -97,8 +104,12 @@ def simulate_step(
         key = task if task.group < 0 else Task(task.segment, buckets[task.group], task.direction)
         alone = seconds.get(key, 0.0) * factor * slower.get(on, 1.0)
         waits = tuple(arrives.get((d, task.segment), number[d]) for d in graph.waits_for[task])
-        number[task] = len(jobs)
-        jobs.append(Job(of[on], alone, waits, size[on]))
+        if on in awaited and of[on] in held:
+            gate, before = (len(jobs),), held[of[on]]
+            jobs.append(Job(_DISPATCH, 0.0, (before,)))
+            drawn.append(None)
+        number[task] = held[of[on]] = len(jobs)
+        jobs.append(Job(of[on], alone, waits + gate, size[on]))
         drawn.append((on, task))
         for to, shown, send_s in links.get(task, ()):
             link: Hashable = (on, where[to])
@@ -107,8 +118,9 @@ def simulate_step(
             drawn.append((f"{on} → {where[to]}", shown))
     done = run(jobs, concurrency)
     events = tuple(
-        Event(on, t.segment, t.group, t.direction, start, end)
-        for (on, t), start, end in zip(drawn, done.start_s, done.end_s)
+        Event(row[0], row[1].segment, row[1].group, row[1].direction, start, end)
+        for row, start, end in zip(drawn, done.start_s, done.end_s)
+        if row
     )
     return Trace(step, "simulated", events)
 
@@ -168,6 +180,7 @@ def simulate_schedules(
     concurrency: float = float("inf"),
     sends: Mapping[Task, float] | None = None,
     noise: Noise | None = None,
+    awaited: Collection[str] = (),
 ) -> Trace:
     """Steps one after another in one trace; groups keep counting."""
     events: list[Event] = []
@@ -183,6 +196,7 @@ def simulate_schedules(
             step=schedule.step,
             sends=sends,
             noise=noise,
+            awaited=awaited,
         )
         events += [
             replace(

@@ -29,9 +29,14 @@ COORDINATOR_ENV = "DFLOP_COORDINATOR"
 NUM_PROCESSES_ENV = "DFLOP_NUM_PROCESSES"
 PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
-# XLA on the CPU takes fresh memory for every program's temporaries: in small pages a large backward
-# takes up to 1.6 times as long (measured, glibc 2.36). Other allocators ignore it.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after
+# each program and taken in small pages, it makes a large backward take 1.7 times as long, and at
+# times three times where a virtual machine's host takes it too (measured, glibc 2.36): keep it, in
+# huge pages. Other allocators ignore it.
+_KEEP_MEMORY = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
+    f":glibc.malloc.mmap_threshold={1 << 40}:glibc.malloc.trim_threshold={1 << 40}"
+}
 # XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
 # one thread they wait until what computes has ended (43 ms instead of 8, measured).
 _POOL_OF_TWO = {"NPROC": "2"}
@@ -88,7 +93,7 @@ def launch(
     with _Group(mark) as group:
         for i in range(n):
             one_core = len(cores[i] or ()) == 1
-            defaults = {**_HUGE_PAGES, **(_POOL_OF_TWO if one_core else {})}
+            defaults = {**_KEEP_MEMORY, **(_POOL_OF_TWO if one_core else {})}
             environment = {**defaults, **os.environ, **shared, PROCESS_ID_ENV: str(i)}
             if i:  # a pipe is no terminal: lines would come in blocks, the last ones never
                 environment["PYTHONUNBUFFERED"] = "1"

@@ -7,7 +7,7 @@ profile, the plan, the schedules, and when to stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import msgspec
 
 from dflop_jax.config import Config
 from dflop_jax.data import Source
+from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import Plan, Profile, Task, with_remat
@@ -224,21 +225,17 @@ class Trainer:
         )
         return self._executor
 
-    def _warm_up(self, ex: Executor, progress: Progress) -> dict[Task, float]:
-        """Compile and time everything, all processes together."""
+    def _warm_up(self, ex: Executor, progress: Progress) -> list[Calibration]:
+        """Compile and time everything, all processes together; what each of them saw."""
         start = time.perf_counter()
         n = ex.compile(sync=lambda: self.peers.barrier("compiled"))
         mine = ex.calibrate(sync=lambda: self.peers.barrier("calibrate"))
-        found = self.peers.gather("calibrated", msgspec.json.encode(list(mine.items())))
-        seconds: dict[Task, float] = {}
-        for value in found:
-            for task, took in msgspec.json.decode(value, type=list[tuple[Task, float]]):
-                seconds[task] = max(took, seconds.get(task, 0.0))
+        found = self.peers.gather("calibrated", mine.encode())
         progress.log(f"compiled {n} programs in {time.perf_counter() - start:.1f} s")
-        return seconds
+        return [Calibration.decode(v) for v in found]
 
     def _predicted(
-        self, ex: Executor, seconds: Mapping[Task, float], measured: Mapping[Task, float]
+        self, ex: Executor, seconds: Mapping[Task, float], measured: Sequence[Calibration]
     ) -> Plan:
         """The plan, its predictions made anew from the times of the compiled programs."""
         assert self.profile is not None
@@ -246,9 +243,15 @@ class Trainer:
         shapes, n = self.profile.data.shapes, self.config.train.global_batch
         batches = [[shapes[(k * n + i) % len(shapes)] for i in range(n)] for k in range(4)]
         schedules = [schedule_batch(b, ex.plan, costs, step=k) for k, b in enumerate(batches)]
-        concurrency = self.profile.model.concurrency
+        times = merged(ex.plan, measured, one_at_a_time=ex.one_at_a_time)
         trace = simulate_schedules(
-            ex.plan, schedules, measured, ex.trainable, concurrency=concurrency
+            ex.plan,
+            schedules,
+            times.seconds,
+            ex.trainable,
+            concurrency=self.profile.model.concurrency,
+            sends=times.sends,
+            awaited=ex.awaited,
         )
         predicted = {k: v for k, v in ex.plan.predicted.items() if k.startswith("peak_bytes")}
         predicted["makespan_s"] = trace.makespan_s / len(batches)

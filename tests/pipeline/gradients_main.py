@@ -44,7 +44,7 @@ def check(want, name, vision, llm, options):
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
     ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))
-    ex.calibrate(repeats=1)
+    ex.calibrate(repeats=0)
     groups = plain.pack(m, plan, schedule, samples)
     count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
     captured = {}

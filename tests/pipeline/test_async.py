@@ -1,9 +1,11 @@
-"""Steps dispatched without waiting neither block each other nor change a bit of the result."""
+"""Steps dispatched without waiting neither block each other nor change a bit of the result; a
+calibration before them does not either."""
 
 import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.order import step_graph
 from models.llava import build
 
 from . import plain
@@ -30,8 +32,15 @@ def test_steps_in_flight_equal_steps_awaited(name):
         handles = [ex.run_step(i, groups, 1e-2) for i in range(6)]
         flying = [h.result().sums["loss_sum"] for h in handles]
         ex.init(0)
+        times = ex.calibrate(1, ends=True)
         awaited = [ex.run_step(i, groups, 1e-2).result().sums["loss_sum"] for i in range(6)]
     finally:
         ex.close()
     assert flying == awaited
     assert awaited[-1] < awaited[0]
+    graph = step_graph(plan, [0], ex.trainable)
+    assert set(times.took) == set(times.arrived) == set(graph.tasks)
+    for task, took in times.took.items():
+        assert len(took) == len(times.arrived[task]) == 1
+        assert 0 < took[0] <= times.arrived[task][0]
+    assert ex.awaited == {"vision", "llm"}  # several CPU devices of one process

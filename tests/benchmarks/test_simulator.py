@@ -1,0 +1,71 @@
+"""`benchmarks/simulator.py`: what it writes of given rows, what it runs, and bad arguments."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("simulator", BENCHMARKS / "simulator.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["simulator"] = module
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def rows(set_up, errors):
+    return [{"set_up": set_up, "measured_s": 2.0, "calibrated_s": 2.0 * (1 + e), "layers_s": 1.0}
+            for e in errors]  # fmt: skip
+
+
+def test_errors_of_all_and_of_each_set_up(simulator):
+    both = rows("pinned", [0.02, -0.08, 0.04]) + rows("pretended", [-0.25])
+    found = simulator.result(both)
+    assert found["median_abs_error"] == pytest.approx(0.06)
+    assert found["worst_abs_error"] == pytest.approx(0.25)
+    pinned = found["set_ups"]["pinned"]
+    assert pinned["median_abs_error"] == pytest.approx(0.04)
+    assert pinned["worst_abs_error"] == pytest.approx(0.08)
+    assert pinned["layers"] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
+    assert found["rows"] == both
+    assert set(simulator.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
+
+
+def test_twenty_schedules_of_each_set_up(simulator):
+    for set_up in simulator.SET_UPS.values():
+        assert len(set_up.kinds) * len(set_up.batches) == 20
+        policies = {kind.policy for kind in set_up.kinds.values()}
+        assert policies == {"dflop", "orch", "blind"}
+
+
+def test_only_undisturbed_steps_count(simulator):
+    from simulator_steps import DISTURBED, Step, undisturbed
+
+    quiet, loud = Step(1.0, DISTURBED, None), Step(1.0, 2 * DISTURBED, None)
+    assert undisturbed([loud, quiet, loud]) == [quiet]
+    assert undisturbed([]) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (("--only", "moon"), "invalid choice: 'moon'"),
+        (("--json", "/nowhere/out.json"), "no such folder"),
+    ],
+)
+def test_bad_arguments(arguments, why):
+    command = [sys.executable, str(BENCHMARKS / "simulator.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr

@@ -38,7 +38,8 @@ def test_steps_in_flight_equal_steps_awaited(name):
         ex.close()
     assert flying == awaited
     assert awaited[-1] < awaited[0]
-    graph = step_graph(plan, [0], ex.trainable)
+    # A group of each bucket: group and bucket number are the same.
+    graph = step_graph(plan, range(len(plan.buckets)), ex.trainable)
     assert set(times.took) == set(times.arrived) == set(graph.tasks)
     for task, took in times.took.items():
         assert len(took) == len(times.arrived[task]) == 1

@@ -1,8 +1,10 @@
 """The simulator against measured steps: its error for 20 schedules of two set-ups each.
 
 Command:  python benchmarks/simulator.py [--json FILE] [--quick]
-Minutes:  about 12 on 2 cores with nothing else running, 8 when the programs are cached
-Expected: median error below 5%, worst below 12%
+Minutes:  some 7 per set-up with programs to compile, 4 with them cached, on 2 cores with nothing
+          else running; more where steps must be repeated
+Target:   median error 5%, worst 12%. Not shown yet: every whole run so far was disturbed by other
+          programs (docs/results.md)
 
 Set-ups: two processes pinned to a core each; and one process with 8 pretended CPU devices on the
 cores that there are. Each runs 5 plans on batches of 4 sizes. Before the first step of a plan its

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 REPEATS = 5  # undisturbed steps of every schedule
-MOST_ROUNDS = 20
+MOST_ROUNDS = 8
 CALIBRATIONS = 3  # rounds, each with two runs of every program
 DISTURBED = 0.06  # share of the cores that others may take of a step that counts
 

@@ -323,7 +323,10 @@ def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
 
     def other_times(self, *args, **kwargs):
         times = measured(self, *args, **kwargs)
-        return {t: s * (1 + 9 * (t.group % 2)) for t, s in times.items()}
+        for runs in (times.took, times.arrived):
+            for task, seconds in runs.items():
+                runs[task] = [s * (1 + 9 * (task.group % 2)) for s in seconds]
+        return times
 
     monkeypatch.setattr(Executor, "calibrate", other_times)
     code, _, err = run(capsys, "train", "nano.py", "--run_dir", "again", *files)

@@ -85,7 +85,7 @@ def test_llava_onevision_parameters_as_published():
 @pytest.mark.parametrize(
     "name, parts",
     [
-        # Millions, as OpenGVLab's documentation of InternVL2.5 lists ViT, LLM and sum ...
+        # Millions, as public notes on InternVL2.5 list ViT, LLM and sum ...
         ("internvl-2.5-1b", ("304.01", "629.70", "938.19")),
         ("internvl-2.5-4b", ("304.01", "3.40e3", "3.71e3")),
         # ... and the total of InternVL3-78B, which has the same two parts.

@@ -12,7 +12,6 @@ from . import plain
 
 LAYOUTS = {
     "all on the same 8 devices": ((0, 1, 8, 1), (0, 1, 8, 1), 1),
-    "other shape on the same devices": ((0, 1, 8, 1), (0, 2, 2, 2), 2),
     "4 + 4": ((0, 1, 4, 1), (4, 1, 2, 2), 1),
 }
 

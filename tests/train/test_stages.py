@@ -25,9 +25,7 @@ from ..plans import nano_profile
 from .checkpoint_cases import model
 from .resume_cases import CONFIG, PLAN, evaluations
 
-ALL = {"vision": {"entry", "layers", "exit"}, "llm": {"entry", "layers", "exit"}}
 STAGES = {
-    "full": ALL,
     "connector": {"vision": {"exit"}},
     "llm": {"llm": {"entry", "layers", "exit"}},
 }
@@ -82,12 +80,10 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
             assert sum(same) <= 1 if trains else all(same), (module, part)
     # The LLM passes the connector's gradient through; nothing below the connector has one.
     backward = {
-        "full": {"v0", "v1", "llm0", "llm1"},
         "connector": {"v1", "llm0", "llm1"},
         "llm": {"llm0", "llm1"},
     }[stage]
     updated = {
-        "full": {"v0", "v1", "llm0", "llm1"},
         "connector": {"v1"},
         "llm": {"llm0", "llm1"},
     }[stage]

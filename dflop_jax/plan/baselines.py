@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.plan.exact import ExactCosts, peak_bytes
+from dflop_jax.plan.exact_costs import ExactCosts, peak_bytes
 from dflop_jax.plan.placement import Placement, factors, split_layers
 from dflop_jax.records import SampleShape, SegmentPlan, SubmeshPlan
 

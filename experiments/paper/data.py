@@ -121,7 +121,9 @@ def draw(mixture: str, n: int, seed: int, how: Assumptions | None = None) -> Dra
         values[0, rows] = at(t["prompt_chars"], u[0, rows])
         values[1, rows] = at(t["answer_chars"], u[1, rows])
         if "video_s" in t:
-            values[2, rows] = at(t["video_s"], u[2, rows] * share_below(t["video_s"], how.max_clip_s))
+            values[2, rows] = at(
+                t["video_s"], u[2, rows] * share_below(t["video_s"], how.max_clip_s)
+            )
         if "audio_s" in t:
             values[3, rows] = at(t["audio_s"], u[3, rows])
         if "images" in t:

@@ -1,0 +1,251 @@
+"""Tunes placements and microbatch counts at true shapes: best first by lower bounds.
+
+A candidate's bound starts as the busiest stage's even share of the work and is replaced by that of
+its dealt samples when its turn comes, so most candidates are never dealt, let alone simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflop_jax.pipeline.order import order_tasks, resources, step_graph
+from dflop_jax.plan.exact import bins_of, replica_trace
+from dflop_jax.plan.exact_costs import (
+    DIRECTIONS,
+    Array,
+    ExactCosts,
+    Loads,
+    Times,
+    is_replicated,
+    largest_load,
+    peak_bytes,
+    plan_of,
+    ranks_of,
+    reduce_s,
+    replica_plan,
+    resources_of,
+    segment_seconds,
+    sends_of,
+    sum_loads,
+)
+from dflop_jax.plan.placement import Placement
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    SampleShape,
+    SegmentPlan,
+    SubmeshPlan,
+    Task,
+)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best of a space; `tried` placements with a microbatch count, of which `simulated` had a
+    lower bound below the best."""
+
+    placement: Placement
+    n_microbatches: int
+    makespan_s: float
+    peak_bytes: float
+    tried: int
+    simulated: int
+
+
+def tune(
+    placements: Iterable[Placement],
+    batches: Sequence[Sequence[SampleShape]],
+    costs: ExactCosts,
+    *,
+    grouping: str,
+    memory_bytes: float = 0.0,
+    microbatches: Callable[[int], Sequence[int]] | None = None,
+) -> Tuned:
+    """The placement and microbatch count of least mean makespan over the batches, by simulation.
+
+    Candidates are simulated in the order of their lower bounds, until a bound exceeds the best.
+
+    Args:
+      placements: those that the profile has no times for are left out.
+      microbatches: counts to try by the most that there can be; None: powers of 2 and that.
+
+    Raises:
+      ValueError: nothing fits into memory; says by how much.
+    """
+    known = {(t.module, t.model) for t in costs.profile.timings}
+    search = _Search(batches, costs, grouping)
+    # (bound, name, microbatches, whether the samples are dealt already, placement)
+    queue: list[tuple[float, str, int, bool, Placement]] = []
+    for p in placements:
+        if any((s.module, p.mesh_of(s).model) not in known for s in p.segments):
+            continue
+        most = min(map(len, batches)) // ranks_of(p)["llm"]
+        for m in (microbatches or _powers)(most) if most else ():
+            queue.append((search.floor_s(p, m), p.name, m, False, p))
+    heapq.heapify(queue)
+    tried, simulated, least = len(queue), 0, math.inf
+    best: Tuned | None = None
+    while queue and (best is None or queue[0][0] < best.makespan_s):
+        _, name, m, is_dealt, p = heapq.heappop(queue)
+        loads = [search.dealt(p, m, i) for i in range(len(batches))]
+        times = [segment_seconds(costs, p, x) for x in loads]
+        if not is_dealt:
+            peak = peak_bytes(costs, p, largest_load(p, loads))
+            least = min(least, peak)
+            if not memory_bytes or peak <= memory_bytes:
+                found = float(np.mean([bound_s(p, t) for t in times])) + reduce_s(costs, p)
+                heapq.heappush(queue, (found, name, m, True, p))
+            continue
+        simulated += 1
+        mean = float(np.mean([search.makespan_s(p, x, t) for x, t in zip(loads, times)]))
+        if best is None or mean < best.makespan_s:
+            best = Tuned(p, m, mean, peak_bytes(costs, p, largest_load(p, loads)), tried, simulated)
+    if best is None:
+        raise ValueError(
+            f"no placement fits into {memory_bytes / 2**30:.1f} GiB a device: the least needs "
+            f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
+        )
+    return replace(best, simulated=simulated)
+
+
+class _Search:
+    """What the candidates of a search share: sums over the batches, dealt samples, task orders."""
+
+    def __init__(self, batches: Sequence[Sequence[SampleShape]], costs: ExactCosts, grouping: str):
+        self.batches, self.costs, self.grouping = batches, costs, grouping
+        self._dealt: dict[tuple, Loads] = {}
+        self._orders: dict[tuple, tuple[list[Task], dict[Task, tuple[Task, ...]]]] = {}
+        self._rates: dict[tuple[str, int, str], float] = {}
+        each = {m: [s.load(m) for b in batches for s in b] for m in costs.profile.n_layers}
+        self._mean = {m: sum(n) / len(batches) for m, n in each.items()}  # of a batch
+        self._least = {m: float(min(n)) for m, n in each.items()}  # of a sample
+        self._squares = sum(n * n for n in each["llm"]) / len(batches)
+
+    def floor_s(self, p: Placement, m: int) -> float:
+        """A lower bound that no dealing changes: seconds of the busiest stage if its ranks shared
+        the mean batch out perfectly, behind and before the other stages' for the smallest sample.
+        """
+        of, final = resources_of(p), p.segments[-1].name
+        ranks = ranks_of(p)
+        busy: dict[int, float] = {}
+        ahead: dict[int, float] = {}
+        for s in p.segments:
+            mesh = p.mesh_of(s)
+            least = self._least[s.module]
+            if not is_replicated(p) and s.module != "llm":
+                least = math.ceil(least * ranks["llm"] / mesh.data)
+            smallest = np.array([least])
+            r = of[s.submesh]
+            for d in DIRECTIONS:
+                one = self.costs.segment_s(s, mesh.model, d, smallest, smallest**2)
+                ahead[r] = ahead.get(r, 0.0) + float(one[0])
+                if (s.name, d) != (final, FORWARD):
+                    busy[r] = busy.get(r, 0.0) + self._volume_s(s, mesh, d, m)
+        best = before = 0.0
+        for r in busy:
+            best = max(best, before + busy[r])
+            before += ahead[r]
+        return best + reduce_s(self.costs, p)
+
+    def _volume_s(self, s: SegmentPlan, mesh: SubmeshPlan, direction: str, m: int) -> float:
+        """Seconds of one rank's even share of the mean batch, in m microbatches."""
+        total = 0.0
+        for part, count in (("layer", float(s.n_layers)), ("ends", self.costs.ends_share(s))):
+            kind = f"{part}_{'backward' if direction == BACKWARD else 'forward'}"
+            load = self._mean[s.module] / mesh.data
+            if s.module == "llm":
+                c = self.costs.coefficients(mesh.model, kind)
+                one = m * max(c[0], 0.0) + c[1] * load + c[2] * self._squares / mesh.data
+            else:
+                one = self._least_rate(s.module, mesh.model, kind) * load
+            total += count * one
+        return total
+
+    def _least_rate(self, module: str, model: int, kind: str) -> float:
+        """Least seconds of an item, in microbatches of any size up to a quarter of a batch."""
+        key = (module, model, kind)
+        if key not in self._rates:
+            items = np.arange(1.0, 2.0 + max(64.0, self._mean[module] / 4))
+            each = self.costs.seconds(module, model, kind, items, items) / items
+            self._rates[key] = float(each.min())
+        return self._rates[key]
+
+    def dealt(self, p: Placement, m: int, index: int) -> Loads:
+        """Loads of a batch; in arrival order they depend on few things."""
+        ranks = ranks_of(p)
+        key = (index, m, ranks["llm"], None if self.grouping == "arrival" else p)
+        if key not in self._dealt:
+            bins = bins_of(self.costs, p, self.batches[index], m, self.grouping, quick=True)
+            self._dealt[key] = sum_loads(self.batches[index], bins, m * ranks["llm"], m, ranks)
+        return self._dealt[key]
+
+    def makespan_s(self, p: Placement, loads: Loads, times: Times) -> float:
+        """As `run_bins` would say; all replicas in one pass where they have the same tasks."""
+        plan = replica_plan(p, loads, 0)
+        key = (tuple((s.module, s.submesh) for s in p.segments), p.submeshes, len(plan.buckets))
+        if not all((loads.of(m) > 0).all() for m in ranks_of(p)):
+            n = len(next(iter(times.values())))
+            return max(
+                replica_trace(self.costs, p, loads, times, r)[0].makespan_s for r in range(n)
+            ) + reduce_s(self.costs, p)
+        if key not in self._orders:
+            every = [s.name for s in plan.segments]
+            graph = step_graph(plan, range(len(plan.buckets)), every)
+            order = [t for t in order_tasks(plan, graph) if t.group >= 0]
+            self._orders[key] = (order, graph.waits_for)
+        order, waits = self._orders[key]
+        of = resources(plan)
+        where = {s.name: s.submesh for s in plan.segments}
+        sends = [
+            sends_of(self.costs, replica_plan(p, loads, r)) if self.costs.hardware else {}
+            for r in range(len(next(iter(times.values()))))
+        ]
+        free: dict[object, Array | float] = {}
+        ends: dict[Task, Array | float] = {}
+        for task in order:
+            on, g = where[task.segment], task.group
+            start: Array | float = free.get(of[on], 0.0)
+            for below in waits[task]:
+                end = ends[below]
+                if (source := where[below.segment]) != on:
+                    name = below.segment if below.direction == FORWARD else task.segment
+                    late = np.array([x.get(Task(name, g, below.direction), 0.0) for x in sends])
+                    link = (source, on)
+                    end = free[link] = np.maximum(free.get(link, 0.0), end) + late
+                start = np.maximum(start, end)
+            ends[task] = free[of[on]] = start + times[task.segment, task.direction][:, g]
+        last = np.max([np.max(e) for e in ends.values()])
+        return float(last) + reduce_s(self.costs, p)
+
+
+def _powers(most: int) -> list[int]:
+    return sorted({*(2**k for k in range(most.bit_length())), most})
+
+
+def bound_s(placement: Placement, seconds: Times) -> float:
+    """A lower bound of `makespan_s` without the step's end: the busiest stage of a replica, behind
+    the shortest way in and before the shortest way out."""
+    plan = plan_of(placement, (Bucket(1, 1),))
+    of, final = resources(plan), plan.segments[-1].name
+    busy: dict[int, Array] = {}
+    order: list[int] = []
+    ahead: dict[int, Array] = {}
+    for s in plan.segments:
+        forward = 0.0 if s.name == final else seconds[s.name, FORWARD]
+        both = forward + seconds[s.name, BACKWARD]
+        r = of[s.submesh]
+        if r not in busy:
+            order.append(r)
+        busy[r] = busy.get(r, 0.0) + both.sum(axis=1)
+        ahead[r] = ahead.get(r, 0.0) + both
+    best, before = 0.0, np.zeros(1)
+    for r in order:
+        best = max(best, float((busy[r] + before).max()))
+        before = before + ahead[r].min(axis=1)
+    return best

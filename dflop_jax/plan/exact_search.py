@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,10 +48,11 @@ from dflop_jax.records import (
 @dataclass(frozen=True)
 class Tuned:
     """The best of a space; `tried` placements with a microbatch count, of which `simulated` had a
-    lower bound below the best."""
+    lower bound below the best. `variant` is the index of its costs."""
 
     placement: Placement
     n_microbatches: int
+    variant: int
     makespan_s: float
     peak_bytes: float
     tried: int
@@ -61,57 +62,69 @@ class Tuned:
 def tune(
     placements: Iterable[Placement],
     batches: Sequence[Sequence[SampleShape]],
-    costs: ExactCosts,
+    variants: Sequence[ExactCosts],
     *,
     grouping: str,
     memory_bytes: float = 0.0,
-    microbatches: Callable[[int], Sequence[int]] | None = None,
+    max_microbatches: int = 0,
 ) -> Tuned:
-    """The placement and microbatch count of least mean makespan over the batches, by simulation.
+    """The placement, microbatch count and variant of least mean makespan over the batches.
 
-    Candidates are simulated in the order of their lower bounds, until a bound exceeds the best.
+    Candidates are simulated in the order of their lower bounds, until a bound exceeds the best, so
+    the answer is the best of all; ties break by (name, microbatches, variant).
 
     Args:
-      placements: those that the profile has no times for are left out.
-      microbatches: counts to try by the most that there can be; None: powers of 2 and that.
+      placements: those that a profile has no times for are left out.
+      variants: costs to choose from, as without and with recomputing layers.
+      memory_bytes: of a device; 0: not checked.
+      max_microbatches: most that are tried; counts are powers of 2, and the most that there can
+        be. 0: no limit.
 
     Raises:
       ValueError: nothing fits into memory; says by how much.
     """
-    known = {(t.module, t.model) for t in costs.profile.timings}
-    search = _Search(batches, costs, grouping)
-    # (bound, name, microbatches, whether the samples are dealt already, placement)
-    queue: list[tuple[float, str, int, bool, Placement]] = []
+    searches = [_Search(batches, costs, grouping) for costs in variants]
+    known = [{(t.module, t.model) for t in c.profile.timings} for c in variants]
+    # (bound, name, microbatches, variant, a number against ties, dealt already?, placement)
+    queue: list[tuple[float, str, int, int, int, bool, Placement]] = []
     for p in placements:
-        if any((s.module, p.mesh_of(s).model) not in known for s in p.segments):
-            continue
         most = min(map(len, batches)) // ranks_of(p)["llm"]
-        for m in (microbatches or _powers)(most) if most else ():
-            queue.append((search.floor_s(p, m), p.name, m, False, p))
+        for v, search in enumerate(searches):
+            if all((s.module, p.mesh_of(s).model) in known[v] for s in p.segments):
+                for m in _counts(most, max_microbatches):
+                    queue.append((search.floor_s(p, m), p.name, m, v, len(queue), False, p))
     heapq.heapify(queue)
     tried, simulated, least = len(queue), 0, math.inf
     best: Tuned | None = None
     while queue and (best is None or queue[0][0] < best.makespan_s):
-        _, name, m, is_dealt, p = heapq.heappop(queue)
+        _, name, m, v, number, is_dealt, p = heapq.heappop(queue)
+        costs, search = variants[v], searches[v]
         loads = [search.dealt(p, m, i) for i in range(len(batches))]
         times = [segment_seconds(costs, p, x) for x in loads]
+        peak = peak_bytes(costs, p, largest_load(p, loads))
         if not is_dealt:
-            peak = peak_bytes(costs, p, largest_load(p, loads))
             least = min(least, peak)
             if not memory_bytes or peak <= memory_bytes:
                 found = float(np.mean([bound_s(p, t) for t in times])) + reduce_s(costs, p)
-                heapq.heappush(queue, (found, name, m, True, p))
+                heapq.heappush(queue, (found, name, m, v, number, True, p))
             continue
         simulated += 1
         mean = float(np.mean([search.makespan_s(p, x, t) for x, t in zip(loads, times)]))
         if best is None or mean < best.makespan_s:
-            best = Tuned(p, m, mean, peak_bytes(costs, p, largest_load(p, loads)), tried, simulated)
+            best = Tuned(p, m, v, mean, peak, tried, simulated)
     if best is None:
         raise ValueError(
             f"no placement fits into {memory_bytes / 2**30:.1f} GiB a device: the least needs "
             f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
         )
     return replace(best, simulated=simulated)
+
+
+def _counts(most: int, limit: int) -> list[int]:
+    """Powers of 2 up to `most` and that itself, or up to the limit."""
+    if limit and most > limit:
+        return [2**k for k in range(limit.bit_length()) if 2**k <= limit]
+    return sorted({*(2**k for k in range(most.bit_length())), most}) if most else []
 
 
 class _Search:
@@ -222,10 +235,6 @@ class _Search:
             ends[task] = free[of[on]] = start + times[task.segment, task.direction][:, g]
         last = np.max([np.max(e) for e in ends.values()])
         return float(last) + reduce_s(self.costs, p)
-
-
-def _powers(most: int) -> list[int]:
-    return sorted({*(2**k for k in range(most.bit_length())), most})
 
 
 def bound_s(placement: Placement, seconds: Times) -> float:

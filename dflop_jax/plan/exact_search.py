@@ -135,6 +135,8 @@ class _Search:
         self._dealt: dict[tuple, Loads] = {}
         self._orders: dict[tuple, tuple[list[Task], dict[Task, tuple[Task, ...]]]] = {}
         self._rates: dict[tuple[str, int, str], float] = {}
+        self._volumes: dict[tuple, float] = {}
+        self._smallest: dict[tuple, float] = {}
         each = {m: [s.load(m) for b in batches for s in b] for m in costs.profile.n_layers}
         self._mean = {m: sum(n) / len(batches) for m, n in each.items()}  # of a batch
         self._least = {m: float(min(n)) for m, n in each.items()}  # of a sample
@@ -153,11 +155,9 @@ class _Search:
             least = self._least[s.module]
             if not is_replicated(p) and s.module != "llm":
                 least = math.ceil(least * ranks["llm"] / mesh.data)
-            smallest = np.array([least])
             r = of[s.submesh]
+            ahead[r] = ahead.get(r, 0.0) + self._alone_s(s, mesh.model, least)
             for d in DIRECTIONS:
-                one = self.costs.segment_s(s, mesh.model, d, smallest, smallest**2)
-                ahead[r] = ahead.get(r, 0.0) + float(one[0])
                 if (s.name, d) != (final, FORWARD):
                     busy[r] = busy.get(r, 0.0) + self._volume_s(s, mesh, d, m)
         best = before = 0.0
@@ -166,10 +166,23 @@ class _Search:
             before += ahead[r]
         return best + reduce_s(self.costs, p)
 
+    def _alone_s(self, s: SegmentPlan, model: int, load: float) -> float:
+        """Seconds of a single sample of this load, forward and backward."""
+        key = (s.module, s.n_layers, self.costs.ends_share(s), model, load)
+        if key not in self._smallest:
+            at = (np.array([load]), np.array([load * load]))
+            each = [self.costs.segment_s(s, model, d, *at) for d in DIRECTIONS]
+            self._smallest[key] = float(sum(x[0] for x in each))
+        return self._smallest[key]
+
     def _volume_s(self, s: SegmentPlan, mesh: SubmeshPlan, direction: str, m: int) -> float:
         """Seconds of one rank's even share of the mean batch, in m microbatches."""
+        ends = self.costs.ends_share(s)
+        key = (s.module, s.n_layers, ends, mesh.model, mesh.data, direction, m)
+        if key in self._volumes:
+            return self._volumes[key]
         total = 0.0
-        for part, count in (("layer", float(s.n_layers)), ("ends", self.costs.ends_share(s))):
+        for part, count in (("layer", float(s.n_layers)), ("ends", ends)):
             kind = f"{part}_{'backward' if direction == BACKWARD else 'forward'}"
             load = self._mean[s.module] / mesh.data
             if s.module == "llm":
@@ -178,6 +191,7 @@ class _Search:
             else:
                 one = self._least_rate(s.module, mesh.model, kind) * load
             total += count * one
+        self._volumes[key] = total
         return total
 
     def _least_rate(self, module: str, model: int, kind: str) -> float:

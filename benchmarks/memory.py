@@ -78,14 +78,14 @@ class Case:
         kind = "llm" if isinstance(module, DecoderModule) else "encoder"
         first, last = self.layers[0] == 0, self.layers[1] == module.n_layers
         n_devices = int(np.prod(self.mesh))
+        remat = "layers" if self.remat else "none"
         return Segment(
-            plan=SegmentPlan(kind, kind, *self.layers, kind, first, last),
+            plan=SegmentPlan(kind, kind, *self.layers, kind, first, last, remat),
             module=module,
             mesh=Mesh(np.array(jax.devices()[:n_devices]).reshape(self.mesh), AXES),
             microbatches=self.microbatches,
             trainable=frozenset(PARTS),
             sends_gradient=kind == "llm" or not first,
-            remat="layers" if self.remat else "none",
         )
 
 

@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace) -> Any:
         table = Table("placement (stage x data x model @ device)", "step ms", "at least ms", "note")
         for c in result.candidates[:10]:
             span = "-" if c.makespan_s is None else f"{1e3 * c.makespan_s:.1f}"
-            table.add_row(c.name, span, f"{1e3 * c.lower_bound_s:.1f}", c.why)
+            table.add_row(c.name, span, f"{1e3 * c.bound_s:.1f}", c.why)
         _show(table)
         _show(f"wrote {folder / 'plan.json'}")
     return result

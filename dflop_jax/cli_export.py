@@ -40,11 +40,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     loaded = load_params(args.run_folder, model, jax.local_devices(backend="cpu")[0])
     whole = [w for w in config.model.weights if "=" not in w]
     source = Folder(whole[0], model.weights) if whole else None
-    held = [
-        Held(name, module.merged(loaded.params[name]) if hasattr(module, "merged") else
-             loaded.params[name])
-        for name, module in model.modules.items()
-    ]  # fmt: skip
+    params = dict(loaded.params)
+    if config.train.lora_rank:
+        params["llm"] = model.modules["llm"].merged(params["llm"])
+    held = [Held(name, tree) for name, tree in params.items()]
     write_folder(args.out, model.weights, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
     return {"folder": args.out, "step": loaded.step, "files": files}

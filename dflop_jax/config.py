@@ -13,6 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
+from dflop_jax.records import REMAT
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -100,8 +102,10 @@ class TrainConfig:
     lora_alpha: Annotated[float, "strength of LoRA: it is scaled by lora_alpha / lora_rank"] = 16.0
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
-        str, "what backward computes again, for less memory: none, layers, dots (all but products)"
-    ] = "none"
+        str,
+        "what backward computes again, for less memory: none, layers, dots (all but products), or "
+        "auto (layers where they would not fit)",
+    ] = "auto"
     tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
     wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 0
@@ -147,7 +151,7 @@ class Config:
             "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind")),
             "plan.effort": (self.plan.effort, ("quick", "full")),
             "train.stage": (self.train.stage, ("full", "connector", "llm")),
-            "train.remat": (self.train.remat, ("none", "layers", "dots")),
+            "train.remat": (self.train.remat, ("auto", *REMAT)),
         }
         for name, (value, allowed) in checks.items():
             if value not in allowed:

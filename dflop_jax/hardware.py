@@ -55,36 +55,39 @@ _HGX_A100 = "8 per node, NVLink 3: 600 GB/s both ways; DGX A100 data sheet: 8 x 
 _HGX_H100 = "8 per node, NVLink 4: 900 GB/s both ways; DGX data sheet: 8 x 400 Gb/s NDR"
 
 
-def _a100(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
+def _dgx(
+    name: str,
+    bfloat16_flops: float,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    source: str,
+) -> Hardware:
+    """A chip of a node of 8 with NVLink, whose TF32 rate is half of its bfloat16 rate."""
     return Hardware(
         name=name,
-        bfloat16_flops=312e12,
-        float32_flops=156e12,
+        bfloat16_flops=bfloat16_flops,
+        float32_flops=bfloat16_flops / 2,
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         devices_per_node=8,
-        link_bandwidth=300 * GB,
+        link_bandwidth=link,
         link_latency_s=_NVLINK_S,
-        network_bandwidth=25 * GB,
+        network_bandwidth=network,
         network_latency_s=_NETWORK_S,
-        source=f"{sheet}; {_HGX_A100}",
+        source=source,
     )
+
+
+def _a100(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
+    source = f"{sheet}; {_HGX_A100}"
+    return _dgx(name, 312e12, memory, bandwidth, 300 * GB, 25 * GB, source)
 
 
 def _hopper(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
-    return Hardware(
-        name=name,
-        bfloat16_flops=989.4e12,
-        float32_flops=494.7e12,
-        memory_bytes=memory,
-        memory_bandwidth=bandwidth,
-        devices_per_node=8,
-        link_bandwidth=450 * GB,
-        link_latency_s=_NVLINK_S,
-        network_bandwidth=50 * GB,
-        network_latency_s=_NETWORK_S,
-        source=f"{sheet}; {_HGX_H100}",
-    )
+    source = f"{sheet}; {_HGX_H100}"
+    return _dgx(name, 989.4e12, memory, bandwidth, 450 * GB, 50 * GB, source)
 
 
 _ALL = (
@@ -92,19 +95,15 @@ _ALL = (
     _a100("a100-80", 80 * GB, 2039 * GB, "NVIDIA A100 80GB Tensor Core GPU data sheet, SXM4"),
     _hopper("h100", 80 * GB, 3350 * GB, "NVIDIA H100 Tensor Core GPU data sheet, SXM5"),
     _hopper("h200", 141 * GB, 4800 * GB, "NVIDIA H200 Tensor Core GPU data sheet, SXM5"),
-    Hardware(
-        name="b200",
-        bfloat16_flops=2250e12,
-        float32_flops=1125e12,
-        memory_bytes=180 * GB,
-        memory_bandwidth=8000 * GB,
-        devices_per_node=8,
-        link_bandwidth=900 * GB,
-        link_latency_s=_NVLINK_S,
-        network_bandwidth=50 * GB,
-        network_latency_s=_NETWORK_S,
-        source="NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s over 8 GPUs, NVLink 5: 1.8 TB/s "
-        "both ways, 8 x 400 Gb/s); half of its sparse peaks",
+    _dgx(
+        "b200",
+        2250e12,
+        180 * GB,
+        8000 * GB,
+        900 * GB,
+        50 * GB,
+        "NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s over 8 GPUs, NVLink 5: 1.8 TB/s both "
+        "ways, 8 x 400 Gb/s); half of its sparse peaks",
     ),
     Hardware(
         name="l40s",

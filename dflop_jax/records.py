@@ -15,6 +15,7 @@ from math import prod
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
 # Between submeshes, in traces: activations of a segment, and the gradients that come back to it.
 SEND, RETURN = "send", "return"
+REMAT = ("none", "layers", "dots")
 # Encoders, and what SampleShape and Bucket call the items that they work on.
 ITEMS = {"vision": "tiles", "audio": "windows"}
 
@@ -146,7 +147,11 @@ class SubmeshPlan:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Layers [start, stop) of a module on a submesh, with the module's ends where they belong."""
+    """Layers [start, stop) of a module on a submesh, with the module's ends where they belong.
+
+    `remat` says what a layer's backward computes again, for less memory: "none", "layers" (all of
+    it) or "dots" (all but matrix products).
+    """
 
     name: str
     module: str
@@ -155,6 +160,7 @@ class SegmentPlan:
     submesh: str
     first: bool
     last: bool
+    remat: str = "none"
 
     @property
     def n_layers(self) -> int:
@@ -201,6 +207,7 @@ class Plan:
             )
             stage = self.submesh(s.submesh).stage
             _require(s.n_layers >= 1, f"segment {s.name!r} holds no layer")
+            _require(s.remat in REMAT, f"segment {s.name!r}: remat={s.remat!r} is not of {REMAT}")
             _require(
                 s.n_layers % stage == 0,
                 f"segment {s.name!r}: {s.n_layers} layers do not divide into {stage} stages; "
@@ -244,6 +251,12 @@ class Plan:
         ranks = {self.submesh(s.submesh).data for s in self.segments_of(module)}
         _require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
         return ranks.pop()
+
+
+def with_remat(plan: Plan, remat: str) -> Plan:
+    """The plan with every segment's `remat` replaced."""
+    segments = tuple(dataclasses.replace(s, remat=remat) for s in plan.segments)
+    return dataclasses.replace(plan, segments=segments)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from dflop_jax.data.sample import Limits, MediaSpec, Source
 from dflop_jax.data.scene_source import SceneSource
 from dflop_jax.data.text import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
 
-Tokens = tuple[ToPieces, str, int]  # conversation to pieces, its digest, id where media stand
 MIXTURES = (".yaml", ".yml", ".tar")
 
 
@@ -42,12 +41,12 @@ def make_source(
         ids than the model's `vocab_size`.
     """
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
-    if not config.path and config.tokenizer and Path(config.tokenizer).is_dir():
+    if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
-    if isinstance(tokenizer, ChatTokenizer):
-        how: Tokens = (tokenizer.pieces, tokenizer.digest, tokenizer.pad_id)
-        return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
+    if uses_index(config, spec):
+        return _mixture(config, spec, limits, split, eval_fraction, index_dir, tokenizer)
+    assert not isinstance(tokenizer, ChatTokenizer), "a chat template goes by an index"
     if not config.path:
         if not spec.tile_px:
             raise ValueError("the embedded scenes are pictures, which this model does not take; "
@@ -61,11 +60,6 @@ def make_source(
             split=split,
             blank_images=config.blank_images,
         )
-    plain = spec.form == "tiles" and spec.tile_px and not spec.sound
-    if not plain or config.path.endswith(MIXTURES):
-        pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
-        how = (pieces, _digest(config.tokenizer), tokenizer.visual_id)
-        return _mixture(config, spec, limits, split, eval_fraction, index_dir, how)
     return LlavaSource(
         config.path,
         spec,
@@ -78,6 +72,16 @@ def make_source(
         max_bad_fraction=config.max_bad_fraction,
         workers=config.workers,
     )
+
+
+def uses_index(config: DataConfig, spec: MediaSpec) -> bool:
+    """Whether `make_source` goes by an index of headers, which one process makes for all."""
+    plain = spec.form == "tiles" and spec.tile_px and not spec.sound
+    return bool(config.path) and (not plain or _is_chat(config) or config.path.endswith(MIXTURES))
+
+
+def _is_chat(config: DataConfig) -> bool:
+    return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
 
 
 def any_tokenizer(path: str, vocab_size: int | None) -> Tokenizer | ChatTokenizer:
@@ -98,9 +102,14 @@ def _mixture(
     split: str,
     eval_fraction: float,
     index_dir: str | Path,
-    tokens: Tokens,
+    tokenizer: Tokenizer | ChatTokenizer,
 ) -> MixtureSamples:
-    to_pieces, settings, placeholder = tokens
+    to_pieces: ToPieces
+    if isinstance(tokenizer, ChatTokenizer):
+        to_pieces, settings = tokenizer.pieces, tokenizer.digest
+    else:
+        to_pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
+        settings = _digest(config.tokenizer)
     if config.path.endswith((".yaml", ".yml")):
         mixture = load_mixture(config.path)
     else:
@@ -120,7 +129,7 @@ def _mixture(
         name=config.path if split == "train" else f"{config.path} ({split})",
     )
     return MixtureSamples(
-        found, spec, limits, placeholder=placeholder, blank_images=config.blank_images
+        found, spec, limits, placeholder=tokenizer.visual_id, blank_images=config.blank_images
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 
 from dflop_jax.data.chat_template import BEGIN, END, ChatTemplate, Message, Span
 from dflop_jax.data.llava_records import MEDIUM
@@ -20,6 +19,8 @@ from dflop_jax.data.text import ROLES, Piece
 from dflop_jax.data.tokenizer_files import (
     check_embedding,
     listed_tokens,
+    load_tokenizer,
+    n_ids,
     named_tokens,
     read_json,
     template_source,
@@ -52,13 +53,7 @@ class ChatTokenizer:
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as e:  # the Rust library raises plain Exception
-            raise ValueError(f"{file}: not a tokenizer.json ({e})") from None
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(file)
         config = read_json(self.folder / "tokenizer_config.json")
         named = named_tokens(config)
         for name, token in [*named.items(), *listed_tokens(config)]:
@@ -67,7 +62,7 @@ class ChatTokenizer:
                     f"{self.folder}: tokenizer_config.json gives {name}={token!r}, which "
                     "tokenizer.json lacks; take both files from one model"
                 )
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = n_ids(self._tokenizer)
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
         source = template_source(self.folder, config)
@@ -80,6 +75,7 @@ class ChatTokenizer:
         self._collect_special()
         pad = named.get("pad_token") or named.get("eos_token")
         self.pad_id = self._id(pad) if pad else 0
+        self.visual_id = self.pad_id  # stands where media are; none is embedded
         self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
         self.digest = hashlib.blake2b(
             file.read_bytes() + source.encode(), digest_size=8

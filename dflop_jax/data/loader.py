@@ -17,11 +17,10 @@ import grain
 
 from dflop_jax.data.layout import empty_sample
 from dflop_jax.data.sample import Sample, Source
-from dflop_jax.records import SampleShape
+from dflop_jax.records import ITEMS, SampleShape
 
 T = TypeVar("T")
 MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
-COUNTS = ("tiles", "windows", "llm_tokens")  # of a sample shape, what takes room
 MIN_SEEN = 64  # the share of bad samples is judged over at least so many (or the whole dataset)
 logger = logging.getLogger("dflop_jax.data")
 
@@ -137,7 +136,7 @@ class Loader:
         limit, n = self.source.shape(index), len(self.source)
         for other in ((index + k) % n for k in range(1, min(MAX_TRIES, n))):
             shape = self.source.shape(other)
-            if all(getattr(shape, n) <= getattr(limit, n) for n in COUNTS):
+            if all(shape.load(m) <= limit.load(m) for m in (*ITEMS, "llm")):
                 found = self._decode(other)
                 if found is not None:
                     return found

@@ -86,9 +86,7 @@ def pack_group(
     encoders = [m for m in data_ranks if m != "llm" and bucket.items(m)]
     n, llm_ranks = len(group), data_ranks["llm"]
     rows = (n, llm_ranks * bucket.rows, bucket.tokens)
-    media = {
-        m: [spec.no_items(m, data_ranks[m] * bucket.items(m)) for _ in group] for m in encoders
-    }
+    media = {m: _no_media(spec, m, n, data_ranks[m] * bucket.items(m)) for m in encoders}
     llm = {
         name: np.zeros(rows, np.int32) for name in ("tokens", "segment_ids", "positions", "targets")
     }
@@ -106,10 +104,12 @@ def pack_group(
             for i, slot in slots[m].items():
                 if isinstance(samples, Mapping) and i not in samples:
                     continue
-                slot = slot[: samples[i].shape.load(m)]  # one that was replaced may have fewer
+                fields = samples[i].items(m)
+                # One that was replaced may have fewer.
+                slot = slot[: len(next(iter(fields.values())))]
                 here = _in_ranks(slot, bucket.items(m), ranks.fills[m])
-                for name, items in samples[i].items(m).items() if here.any() else ():
-                    media[m][at][name][slot[here]] = items[here]
+                for name, items in fields.items() if here.any() else ():
+                    media[m][name][at, slot[here]] = items[here]
                 used[m] += int(_in_ranks(slot[here], bucket.items(m), ranks.counts[m]).sum())
         assert len(microbatch.rows) <= llm_ranks, (len(microbatch.rows), llm_ranks)
         for rank in sorted(r for r in ranks.fills["llm"] if r < len(microbatch.rows)):
@@ -117,21 +117,23 @@ def pack_group(
             assert len(rank_rows) <= bucket.rows, (len(rank_rows), bucket)
             for k, row in enumerate(rank_rows):
                 place = at, rank * bucket.rows + k
-                fields = {name: array[place] for name, array in llm.items()}
+                views = {name: array[place] for name, array in llm.items()}
                 taken = {m: tuple(a[place] for a in arrays) for m, arrays in sources.items()}
-                _pack_row(row, samples, slots, spec, fields, taken)
+                _pack_row(row, samples, slots, spec, views, taken)
     counted = [r * bucket.rows + k for r in sorted(ranks.counts["llm"]) for k in range(bucket.rows)]
     used["llm"] = int((llm["segment_ids"][:, counted] > 0).sum())
-    fields = {
-        m: {name: np.stack([one[name] for one in each]) for name in each[0]}
-        for m, each in media.items()
-    }
     return PackedGroup(
-        fields={**fields, "llm": llm},
+        fields={**media, "llm": llm},
         sources=sources,
         supervised_tokens=int(llm["weights"][:, counted].sum(dtype=np.float64)),
         used=used,
     )
+
+
+def _no_media(spec: MediaSpec, module: str, n: int, items: int) -> dict[str, np.ndarray]:
+    """An encoder's fields [n, items, ...] of microbatches that hold nothing."""
+    flat = spec.no_items(module, n * items)
+    return {name: a.reshape(n, items, *a.shape[1:]) for name, a in flat.items()}
 
 
 def _no_sources(rows: tuple[int, int, int], k: int) -> tuple[np.ndarray, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import tokenizers
+from dflop_jax.data.tokenizer_files import load_tokenizer, n_ids
 
 TAG = re.compile("<image>|<video>")
 OMNI_TAG = re.compile("<image>|<video>|<audio>")
@@ -64,13 +64,7 @@ class FileTokenizer:
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f"{path}: no such tokenizer.json; leave it empty for byte-level")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the Rust library raises plain Exception
-            raise ValueError(f"{path}: not a tokenizer.json ({e})") from None
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(path)
         ids = {}
         for name, names in SPECIAL_TOKENS.items():
             found = (self._tokenizer.token_to_id(n) for n in names)
@@ -81,7 +75,7 @@ class FileTokenizer:
                 )
         self.im_start_id, self.im_end_id = ids["im_start_id"], ids["im_end_id"]
         self.visual_id, self.pad_id = ids["visual_id"], ids["pad_id"]
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = n_ids(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

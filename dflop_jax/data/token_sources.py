@@ -87,7 +87,7 @@ def with_line_ends(tokens: TokenSources, width: int) -> TokenSources:
     """A newline after every `width` tokens."""
     rows = len(tokens) // width if width else 0
     index, weight, newline = (
-        np.concatenate([a.reshape(rows, width, -1), b.reshape(rows, 1, -1)], 1)
+        np.concatenate([a.reshape(rows, width, *a.shape[1:]), b[:, None]], 1)
         for a, b in zip(_arrays(tokens), _arrays(newlines(rows)), strict=True)
     )
     return TokenSources(index.reshape(-1, 4), weight.reshape(-1, 4), newline.reshape(-1))

@@ -7,8 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import tokenizers
 
 SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
+
+
+def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json that exists, for whole texts whose special tokens are plain text.
+
+    ValueError when it is something else.
+    """
+    try:
+        found = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:  # the Rust library raises plain Exception
+        raise ValueError(f"{file}: not a tokenizer.json ({e})") from None
+    found.encode_special_tokens = True
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def n_ids(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than its largest id."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:

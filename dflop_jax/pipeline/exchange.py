@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import gcd
 
 import jax
@@ -35,15 +35,14 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
     with several sources is their sum, each times its `weight` (float32, of the index's shape).
     """
     flat = features.reshape(features.shape[0], -1, features.shape[-1])
-    total = jnp.zeros((), features.dtype)
+    parts: list[Array] = []
     for k in range(index.shape[-1]):
         at = index[..., k]
         rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, at)
         if weight is not None:
             rows = rows * weight[..., k, None].astype(rows.dtype)
-        rows = jnp.where((at >= 0)[..., None], rows, jnp.zeros_like(rows))
-        total = rows if k == 0 else total + rows
-    return total
+        parts.append(jnp.where((at >= 0)[..., None], rows, jnp.zeros_like(rows)))
+    return reduce(jnp.add, parts)
 
 
 def scatter_gradient(like: jax.ShapeDtypeStruct, dvisual: Array, *sources: Array) -> Array:

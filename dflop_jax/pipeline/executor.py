@@ -30,8 +30,6 @@ class Executor:
     Args:
       tx: the optimizer; clipping to `clip_norm` (0: off) by the norm over all segments is ours.
       freeze: names from the modules' `freeze_groups`.
-      remat: what a layer's backward computes again, for less memory: "none", "layers" (all of it)
-        or "dots" (all but the products with weights); see `spmd_loop.REMAT`.
       rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
         `tx`. Groups that are not named have that of `tx`.
       evaluates: also compile the forward program of the LLM's end, for `run_evaluation`.
@@ -49,7 +47,6 @@ class Executor:
         devices: list[jax.Device] | None = None,
         clip_norm: float = 0.0,
         freeze: tuple[str, ...] = (),
-        remat: str = "none",
         rate_factors: Mapping[str, float] | None = None,
         evaluates: bool = False,
     ):
@@ -61,7 +58,6 @@ class Executor:
             devices=list(jax.devices()) if devices is None else devices,
             clip_norm=clip_norm,
             freeze=freeze,
-            remat=remat,
             rate_factors=rate_factors or {},
             evaluates=evaluates,
         )

@@ -69,12 +69,11 @@ class Programs:
         devices: list[jax.Device],
         clip_norm: float,
         freeze: tuple[str, ...],
-        remat: str,
         rate_factors: Mapping[str, float],
         evaluates: bool,
     ):
         self.model, self.plan, self.evaluates = model, plan, evaluates
-        self.segments = make_segments(model, plan, devices, freeze=freeze, remat=remat)
+        self.segments = make_segments(model, plan, devices, freeze=freeze)
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
         self.backward = with_backward(plan, self.trainable)
         self.updates = {

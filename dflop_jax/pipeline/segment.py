@@ -58,7 +58,6 @@ class Segment:
     trainable: frozenset[str]
     sends_gradient: bool
     encoders: tuple[str, ...] = ()
-    remat: str = "none"
 
     def __post_init__(self) -> None:
         if self.module.tied and self.plan.last and not self.plan.first:
@@ -247,7 +246,7 @@ class Segment:
             microbatches=self.microbatches,
             trainable=self.trainable,
             sends_gradient=self.sends_gradient,
-            remat=self.remat,
+            remat=self.plan.remat,
             exit_keys=tuple(out) if isinstance(out, dict) else (),
         )
 
@@ -329,7 +328,6 @@ def make_segments(
     devices: list[jax.Device],
     *,
     freeze: tuple[str, ...] = (),
-    remat: str = "none",
 ) -> dict[str, Segment]:
     """Segments of a plan by name, in topological order.
 
@@ -366,7 +364,6 @@ def make_segments(
             trainable=trains[s.name],
             sends_gradient=any(u.name in backward for u in upstream(plan, s)),
             encoders=encoders,
-            remat=remat,
         )
     return segments
 

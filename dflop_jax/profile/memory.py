@@ -165,7 +165,7 @@ def quick_bytes(
         ways,
         parts=segment.parts,
         half_bytes=half_bytes,
-        remat=segment.remat != "none",
+        remat=segment.plan.remat != "none",
     )
     ticks = segment.microbatches + segment.stages - 1
     temporaries = work.temporaries(segment.plan.n_layers / segment.stages, ticks)
@@ -230,7 +230,6 @@ def abstract_segment(
     microbatches: int = 1,
     trainable: Iterable[str] = PARTS,
     sends_gradient: bool = True,
-    remat: str = "none",
 ) -> Segment:
     """A segment on devices that are not at hand: enough for `quick_bytes` and `segment_bytes`."""
     mesh: Any = jax.sharding.AbstractMesh(submesh.shape, AXES)
@@ -241,5 +240,4 @@ def abstract_segment(
         microbatches=microbatches,
         trainable=frozenset(trainable),
         sends_gradient=sends_gradient,
-        remat=remat,
     )

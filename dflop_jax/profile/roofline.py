@@ -30,7 +30,6 @@ def roofline_profile(
     *,
     n_devices: int,
     efficiency: Efficiency | None = None,
-    remat: bool = False,
 ) -> ModelProfile:
     """A profile like a measured one, computed: no device, no weights.
 
@@ -39,7 +38,6 @@ def roofline_profile(
       model_degrees: tensor-parallel degrees; those that a module's sizes do not divide by, or that
         do not fit into a node, are left out for it.
       n_devices: devices that plans made from the profile may use; all compute at once.
-      remat: whether backward recomputes each layer once more.
 
     Raises:
       ValueError: no shapes for a module, no usable degree, or a degree below 1.
@@ -67,11 +65,11 @@ def roofline_profile(
             )
         for ways in degrees:
             one = _Predictor(module, ways, hardware, e)
-            timings += [one.timing(name, shape, remat) for shape in shapes[name]]
+            timings += [one.timing(name, shape) for shape in shapes[name]]
         entry_share[name] = _Predictor(module, degrees[0], hardware, e).entry_share(
             shapes[name][-1]
         )
-    facts = (model.modules, asdict(hardware), asdict(e), sorted(shapes.items()), remat)
+    facts = (model.modules, asdict(hardware), asdict(e), sorted(shapes.items()))
     profile = assembled(
         model,
         shapes,
@@ -102,18 +100,18 @@ class _Predictor:
         entry, exit_ = (self.part_s(p, BACKWARD, shape) for p in ENDS)
         return entry / (entry + exit_)
 
-    def timing(self, name: str, shape: ModuleShape, remat: bool) -> LayerTiming:
+    def timing(self, name: str, shape: ModuleShape) -> LayerTiming:
         if shape.items == 0:
             raise ValueError(f"a shape of {name!r} without items takes no time; leave it out")
         layer_f, layer_b = (self.part_s("layers", d, shape) for d in (FORWARD, BACKWARD))
         ends_f, ends_b = (sum(self.part_s(p, d, shape) for p in ENDS) for d in (FORWARD, BACKWARD))
-        work = work_of(self.module, shape, self.ways, remat=remat)
+        work = work_of(self.module, shape, self.ways)
         return LayerTiming(
             module=name,
             model=self.ways,
             shape=shape,
             layer_forward_s=layer_f,
-            layer_backward_s=layer_b + layer_f * remat,
+            layer_backward_s=layer_b,
             ends_forward_s=ends_f,
             ends_backward_s=ends_b,
             layer_temp_bytes=work.activations + work.casts + work.gradients,

@@ -23,7 +23,8 @@ from dflop_jax.schedule.search import best_groups
 
 _ARRIVAL_DRAWS = 512  # microbatches drawn to see what arrival order needs
 _UNEVEN = 2.5  # how far a candidate's tiles per token may be from the data's
-_USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled
+# Samples; of larger batches fewer are scheduled, since they take longer and differ less.
+_USUAL_BATCH, _LARGE_BATCH = 100, 512
 _EVALUATE_ROUNDS = 4000  # as the online scheduler spends
 
 
@@ -106,15 +107,14 @@ def choose_buckets(
     deadline_s = time.perf_counter() + time_limit_s
     capacity = Capacity(vision_ranks, llm_ranks, group_size, audio_ranks)
     rng = np.random.default_rng(seed)
-    n_batches = max(
-        min(4, work.batches), round(work.batches * min(1.0, 2 * _USUAL_BATCH / global_batch))
-    )
+    least = max(1, round(4 * min(1.0, _LARGE_BATCH / global_batch)))
+    n_batches = max(least, round(work.batches * min(1.0, 2 * _USUAL_BATCH / global_batch)))
     picks = [rng.choice(len(shapes), global_batch) for _ in range(n_batches)]
     batches = [[shapes[i] for i in pick] for pick in picks]
     sizes = _sizes(shapes, capacity, global_batch, token_multiple, max_tiles, max_tokens)
     seconds = seconds or even_seconds(shapes, capacity, global_batch, max_microbatches)
     front = _largest(shapes, capacity.modules)
-    share = min(1.0, _USUAL_BATCH / global_batch)  # larger batches take longer and differ less
+    share = min(1.0, _USUAL_BATCH / global_batch)
     few = max(1, round(work.first * share))
     evaluator = Evaluator(
         batches,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from dflop_jax.pipeline.order import upstream
+import numpy as np
+
+from dflop_jax.pipeline.order import resources, upstream
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Trace
 
@@ -25,6 +27,31 @@ class ByteTable:
     kept: Mapping[tuple[str, int], float]
 
 
+def peak_bytes(
+    plan: Plan,
+    costs: CostModel,
+    in_flight: Mapping[str, int],
+    trainable: Collection[str] | None = None,
+) -> dict[str, float]:
+    """Most bytes per device of each submesh, with `in_flight[segment]` groups kept.
+
+    Submeshes that share devices hold what all of them hold, and the temporaries of one program
+    at a time. `trainable` as for `simulate`.
+    """
+    of = resources(plan)
+    steady: dict[int, float] = dict.fromkeys(of.values(), 0.0)
+    work = dict(steady)
+    for s in plan.segments:
+        shapes = [b.shape_of(s.module, costs.profile.item_tokens) for b in plan.buckets]
+        items, tokens = np.array([(a.items, a.tokens) for a in shapes]).T
+        trained = trainable is None or s.name in trainable
+        mesh = plan.submesh(s.submesh).shape
+        found = costs.segment_bytes(s, mesh, plan.group_size, items, tokens, trained=trained)
+        steady[of[s.submesh]] += float(found.state + found.kept.max() * in_flight[s.name])
+        work[of[s.submesh]] = max(work[of[s.submesh]], float(found.temporaries.max()))
+    return {name: steady[r] + work[r] for name, r in of.items()}
+
+
 def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
     """Bytes that a profile predicts for a plan.
 
@@ -39,9 +66,9 @@ def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
             shape = bucket.shape_of(s.module, profile.item_tokens)
             if shape.items:
                 model = plan.submesh(s.submesh).model
-                one = costs.predict(s.module, model, shape, "hidden")
+                one = float(costs.predict(s.module, model, shape.items, shape.tokens, "hidden"))
                 kept[s.name, b] = one * plan.group_size
-    return ByteTable(costs.peak_bytes(plan, dict.fromkeys(names, 0)), kept)
+    return ByteTable(peak_bytes(plan, costs, dict.fromkeys(names, 0)), kept)
 
 
 def memory_over_time(

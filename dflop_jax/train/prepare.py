@@ -21,6 +21,7 @@ from jax._src import compilation_cache, compiler
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Source, make_source
+from dflop_jax.data.build import uses_index
 from dflop_jax.pipeline.segment import can_join, parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
@@ -128,15 +129,18 @@ class Setup:
 
     def source(self, split: str = "train") -> Source:
         """The dataset, as the model wants its media and tokens; for all processes together."""
+        spec = MediaSpec.of(self.model.preprocessing)
         make = partial(
             make_source,
             self.config.data,
-            MediaSpec.of(self.model.preprocessing),
+            spec,
             split,
             eval_fraction=self.eval_fraction,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )
+        if not uses_index(self.config.data, spec):
+            return make()
         first = make() if self.peers.is_hub else None
         self.peers.barrier(f"source/{split}")  # the others find the index that process 0 made
         return first or make()

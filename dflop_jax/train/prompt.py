@@ -77,10 +77,9 @@ def prompt_sample(
     """
     text = tagged(prompt, image)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces, placeholder = tokenizer.question_pieces(text), tokenizer.pad_id
+        pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
         pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer)[:-1]
-        placeholder = tokenizer.visual_id
     spec = MediaSpec.of(model.preprocessing)
     limits = Limits(data.max_tiles, data.max_frames, data.max_tokens)
     how = preprocessing(spec, limits)
@@ -90,7 +89,7 @@ def prompt_sample(
             raise ValueError("the model sees no pictures; leave out --image")
         picture = read_upright(_file(image))
         media = [Pictures(how.vision.cut(picture, True), how.vision.place(*picture.size, True))]
-    sample = compose(pieces, media, spec, placeholder=placeholder)
+    sample = compose(pieces, media, spec, placeholder=tokenizer.visual_id)
     if len(sample.tokens) > data.max_tokens:
         seen = sum(len(m.tokens) for m in media)
         visual = f" (of the picture {seen})" if media else ""

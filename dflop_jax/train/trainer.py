@@ -19,7 +19,7 @@ from dflop_jax.config import Config
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import Plan, Profile, Task
+from dflop_jax.records import Plan, Profile, Task, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
@@ -100,7 +100,6 @@ class Trainer:
             devices=self.setup.devices,
             clip_norm=train.clip_norm,
             freeze=trained.frozen,
-            remat=train.remat,
             rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
             evaluates=train.eval_samples > 0,
         )
@@ -212,6 +211,8 @@ class Trainer:
             found: Any = make_plan(self.setup, self.profile).plan if self.peers.is_hub else None
             shared = self.peers.share("plan", msgspec.json.encode(found))
             plan = msgspec.json.decode(shared, type=Plan)
+        elif self.config.train.remat != "auto":
+            plan = with_remat(plan, self.config.train.remat)
         if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
         meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.config import TrainConfig
+from dflop_jax.config import Config, TrainConfig
+from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.segment import make_segments
-from dflop_jax.pipeline.spmd_loop import REMAT
-from dflop_jax.records import BACKWARD, ModuleShape
+from dflop_jax.records import BACKWARD, REMAT, ModuleShape, with_remat
 from models.llava import build
 
 from . import plain
@@ -23,7 +23,7 @@ def test_gradients_are_those_of_the_plain_computation(name, remat):
     m, (samples, _, want_loss, want) = model(True), oracle(True)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     schedule = plain.random_schedule(plan, N, 2, seed=1, text_only=(0,))
-    loss, grads, _, _ = grads_of(m, plan, samples, schedule, remat=remat)
+    loss, grads, _, _ = grads_of(m, with_remat(plan, remat), samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
 
@@ -34,7 +34,7 @@ def temp_bytes(remat: str) -> int:
     decoder = dataclasses.replace(nano.size.decoder, n_layers=8)
     m = dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
     plan = plain.plan_of(m, None, (0, 1, 1, 1))
-    segment = make_segments(m, plan, jax.devices(), remat=remat)["llm"]
+    segment = make_segments(m, with_remat(plan, remat), jax.devices())["llm"]
     compiled = segment.lower(ModuleShape(1, 512), BACKWARD).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -46,7 +46,9 @@ def test_each_policy_keeps_what_it_says():
 
 
 def test_the_configuration_knows_the_policies():
-    for remat in REMAT:
-        assert TrainConfig(remat=remat).remat == remat
+    assert tuple(spmd_loop.REMAT) == REMAT
+    for remat in ("auto", *REMAT):
+        assert Config(train=TrainConfig(remat=remat)).train.remat == remat
     x = np.ones(3, np.float32)
-    assert all(np.array_equal(wrap(lambda a: a + 1)(x), x + 1) for wrap in REMAT.values())
+    wraps = spmd_loop.REMAT.values()
+    assert all(np.array_equal(wrap(lambda a: a + 1)(x), x + 1) for wrap in wraps)

@@ -1,5 +1,6 @@
 """The cost model gives back coefficients that made its timings, and a hand formula's seconds."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -17,7 +18,9 @@ from dflop_jax.records import (
     SegmentPlan,
     SubmeshPlan,
     Task,
+    with_remat,
 )
+from dflop_jax.sim.memory import peak_bytes
 
 PATCHES = 16
 SHAPES = [ModuleShape(i, t) for i, t in ((1, 32), (1, 128), (4, 32), (1, 512))]
@@ -68,6 +71,10 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
     )
 
 
+def predict(model, module, degree, shape, kind):
+    return model.predict(module, degree, shape.items, shape.tokens, kind)
+
+
 def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
     """Twice as dear per tile from 16 tiles on, as where caches end."""
 
@@ -78,10 +85,10 @@ def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
     rows = [LayerTiming("vision", 1, s, *[tiles_s(s.items)] * 4, 0, 0, 0) for s in shapes]
     model = CostModel(profile(rows))
     for s in shapes:
-        assert model.predict("vision", 1, s, "layer_forward") == pytest.approx(tiles_s(s.items))
-    between = model.predict("vision", 1, ModuleShape(11, PATCHES), "layer_forward")
+        assert predict(model, "vision", 1, s, "layer_forward") == pytest.approx(tiles_s(s.items))
+    between = predict(model, "vision", 1, ModuleShape(11, PATCHES), "layer_forward")
     assert tiles_s(11) < between < 2 * tiles_s(11)
-    far = model.predict("vision", 1, ModuleShape(256, PATCHES), "layer_forward")
+    far = predict(model, "vision", 1, ModuleShape(256, PATCHES), "layer_forward")
     assert far == pytest.approx(tiles_s(256), rel=0.05)
     lengths = np.full(40, float(PATCHES))
     assert model.work("vision", 1, "layer_forward", lengths) <= 40 * tiles_s(1) * 1.0001
@@ -95,7 +102,7 @@ def test_exact_coefficients_are_recovered(c):
     np.testing.assert_allclose(model._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
     for shape in (*SHAPES, ModuleShape(7, 48), ModuleShape(1, 2048)):
         for kind, k in {"layer_forward": 1, "layer_backward": 3, "ends_forward": 2}.items():
-            assert model.predict("llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
+            assert predict(model, "llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
 
 
 def test_small_shapes_count_as_much_as_large_ones():
@@ -107,7 +114,7 @@ def test_small_shapes_count_as_much_as_large_ones():
         rows.append(LayerTiming("llm", 1, shape, f, f, f, f))
     model = CostModel(profile(rows))
     for row in rows:
-        got = model.predict("llm", 1, row.shape, "layer_forward")
+        got = predict(model, "llm", 1, row.shape, "layer_forward")
         assert got == pytest.approx(cost(LAYER, row.shape), rel=0.06)
 
 
@@ -120,7 +127,7 @@ def test_predictions_never_fall_with_size_however_noisy():
         for kind in ("layer_forward", "ends_backward"):
             assert min(model._fit("llm", 1, kind)) >= 0
             at = {
-                (i, t): model.predict("llm", 1, ModuleShape(i, t), kind)
+                (i, t): predict(model, "llm", 1, ModuleShape(i, t), kind)
                 for i, t in itertools.product(*grid)
             }
             for (i, t), (j, u) in itertools.product(at, at):
@@ -129,16 +136,16 @@ def test_predictions_never_fall_with_size_however_noisy():
 
 def test_a_single_timing_is_met_and_nothing_measured_costs_nothing():
     model = CostModel(profile([LayerTiming("llm", 1, SHAPES[0], 2e-3, 0.0, 0.0, 0.0)]))
-    assert model.predict("llm", 1, SHAPES[0], "layer_forward") == pytest.approx(2e-3)
-    assert model.predict("llm", 1, SHAPES[3], "layer_backward") == 0.0
+    assert predict(model, "llm", 1, SHAPES[0], "layer_forward") == pytest.approx(2e-3)
+    assert predict(model, "llm", 1, SHAPES[3], "layer_backward") == 0.0
 
 
 def test_an_unmeasured_degree_or_module_is_an_error_that_names_both():
     model = CostModel(profile())
     with pytest.raises(ValueError, match=r"'llm' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
-        model.predict("llm", 4, SHAPES[0], "layer_forward")
+        predict(model, "llm", 4, SHAPES[0], "layer_forward")
     with pytest.raises(ValueError, match="no timing of 'audio'"):
-        model.predict("audio", 1, SHAPES[0], "layer_forward")
+        predict(model, "audio", 1, SHAPES[0], "layer_forward")
 
 
 def test_work_is_what_packing_cannot_undercut():
@@ -148,7 +155,7 @@ def test_work_is_what_packing_cannot_undercut():
     want = LAYER[1] * 64 + LAYER[2] * (10**2 + 20**2 + 34**2)
     assert floor == pytest.approx(want)
     for items, tokens in ((1, 64), (2, 34), (3, 34)):  # rows into which the three samples pack
-        packed = model.predict("llm", 1, ModuleShape(items, tokens), "layer_forward")
+        packed = predict(model, "llm", 1, ModuleShape(items, tokens), "layer_forward")
         assert floor < packed - LAYER[0] * 0.99
     assert model.work("llm", 1, "layer_forward", np.array([])) == 0.0
 
@@ -221,16 +228,39 @@ def test_a_bucket_without_tiles_costs_the_encoder_nothing():
     assert seconds[Task("l0", 0, BACKWARD)] > 0.5
 
 
-def test_peak_bytes_by_hand():
-    plan = plan_of(stage=2, data=2, group_size=4)
-    peak = CostModel(profile()).peak_bytes(plan, {"vision": 2, "l0": 1})
+@pytest.mark.parametrize("remat", ["none", "layers"])
+@pytest.mark.parametrize("params", [(1000, 600), (0, 0)])
+def test_peak_bytes_by_hand(params, remat):
+    plan = with_remat(plan_of(stage=2, data=2, group_size=4), remat)
+    layer, ends = params
+    found = dataclasses.replace(
+        profile(),
+        layer_param_bytes=dict.fromkeys(("vision", "llm"), layer),
+        ends_param_bytes=dict.fromkeys(("vision", "llm"), ends),
+    )
     tiles, llm = cost(LAYER, ModuleShape(3, PATCHES)), cost(LAYER, ModuleShape(2, 64))
     # Parameters and gradients once, AdamW's two moments over the data ranks; then what is kept
     # of 2 groups of 4, and one program's temporaries.
-    vision = (4 * 1000 + 600) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + (8 * 4 + 4) * tiles * 4
-    # Two layers a stage; backward keeps the temporaries of each tick: 4, and 4 + 2 - 1.
-    text = (2 * 1000 + 600) * (2 + 2 / 2) + 100 * llm * 4 * 1 + (8 * 2 + 4) * llm * 5
-    assert peak == pytest.approx({"vision": vision, "l0": text})
+    vision = (4 * layer + ends) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + 4 * tiles
+    text = (2 * layer + ends) * (2 + 2 / 2) + 100 * llm * 4 * 1 + 4 * llm
+    # Four layers, and two a stage; each tick is kept: 4, and 4 + 2 - 1, copied into those of all.
+    for n, copies, one in ((4, 5, tiles), (2, 6, llm)):
+        gradients = min(layer, 8 * one)
+        own = 8 * one - gradients
+        each = own if remat == "none" else 100 * one  # else it keeps its input
+        work = n * (each * copies + gradients) + (0 if remat == "none" else own)
+        vision, text = (vision + work, text) if n == 4 else (vision, text + work)
+    peak = peak_bytes(plan, CostModel(found), {"vision": 2, "l0": 1})
+    assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-9)
+
+
+def test_frozen_segments_hold_their_parameters_only():
+    plan = plan_of()
+    flying = {"vision": 0, "l0": 0}
+    free = peak_bytes(plan, CostModel(profile()), flying, ["l0"])
+    whole = peak_bytes(plan, CostModel(profile()), flying)
+    assert free["l0"] == whole["l0"]
+    assert free["vision"] == pytest.approx(whole["vision"] - 3 * 4600, abs=1.0)
 
 
 def test_segments_on_one_submesh_add_their_bytes():
@@ -245,5 +275,16 @@ def test_segments_on_one_submesh_add_their_bytes():
     )
     flying = {"vision": 1, "l0": 1}
     model = CostModel(profile())
-    apart = model.peak_bytes(plan, flying)
-    assert model.peak_bytes(shared, flying) == pytest.approx({"all": sum(apart.values())})
+    apart = peak_bytes(plan, model, flying)
+    # Only one program at a time has temporaries.
+    least = min(
+        float(model.segment_bytes(s, (1, 1, 1), 1, shape.items, shape.tokens).temporaries)
+        for s in plan.segments
+        for shape in [plan.buckets[0].shape_of(s.module, {"vision": PATCHES})]
+    )
+    want = sum(apart.values()) - least
+    assert peak_bytes(shared, model, flying) == pytest.approx({"all": want}, rel=1e-12)
+    twice = (SubmeshPlan("all", 0, 1, 1, 1), SubmeshPlan("too", 0, 1, 1, 1))
+    segments = (shared.segments[0], dataclasses.replace(shared.segments[1], submesh="too"))
+    both = dataclasses.replace(shared, submeshes=twice, segments=segments)
+    assert peak_bytes(both, model, flying) == pytest.approx({"all": want, "too": want}, rel=1e-12)

@@ -34,13 +34,21 @@ def segment(module, mesh=(1, 1, 1), microbatches=1, remat=False, start=0, stop=N
     stop = module.n_layers if stop is None else stop
     n = int(np.prod(mesh))
     return Segment(
-        plan=SegmentPlan("s", "llm", start, stop, "s", start == 0, stop == module.n_layers),
+        plan=SegmentPlan(
+            "s",
+            "llm",
+            start,
+            stop,
+            "s",
+            start == 0,
+            stop == module.n_layers,
+            "layers" if remat else "none",
+        ),
         module=module,
         mesh=Mesh(np.array(jax.devices()[:n]).reshape(mesh), AXES),
         microbatches=microbatches,
         trainable=frozenset(PARTS),
         sends_gradient=True,
-        remat="layers" if remat else "none",
     )
 
 
@@ -52,7 +60,6 @@ def abstract(s):
         submesh,
         microbatches=s.microbatches,
         trainable=s.trainable,
-        remat=s.remat,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, SEND, Event, Trace
-from dflop_jax.sim.memory import ByteTable, byte_table, memory_over_time, peaks
+from dflop_jax.sim.memory import ByteTable, byte_table, memory_over_time, peak_bytes, peaks
 from dflop_jax.sim.pipeline import simulate_step
 from tests.plans import NANO, chain, nano_profile
 from tests.sim.test_conditions import random_sends
@@ -117,7 +117,7 @@ def test_the_table_of_a_profile_matches_its_peak():
     )
     table = byte_table(NANO, model)
     in_flight = {"vision": 3, "llm": 2}
-    whole = CostModel(model).peak_bytes(NANO, in_flight)
+    whole = peak_bytes(NANO, CostModel(model), in_flight)
     for name, n in in_flight.items():
         most = max(table.kept[name, b] for b in range(len(NANO.buckets)))
         assert table.constant[name] + n * most == pytest.approx(whole[name])

@@ -1,0 +1,171 @@
+"""Which devices and parallelism a plan may give to encoder and LLM: the search space, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.placement import Form, Outline
+
+
+def factors(n: int, most: int) -> list[int]:
+    """Divisors of n up to `most`."""
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int, cut: bool) -> list[Form]:
+    """Every form of a module on so many devices. A pipeline of depth s comes as one segment with
+    stage=s and, if the module may be `cut`, as s segments."""
+    found = []
+    for stages in factors(n_devices, min(max_stage, n_layers)):
+        for tp in factors(n_devices // stages, max_model):
+            data = n_devices // stages // tp
+            if n_layers % stages == 0:
+                found.append(Form((stages, data, tp)))
+            if stages > 1 and cut:
+                found.append(Form((1, data, tp), stages))
+    return found
+
+
+def _encoder_forms(
+    n_layers: Mapping[str, int], n_devices: int, max_model: int, max_stage: int
+) -> list[tuple[Form, ...]]:
+    """Forms of the encoders on devices that they share, each with a degree of its own; only a
+    single one is a pipeline."""
+    names = encoders_of(n_layers)
+    if len(names) == 1:
+        return [(f,) for f in _forms(n_devices, n_layers[names[0]], max_model, max_stage, True)]
+    degrees = product(factors(n_devices, max_model), repeat=len(names))
+    return [tuple(Form((1, n_devices // tp, tp)) for tp in tps) for tps in degrees]
+
+
+def encoders_of(n_layers: Mapping[str, int]) -> list[str]:
+    return [m for m in n_layers if m != "llm"]
+
+
+def _compatible(outline: Outline) -> bool:
+    """Whether a group of microbatches can be one of every segment's."""
+    forms = (*outline.encoders, outline.llm)
+    return all(outline.group_size % f.mesh[0] == 0 for f in forms)
+
+
+def separate(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Outline]:
+    """DFLOP: encoders and LLM on disjoint devices, each with its own (stage, data, model).
+
+    With head and embedding tied, the LLM stays in one segment. A model without encoder gets all
+    devices for the LLM.
+    """
+    for below in range(1, n_devices) if encoders_of(n_layers) else (0,):
+        low = _encoder_forms(n_layers, below, max_model, max_stage) if below else [()]
+        high = _forms(n_devices - below, n_layers["llm"], max_model, max_stage, not tied)
+        for encoders, llm in product(low, high):
+            outline = Outline(encoders, llm, below)
+            if _compatible(outline):
+                yield outline
+
+
+def shared(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Outline]:
+    """OrchMLLM: every module on all devices, each with its own parallelism, one after the other.
+
+    The encoders' items and the LLM's rows are balanced over the ranks separately.
+    """
+    del tied  # the LLM is one segment anyway
+    low = _encoder_forms(n_layers, n_devices, max_model, 1) if encoders_of(n_layers) else [()]
+    high = _forms(n_devices, n_layers["llm"], max_model, max_stage, False)
+    for encoders, llm in product(low, high):
+        yield Outline(encoders, llm, 0)
+
+
+def uniform(
+    n_devices: int,
+    n_layers: Mapping[str, int],
+    *,
+    max_model: int,
+    max_stage: int,
+    tied: bool,
+) -> Iterator[Outline]:
+    """Blind baseline: one (stage, data, model) for the whole model.
+
+    The encoders are the first pipeline stage and the LLM's layers fill the others evenly; with one
+    stage everything shares all devices.
+    """
+    encoders = encoders_of(n_layers)
+    for stages in factors(n_devices, max_stage):
+        llm_stages = stages - bool(encoders) if stages > 1 else 1
+        if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
+            continue
+        for tp in factors(n_devices // stages, max_model):
+            mesh = (1, n_devices // stages // tp, tp)
+            first = n_devices // stages if encoders and stages > 1 else 0
+            yield Outline(tuple(Form(mesh) for _ in encoders), Form(mesh, llm_stages), first)
+
+
+SPACES = {"dflop": separate, "orch": shared, "blind": uniform}
+
+
+def outlines(
+    rules: Rules, n_devices: int, config: PlanConfig, tied: bool
+) -> dict[str, list[Outline]]:
+    """By policy, the configured space, as far as the profile has timings of its tensor-parallel
+    degrees and these stay inside a node.
+
+    Raises:
+      ValueError: nothing is left.
+    """
+    wanted = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
+    timed = {(t.module, t.model) for t in rules.costs.profile.timings}
+    node = rules.hardware.devices_per_node if rules.hardware else n_devices
+
+    def usable(o: Outline) -> bool:
+        forms = [*zip(rules.n_layers, (*o.encoders, o.llm), strict=True)]
+        return all((m, f.mesh[2]) in timed for m, f in forms) and all(
+            _inside_nodes(f, 0 if f is not o.llm else o.llm_first, node) for _, f in forms
+        )
+
+    found = {
+        policy: [
+            o
+            for o in SPACES[policy](
+                n_devices,
+                rules.n_layers,
+                max_model=min(config.max_model, node),
+                max_stage=config.max_stage,
+                tied=tied,
+            )
+            if usable(o)
+        ]
+        for policy in wanted
+    }
+    if not any(found.values()):
+        raise ValueError(_none(config, n_devices))
+    return found
+
+
+def _inside_nodes(form: Form, first: int, node: int) -> bool:
+    """Whether each group of tensor-parallel devices lies in one node."""
+    tp = form.mesh[2]
+    aligned = first % tp == 0 and node % tp == 0
+    return aligned or all(d % node + tp <= node for d in range(first, first + form.n_devices, tp))
+
+
+def _none(config: PlanConfig, n_devices: int) -> str:
+    return (
+        f"policy {config.policy} has no placement on {n_devices} devices: separate encoder and LLM "
+        "submeshes need two; raise plan.devices or use plan.policy auto"
+    )

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dflop_jax.plan.exact_costs import ExactCosts, peak_bytes
-from dflop_jax.plan.placement import Placement, factors, split_layers
+from dflop_jax.plan.placement import Placement, split_layers
+from dflop_jax.plan.space import factors
 from dflop_jax.records import SampleShape, SegmentPlan, SubmeshPlan
 
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
@@ -125,7 +126,7 @@ def public_rule(
         for module in (item, llm):
             mean = float(loads[module].mean()) * global_batch / (m * ranks[module])
             squares = mean * mean  # one row: it counts attention as if the samples were one
-            spent = costs.module_s(module, _mesh(placement, module).model, mean, squares)
+            spent = costs.module_s(module, _mesh(placement, module), mean, squares)
             slowest = max(slowest, spent / stages[module])
         t = (m + sum(stages.values()) - 1) * slowest
         if best is None or (t < 1.1 * best[2] and m < best[1]):

@@ -28,14 +28,14 @@ from dflop_jax.plan.exact_costs import (
     is_replicated,
     plan_of,
     ranks_of,
-    reduce_s,
     replica_plan,
     segment_seconds,
-    sends_of,
+    step_end_s,
     sum_loads,
 )
+from dflop_jax.plan.links import send_seconds
 from dflop_jax.plan.placement import Placement
-from dflop_jax.records import REDUCE, Bucket, Event, Plan, SampleShape, Task, Trace
+from dflop_jax.records import REDUCE, Event, Plan, SampleShape, Task, Trace
 from dflop_jax.schedule.balance import balance
 from dflop_jax.schedule.greedy import lpt
 from dflop_jax.schedule.problem import make_problem
@@ -86,7 +86,7 @@ def bins_of(
     columns, grouped = _prices(costs, placement, batch)
     width, together = (1, ()) if is_replicated(placement) else (ranks, grouped)
     if quick:
-        return lpt(make_problem(columns, n_bins, None, None, width, together, ()))
+        return lpt(make_problem(columns, n_bins, None, None, width, together))
     found = balance(
         columns,
         n_bins,
@@ -103,19 +103,19 @@ def _prices(
 ) -> tuple[Array, tuple[int, ...]]:
     """(seconds that each sample adds to each kind of stage [samples, kinds], which kinds hold
     encoders only). Stages that no sample loads more than another does are left out."""
-    plan = plan_of(placement, (Bucket(1, 1),))
+    plan = plan_of(placement)
     of, ranks = resources(plan), ranks_of(placement)
     rate: dict[int, dict[str, float]] = {}
     for s in plan.segments:
         low, high = (
             np.array([x]) for x in ((1024.0, 5120.0) if s.module == "llm" else (8.0, 40.0))
         )
-        tp = plan.submesh(s.submesh).model
+        mesh = plan.submesh(s.submesh)
         each = sum(
             float(
                 (
-                    costs.segment_s(s, tp, d, high, high * 1024)
-                    - costs.segment_s(s, tp, d, low, low * 1024)
+                    costs.segment_s(s, mesh, d, high, high * 1024)
+                    - costs.segment_s(s, mesh, d, low, low * 1024)
                 )[0]
             )
             for d in DIRECTIONS
@@ -157,14 +157,14 @@ def run_bins(
     """Simulate one step of a batch whose samples lie in given bins; `times` replaces the predicted
     seconds (as `segment_seconds`)."""
     ranks = ranks_of(placement)
-    loads = sum_loads(batch, bins, n_microbatches * ranks["llm"], n_microbatches, ranks)
+    loads = sum_loads(batch, bins, n_microbatches, ranks)
     times = times or segment_seconds(costs, placement, loads)
     n_replicas = ranks["llm"] if is_replicated(placement) else 1
     traces = [replica_trace(costs, placement, loads, times, r) for r in range(n_replicas)]
     ends = [trace.makespan_s for trace, _ in traces]
-    reduced_s = reduce_s(costs, placement)
+    reduced_s = step_end_s(costs, placement)
     makespan_s = max(ends) + reduced_s
-    plan = plan_of(placement, (Bucket(1, 1),))
+    plan = plan_of(placement)
     busy = {
         s.name: sum(
             e.end_s - e.start_s for t, _ in traces for e in t.events
@@ -206,6 +206,6 @@ def replica_trace(
         Task(s, g, d): float(x) for (s, d), each in times.items() for g, x in enumerate(each[r])
     }
     names = [s.name for s in plan.segments]
-    sends = sends_of(costs, plan) if costs.hardware else None
+    sends = send_seconds(plan, costs.model, costs.hardware)
     trace = simulate_step(plan, range(len(plan.buckets)), seconds, names, sends=sends)
     return trace, plan

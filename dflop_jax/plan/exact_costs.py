@@ -1,35 +1,36 @@
-"""What placements cost at the true shapes of microbatches: seconds, bytes, sends, the step's end.
+"""What placements cost at the true shapes of microbatches: seconds, bytes and the step's end.
 
-A load is what a microbatch holds on a data rank: items of an encoder, tokens of the LLM and the sum
+A load is what a microbatch holds on a data rank: items of an encoder; tokens of the LLM and the sum
 of its samples' squared lengths, which attention costs when samples stand in one row unpadded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflop_jax.hardware import Hardware
-from dflop_jax.pipeline.order import in_flight_limit, resources, upstream
+from dflop_jax.pipeline.order import in_flight_limit, resources
+from dflop_jax.plan.links import step_end_seconds
 from dflop_jax.plan.placement import Placement
-from dflop_jax.profile.collectives import all_reduce_s, send_s
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     ITEMS,
+    REDUCE,
+    UPDATE,
     Bucket,
     ModelProfile,
-    ModuleShape,
     Plan,
     SampleShape,
     SegmentPlan,
-    Task,
+    SubmeshPlan,
 )
+from dflop_jax.sim import memory
 
 Array = np.ndarray
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -39,68 +40,33 @@ Times = Mapping[tuple[str, str], Array]
 
 @dataclass(frozen=True)
 class ExactCosts:
-    """Seconds of layers and ends as functions of true loads.
+    """A cost model, asked for true loads; without hardware nothing that crosses devices takes
+    time."""
 
-    A load is (items, -) of an encoder, (tokens, sum of squared sample lengths) of the LLM.
-    """
-
-    profile: ModelProfile
+    model: CostModel
     hardware: Hardware | None = None
-    _tables: dict[tuple[str, int, str], Array] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def model(self) -> CostModel:
-        return CostModel(self.profile)
-
-    def predict(self, module: str, model: int, items: float, tokens: float, kind: str) -> float:
-        """As `CostModel.predict`, of one shape."""
-        return self.model.predict(module, model, ModuleShape(int(items), int(tokens)), kind)
-
-    def seconds(self, module: str, model: int, kind: str, load: Array, squares: Array) -> Array:
-        """Of a layer or of both ends (`kind` as in CostModel); 0 where there is no load."""
-        key = (module, model, kind)
-        if module == "llm":
-            c = self.coefficients(model, kind)
-            return np.where(load > 0, c[0] + c[1] * load + c[2] * squares, 0.0)
-        whole = np.ceil(load).astype(int)
-        table = self._tables.get(key, np.zeros(1))
-        if whole.max(initial=0) >= len(table):
-            tokens = self.profile.item_tokens[module]
-            more = range(len(table), int(1.25 * whole.max()) + 2)
-            found = [self.predict(module, model, n, tokens, kind) for n in more]
-            table = self._tables[key] = np.concatenate([table, found])
-        return table[whole]
-
-    def coefficients(self, model: int, kind: str) -> Array:
-        """c of the LLM's c0 + c1 * tokens + c2 * squares, through three shapes."""
-        key = ("llm", model, kind)
-        if key not in self._tables:
-            sizes = np.array([[1.0, n, n * n] for n in (256, 4096, 16384)])
-            values = [self.predict("llm", model, 1, int(n), kind) for n in sizes[:, 1]]
-            self._tables[key] = np.linalg.solve(sizes, np.array(values))
-        return self._tables[key]
-
-    def ends_share(self, s: SegmentPlan) -> float:
-        """Share of its module's ends that a segment runs."""
-        share = self.profile.entry_share[s.module]
-        return share * s.first + (1.0 - share) * s.last
+    @property
+    def profile(self) -> ModelProfile:
+        return self.model.profile
 
     def segment_s(
-        self, s: SegmentPlan, model: int, direction: str, load: Array, squares: Array
+        self, s: SegmentPlan, mesh: SubmeshPlan, direction: str, load: Array, squares: Array
     ) -> Array:
-        """Of a segment's task, of each load."""
-        kind = "backward" if direction == BACKWARD else "forward"
-        ends = self.ends_share(s)
-        spent = s.n_layers * self.seconds(s.module, model, f"layer_{kind}", load, squares)
-        if ends:
-            spent = spent + ends * self.seconds(s.module, model, f"ends_{kind}", load, squares)
-        return np.where(load > 0, spent + self.profile.task_overhead_s, 0.0)
+        """Of a segment's task at each load; 0 without load."""
+        load = np.asarray(load, float)
+        if s.module == "llm":
+            # As many equal samples as have this many tokens and these squares.
+            each = np.divide(squares, load, out=np.ones_like(load), where=load > 0)
+            return self.model.group_s(s, mesh.shape, 1, load / each, each, direction)
+        tokens = self.profile.item_tokens[s.module]
+        return self.model.group_s(s, mesh.shape, 1, load, tokens, direction)
 
-    def module_s(self, module: str, model: int, load: float, squares: float) -> float:
+    def module_s(self, module: str, mesh: SubmeshPlan, load: float, squares: float) -> float:
         """Of all layers and ends, forward and backward."""
         whole = SegmentPlan(module, module, 0, self.profile.n_layers[module], "", True, True)
         at = (np.array([load]), np.array([squares]))
-        return float(sum(self.segment_s(whole, model, d, *at)[0] for d in DIRECTIONS))
+        return float(sum(self.segment_s(whole, mesh, d, *at)[0] for d in DIRECTIONS))
 
 
 @dataclass(frozen=True)
@@ -126,38 +92,38 @@ def is_replicated(placement: Placement) -> bool:
 
 
 def sum_loads(
-    batch: Sequence[SampleShape], bins: Array, n_bins: int, m: int, modules: Iterable[str]
+    batch: Sequence[SampleShape], bins: Array, n_microbatches: int, ranks: Mapping[str, int]
 ) -> Loads:
+    """Sums over the samples of each bin (microbatch * LLM ranks + rank)."""
+    n_bins = n_microbatches * ranks["llm"]
+
     def total(values: Sequence[float]) -> Array:
-        return np.bincount(bins, np.array(values, float), n_bins).reshape(m, -1)
+        return np.bincount(bins, np.array(values, float), n_bins).reshape(n_microbatches, -1)
 
     return Loads(
-        {k: total([s.load(k) for s in batch]) for k in modules if k in ITEMS},
+        {k: total([s.load(k) for s in batch]) for k in ranks if k != "llm"},
         total([s.llm_tokens for s in batch]),
         total([float(s.llm_tokens) ** 2 for s in batch]),
     )
 
 
-def segment_seconds(
-    costs: ExactCosts, placement: Placement, loads: Loads
-) -> dict[tuple[str, str], Array]:
-    """(segment, direction) -> seconds [replicas, microbatches]; one row where ranks are coupled."""
+def segment_seconds(costs: ExactCosts, placement: Placement, loads: Loads) -> Times:
+    """Seconds of every task; one row where data ranks are coupled."""
     found = {}
     replicated = is_replicated(placement)
     for s in placement.segments:
         mesh = placement.mesh_of(s)
         load, squares = loads.of(s.module), loads.squares
         if not replicated and s.module != "llm":
-            load = np.ceil(load.sum(axis=1, keepdims=True) / mesh.data)
-            squares = load
+            load = squares = np.ceil(load.sum(axis=1, keepdims=True) / mesh.data)
         for d in DIRECTIONS:
-            each = costs.segment_s(s, mesh.model, d, load, squares)
+            each = costs.segment_s(s, mesh, d, load, squares)
             found[s.name, d] = each.T if replicated else each.max(axis=1)[None]
     return found
 
 
 def largest_load(placement: Placement, loads: Sequence[Loads]) -> dict[str, float]:
-    """Largest load of a rank, by module."""
+    """Of a rank, by module."""
     ranks = ranks_of(placement)
     found = {}
     for m in ranks:
@@ -171,18 +137,16 @@ def largest_load(placement: Placement, loads: Sequence[Loads]) -> dict[str, floa
 def peak_bytes(costs: ExactCosts, placement: Placement, load: Mapping[str, float]) -> float:
     """Bytes of the device that needs most, with `load` as the largest on a rank of each module."""
     items = {ITEMS[m]: math.ceil(n) for m, n in load.items() if m != "llm"}
-    bucket = Bucket(
-        items.get("tiles", 0), max(1, math.ceil(load["llm"])), 1, items.get("windows", 0)
-    )
-    plan = plan_of(placement, (bucket,))
-    return max(costs.model.peak_bytes(plan, in_flight_limit(plan)).values())
+    tokens = max(1, math.ceil(load["llm"]))
+    plan = plan_of(placement, (Bucket(items.get("tiles", 0), tokens, 1, items.get("windows", 0)),))
+    return max(memory.peak_bytes(plan, costs.model, in_flight_limit(plan)).values())
 
 
 def resources_of(placement: Placement) -> dict[str, int]:
-    return resources(plan_of(placement, (Bucket(1, 1),)))
+    return resources(plan_of(placement))
 
 
-def plan_of(placement: Placement, buckets: tuple[Bucket, ...]) -> Plan:
+def plan_of(placement: Placement, buckets: tuple[Bucket, ...] = (Bucket(1, 1),)) -> Plan:
     return Plan("exact", placement.submeshes, placement.segments, buckets)
 
 
@@ -207,40 +171,14 @@ def replica_plan(placement: Placement, loads: Loads, r: int) -> Plan:
     return Plan("exact", submeshes, placement.segments, buckets)
 
 
-def sends_of(costs: ExactCosts, plan: Plan) -> dict[Task, float]:
-    """What crosses between submeshes, by (segment, bucket, direction): activations of half
-    precision, each device of the smaller side sending or receiving its share."""
-    hardware = costs.hardware
-    assert hardware is not None
-    found: dict[Task, float] = {}
-    for above in plan.segments:
-        for below in upstream(plan, above):
-            if below.submesh == above.submesh:
-                continue
-            low, high = plan.submesh(below.submesh), plan.submesh(above.submesh)
-            node = hardware.devices_per_node
-            across = {d // node for d in low.devices} != {d // node for d in high.devices}
-            lanes = min(low.n_devices, high.n_devices)
-            for b, bucket in enumerate(plan.buckets):
-                shape = bucket.shape_of(below.module, costs.profile.item_tokens)
-                if not shape.items:
-                    continue
-                one = costs.predict(below.module, low.model, shape.items, shape.tokens, "hidden")
-                sent = send_s(one * low.data / lanes, hardware, across=across)
-                found[Task(below.name, b, FORWARD)] = found[Task(below.name, b, BACKWARD)] = sent
-    return found
-
-
-def reduce_s(costs: ExactCosts, placement: Placement) -> float:
-    """Seconds of the step's end: float32 gradients added up over the data ranks of every stage at
-    once, the slowest counts; 0 without hardware."""
-    if costs.hardware is None:
-        return 0.0
-    spent: dict[str, float] = {}
+def step_end_s(costs: ExactCosts, placement: Placement) -> float:
+    """Seconds after the last backward: all stages add up their gradients at once, then update."""
+    ends = step_end_seconds(plan_of(placement), costs.profile, costs.hardware)
+    of = resources_of(placement)
+    spent: dict[str, dict[int, float]] = {REDUCE: {}, UPDATE: {}}
     for s in placement.segments:
-        mesh, p = placement.mesh_of(s), costs.profile
-        n_bytes = float(p.layer_param_bytes[s.module] * s.n_layers)
-        n_bytes += p.ends_param_bytes[s.module] * (s.first + s.last) / 2
-        one = all_reduce_s(n_bytes / mesh.model, mesh.data, costs.hardware, stride=mesh.model)
-        spent[s.submesh] = spent.get(s.submesh, 0.0) + one
-    return max(spent.values())
+        for task, seconds in ends.items():
+            if task.segment == s.name:
+                at = spent[task.direction]
+                at[of[s.submesh]] = at.get(of[s.submesh], 0.0) + seconds
+    return sum(max(at.values()) for at in spent.values())

@@ -26,18 +26,17 @@ from dflop_jax.plan.exact_costs import (
     peak_bytes,
     plan_of,
     ranks_of,
-    reduce_s,
     replica_plan,
     resources_of,
     segment_seconds,
-    sends_of,
+    step_end_s,
     sum_loads,
 )
+from dflop_jax.plan.links import send_seconds
 from dflop_jax.plan.placement import Placement
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
-    Bucket,
     SampleShape,
     SegmentPlan,
     SubmeshPlan,
@@ -47,12 +46,11 @@ from dflop_jax.records import (
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best of a space; `tried` placements with a microbatch count, of which `simulated` had a
-    lower bound below the best. `variant` is the index of its costs."""
+    """The best of a space; its segments say what is recomputed. `tried` placements with a
+    microbatch count, of which `simulated` had a lower bound below the best."""
 
     placement: Placement
     n_microbatches: int
-    variant: int
     makespan_s: float
     peak_bytes: float
     tried: int
@@ -62,62 +60,69 @@ class Tuned:
 def tune(
     placements: Iterable[Placement],
     batches: Sequence[Sequence[SampleShape]],
-    variants: Sequence[ExactCosts],
+    costs: ExactCosts,
     *,
     grouping: str,
     memory_bytes: float = 0.0,
+    remats: Sequence[str] = ("none", "layers"),
     max_microbatches: int = 0,
 ) -> Tuned:
-    """The placement, microbatch count and variant of least mean makespan over the batches.
+    """The placement, microbatch count and remat of least mean makespan over the batches.
 
     Candidates are simulated in the order of their lower bounds, until a bound exceeds the best, so
-    the answer is the best of all; ties break by (name, microbatches, variant).
+    the answer is the best of all; ties break by (name, microbatches).
 
     Args:
-      placements: those that a profile has no times for are left out.
-      variants: costs to choose from, as without and with recomputing layers.
+      placements: those that the profile has no times for are left out.
       memory_bytes: of a device; 0: not checked.
+      remats: to choose from, the same for all segments.
       max_microbatches: most that are tried; counts are powers of 2, and the most that there can
         be. 0: no limit.
 
     Raises:
       ValueError: nothing fits into memory; says by how much.
     """
-    searches = [_Search(batches, costs, grouping) for costs in variants]
-    known = [{(t.module, t.model) for t in c.profile.timings} for c in variants]
-    # (bound, name, microbatches, variant, a number against ties, dealt already?, placement)
-    queue: list[tuple[float, str, int, int, int, bool, Placement]] = []
-    for p in placements:
-        most = min(map(len, batches)) // ranks_of(p)["llm"]
-        for v, search in enumerate(searches):
-            if all((s.module, p.mesh_of(s).model) in known[v] for s in p.segments):
-                for m in _counts(most, max_microbatches):
-                    queue.append((search.floor_s(p, m), p.name, m, v, len(queue), False, p))
+    search = _Search(batches, costs, grouping)
+    known = {(t.module, t.model) for t in costs.profile.timings}
+    # (bound, name, microbatches, a number against ties, dealt already?, placement)
+    queue: list[tuple[float, str, int, int, bool, Placement]] = []
+    for whole in placements:
+        if any((s.module, whole.mesh_of(s).model) not in known for s in whole.segments):
+            continue
+        most = min(map(len, batches)) // ranks_of(whole)["llm"]
+        for remat in remats:
+            p = with_remat(whole, remat)
+            for m in _counts(most, max_microbatches):
+                queue.append((search.floor_s(p, m), p.name, m, len(queue), False, p))
     heapq.heapify(queue)
     tried, simulated, least = len(queue), 0, math.inf
     best: Tuned | None = None
     while queue and (best is None or queue[0][0] < best.makespan_s):
-        _, name, m, v, number, is_dealt, p = heapq.heappop(queue)
-        costs, search = variants[v], searches[v]
+        _, name, m, number, is_dealt, p = heapq.heappop(queue)
         loads = [search.dealt(p, m, i) for i in range(len(batches))]
         times = [segment_seconds(costs, p, x) for x in loads]
         peak = peak_bytes(costs, p, largest_load(p, loads))
         if not is_dealt:
             least = min(least, peak)
             if not memory_bytes or peak <= memory_bytes:
-                found = float(np.mean([bound_s(p, t) for t in times])) + reduce_s(costs, p)
-                heapq.heappush(queue, (found, name, m, v, number, True, p))
+                found = float(np.mean([bound_s(p, t) for t in times])) + step_end_s(costs, p)
+                heapq.heappush(queue, (found, name, m, number, True, p))
             continue
         simulated += 1
         mean = float(np.mean([search.makespan_s(p, x, t) for x, t in zip(loads, times)]))
         if best is None or mean < best.makespan_s:
-            best = Tuned(p, m, v, mean, peak, tried, simulated)
+            best = Tuned(p, m, mean, peak, tried, simulated)
     if best is None:
         raise ValueError(
             f"no placement fits into {memory_bytes / 2**30:.1f} GiB a device: the least needs "
             f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
         )
     return replace(best, simulated=simulated)
+
+
+def with_remat(placement: Placement, remat: str) -> Placement:
+    """The placement with every segment's `remat` replaced."""
+    return replace(placement, segments=tuple(replace(s, remat=remat) for s in placement.segments))
 
 
 def _counts(most: int, limit: int) -> list[int]:
@@ -134,7 +139,7 @@ class _Search:
         self.batches, self.costs, self.grouping = batches, costs, grouping
         self._dealt: dict[tuple, Loads] = {}
         self._orders: dict[tuple, tuple[list[Task], dict[Task, tuple[Task, ...]]]] = {}
-        self._rates: dict[tuple[str, int, str], float] = {}
+        self._rates: dict[tuple, float] = {}
         self._volumes: dict[tuple, float] = {}
         self._smallest: dict[tuple, float] = {}
         each = {m: [s.load(m) for b in batches for s in b] for m in costs.profile.n_layers}
@@ -156,7 +161,7 @@ class _Search:
             if not is_replicated(p) and s.module != "llm":
                 least = math.ceil(least * ranks["llm"] / mesh.data)
             r = of[s.submesh]
-            ahead[r] = ahead.get(r, 0.0) + self._alone_s(s, mesh.model, least)
+            ahead[r] = ahead.get(r, 0.0) + self._alone_s(s, mesh, least)
             for d in DIRECTIONS:
                 if (s.name, d) != (final, FORWARD):
                     busy[r] = busy.get(r, 0.0) + self._volume_s(s, mesh, d, m)
@@ -164,42 +169,37 @@ class _Search:
         for r in busy:
             best = max(best, before + busy[r])
             before += ahead[r]
-        return best + reduce_s(self.costs, p)
+        return best + step_end_s(self.costs, p)
 
-    def _alone_s(self, s: SegmentPlan, model: int, load: float) -> float:
+    def _alone_s(self, s: SegmentPlan, mesh: SubmeshPlan, load: float) -> float:
         """Seconds of a single sample of this load, forward and backward."""
-        key = (s.module, s.n_layers, self.costs.ends_share(s), model, load)
+        key = (*_like(s), mesh.model, load)
         if key not in self._smallest:
             at = (np.array([load]), np.array([load * load]))
-            each = [self.costs.segment_s(s, model, d, *at) for d in DIRECTIONS]
+            each = [self.costs.segment_s(s, mesh, d, *at) for d in DIRECTIONS]
             self._smallest[key] = float(sum(x[0] for x in each))
         return self._smallest[key]
 
     def _volume_s(self, s: SegmentPlan, mesh: SubmeshPlan, direction: str, m: int) -> float:
         """Seconds of one rank's even share of the mean batch, in m microbatches."""
-        ends = self.costs.ends_share(s)
-        key = (s.module, s.n_layers, ends, mesh.model, mesh.data, direction, m)
-        if key in self._volumes:
-            return self._volumes[key]
-        total = 0.0
-        for part, count in (("layer", float(s.n_layers)), ("ends", ends)):
-            kind = f"{part}_{'backward' if direction == BACKWARD else 'forward'}"
-            load = self._mean[s.module] / mesh.data
-            if s.module == "llm":
-                c = self.costs.coefficients(mesh.model, kind)
-                one = m * max(c[0], 0.0) + c[1] * load + c[2] * self._squares / mesh.data
+        key = (*_like(s), mesh.model, mesh.data, direction, m)
+        if key not in self._volumes:
+            each = m * mesh.data
+            load = np.array([self._mean[s.module] / each])
+            if s.module == "llm":  # linear in tokens and squares
+                squares = np.array([self._squares / each])
+                one = m * self.costs.segment_s(s, mesh, direction, load, squares)
             else:
-                one = self._least_rate(s.module, mesh.model, kind) * load
-            total += count * one
-        self._volumes[key] = total
-        return total
+                one = m * load * self._least_rate(s, mesh, direction)
+            self._volumes[key] = float(one[0])
+        return self._volumes[key]
 
-    def _least_rate(self, module: str, model: int, kind: str) -> float:
+    def _least_rate(self, s: SegmentPlan, mesh: SubmeshPlan, direction: str) -> float:
         """Least seconds of an item, in microbatches of any size up to a quarter of a batch."""
-        key = (module, model, kind)
+        key = (*_like(s), mesh.model, direction)
         if key not in self._rates:
-            items = np.arange(1.0, 2.0 + max(64.0, self._mean[module] / 4))
-            each = self.costs.seconds(module, model, kind, items, items) / items
+            items = np.arange(1.0, 2.0 + max(64.0, self._mean[s.module] / 4))
+            each = self.costs.segment_s(s, mesh, direction, items, items) / items
             self._rates[key] = float(each.min())
         return self._rates[key]
 
@@ -209,18 +209,18 @@ class _Search:
         key = (index, m, ranks["llm"], None if self.grouping == "arrival" else p)
         if key not in self._dealt:
             bins = bins_of(self.costs, p, self.batches[index], m, self.grouping, quick=True)
-            self._dealt[key] = sum_loads(self.batches[index], bins, m * ranks["llm"], m, ranks)
+            self._dealt[key] = sum_loads(self.batches[index], bins, m, ranks)
         return self._dealt[key]
 
     def makespan_s(self, p: Placement, loads: Loads, times: Times) -> float:
         """As `run_bins` would say; all replicas in one pass where they have the same tasks."""
         plan = replica_plan(p, loads, 0)
-        key = (tuple((s.module, s.submesh) for s in p.segments), p.submeshes, len(plan.buckets))
+        key = (tuple((s.name, s.submesh) for s in p.segments), p.submeshes, len(plan.buckets))
         if not all((loads.of(m) > 0).all() for m in ranks_of(p)):
             n = len(next(iter(times.values())))
             return max(
                 replica_trace(self.costs, p, loads, times, r)[0].makespan_s for r in range(n)
-            ) + reduce_s(self.costs, p)
+            ) + step_end_s(self.costs, p)
         if key not in self._orders:
             every = [s.name for s in plan.segments]
             graph = step_graph(plan, range(len(plan.buckets)), every)
@@ -230,7 +230,7 @@ class _Search:
         of = resources(plan)
         where = {s.name: s.submesh for s in plan.segments}
         sends = [
-            sends_of(self.costs, replica_plan(p, loads, r)) if self.costs.hardware else {}
+            send_seconds(replica_plan(p, loads, r), self.costs.model, self.costs.hardware)
             for r in range(len(next(iter(times.values()))))
         ]
         free: dict[object, Array | float] = {}
@@ -248,13 +248,18 @@ class _Search:
                 start = np.maximum(start, end)
             ends[task] = free[of[on]] = start + times[task.segment, task.direction][:, g]
         last = np.max([np.max(e) for e in ends.values()])
-        return float(last) + reduce_s(self.costs, p)
+        return float(last) + step_end_s(self.costs, p)
+
+
+def _like(s: SegmentPlan) -> tuple:
+    """What a segment's costs depend on."""
+    return s.module, s.n_layers, s.first, s.last, s.remat
 
 
 def bound_s(placement: Placement, seconds: Times) -> float:
     """A lower bound of `makespan_s` without the step's end: the busiest stage of a replica, behind
     the shortest way in and before the shortest way out."""
-    plan = plan_of(placement, (Bucket(1, 1),))
+    plan = plan_of(placement)
     of, final = resources(plan), plan.segments[-1].name
     busy: dict[int, Array] = {}
     order: list[int] = []

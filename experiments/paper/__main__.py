@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.paper import (
@@ -22,7 +23,7 @@ from experiments.paper import (
     stages,
     throughput,
 )
-from experiments.paper.common import print_result, say
+from experiments.paper.common import prepare, print_result, say
 from experiments.paper.report import draw, write_report, write_timelines
 
 EXPERIMENTS = {
@@ -35,6 +36,12 @@ EXPERIMENTS = {
     "correction": correction.run,
     "overheads": overheads.run,
 }
+
+
+def _needed(module: str, names: Sequence[str]) -> bool:
+    """Whether the outcomes of an experiment's file are wanted by any of the named ones."""
+    own = module.rpartition(".")[2]
+    return own in names or (own == "throughput" and bool({"idle", "stages"} & set(names)))
 
 
 def main() -> int:
@@ -53,6 +60,8 @@ def main() -> int:
     start_s = time.perf_counter()
     names = args.only or list(EXPERIMENTS)
     results = []
+    keys = {m: m.KEYS for m in (throughput, ablation, asymmetry, scaling)}
+    prepare(k for m, each in keys.items() if _needed(m.__name__, names) for k in each)
     for i, name in enumerate(names):
         say(f"{name} ({i + 1} of {len(names)})")
         found = EXPERIMENTS[name]()

@@ -14,6 +14,9 @@ SETUPS = (LLAVA["siglip-6b", "qwen2.5-7b"], LLAVA["siglip-6b", "qwen2.5-32b"], I
 SYSTEMS = ("megatron", "optimizer only", "scheduler only", "dflop", "dflop-public")
 
 
+KEYS = [(s, system, 64, 256) for s in SETUPS for system in SYSTEMS]
+
+
 def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
     result = Result(
         "ablation",
@@ -51,4 +54,4 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, KEYS)

@@ -16,6 +16,9 @@ from experiments.paper.systems import LLAVA, TOWERS, Setup
 SETUPS = tuple(LLAVA[t, d] for d in ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b") for t in TOWERS)
 
 
+KEYS = [(s, system, 64, 256) for s in SETUPS for system in (*BASELINES, "dflop")]
+
+
 def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
     result = Result(
         "asymmetry",
@@ -53,4 +56,4 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, KEYS)

@@ -8,9 +8,12 @@ what is reported is the mean over other batches.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,9 +25,11 @@ from dflop_jax.hardware import Hardware
 from dflop_jax.plan.baselines import megatron, pipelined, public_rule, pytorch
 from dflop_jax.plan.exact import ExactStep, run_step
 from dflop_jax.plan.exact_costs import ExactCosts
-from dflop_jax.plan.exact_search import Tuned, tune
-from dflop_jax.plan.placement import Placement, separate
-from dflop_jax.records import SampleShape
+from dflop_jax.plan.exact_search import Tuned, tune, with_remat
+from dflop_jax.plan.placement import Placement, lay_out
+from dflop_jax.plan.space import separate
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import ModelProfile, SampleShape
 from experiments.paper import data
 from experiments.paper.systems import CLUSTER, Setup, profile_of
 
@@ -38,14 +43,18 @@ BASELINES = ("pytorch", "megatron")
 class Outcome:
     """A tuned system and its steps."""
 
+    setup: Setup
     system: str
     grouping: str
     tuned: Tuned
-    costs: ExactCosts
     steps: tuple[ExactStep, ...]
     n_devices: int
     global_batch: int
     search_s: float
+
+    @property
+    def costs(self) -> ExactCosts:
+        return costs_of(self.setup)
 
     @property
     def step_s(self) -> float:
@@ -68,7 +77,8 @@ class Outcome:
     @property
     def how(self) -> str:
         """Parallelism in short."""
-        remat = ", layers recomputed" if self.tuned.variant else ""
+        again = any(s.remat != "none" for s in self.tuned.placement.segments)
+        remat = ", layers recomputed" if again else ""
         return f"{shown(self.tuned.placement)}, {self.tuned.n_microbatches} microbatches{remat}"
 
 
@@ -89,11 +99,6 @@ class Result:
     unit: str = ""
 
 
-def spaces() -> dict[str, Callable[..., Iterator[Placement]]]:
-    """System -> its placements of n devices and these layers."""
-    return {"pytorch": pytorch, "megatron": megatron, "dflop": separate}
-
-
 # System -> (its space, how samples meet microbatches).
 SYSTEMS = {
     "pytorch": ("pytorch", "arrival"),
@@ -105,101 +110,130 @@ SYSTEMS = {
 
 
 def placements(
-    space: str, n_devices: int, n_layers: dict[str, int], hardware: Hardware
+    space: str, n_devices: int, profile: ModelProfile, hardware: Hardware
 ) -> Iterator[Placement]:
     """A space without what no one would run: tensor parallelism across nodes, and pipelines inside
-    one program, which batch microbatches to groups. Beyond 64 devices DFLOP's split moves in steps
+    one program, which batch microbatches to groups. DFLOP's encoder is no pipeline here (data ranks
+    do), its layers are dealt by what the ends cost, and beyond 64 devices its split moves in steps
     of a 64th."""
-    found = spaces()[space](
-        n_devices, n_layers, max_model=MAX_MODEL, max_stage=MAX_STAGE, tied=False
-    )
-    step = max(1, n_devices // 64)
-    for p in found:
-        inside = all(
-            m.model <= hardware.devices_per_node and m.first % m.model == 0 for m in p.submeshes
+    bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE, "tied": False}
+    if space != "dflop":
+        yield from {"pytorch": pytorch, "megatron": megatron}[space](
+            n_devices, profile.n_layers, **bounds
         )
-        coarse = all(m.first % step == 0 for m in p.submeshes)
-        if p.group_size == 1 and inside and coarse:
-            yield p
+        return
+    step = max(1, n_devices // 64)
+    ends = ends_in_layers(profile)
+    for outline in separate(n_devices, profile.n_layers, **bounds):
+        forms = (*outline.encoders, outline.llm)
+        aligned = outline.llm_first % outline.llm.mesh[2] == 0 and outline.llm_first % step == 0
+        simple = outline.group_size == 1 and all(f.n_segments == 1 for f in outline.encoders)
+        if aligned and simple and all(f.mesh[2] <= hardware.devices_per_node for f in forms):
+            yield lay_out(outline, profile.n_layers, ends)
 
 
-def variants(setup: Setup, hardware: Hardware = CLUSTER) -> list[ExactCosts]:
-    """Costs without and with recomputing layers."""
-    return [ExactCosts(profile_of(setup, remat), hardware) for remat in (False, True)]
+def ends_in_layers(profile: ModelProfile) -> dict[tuple[str, int], tuple[float, float]]:
+    """What entry and exit of a module cost at the largest shape timed, in layers."""
+    found = {}
+    for t in sorted(profile.timings, key=lambda t: t.shape.size):
+        layer_s = t.layer_forward_s + t.layer_backward_s
+        both = (t.ends_forward_s + t.ends_backward_s) / layer_s
+        share = profile.entry_share[t.module]
+        found[t.module, t.model] = (both * share, both * (1 - share))
+    return found
 
 
 @cache
-def outcome(
-    setup: Setup,
-    system: str,
-    n_devices: int = 64,
-    global_batch: int = 256,
-    hardware: Hardware = CLUSTER,
-    reported: int = REPORTED,
-) -> Outcome:
+def costs_of(setup: Setup) -> ExactCosts:
+    return ExactCosts(CostModel(profile_of(setup)), CLUSTER)
+
+
+# (model, system, devices, samples a step)
+Key = tuple[Setup, str, int, int]
+_KNOWN: dict[Key, Outcome] = {}
+
+
+def outcome(setup: Setup, system: str, n_devices: int = 64, global_batch: int = 256) -> Outcome:
     """A system tuned for a model, and simulated steps of it; ValueError where nothing fits."""
-    say(f"{setup.name}: {system} on {n_devices} devices")
-    known = variants(setup, hardware)
-    memory = MEMORY_SHARE * hardware.memory_bytes
-    tuning = list(seen_batches(setup, global_batch, TUNING, 100))
+    key = (setup, system, n_devices, global_batch)
+    if key not in _KNOWN:
+        _KNOWN[key] = _outcome(*key)
+    return _KNOWN[key]
+
+
+def prepare(keys: Iterable[Key]) -> None:
+    """Compute outcomes on all cores, a model at a time on each; `outcome` then knows them."""
+    jobs: dict[tuple[Setup, int, int], list[Key]] = {}
+    for key in dict.fromkeys(keys):
+        if key not in _KNOWN:
+            jobs.setdefault((key[0], key[2], key[3]), []).append(key)
+    workers = min(len(jobs), os.cpu_count() or 1)
+    if workers < 2:
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        # the largest first: they take longest
+        order = sorted(jobs, key=lambda j: -j[1])
+        waiting = [pool.submit(_outcomes, jobs[j]) for j in order]
+        for i, done in enumerate(as_completed(waiting)):
+            found = done.result()
+            _KNOWN.update(found)
+            setup, _, n_devices, batch = next(iter(found))
+            say(f"{i + 1} of {len(jobs)}: {setup.name}, {n_devices} devices, batch {batch}")
+
+
+def _outcomes(keys: Sequence[Key]) -> dict[Key, Outcome]:
+    return {key: _outcome(*key) for key in keys}
+
+
+def _outcome(setup: Setup, system: str, n_devices: int, global_batch: int) -> Outcome:
+    costs = costs_of(setup)
+    memory = MEMORY_SHARE * CLUSTER.memory_bytes
     start_s = time.perf_counter()
     if system == "dflop-public":
         grouping = "balanced"
-        tuned = _public(setup, known, n_devices, global_batch, memory, hardware)
+        tuned = _public(setup, costs, n_devices, global_batch, memory)
     else:
         space, grouping = SYSTEMS[system]
         tuned = tune(
-            placements(space, n_devices, known[0].profile.n_layers, hardware),
-            tuning,
-            known,
+            placements(space, n_devices, costs.profile, CLUSTER),
+            seen_batches(setup, global_batch, TUNING, 100),
+            costs,
             grouping=grouping,
             memory_bytes=memory,
         )
     search_s = time.perf_counter() - start_s
-    costs = known[tuned.variant]
     steps = tuple(
         run_step(costs, tuned.placement, b, tuned.n_microbatches, grouping)
-        for b in seen_batches(setup, global_batch, reported, 1)
+        for b in seen_batches(setup, global_batch, REPORTED, 1)
     )
-    return Outcome(system, grouping, tuned, costs, steps, n_devices, global_batch, search_s)
+    return Outcome(setup, system, grouping, tuned, steps, n_devices, global_batch, search_s)
 
 
 def _public(
-    setup: Setup,
-    known: Sequence[ExactCosts],
-    n_devices: int,
-    global_batch: int,
-    memory: float,
-    hardware: Hardware,
+    setup: Setup, costs: ExactCosts, n_devices: int, global_batch: int, memory: float
 ) -> Tuned:
     """The public optimizer's choice, with layers recomputed only if nothing fits without."""
     shapes = data.profile(setup.mixture, setup.layout).shapes
-    for v, costs in enumerate(known):
-        found = (
-            p
-            for p in pipelined(
-                n_devices,
-                costs.profile.n_layers,
-                max_model=MAX_MODEL,
-                max_stage=MAX_STAGE,
-                tied=False,
-            )
-            if all(m.first % m.model == 0 for m in p.submeshes)
-            and all(
-                (s.module, p.mesh_of(s).model)
-                in {(t.module, t.model) for t in costs.profile.timings}
-                for s in p.segments
-            )
+    timed = {(t.module, t.model) for t in costs.profile.timings}
+    known = [
+        p
+        for p in pipelined(
+            n_devices,
+            costs.profile.n_layers,
+            max_model=MAX_MODEL,
+            max_stage=MAX_STAGE,
+            tied=False,
         )
-        try:
-            p, m, t = public_rule(
-                found, costs, shapes, global_batch=global_batch, memory_bytes=memory
-            )
-            return Tuned(p, m, v, t, 0.0, 0, 0)
-        except ValueError:
-            if v == len(known) - 1:
-                raise
-    raise AssertionError("no costs")
+        if all((s.module, p.mesh_of(s).model) in timed for s in p.segments)
+        and all(m.first % m.model == 0 for m in p.submeshes)
+    ]
+    args = {"global_batch": global_batch, "memory_bytes": memory}
+    try:
+        p, m, t = public_rule(known, costs, shapes, **args)
+    except ValueError:
+        known = [with_remat(p, "layers") for p in known]
+        p, m, t = public_rule(known, costs, shapes, **args)
+    return Tuned(p, m, t, 0.0, len(known), 0)
 
 
 @cache
@@ -255,6 +289,7 @@ def print_result(result: Result) -> None:
         console.print(f"why: {line}")
 
 
-def main(run: Callable[[], Result]) -> None:
+def main(run: Callable[[], Result], keys: Iterable[Key] = ()) -> None:
     """What an experiment file does as a program."""
+    prepare(keys)
     print_result(run())

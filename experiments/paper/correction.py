@@ -32,13 +32,14 @@ from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs
 from experiments.paper import data
-from experiments.paper.common import Result, main, outcome, percent, say
-from experiments.paper.static import static_plan
+from experiments.paper.common import Result, costs_of, main, percent, say
+from experiments.paper.static import planned
 from experiments.paper.systems import LLAVA, Setup
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
 STEPS, BATCHES = 24, 4  # steps of each loop, over so many batches in turn
 SLOW = 1.6
+GLOBAL_BATCH = 256
 OVERHEAD = 0.04  # of a step, while stage times are sampled
 ROUNDS = 1000
 
@@ -50,10 +51,10 @@ def hardware(plan: Plan, predicted: Mapping[Task, float], slow: int) -> dict[Tas
 
 
 def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
-    plan, found = static_plan(setup), outcome(setup, "dflop")
+    plan = planned(setup).plan
     names = [s.name for s in plan.segments]
-    predicted = found.costs.model.task_seconds(plan)
-    batches = data.batches(setup.mixture, setup.layout, found.global_batch, BATCHES, 5)
+    predicted = costs_of(setup).model.task_seconds(plan)
+    batches = data.batches(setup.mixture, setup.layout, GLOBAL_BATCH, BATCHES, 5)
 
     def price(seconds: Mapping[Task, float]) -> BucketCosts:
         return bucket_costs(plan, seconds, names)

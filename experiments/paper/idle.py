@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from experiments.paper.common import Result, main, percent
 from experiments.paper.systems import Setup
-from experiments.paper.throughput import SETUPS, outcomes
+from experiments.paper.throughput import KEYS, SETUPS, outcomes
 
 
 def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
@@ -42,4 +42,4 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, KEYS)

@@ -16,7 +16,7 @@ from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.predict import bucket_costs
 from experiments.paper import data
 from experiments.paper.common import Result, main, outcome, percent, seen_batches
-from experiments.paper.static import static_plan
+from experiments.paper.static import planned
 from experiments.paper.systems import INTERNVL_72B, LLAVA, Setup
 from experiments.paper.throughput import hours
 
@@ -56,12 +56,15 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
         unit="% of an epoch",
     )
     for setup in setups:
-        found, plan = outcome(setup, "dflop"), static_plan(setup)
+        found, chosen = outcome(setup, "dflop"), planned(setup)
+        plan = chosen.plan
         start_s = time.perf_counter()
         data.profile(setup.mixture, setup.layout, 10_000)
         data_s = time.perf_counter() - start_s
         first_s = profiling_s(setup)
-        share = (first_s + data_s + found.search_s) / 3600 / hours(found.step_s, found.global_batch)
+        share = (
+            (first_s + data_s + chosen.search_s) / 3600 / hours(found.step_s, found.global_batch)
+        )
         names = [s.name for s in plan.segments]
         prices = bucket_costs(plan, found.costs.model.task_seconds(plan), names)
         schedule_s, balance_s = [], []
@@ -77,7 +80,7 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
                 setup.name,
                 f"{first_s / 60:.1f}",
                 f"{data_s:.2f}",
-                f"{found.search_s:.1f}",
+                f"{chosen.search_s:.1f}",
                 percent(share) if share > 0.1 else f"{100 * share:.1f}%",
                 f"{np.mean(schedule_s):.2f}",
                 f"{np.mean(balance_s):.2f}",

@@ -15,6 +15,14 @@ NODES = (1, 2, 4, 8, 16, 32)
 SAMPLES_PER_NODE = 32  # 256 on 8 nodes
 
 
+KEYS = [
+    (SETUP, system, 8 * n, batch)
+    for n in NODES
+    for batch in (256, SAMPLES_PER_NODE * n)
+    for system in (*BASELINES, "dflop")
+]
+
+
 def run(setup: Setup = SETUP, nodes: tuple[int, ...] = NODES) -> Result:
     result = Result(
         "scaling",
@@ -60,4 +68,4 @@ def run(setup: Setup = SETUP, nodes: tuple[int, ...] = NODES) -> Result:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, KEYS)

@@ -11,15 +11,14 @@ import numpy as np
 
 from dflop_jax.pipeline.order import resources
 from dflop_jax.plan.exact_costs import plan_of
-from dflop_jax.records import Bucket
 from experiments.paper.common import Outcome, Result, main
 from experiments.paper.systems import Setup
-from experiments.paper.throughput import SETUPS, outcomes
+from experiments.paper.throughput import KEYS, SETUPS, outcomes
 
 
 def rates(found: Outcome) -> list[float]:
     """Samples/s that each stage would reach if it never waited, in the order of the pipeline."""
-    plan = plan_of(found.tuned.placement, (Bucket(1, 1),))
+    plan = plan_of(found.tuned.placement)
     of = resources(plan)
     busy: dict[int, float] = {}
     for s in plan.segments:
@@ -57,4 +56,4 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, KEYS)

@@ -2,65 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from dflop_jax.plan.exact_costs import reduce_s, sends_of
-from dflop_jax.records import Bucket, Plan, Trace
-from dflop_jax.schedule.buckets import choose_buckets
-from dflop_jax.schedule.online import capacity_of
-from dflop_jax.sim.predict import bucket_costs, simulate
+from dflop_jax.config import PlanConfig
+from dflop_jax.plan.links import send_seconds, step_end_seconds
+from dflop_jax.plan.search import search_plan
+from dflop_jax.records import Plan, Trace
+from dflop_jax.sim.predict import simulate
 from experiments.paper import data
-from experiments.paper.common import REPORTED, Outcome, outcome, say, seen_batches
-from experiments.paper.systems import Setup
+from experiments.paper.common import (
+    MAX_MODEL,
+    MAX_STAGE,
+    MEMORY_SHARE,
+    REPORTED,
+    TUNING,
+    Outcome,
+    costs_of,
+    say,
+    seen_batches,
+)
+from experiments.paper.systems import CLUSTER, Setup, profile_of
 
-BUCKETS = 4
-LOOKAHEAD = 2  # groups in flight beyond 1F1B's, so that unlike ones do not leave a stage waiting
+CONFIG = PlanConfig(
+    policy="dflop",
+    effort="quick",
+    buckets=4,
+    max_model=MAX_MODEL,
+    max_stage=MAX_STAGE,
+    max_microbatches=128,
+    sampled_batches=TUNING,
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner chose, and how long that took."""
+
+    plan: Plan
+    search_s: float
+    n_candidates: int
 
 
 @cache
-def static_plan(setup: Setup) -> Plan:
-    """The placement that `outcome(setup, "dflop")` found, with buckets chosen for it."""
-    found = outcome(setup, "dflop")
-    say(f"{setup.name}: buckets")
-    shapes = data.profile(setup.mixture, setup.layout).shapes
-    p, costs = found.tuned.placement, found.costs
-    draft = Plan("dflop", p.submeshes, p.segments, (Bucket(1, 1),), lookahead=LOOKAHEAD)
-    names = [s.name for s in p.segments]
-    room = capacity_of(draft)
-
-    def seconds(bucket: Bucket) -> tuple[float, ...]:
-        one = replace(draft, buckets=(bucket,))
-        return bucket_costs(one, costs.model.task_seconds(one), names).seconds[0]
-
-    chosen = choose_buckets(
-        shapes,
-        global_batch=found.global_batch,
-        n_buckets=BUCKETS,
-        vision_ranks=room.vision_ranks,
-        llm_ranks=room.llm_ranks,
-        audio_ranks=room.audio_ranks,
-        seconds=seconds,
-        max_microbatches=found.tuned.n_microbatches,
-        effort="quick",
+def planned(setup: Setup, n_devices: int = 64, global_batch: int = 256) -> Planned:
+    """The planner's choice of policy dflop: placement, buckets, remat."""
+    say(f"{setup.name}: plan with static buckets for {n_devices} devices")
+    profile, seen = profile_of(setup), data.profile(setup.mixture, setup.layout)
+    start_s = time.perf_counter()
+    found = search_plan(
+        profile,
+        seen,
+        n_devices=n_devices,
+        global_batch=global_batch,
+        config=CONFIG,
+        memory_bytes=MEMORY_SHARE * CLUSTER.memory_bytes,
+        hardware=CLUSTER,
+        token_multiple=128,
     )
-    return replace(draft, buckets=chosen.buckets)
+    return Planned(found.plan, time.perf_counter() - start_s, found.n_candidates)
 
 
 @cache
-def static_trace(setup: Setup, n: int = REPORTED) -> Trace:
-    """The reported batches, one after the other, without the steps' ends."""
-    found, plan = outcome(setup, "dflop"), static_plan(setup)
-    batches = seen_batches(setup, found.global_batch, n, 1)
-    return simulate(plan, batches, found.costs.profile, sends=sends_of(found.costs, plan))
+def static_trace(setup: Setup, global_batch: int = 256) -> Trace:
+    """The reported batches of 64 devices, one step after the other."""
+    plan, costs = planned(setup).plan, costs_of(setup)
+    return simulate(
+        plan,
+        seen_batches(setup, global_batch, REPORTED, 1),
+        costs.profile,
+        collectives=step_end_seconds(plan, costs.profile, CLUSTER),
+        sends=send_seconds(plan, costs.model, CLUSTER),
+    )
 
 
 def static_step_s(setup: Setup) -> float:
     """Mean seconds of a step."""
-    found = outcome(setup, "dflop")
-    return static_trace(setup).makespan_s / REPORTED + reduce_s(found.costs, found.tuned.placement)
+    return static_trace(setup).makespan_s / REPORTED
 
 
 def load_ratio(found: Outcome) -> float:

@@ -75,7 +75,7 @@ def model_of(setup: Setup) -> MultimodalModel:
 
 
 @cache
-def profile_of(setup: Setup, remat: bool = False, hardware: Hardware = CLUSTER) -> ModelProfile:
+def profile_of(setup: Setup, hardware: Hardware = CLUSTER) -> ModelProfile:
     """Predicted times and bytes of a model on the cluster."""
     model = model_of(setup)
     shapes = {
@@ -85,9 +85,7 @@ def profile_of(setup: Setup, remat: bool = False, hardware: Hardware = CLUSTER) 
         for name in model.modules
     }
     e = Efficiency()
-    found = roofline_profile(
-        model, hardware, shapes, DEGREES, n_devices=4096, efficiency=e, remat=remat
-    )
+    found = roofline_profile(model, hardware, shapes, DEGREES, n_devices=4096, efficiency=e)
     return with_attention(found, model, hardware, e)
 
 
@@ -102,12 +100,10 @@ def with_attention(
         share = _CAUSAL if t.module == "llm" else _FULL
         flops = 4.0 * t.shape.size * t.shape.tokens * share * width_of(module) / t.model
         forward_s = flops / (hardware.peak_flops(DTYPE) * e.attention)
-        backward_s = forward_s * _BACKWARD
-        more = forward_s if t.layer_backward_s > 3.5 * t.layer_forward_s else 0.0  # remat
         return replace(
             t,
             layer_forward_s=t.layer_forward_s + forward_s,
-            layer_backward_s=t.layer_backward_s + backward_s + more,
+            layer_backward_s=t.layer_backward_s + forward_s * _BACKWARD,
         )
 
     return replace(profile, timings=tuple(map(longer, profile.timings)))

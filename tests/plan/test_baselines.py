@@ -26,7 +26,7 @@ def stage_of(placement):
 
 
 def check(placement, n_devices):
-    plan = plan_of(placement, (Bucket(1, 8),))
+    plan = plan_of(placement)
     assert sorted(d for m in plan.submeshes for d in m.devices) == list(range(n_devices))
     assert {(m, i) for m, n in LAYERS.items() for i in range(n)} == set(stage_of(placement))
     assert len({(m.data, m.model, m.n_devices) for m in plan.submeshes}) == 1
@@ -120,8 +120,8 @@ class Priced:
 
     profile = SimpleNamespace(n_layers=LAYERS)
 
-    def module_s(self, module, model, load, squares):
-        return load / model * (10.0 if module == "vision" else 1.0)
+    def module_s(self, module, mesh, load, squares):
+        return load / mesh.model * (10.0 if module == "vision" else 1.0)
 
 
 def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch):

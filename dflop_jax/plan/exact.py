@@ -27,6 +27,7 @@ from dflop_jax.plan.exact_costs import (
     Times,
     is_replicated,
     plan_of,
+    rank_seconds,
     ranks_of,
     replica_plan,
     segment_seconds,
@@ -35,7 +36,7 @@ from dflop_jax.plan.exact_costs import (
 )
 from dflop_jax.plan.links import send_seconds
 from dflop_jax.plan.placement import Placement
-from dflop_jax.records import REDUCE, Event, Plan, SampleShape, Task, Trace
+from dflop_jax.records import FORWARD, REDUCE, Event, Plan, SampleShape, Task, Trace
 from dflop_jax.schedule.balance import balance
 from dflop_jax.schedule.greedy import lpt
 from dflop_jax.schedule.problem import make_problem
@@ -107,19 +108,10 @@ def _prices(
     of, ranks = resources(plan), ranks_of(placement)
     rate: dict[int, dict[str, float]] = {}
     for s in plan.segments:
-        low, high = (
-            np.array([x]) for x in ((1024.0, 5120.0) if s.module == "llm" else (8.0, 40.0))
-        )
+        sizes = np.array([1024.0, 5120.0] if s.module == "llm" else [8.0, 40.0])
         mesh = plan.submesh(s.submesh)
-        each = sum(
-            float(
-                (
-                    costs.segment_s(s, mesh, d, high, high * 1024)
-                    - costs.segment_s(s, mesh, d, low, low * 1024)
-                )[0]
-            )
-            for d in DIRECTIONS
-        ) / float(high[0] - low[0])
+        both = sum(costs.segment_s(s, mesh, d, sizes, sizes * 1024) for d in DIRECTIONS)
+        each = float(np.diff(both)[0] / np.diff(sizes)[0])
         spread = ranks[s.module] if s.module != "llm" and not is_replicated(placement) else 1
         at = rate.setdefault(of[s.submesh], {})
         at[s.module] = at.get(s.module, 0.0) + each / spread
@@ -152,35 +144,30 @@ def run_bins(
     batch: Sequence[SampleShape],
     bins: Array,
     n_microbatches: int,
-    times: Times | None = None,
 ) -> ExactStep:
-    """Simulate one step of a batch whose samples lie in given bins; `times` replaces the predicted
-    seconds (as `segment_seconds`)."""
+    """Simulate one step of a batch whose samples lie in given bins."""
     ranks = ranks_of(placement)
     loads = sum_loads(batch, bins, n_microbatches, ranks)
-    times = times or segment_seconds(costs, placement, loads)
+    times = segment_seconds(costs, placement, loads)
     n_replicas = ranks["llm"] if is_replicated(placement) else 1
     traces = [replica_trace(costs, placement, loads, times, r) for r in range(n_replicas)]
     ends = [trace.makespan_s for trace, _ in traces]
     reduced_s = step_end_s(costs, placement)
     makespan_s = max(ends) + reduced_s
-    plan = plan_of(placement)
-    busy = {
-        s.name: sum(
-            e.end_s - e.start_s for t, _ in traces for e in t.events
-            if e.segment == s.name and e.direction in DIRECTIONS
-        ) / n_replicas
-        for s in plan.segments
-    }  # fmt: skip
-    spent = sum(busy[s.name] * plan.submesh(s.submesh).n_devices for s in plan.segments)
-    used = len({d for m in plan.submeshes for d in m.devices})
+    final = placement.segments[-1].name  # its forward is part of its backward
+    busy: dict[str, float] = {}
+    for (name, direction), each in rank_seconds(costs, placement, loads).items():
+        if (name, direction) != (final, FORWARD):
+            busy[name] = busy.get(name, 0.0) + float(each.sum(axis=0).mean())
+    spent = sum(busy[s.name] * placement.mesh_of(s).n_devices for s in placement.segments)
+    used = len({d for m in placement.submeshes for d in m.devices})
     slowest, first = int(np.argmax(ends)), int(np.argmin(ends))
     shown, own = traces[slowest]
     events = shown.events
     if n_replicas > 1:
         events += tuple(replace(e, submesh=f"{e.submesh} first") for e in traces[first][0].events)
     if reduced_s:
-        last = {s.submesh: s.name for s in plan.segments}
+        last = {s.submesh: s.name for s in placement.segments}
         events += tuple(
             Event(m, name, -1, REDUCE, max(ends), makespan_s) for m, name in last.items()
         )

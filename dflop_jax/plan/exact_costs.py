@@ -34,7 +34,7 @@ from dflop_jax.sim import memory
 
 Array = np.ndarray
 DIRECTIONS = (FORWARD, BACKWARD)
-# (segment, direction) -> seconds [replicas, microbatches]
+# (segment, direction) -> seconds, of each microbatch
 Times = Mapping[tuple[str, str], Array]
 
 
@@ -107,19 +107,27 @@ def sum_loads(
     )
 
 
-def segment_seconds(costs: ExactCosts, placement: Placement, loads: Loads) -> Times:
-    """Seconds of every task; one row where data ranks are coupled."""
+def rank_seconds(costs: ExactCosts, placement: Placement, loads: Loads) -> Times:
+    """Seconds of every task on each data rank, [microbatches, ranks]."""
     found = {}
-    replicated = is_replicated(placement)
     for s in placement.segments:
         mesh = placement.mesh_of(s)
         load, squares = loads.of(s.module), loads.squares
-        if not replicated and s.module != "llm":
+        if s.module != "llm" and not is_replicated(placement):
             load = squares = np.ceil(load.sum(axis=1, keepdims=True) / mesh.data)
         for d in DIRECTIONS:
-            each = costs.segment_s(s, mesh, d, load, squares)
-            found[s.name, d] = each.T if replicated else each.max(axis=1)[None]
+            found[s.name, d] = costs.segment_s(s, mesh, d, load, squares)
     return found
+
+
+def segment_seconds(costs: ExactCosts, placement: Placement, loads: Loads) -> Times:
+    """Seconds of every task, [replicas, microbatches]; one row, of the slowest rank each time,
+    where data ranks are coupled."""
+    replicated = is_replicated(placement)
+    return {
+        task: each.T if replicated else each.max(axis=1)[None]
+        for task, each in rank_seconds(costs, placement, loads).items()
+    }
 
 
 def largest_load(placement: Placement, loads: Sequence[Loads]) -> dict[str, float]:

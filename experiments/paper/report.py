@@ -123,11 +123,11 @@ def data_table() -> str:
     )
 
 
-def write_timelines(setup: Setup, out: Path) -> Path:
+def write_timelines(setup: Setup, out: Path, n_devices: int = 64, global_batch: int = 256) -> Path:
     """timelines.html: one step of each system, the slowest replica and the one done first."""
     folders = []
     for system in (*BASELINES, "dflop"):
-        found = outcome(setup, system)
+        found = outcome(setup, system, n_devices, global_batch)
         step = found.steps[0]
         folder = out / system
         folder.mkdir(exist_ok=True)

@@ -102,6 +102,12 @@ def test_unequal_ranks_wait_for_each_other_at_every_microbatch():
     )
     slowest = [max(llm_s([a], 4, 1), llm_s([b], 4, 1)) for a, b in ((40, 100), (64, 32))]
     assert times["llm", BACKWARD] == pytest.approx(np.array([[3 * x + 1e-4 for x in slowest]]))
+    # a rank that waits for the slower one is not busy
+    step = run_bins(costs(), placement, SHAPES, np.array([0, 1, 2, 3]), 2)
+    own = [3 * llm_s([s.llm_tokens], 4, 1) + 1e-4 for s in SHAPES]
+    vision = sum(4 * vision_s(n, 2, 1) + 2e-4 for n in (4, 7))
+    assert step.busy_s == pytest.approx({"vision": vision, "llm": sum(own) / 2})
+    assert step.idle_share == pytest.approx(1 - (vision + sum(own)) / 3 / step.makespan_s)
 
 
 def test_two_stages_overlap_two_microbatches():

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflop_jax.pipeline.order import resources
 from dflop_jax.plan.exact_costs import (
     DIRECTIONS,
     Array,
@@ -26,10 +25,10 @@ from dflop_jax.plan.exact_costs import (
     Loads,
     Times,
     is_replicated,
-    plan_of,
     rank_seconds,
     ranks_of,
     replica_plan,
+    resources_of,
     segment_seconds,
     step_end_s,
     sum_loads,
@@ -42,7 +41,7 @@ from dflop_jax.schedule.greedy import lpt
 from dflop_jax.schedule.problem import make_problem
 from dflop_jax.sim.pipeline import simulate_step
 
-_ROUNDS = 20_000  # pairs of bins priced by the balanced rule
+_ROUNDS = 5_000  # pairs of bins priced by the balanced rule
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,8 @@ def bins_of(
     batch: Sequence[SampleShape],
     n_microbatches: int,
     grouping: str,
-    *,
-    quick: bool = False,
 ) -> Array:
-    """Bin of each sample, int [samples]: microbatch * LLM ranks + rank; "balanced" by the largest
-    first if `quick`, else by the scheduler's search.
+    """Bin of each sample, int [samples]: microbatch * LLM ranks + rank.
 
     Raises:
       ValueError: fewer samples than bins, or an unknown grouping.
@@ -84,46 +80,62 @@ def bins_of(
         return np.arange(len(batch)) % n_bins
     if grouping != "balanced":
         raise ValueError(f"grouping {grouping!r} is not arrival or balanced")
-    columns, grouped = _prices(costs, placement, batch)
-    width, together = (1, ()) if is_replicated(placement) else (ranks, grouped)
-    if quick:
-        return lpt(make_problem(columns, n_bins, None, None, width, together))
+    prices = prices_of(costs, placement)
     found = balance(
-        columns,
+        prices.columns(batch),
         n_bins,
         time_limit_s=30.0,
-        bin_group=width,
-        grouped=together,
+        bin_group=ranks if prices.grouped else 1,
+        grouped=prices.grouped,
         max_rounds=_ROUNDS,
     )
     return found.bins
 
 
-def _prices(
-    costs: ExactCosts, placement: Placement, batch: Sequence[SampleShape]
-) -> tuple[Array, tuple[int, ...]]:
-    """(seconds that each sample adds to each kind of stage [samples, kinds], which kinds hold
-    encoders only). Stages that no sample loads more than another does are left out."""
-    plan = plan_of(placement)
-    of, ranks = resources(plan), ranks_of(placement)
+@dataclass(frozen=True)
+class Prices:
+    """What a unit of load of each module adds to the stages, relative to the dearest: a row for
+    each kind of stage, to 2 digits, so that like placements deal alike. `grouped` are the rows of
+    which all LLM ranks of a microbatch share one."""
+
+    rates: tuple[tuple[tuple[str, float], ...], ...]
+    grouped: tuple[int, ...]
+
+    def columns(self, batch: Sequence[SampleShape]) -> Array:
+        """[samples, rows]."""
+        loads = {m: np.array([s.load(m) for s in batch]) for row in self.rates for m, _ in row}
+        return np.stack([sum(rate * loads[m] for m, rate in row) for row in self.rates], axis=1)
+
+
+def prices_of(costs: ExactCosts, placement: Placement) -> Prices:
+    """Stages that no sample loads more than another stage are left out."""
+    of, ranks = resources_of(placement), ranks_of(placement)
+    coupled = not is_replicated(placement)
     rate: dict[int, dict[str, float]] = {}
-    for s in plan.segments:
+    for s in placement.segments:
         sizes = np.array([1024.0, 5120.0] if s.module == "llm" else [8.0, 40.0])
-        mesh = plan.submesh(s.submesh)
+        mesh = placement.mesh_of(s)
         both = sum(costs.segment_s(s, mesh, d, sizes, sizes * 1024) for d in DIRECTIONS)
         each = float(np.diff(both)[0] / np.diff(sizes)[0])
-        spread = ranks[s.module] if s.module != "llm" and not is_replicated(placement) else 1
         at = rate.setdefault(of[s.submesh], {})
+        spread = ranks[s.module] if s.module != "llm" and coupled else 1
         at[s.module] = at.get(s.module, 0.0) + each / spread
-    kinds = [
-        a for a in rate.values()
-        if not any(
-            b is not a and all(b.get(m, 0.0) > v for m, v in a.items()) for b in rate.values()
-        )
-    ]  # fmt: skip
-    kinds = list({tuple(sorted(k.items())): k for k in kinds}.values())
-    columns = [[sum(v * x.load(m) for m, v in k.items()) for k in kinds] for x in batch]
-    return np.array(columns), tuple(i for i, k in enumerate(kinds) if "llm" not in k)
+    dearest = max(v for at in rate.values() for v in at.values())
+    rows = {tuple((m, float(f"{v / dearest:.1e}")) for m, v in at.items()) for at in rate.values()}
+    kept = [a for a in sorted(rows) if not any(_exceeds(b, a) for b in rows)]
+    encoders = (i for i, row in enumerate(kept) if "llm" not in dict(row))
+    return Prices(tuple(kept), tuple(encoders) if coupled else ())
+
+
+def _exceeds(b: tuple[tuple[str, float], ...], a: tuple[tuple[str, float], ...]) -> bool:
+    return a != b and all(dict(b).get(m, 0.0) >= v for m, v in a)
+
+
+def dealt_quickly(prices: Prices, batch: Sequence[SampleShape], n_bins: int, ranks: int) -> Array:
+    """Bins as of "balanced", by the largest sample first alone."""
+    width = ranks if prices.grouped else 1
+    problem = make_problem(prices.columns(batch), n_bins, None, None, width, prices.grouped)
+    return lpt(problem)
 
 
 def run_step(

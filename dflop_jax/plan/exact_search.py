@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.pipeline.order import order_tasks, resources, step_graph
-from dflop_jax.plan.exact import bins_of, replica_trace
+from dflop_jax.plan.exact import bins_of, dealt_quickly, prices_of, replica_trace
 from dflop_jax.plan.exact_costs import (
     DIRECTIONS,
     Array,
@@ -37,6 +37,7 @@ from dflop_jax.plan.placement import Placement
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    Bucket,
     SampleShape,
     SegmentPlan,
     SubmeshPlan,
@@ -84,8 +85,8 @@ def tune(
     """
     search = _Search(batches, costs, grouping)
     known = {(t.module, t.model) for t in costs.profile.timings}
-    # (bound, name, microbatches, a number against ties, dealt already?, placement)
-    queue: list[tuple[float, str, int, int, bool, Placement]] = []
+    # (bound, name, microbatches, a number against ties, bytes once dealt, placement)
+    queue: list[tuple[float, str, int, int, float, Placement]] = []
     for whole in placements:
         if any((s.module, whole.mesh_of(s).model) not in known for s in whole.segments):
             continue
@@ -93,20 +94,20 @@ def tune(
         for remat in remats:
             p = with_remat(whole, remat)
             for m in _counts(most, max_microbatches):
-                queue.append((search.floor_s(p, m), p.name, m, len(queue), False, p))
+                queue.append((search.floor_s(p, m), p.name, m, len(queue), 0.0, p))
     heapq.heapify(queue)
     tried, simulated, least = len(queue), 0, math.inf
     best: Tuned | None = None
     while queue and (best is None or queue[0][0] < best.makespan_s):
-        _, name, m, number, is_dealt, p = heapq.heappop(queue)
+        _, name, m, number, peak, p = heapq.heappop(queue)
         loads = [search.dealt(p, m, i) for i in range(len(batches))]
         times = [segment_seconds(costs, p, x) for x in loads]
-        peak = peak_bytes(costs, p, largest_load(p, loads))
-        if not is_dealt:
+        if not peak:
+            peak = peak_bytes(costs, p, largest_load(p, loads))
             least = min(least, peak)
             if not memory_bytes or peak <= memory_bytes:
-                found = float(np.mean([bound_s(p, t) for t in times])) + step_end_s(costs, p)
-                heapq.heappush(queue, (found, name, m, number, True, p))
+                found = float(np.mean([bound_s(p, t) for t in times])) + search.end_s(p)
+                heapq.heappush(queue, (found, name, m, number, peak, p))
             continue
         simulated += 1
         mean = float(np.mean([search.makespan_s(p, x, t) for x, t in zip(loads, times)]))
@@ -141,6 +142,7 @@ class _Search:
         self._orders: dict[tuple, tuple[list[Task], dict[Task, tuple[Task, ...]]]] = {}
         self._rates: dict[tuple, float] = {}
         self._volumes: dict[tuple, float] = {}
+        self._ends: dict[tuple, float] = {}
         self._smallest: dict[tuple, float] = {}
         each = {m: [s.load(m) for b in batches for s in b] for m in costs.profile.n_layers}
         self._mean = {m: sum(n) / len(batches) for m, n in each.items()}  # of a batch
@@ -169,7 +171,7 @@ class _Search:
         for r in busy:
             best = max(best, before + busy[r])
             before += ahead[r]
-        return best + step_end_s(self.costs, p)
+        return best + self.end_s(p)
 
     def _alone_s(self, s: SegmentPlan, mesh: SubmeshPlan, load: float) -> float:
         """Seconds of a single sample of this load, forward and backward."""
@@ -203,24 +205,36 @@ class _Search:
             self._rates[key] = float(each.min())
         return self._rates[key]
 
+    def end_s(self, p: Placement) -> float:
+        """`step_end_s`, remembered: it does not depend on microbatches and remat."""
+        key = (p.submeshes, tuple((s.submesh, s.start, s.stop) for s in p.segments))
+        if key not in self._ends:
+            self._ends[key] = step_end_s(self.costs, p)
+        return self._ends[key]
+
     def dealt(self, p: Placement, m: int, index: int) -> Loads:
-        """Loads of a batch; in arrival order they depend on few things."""
-        ranks = ranks_of(p)
-        key = (index, m, ranks["llm"], None if self.grouping == "arrival" else p)
+        """Loads of a batch, remembered for placements that deal alike."""
+        ranks, prices = ranks_of(p), None
+        if self.grouping == "balanced":
+            prices = prices_of(self.costs, p)
+        key = (index, m, ranks["llm"], prices)
         if key not in self._dealt:
-            bins = bins_of(self.costs, p, self.batches[index], m, self.grouping, quick=True)
-            self._dealt[key] = sum_loads(self.batches[index], bins, m, ranks)
+            batch = self.batches[index]
+            if prices is None:
+                bins = bins_of(self.costs, p, batch, m, self.grouping)
+            else:
+                bins = dealt_quickly(prices, batch, m * ranks["llm"], ranks["llm"])
+            self._dealt[key] = sum_loads(batch, bins, m, ranks)
         return self._dealt[key]
 
     def makespan_s(self, p: Placement, loads: Loads, times: Times) -> float:
         """As `run_bins` would say; all replicas in one pass where they have the same tasks."""
+        n_replicas = len(next(iter(times.values())))
+        if not all((loads.of(m) > 0).all() for m in ranks_of(p)):
+            traces = [replica_trace(self.costs, p, loads, times, r)[0] for r in range(n_replicas)]
+            return max(t.makespan_s for t in traces) + self.end_s(p)
         plan = replica_plan(p, loads, 0)
         key = (tuple((s.name, s.submesh) for s in p.segments), p.submeshes, len(plan.buckets))
-        if not all((loads.of(m) > 0).all() for m in ranks_of(p)):
-            n = len(next(iter(times.values())))
-            return max(
-                replica_trace(self.costs, p, loads, times, r)[0].makespan_s for r in range(n)
-            ) + step_end_s(self.costs, p)
         if key not in self._orders:
             every = [s.name for s in plan.segments]
             graph = step_graph(plan, range(len(plan.buckets)), every)
@@ -229,10 +243,7 @@ class _Search:
         order, waits = self._orders[key]
         of = resources(plan)
         where = {s.name: s.submesh for s in plan.segments}
-        sends = [
-            send_seconds(replica_plan(p, loads, r), self.costs.model, self.costs.hardware)
-            for r in range(len(next(iter(times.values()))))
-        ]
+        sends = self._sends(p, loads, n_replicas)
         free: dict[object, Array | float] = {}
         ends: dict[Task, Array | float] = {}
         for task in order:
@@ -242,13 +253,37 @@ class _Search:
                 end = ends[below]
                 if (source := where[below.segment]) != on:
                     name = below.segment if below.direction == FORWARD else task.segment
-                    late = np.array([x.get(Task(name, g, below.direction), 0.0) for x in sends])
-                    link = (source, on)
-                    end = free[link] = np.maximum(free.get(link, 0.0), end) + late
+                    if (name, below.direction) in sends:
+                        link = (source, on)
+                        late = sends[name, below.direction][:, g]
+                        end = free[link] = np.maximum(free.get(link, 0.0), end) + late
                 start = np.maximum(start, end)
             ends[task] = free[of[on]] = start + times[task.segment, task.direction][:, g]
         last = np.max([np.max(e) for e in ends.values()])
-        return float(last) + step_end_s(self.costs, p)
+        return float(last) + self.end_s(p)
+
+    def _sends(self, p: Placement, loads: Loads, n_replicas: int) -> Times:
+        """Of (segment, direction), [replicas, microbatches]: lines through two loads of the segment
+        that reads, which is what a link makes of them."""
+        coupled, ranks = not is_replicated(p), ranks_of(p)
+        load = {m: (x.max(axis=1)[None] if coupled else x.T) for m, x in [("llm", loads.tokens)]}
+        for m, x in loads.items.items():
+            load[m] = np.ceil(x.sum(axis=1) / ranks[m])[None] if coupled else x.T
+        low, high = {"llm": 1024, "": 8}, {"llm": 4096, "": 32}  # tokens; items of encoders
+        probes = tuple(Bucket(at[""], at["llm"], 1, at[""]) for at in (low, high))
+        reader = {s.name: "llm" if s.last else s.module for s in p.segments}
+        found: dict[tuple[str, str], Array] = {}
+        for r in range(n_replicas):
+            plan = replace(replica_plan(p, loads, r), buckets=probes)
+            at = send_seconds(plan, self.costs.model, self.costs.hardware)
+            for task, first in at.items():
+                if task.group == 0:
+                    name, d, m = task.segment, task.direction, reader[task.segment]
+                    x, kind = load[m], "llm" if m == "llm" else ""
+                    slope = (at[Task(name, 1, d)] - first) / (high[kind] - low[kind])
+                    line = first + slope * (x[r] - low[kind])
+                    found.setdefault((name, d), np.zeros(x.shape))[r] = line
+        return found
 
 
 def _like(s: SegmentPlan) -> tuple:

@@ -17,7 +17,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean renew
+.PHONY: help demo paper test lint format clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -25,6 +25,9 @@ help:  ## show this list
 
 demo: $(STAMP)  ## profile, plan and train both policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
+
+paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 12 minutes)
+	@$(BIN)/python -m experiments.paper
 
 test: lint $(REFERENCE)  ## lint, types and every test
 	@$(PYTEST)

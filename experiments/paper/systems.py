@@ -1,0 +1,127 @@
+"""The paper's models and clusters, and the predicted profiles that all experiments share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.hardware import Hardware, find_hardware
+from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.records import LayerTiming, ModelProfile, ModuleShape
+from models import qwen2_audio
+from models.llava import Llava
+from models.sizes import DECODERS, VISION, LlavaSize
+
+# 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of that for each device.
+CLUSTER = replace(find_hardware("a100-80"), network_bandwidth=12.5e9)
+DEGREES = (1, 2, 4, 8)
+ITEMS = (1, 4, 16, 64)
+TOKENS = (512, 2048, 8192, 16384)
+DTYPE = "bfloat16"
+_CAUSAL, _FULL = 0.5, 1.0  # share of the scores that attention computes
+_BACKWARD = 3.5  # FLOPs of attention's backward over its forward's: the forward again, and 2.5
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One of the paper's models. `tower` and `decoder` are named as in the paper; `hours` are the
+    paper's training times (baseline, DFLOP) where it states them."""
+
+    name: str
+    tower: str
+    decoder: str
+    mixture: str = "vision"
+    layout: str = "anyres"
+    hours: tuple[float, float] | None = None
+
+
+def _llava(tower: str, decoder: str, hours: tuple[float, float] | None = None) -> Setup:
+    shown = {"siglip-so400m": "SigLIP-400M", "siglip-1b": "SigLIP-1B", "siglip-6b": "SigLIP-6B"}
+    names = {"qwen2.5": "Qwen2.5", "llama3": "Llama3"}
+    family, size = decoder.split("-")
+    return Setup(f"{shown[tower]} + {names[family]}-{size.upper()}", tower, decoder, hours=hours)
+
+
+# The public code's configuration names SigLIP 6B; the released LLaVA-OneVision has the 400M.
+TOWERS = ("siglip-so400m", "siglip-1b", "siglip-6b")
+_HOURS = {"qwen2.5-32b": (38.0, 14.0), "llama3-8b": (24.0, 10.0)}
+LLMS = ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "llama3-8b", "llama3-70b")
+LLAVA = {(t, d): _llava(t, d, _HOURS.get(d)) for t in TOWERS for d in LLMS}
+INTERNVL_72B = Setup(
+    "InternViT-6B + Qwen2.5-72B",
+    "internvit-6b",
+    "qwen2.5-72b",
+    layout="dynamic",
+    hours=(60.0, 22.0),
+)
+QWEN2_AUDIO = Setup("Qwen2-Audio-7B", "whisper-large-v3", "qwen-7b", mixture="audio")
+
+
+def model_of(setup: Setup) -> MultimodalModel:
+    """The model at full size, with the attention that a GPU runs."""
+    if setup.mixture == "audio":
+        return qwen2_audio.build("qwen2-audio-7b", DTYPE, "pallas")
+    if setup.layout == "dynamic":
+        # 16 heads as in the public DFLOP code: the published 25 split over no node
+        tower = replace(VISION[setup.tower], n_heads=16)
+        size = LlavaSize(tower, DECODERS[setup.decoder], "dynamic")
+    else:
+        tower = replace(VISION[setup.tower], merge=1, post_norm=False)
+        size = LlavaSize(tower, DECODERS[setup.decoder], "anyres")
+    return Llava(size, DTYPE, attention_kernel="pallas")
+
+
+@cache
+def profile_of(setup: Setup, hardware: Hardware = CLUSTER) -> ModelProfile:
+    """Predicted times and bytes of a model on the cluster."""
+    model = model_of(setup)
+    shapes = {
+        name: [ModuleShape(1, t) for t in TOKENS]
+        if name == "llm"
+        else [ModuleShape(n, model.item_tokens[name]) for n in ITEMS]
+        for name in model.modules
+    }
+    e = Efficiency()
+    found = roofline_profile(model, hardware, shapes, DEGREES, n_devices=4096, efficiency=e)
+    return with_attention(found, model, hardware, e)
+
+
+def with_attention(
+    profile: ModelProfile, model: MultimodalModel, hardware: Hardware, e: Efficiency
+) -> ModelProfile:
+    """The profile with the products inside the attention kernel, which the roofline's trace counts
+    by their bytes only; half of a causal one's scores are computed."""
+
+    def longer(t: LayerTiming) -> LayerTiming:
+        module = model.modules[t.module]
+        share = _CAUSAL if t.module == "llm" else _FULL
+        flops = 4.0 * t.shape.size * t.shape.tokens * share * width_of(module) / t.model
+        forward_s = flops / (hardware.peak_flops(DTYPE) * e.attention)
+        return replace(
+            t,
+            layer_forward_s=t.layer_forward_s + forward_s,
+            layer_backward_s=t.layer_backward_s + forward_s * _BACKWARD,
+        )
+
+    return replace(profile, timings=tuple(map(longer, profile.timings)))
+
+
+def width_of(module: object) -> int:
+    """Heads x head dim of a module of `models`."""
+    return int(module.size.width)  # type: ignore[attr-defined]
+
+
+def described(hardware: Hardware = CLUSTER) -> Mapping[str, str]:
+    """The cluster's figures, for reports."""
+    return {
+        "device": hardware.name,
+        "peak": f"{hardware.bfloat16_flops / 1e12:.0f} TFLOP/s bfloat16",
+        "memory": f"{hardware.memory_bytes / 1e9:.0f} GB at {hardware.memory_bandwidth / 1e9:.0f}"
+        " GB/s",
+        "node": f"{hardware.devices_per_node} devices, NVLink {hardware.link_bandwidth / 1e9:.0f}"
+        " GB/s a direction",
+        "network": f"{hardware.network_bandwidth * 8 / 1e9:.0f} Gb/s a device",
+    }

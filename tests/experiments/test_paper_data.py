@@ -1,0 +1,168 @@
+"""The shipped quantile tables, and samples drawn from them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.paper import data, tables
+from experiments.paper.data import Assumptions, Draws
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT.parent / "shared" / "data" / "shapes"
+
+
+def test_tables_hold_rising_quantiles_of_every_kind():
+    found = data.tables()
+    assert {t["kind"] for t in found} == set(tables.KINDS)
+    for t in found:
+        named = [k for k in ("prompt_chars", "answer_chars", "video_s", "audio_s") if k in t]
+        named += ["images", "pixels"] if "image" in t["kind"] else []
+        for k in named:
+            assert len(t[k]) == tables.LEVELS + 1, (t["source"], k)
+            assert t[k] == sorted(t[k]), (t["source"], k)
+        assert t["rows"] > 0
+        assert t["licence"]
+        assert ("video_s" in t, "audio_s" in t) == (t["kind"] == "video", t["kind"] == "audio")
+
+
+@pytest.mark.skipif(not SHAPES.is_dir(), reason="the shape files are not here")
+def test_shipped_tables_are_what_the_script_makes():
+    assert tables.text_of(tables.make(SHAPES)) == tables.TABLES.read_text(encoding="utf-8")
+
+
+def test_a_table_of_rows_by_hand(tmp_path):
+    rows = [
+        {
+            "images": [[w, 10]],
+            "video_s": None,
+            "audio_s": None,
+            "prompt_chars": 0,
+            "answer_chars": n,
+        }
+        for w, n in ((10, 1), (20, 2), (30, 3))
+    ]
+    t = tables.table_of("gsm8k", "single image", rows)
+    assert t["rows"] == 3
+    assert (t["pixels"][0], t["pixels"][50], t["pixels"][100]) == (100, 200, 300)
+    assert [band[0] for band in t["aspect_by_pixels"]] == [1, 2, 3]
+    assert (t["answer_chars"][50], t["images"][100]) == (2, 1)
+    assert "video_s" not in t
+
+
+def test_the_script_says_what_is_wrong(tmp_path, capsys):
+    assert tables.main([str(tmp_path)]) == 2
+    assert "is missing; give a folder" in capsys.readouterr().err
+    (tmp_path / "coco_captions_val2017.jsonl").write_text('{"images": 3}\n')
+    assert tables.main([str(tmp_path)]) == 2
+    assert "not a file of shapes" in capsys.readouterr().err
+    assert tables.main([]) == 2
+
+
+@pytest.mark.parametrize("limit", [-1.0, 0.0, 1.5, 4.0, 30.0, 99.0, 1e9])
+def test_share_below_is_what_counting_gives(limit):
+    q = sorted([0.0, 1, 1, 1, 2, 8, 30, 30, 60, 99, 100.5])
+    many = data.at(q, np.linspace(0, 1, 200_001))
+    assert data.share_below(q, limit) == pytest.approx(np.mean(many <= limit), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "kind", "field", "limit"),
+    [("vision", "video", "video_s", 30.0), ("audio", "audio", "audio_s", np.inf)],
+)
+def test_durations_follow_the_tables_of_their_sources(mixture, kind, field, limit):
+    """Share of samples below x, against the sources' own shares, weighted by their rows."""
+    drawn = data.draw(mixture, 40_000, seed=3)
+    own = getattr(drawn, field)[drawn.kind == kind]
+    sources = [t for t in data.tables() if t["kind"] == kind]
+
+    def pooled(x):  # rows of all sources below x, by counting levels
+        levels = [data.at(t[field], np.linspace(0, 1, 20_001)) for t in sources]
+        return sum(t["rows"] * np.mean(v <= x) for t, v in zip(sources, levels, strict=True))
+
+    assert own.max() <= limit + 1e-9
+    for x in np.quantile(own, [0.1, 0.3, 0.5, 0.8]):
+        assert np.mean(own <= x) == pytest.approx(pooled(x) / pooled(min(limit, 1e9)), abs=0.02)
+
+
+def test_kinds_and_pictures_follow_the_tables():
+    drawn = data.draw("vision", 40_000, seed=5)
+    assert np.mean(drawn.kind == "video") == pytest.approx(60 / 185, abs=0.01)
+    assert np.mean(drawn.kind == "single image") == pytest.approx(65 / 185, abs=0.01)
+    assert (drawn.images[drawn.kind == "video"] == 0).all()
+    assert (drawn.images[drawn.kind == "single image"] == 1).all()
+    owner = np.repeat(np.arange(len(drawn.images)), drawn.images)
+    pixels = drawn.sizes[drawn.kind[owner] == "single image"].prod(axis=1)
+    sources = [t for t in data.tables() if t["kind"] == "single image"]
+    for x in np.quantile(pixels, [0.2, 0.5, 0.9]):
+        below = [np.mean(data.at(t["pixels"], np.linspace(0, 1, 20_001)) <= x) for t in sources]
+        weights = [t["rows"] for t in sources]
+        assert np.mean(pixels <= x) == pytest.approx(np.average(below, weights=weights), abs=0.02)
+
+
+def test_draws_repeat_by_seed_and_differ_otherwise():
+    one, two = (data.shapes("vision", "anyres", 50, seed=1) for _ in range(2))
+    assert one == two
+    assert one != data.shapes("vision", "anyres", 50, seed=2)
+    assert len(data.shapes("audio", "anyres", 1, seed=0)) == 1
+
+
+def sample(images=(), video_s=0.0, audio_s=0.0, prompt=0, answer=8):
+    return Draws(
+        kind=np.array(["x"]),
+        images=np.array([len(images)]),
+        sizes=np.array(images, np.int64).reshape(-1, 2),
+        video_s=np.array([video_s]),
+        audio_s=np.array([audio_s]),
+        prompt_chars=np.array([float(prompt)]),
+        answer_chars=np.array([float(answer)]),
+    )
+
+
+def cost(drawn, layout="anyres", **assumed):
+    found = data._shapes(drawn, layout, Assumptions(**assumed))
+    return [(s.tiles, s.text_tokens, s.llm_tokens, s.windows) for s in found]
+
+
+def test_what_samples_cost_by_hand():
+    text = 32 + 15 + 2  # chat, an instruction of 60 characters, an answer of 8
+    assert cost(sample()) == [(0, text, text, 0)]
+    assert cost(sample(prompt=41)) == [(0, 32 + 11 + 2, 45, 0)]
+    # of several pictures each is one tile of 27 x 27 patches, and a line end
+    assert cost(sample([(640, 480)] * 3)) == [(3, text, text + 3 * 730, 0)]
+    # a frame a second, rounded up, 196 tokens each and one line end
+    assert cost(sample(video_s=10.2)) == [(11, text, text + 11 * 196 + 1, 0)]
+    assert cost(sample(video_s=500.0))[0][0] == 32
+    assert cost(sample(audio_s=30.0)) == [(0, text, text + 750, 1)]
+    assert cost(sample(audio_s=0.01)) == []  # too short to be heard
+
+
+def test_internvl_shares_its_tiles_among_the_pictures_of_a_sample():
+    (alone,) = cost(sample([(1200, 900)]), "dynamic")
+    assert alone[0] == 13  # 4 x 3 tiles and a thumbnail
+    (pair,) = cost(sample([(1200, 900)] * 2), "dynamic")
+    assert pair[0] <= 2 * (6 + 1)
+    assert pair[2] == pair[1] + 256 * pair[0]
+
+
+def test_long_samples_lose_text_and_those_of_too_many_pictures_are_not_used():
+    ((_, text, tokens, _),) = cost(sample(answer=10**6))
+    assert (text, tokens) == (8192, 8192)
+    assert cost(sample([(64, 64)] * 12)) == []
+    assert len(cost(sample([(64, 64)] * 12), max_tokens=9200)) == 1
+
+
+def test_bad_arguments_say_what_is_known():
+    with pytest.raises(ValueError, match=r"unknown mixture 'x'; known: vision, audio"):
+        data.draw("x", 1, 0)
+    with pytest.raises(ValueError, match="unknown layout"):
+        data.shapes("vision", "x", 1, 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        data.draw("audio", 0, 0)
+
+
+def test_tables_are_json_that_names_its_licences():
+    facts = json.loads(tables.TABLES.read_text(encoding="utf-8"))
+    assert "Facts only" in facts["note"]
+    assert {t["source"] for t in facts["tables"]} == set(tables.SOURCES)

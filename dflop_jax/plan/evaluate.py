@@ -9,6 +9,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit
+from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.links import send_seconds, step_end_seconds
 from dflop_jax.plan.placement import Placement
@@ -53,7 +54,7 @@ def as_plan(
         segments,
         tuple(buckets),
         group_size=placement.group_size,
-        grouping="arrival" if policy == "blind" else "balanced",
+        grouping="arrival" if policy in BASELINES else "balanced",
     )
 
 

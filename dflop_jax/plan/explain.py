@@ -49,8 +49,6 @@ def why_nothing_fits(
 
 def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> int | None:
     """The least doubling of the devices that holds a plan."""
-    if config.policy == "blind":
-        return None
     times = 2
     while times <= _MOST_TIMES:
         found = outlines(rules, times * n_devices, config, tied)

@@ -122,3 +122,8 @@ def split_layers(
     for n in held:
         cuts.append(cuts[-1] + n)
     return list(pairwise(cuts))
+
+
+def factors(n: int, most: int) -> list[int]:
+    """Divisors of n up to `most`."""
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]

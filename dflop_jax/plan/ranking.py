@@ -4,14 +4,14 @@ first exact ones are the best of all."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.evaluate import Evaluator, as_plan
-from dflop_jax.plan.placement import Outline
+from dflop_jax.plan.placement import Outline, Placement
 from dflop_jax.records import Bucket, Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
@@ -123,20 +123,16 @@ class Ranking:
     def __init__(
         self,
         evaluator: Evaluator,
-        space: dict[str, list[Outline]],
+        space: Mapping[str, Sequence[Outline]],
+        baseline: Sequence[Placement],
         allowed: Callable[[SubmeshPlan], bool],
     ):
         self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
-        self.n_placements = sum(map(len, space.values()))
+        self.n_placements = sum(map(len, space.values())) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
         self.least_bytes = np.inf
-        self._ready: list[Item] = []
-        self._tables: list[tuple[str, Bounds]] = []
-        for policy, found in space.items():
-            if policy == "blind":
-                self._ready += self._arrivals(policy, found)
-            else:
-                self._tables += [(policy, b) for b in all_bounds(found, self.rules)]
+        self._ready = self._arrivals(baseline)
+        self._tables = [(policy, b) for policy, o in space.items() for b in all_bounds(o, self.rules)]
 
     def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Item]:
         """The best item of each of the `n` best placements, exact, best first."""
@@ -191,12 +187,11 @@ class Ranking:
         groups = found.groups[:, p, c].astype(int).tolist()
         return Item(self, policy, placement.name, plan, int(found.cuts[c]), bound_s, most, groups)
 
-    def _arrivals(self, policy: str, outlines: Sequence[Outline]) -> list[Item]:
-        """The blind baseline's, few enough to be simulated all."""
-        most = self.evaluator.config.max_microbatches
+    def _arrivals(self, placements: Sequence[Placement]) -> list[Item]:
+        """A baseline's, few enough to be simulated all."""
+        policy, most = self.evaluator.config.policy, self.evaluator.config.max_microbatches
         items = []
-        for outline in outlines:
-            placement = self.rules.placement(outline)
+        for placement in placements:
             if not all(map(self.allowed, placement.submeshes)):
                 continue
             for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:

@@ -20,7 +20,7 @@ from dflop_jax.plan.evaluate import Evaluator, sample_batches
 from dflop_jax.plan.explain import why_nothing_fits
 from dflop_jax.plan.load import loads
 from dflop_jax.plan.ranking import Candidate, Item, Ranking
-from dflop_jax.plan.space import outlines
+from dflop_jax.plan.space import baseline, outlines
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan, SegmentPlan, SubmeshPlan
 
@@ -102,7 +102,8 @@ def search_plan(
         hardware=hardware,
     )
     evaluator = Evaluator(rules, data.shapes, batches, config, global_batch)
-    ranking = Ranking(evaluator, outlines(rules, n_devices, config, tied), allowed)
+    space = (rules, n_devices, config, tied)
+    ranking = Ranking(evaluator, outlines(*space), baseline(*space), allowed)
     best = ranking.ranked(max(shown, FINALISTS) if refine else shown, on_progress)
     if not best:
         raise ValueError(why_nothing_fits(rules, n_devices, config, tied, ranking.least_bytes))
@@ -124,7 +125,7 @@ def _refined(evaluator: Evaluator, best: Sequence[Item]) -> Plan:
     """The plan of the best item, with the buckets that suit it; with effort "full" that of the
     fastest of several items with several granularities of buckets."""
     config, first = evaluator.config, best[0]
-    if config.policy == "blind":
+    if first.plan.grouping == "arrival":
         return first.plan
     quick = config.effort == "quick"
     items = [b for b in best[:FINALISTS] if b.bound_s <= CLOSE * first.bound_s]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from typing import TypedDict
 
 from dflop_jax.config import PlanConfig
+from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import Form, Outline
-
-
-def factors(n: int, most: int) -> list[int]:
-    """Divisors of n up to `most`."""
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+from dflop_jax.plan.placement import Form, Outline, Placement, factors
 
 
 def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int, cut: bool) -> list[Form]:
@@ -92,76 +89,85 @@ def shared(
         yield Outline(encoders, llm, 0)
 
 
-def uniform(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    tied: bool,
-) -> Iterator[Outline]:
-    """Blind baseline: one (stage, data, model) for the whole model.
-
-    The encoders are the first pipeline stage and the LLM's layers fill the others evenly; with one
-    stage everything shares all devices.
-    """
-    encoders = encoders_of(n_layers)
-    for stages in factors(n_devices, max_stage):
-        llm_stages = stages - bool(encoders) if stages > 1 else 1
-        if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
-            continue
-        for tp in factors(n_devices // stages, max_model):
-            mesh = (1, n_devices // stages // tp, tp)
-            first = n_devices // stages if encoders and stages > 1 else 0
-            yield Outline(tuple(Form(mesh) for _ in encoders), Form(mesh, llm_stages), first)
-
-
-SPACES = {"dflop": separate, "orch": shared, "blind": uniform}
+SPACES = {"dflop": separate, "orch": shared}
 
 
 def outlines(
     rules: Rules, n_devices: int, config: PlanConfig, tied: bool
 ) -> dict[str, list[Outline]]:
-    """By policy, the configured space, as far as the profile has timings of its tensor-parallel
-    degrees and these stay inside a node.
+    """By searched policy, the configured space, as far as the profile has timings of its
+    tensor-parallel degrees and these stay inside a node; none for a baseline.
 
     Raises:
       ValueError: nothing is left.
     """
     wanted = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    timed = {(t.module, t.model) for t in rules.costs.profile.timings}
-    node = rules.hardware.devices_per_node if rules.hardware else n_devices
+    usable = _usable(rules, n_devices)
 
-    def usable(o: Outline) -> bool:
-        forms = [*zip(rules.n_layers, (*o.encoders, o.llm), strict=True)]
-        return all((m, f.mesh[2]) in timed for m, f in forms) and all(
-            _inside_nodes(f, 0 if f is not o.llm else o.llm_first, node) for _, f in forms
+    def lies_well(o: Outline) -> bool:
+        forms = zip(rules.n_layers, (*o.encoders, o.llm), strict=True)
+        return all(
+            usable(m, 0 if f is not o.llm else o.llm_first, f.n_devices, f.mesh[2])
+            for m, f in forms
         )
 
+    limits = _limits(rules, n_devices, config, tied)
     found = {
-        policy: [
-            o
-            for o in SPACES[policy](
-                n_devices,
-                rules.n_layers,
-                max_model=min(config.max_model, node),
-                max_stage=config.max_stage,
-                tied=tied,
-            )
-            if usable(o)
-        ]
-        for policy in wanted
+        p: [o for o in SPACES[p](n_devices, rules.n_layers, **limits) if lies_well(o)]
+        for p in wanted
+        if p in SPACES
     }
-    if not any(found.values()):
+    if found and not any(found.values()):
         raise ValueError(_none(config, n_devices))
     return found
 
 
-def _inside_nodes(form: Form, first: int, node: int) -> bool:
-    """Whether each group of tensor-parallel devices lies in one node."""
-    tp = form.mesh[2]
-    aligned = first % tp == 0 and node % tp == 0
-    return aligned or all(d % node + tp <= node for d in range(first, first + form.n_devices, tp))
+def baseline(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> list[Placement]:
+    """Placements of a baseline policy, as far as `outlines` would take them; none for others.
+
+    Raises:
+      ValueError: nothing is left.
+    """
+    if config.policy not in BASELINES:
+        return []
+    usable = _usable(rules, n_devices)
+
+    def lies_well(p: Placement) -> bool:
+        segments = ((s.module, p.mesh_of(s)) for s in p.segments)
+        return all(usable(module, m.first, m.n_devices, m.model) for module, m in segments)
+
+    space = BASELINES[config.policy]
+    limits = _limits(rules, n_devices, config, tied)
+    found = [p for p in space(n_devices, rules.n_layers, **limits) if lies_well(p)]
+    if not found:
+        raise ValueError(_none(config, n_devices))
+    return found
+
+
+class _Limits(TypedDict):
+    max_model: int
+    max_stage: int
+    tied: bool
+
+
+def _limits(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> _Limits:
+    node = rules.hardware.devices_per_node if rules.hardware else n_devices
+    return {"max_model": min(config.max_model, node), "max_stage": config.max_stage, "tied": tied}
+
+
+def _usable(rules: Rules, n_devices: int) -> Callable[[str, int, int, int], bool]:
+    """Whether a module may lie on so many devices from the first on, in this tensor-parallel
+    degree: it is timed and each group of its devices lies in one node."""
+    timed = {(t.module, t.model) for t in rules.costs.profile.timings}
+    node = rules.hardware.devices_per_node if rules.hardware else n_devices
+
+    def usable(module: str, first: int, n: int, tp: int) -> bool:
+        inside = (first % tp == 0 and node % tp == 0) or all(
+            d % node + tp <= node for d in range(first, first + n, tp)
+        )
+        return inside and (module, tp) in timed
+
+    return usable
 
 
 def _none(config: PlanConfig, n_devices: int) -> str:

@@ -22,15 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.hardware import Hardware
-from dflop_jax.plan.baselines import megatron, pipelined, public_rule, pytorch
-from dflop_jax.plan.exact import ExactStep, run_step
-from dflop_jax.plan.exact_costs import ExactCosts
-from dflop_jax.plan.exact_search import Tuned, tune, with_remat
+from dflop_jax.plan.baselines import BASELINES as SPACES
+from experiments.paper.exact import ExactStep, run_step
+from experiments.paper.exact_costs import ExactCosts
+from experiments.paper.exact_search import Tuned, tune, with_remat
 from dflop_jax.plan.placement import Placement, lay_out
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import ModelProfile, SampleShape, Trace
 from experiments.paper import data
+from experiments.paper.public_rule import pipelined, public_rule
 from experiments.paper.systems import CLUSTER, Setup, profile_of
 
 MAX_MODEL, MAX_STAGE = 8, 16
@@ -118,9 +119,7 @@ def placements(
     of a 32nd."""
     bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE, "tied": False}
     if space != "dflop":
-        yield from {"pytorch": pytorch, "megatron": megatron}[space](
-            n_devices, profile.n_layers, **bounds
-        )
+        yield from SPACES[space](n_devices, profile.n_layers, **bounds)
         return
     step = max(1, n_devices // 32) if n_devices > 64 else 1
     ends = ends_in_layers(profile)

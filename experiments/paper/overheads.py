@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from dflop_jax.plan.exact import bins_of
+from experiments.paper.exact import bins_of
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.predict import bucket_costs
 from experiments.paper import data

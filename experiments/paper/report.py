@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from dflop_jax.plan.exact_costs import plan_of
+from experiments.paper.exact_costs import plan_of
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.record_files import save
 from dflop_jax.records import Bucket, Trace

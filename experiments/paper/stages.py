@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_jax.pipeline.order import resources
-from dflop_jax.plan.exact_costs import plan_of
+from experiments.paper.exact_costs import plan_of
 from experiments.paper.common import Outcome, Result, main
 from experiments.paper.systems import Setup
 from experiments.paper.throughput import KEYS, SETUPS, outcomes

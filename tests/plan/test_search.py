@@ -12,7 +12,7 @@ from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator, sample_batches
 from dflop_jax.plan.load import loads
-from dflop_jax.plan.placement import lay_out
+from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
@@ -124,15 +124,14 @@ def test_frozen_parts_are_not_timed_nor_given_an_optimizer(frozen):
     assert got["makespan_s"] <= whole["makespan_s"] * (1.0 if frozen == "llm" else 0.8)
 
 
-def test_the_blind_policy_is_the_best_of_its_space():
-    config = dataclasses.replace(CONFIG, policy="blind")
-    result = run("blind", 4, shown=100)
+@pytest.mark.parametrize("policy", BASELINES)
+def test_a_baseline_is_the_best_of_its_space(policy):
+    config = dataclasses.replace(CONFIG, policy=policy)
+    result = run(policy, 4, shown=100)
     names = {c.name for c in result.candidates}
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
-    layers = model_profile().n_layers
-    assert names == {
-        lay_out(o, layers).name for o in SPACES["blind"](4, layers, tied=False, **limits)
-    }
+    space = BASELINES[policy](4, model_profile().n_layers, tied=False, **limits)
+    assert names == {p.name for p in space}
     spans = [c.makespan_s for c in result.candidates]
     assert spans == sorted(spans)
     assert len(set(spans)) > 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflop_jax.plan.exact_costs import (
+from experiments.paper.exact_costs import (
     DIRECTIONS,
     Array,
     ExactCosts,

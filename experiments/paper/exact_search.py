@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.pipeline.order import order_tasks, resources, step_graph
-from dflop_jax.plan.exact import bins_of, dealt_quickly, prices_of, replica_trace
-from dflop_jax.plan.exact_costs import (
+from experiments.paper.exact import bins_of, dealt_quickly, prices_of, replica_trace
+from experiments.paper.exact_costs import (
     DIRECTIONS,
     Array,
     ExactCosts,

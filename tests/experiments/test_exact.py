@@ -7,8 +7,8 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.baselines import megatron, pytorch
-from dflop_jax.plan.exact import bins_of, dealt_quickly, prices_of, run_bins, run_step
-from dflop_jax.plan.exact_costs import (
+from experiments.paper.exact import bins_of, dealt_quickly, prices_of, run_bins, run_step
+from experiments.paper.exact_costs import (
     ExactCosts,
     is_replicated,
     largest_load,
@@ -18,7 +18,7 @@ from dflop_jax.plan.exact_costs import (
     step_end_s,
     sum_loads,
 )
-from dflop_jax.plan.exact_search import _Search, bound_s, tune, with_remat
+from experiments.paper.exact_search import _Search, bound_s, tune, with_remat
 from dflop_jax.plan.placement import lay_out
 from dflop_jax.plan.space import separate as outlines
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s

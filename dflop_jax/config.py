@@ -58,9 +58,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    policy: Annotated[str, "dflop, orch, auto (the faster of both), blind, megatron or pytorch; see the README"] = (
-        "dflop"
-    )
+    policy: Annotated[
+        str, "dflop, orch, auto (the faster of both), blind, megatron or pytorch; see the README"
+    ] = "dflop"
     devices: Annotated[int, "devices to use; 0: all"] = 0
     hardware: Annotated[
         str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
@@ -153,7 +153,10 @@ class Config:
             "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
             "model.attention_kernel": (self.model.attention_kernel, ("auto", "xla", "pallas")),
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
-            "plan.policy": (self.plan.policy, ("auto", "dflop", "orch", "blind", "megatron", "pytorch")),
+            "plan.policy": (
+                self.plan.policy,
+                ("auto", "dflop", "orch", "blind", "megatron", "pytorch"),
+            ),
             "plan.effort": (self.plan.effort, ("quick", "full")),
             "train.stage": (self.train.stage, ("full", "connector", "llm")),
             "train.remat": (self.train.remat, ("auto", *REMAT)),

@@ -105,9 +105,7 @@ def _dealt(n_layers: Mapping[str, int], stages: int) -> list[list[tuple[str, int
     ]
 
 
-def _placed(
-    stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]
-) -> Placement:
+def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]) -> Placement:
     """Stages on consecutive blocks of devices."""
     each = n_devices // len(stages)
     submeshes, segments = [], []

@@ -23,14 +23,14 @@ from rich.table import Table
 
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.baselines import BASELINES as SPACES
-from experiments.paper.exact import ExactStep, run_step
-from experiments.paper.exact_costs import ExactCosts
-from experiments.paper.exact_search import Tuned, tune, with_remat
 from dflop_jax.plan.placement import Placement, lay_out
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import ModelProfile, SampleShape, Trace
 from experiments.paper import data
+from experiments.paper.exact import ExactStep, run_step
+from experiments.paper.exact_costs import ExactCosts
+from experiments.paper.exact_search import Tuned, tune, with_remat
 from experiments.paper.public_rule import pipelined, public_rule
 from experiments.paper.systems import CLUSTER, Setup, profile_of
 

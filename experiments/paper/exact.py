@@ -18,6 +18,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflop_jax.plan.links import send_seconds
+from dflop_jax.plan.placement import Placement
+from dflop_jax.records import FORWARD, REDUCE, Event, Plan, SampleShape, Task, Trace
+from dflop_jax.schedule.balance import balance
+from dflop_jax.schedule.greedy import lpt
+from dflop_jax.schedule.problem import make_problem
+from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper.exact_costs import (
     DIRECTIONS,
     Array,
@@ -33,13 +40,6 @@ from experiments.paper.exact_costs import (
     step_end_s,
     sum_loads,
 )
-from dflop_jax.plan.links import send_seconds
-from dflop_jax.plan.placement import Placement
-from dflop_jax.records import FORWARD, REDUCE, Event, Plan, SampleShape, Task, Trace
-from dflop_jax.schedule.balance import balance
-from dflop_jax.schedule.greedy import lpt
-from dflop_jax.schedule.problem import make_problem
-from dflop_jax.sim.pipeline import simulate_step
 
 _ROUNDS = 5_000  # pairs of bins priced by the balanced rule
 

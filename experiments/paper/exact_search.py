@@ -14,6 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.pipeline.order import order_tasks, resources, step_graph
+from dflop_jax.plan.links import send_seconds
+from dflop_jax.plan.placement import Placement
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    SampleShape,
+    SegmentPlan,
+    SubmeshPlan,
+    Task,
+)
 from experiments.paper.exact import bins_of, dealt_quickly, prices_of, replica_trace
 from experiments.paper.exact_costs import (
     DIRECTIONS,
@@ -31,17 +42,6 @@ from experiments.paper.exact_costs import (
     segment_seconds,
     step_end_s,
     sum_loads,
-)
-from dflop_jax.plan.links import send_seconds
-from dflop_jax.plan.placement import Placement
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Bucket,
-    SampleShape,
-    SegmentPlan,
-    SubmeshPlan,
-    Task,
 )
 
 

@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 
-from experiments.paper.exact import bins_of
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.predict import bucket_costs
 from experiments.paper import data
 from experiments.paper.common import Result, main, outcome, percent, seen_batches
+from experiments.paper.exact import bins_of
 from experiments.paper.static import planned
 from experiments.paper.systems import INTERNVL_72B, LLAVA, Setup
 from experiments.paper.throughput import hours

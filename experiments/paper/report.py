@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.paper.exact_costs import plan_of
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.record_files import save
 from dflop_jax.records import Bucket, Trace
@@ -19,6 +18,7 @@ from dflop_jax.report.timeline import LINE_COLOURS
 from dflop_jax.report.trace import write_trace
 from experiments.paper import data
 from experiments.paper.common import BASELINES, MEMORY_SHARE, REPORTED, TUNING, Result, outcome
+from experiments.paper.exact_costs import plan_of
 from experiments.paper.systems import CLUSTER, Setup, described
 
 ASSUMED = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_jax.pipeline.order import resources
-from experiments.paper.exact_costs import plan_of
 from experiments.paper.common import Outcome, Result, main
+from experiments.paper.exact_costs import plan_of
 from experiments.paper.systems import Setup
 from experiments.paper.throughput import KEYS, SETUPS, outcomes
 

@@ -7,6 +7,11 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.baselines import megatron, pytorch
+from dflop_jax.plan.placement import lay_out
+from dflop_jax.plan.space import separate as outlines
+from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import BACKWARD, FORWARD, SampleShape
 from experiments.paper.exact import bins_of, dealt_quickly, prices_of, run_bins, run_step
 from experiments.paper.exact_costs import (
     ExactCosts,
@@ -19,11 +24,6 @@ from experiments.paper.exact_costs import (
     sum_loads,
 )
 from experiments.paper.exact_search import _Search, bound_s, tune, with_remat
-from dflop_jax.plan.placement import lay_out
-from dflop_jax.plan.space import separate as outlines
-from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
-from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import BACKWARD, FORWARD, SampleShape
 from tests.plan.cases import model_profile
 
 LAYERS = {"vision": 2, "llm": 4}

@@ -1,6 +1,5 @@
 """The public DFLOP optimizer's space against brute force, and its rule by hand."""
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np

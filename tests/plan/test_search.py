@@ -9,10 +9,10 @@ import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
 from dflop_jax.pipeline.order import in_flight_limit
+from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator, sample_batches
 from dflop_jax.plan.load import loads
-from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (

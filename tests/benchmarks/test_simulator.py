@@ -49,11 +49,14 @@ def test_twenty_schedules_of_each_set_up(simulator):
 
 
 def test_only_undisturbed_steps_count(simulator):
-    from simulator_steps import DISTURBED, Step, undisturbed
+    from simulator_steps import DISTURBED, SLOWER, Step, undisturbed
 
-    quiet, loud = Step(1.0, DISTURBED, None), Step(1.0, 2 * DISTURBED, None)
-    assert undisturbed([loud, quiet, loud]) == [quiet]
-    assert undisturbed([]) == []
+    quiet, loud = Step(1.0, DISTURBED, 2.0, None), Step(1.0, 2 * DISTURBED, 1.0, None)
+    slow = Step(1.0, 0.0, 2.01 * SLOWER, None)
+    assert undisturbed([loud, quiet, slow, loud]) == [quiet]
+    assert undisturbed([quiet, slow, slow]) == [quiet]
+    assert undisturbed([slow]) == [slow]
+    assert undisturbed([loud]) == undisturbed([]) == []
 
 
 @pytest.mark.parametrize(

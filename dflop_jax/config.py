@@ -15,6 +15,8 @@ import msgspec
 
 from dflop_jax.records import REMAT
 
+POLICIES = ("auto", "dflop", "orch", "blind", "megatron", "pytorch")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -59,7 +61,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        str, "dflop, orch, auto (the faster of both), blind, megatron or pytorch; see the README"
+        str, "dflop, orch, auto (the faster of both), or a baseline; see the README"
     ] = "dflop"
     devices: Annotated[int, "devices to use; 0: all"] = 0
     hardware: Annotated[
@@ -153,10 +155,7 @@ class Config:
             "model.dtype": (self.model.dtype, ("float32", "bfloat16")),
             "model.attention_kernel": (self.model.attention_kernel, ("auto", "xla", "pallas")),
             "data.oversize": (self.data.oversize, ("drop", "truncate", "error")),
-            "plan.policy": (
-                self.plan.policy,
-                ("auto", "dflop", "orch", "blind", "megatron", "pytorch"),
-            ),
+            "plan.policy": (self.plan.policy, POLICIES),
             "plan.effort": (self.plan.effort, ("quick", "full")),
             "train.stage": (self.train.stage, ("full", "connector", "llm")),
             "train.remat": (self.train.remat, ("auto", *REMAT)),

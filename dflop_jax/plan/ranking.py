@@ -132,9 +132,7 @@ class Ranking:
         self.n_candidates = self.n_fit = self.n_evaluated = 0
         self.least_bytes = np.inf
         self._ready = self._arrivals(baseline)
-        self._tables = [
-            (policy, b) for policy, o in space.items() for b in all_bounds(o, self.rules)
-        ]
+        self._tables = [(p, b) for p, found in space.items() for b in all_bounds(found, self.rules)]
 
     def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Item]:
         """The best item of each of the `n` best placements, exact, best first."""

@@ -1,4 +1,4 @@
-"""The public DFLOP optimizer's own rule, as a documented variant: `pipelined` is what it enumerates,
+"""The public DFLOP optimizer's own rule, a variant: `pipelined` is what it enumerates,
 `public_rule` how it chooses."""
 
 from __future__ import annotations

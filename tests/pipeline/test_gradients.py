@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.plan.baselines import pytorch
 from models.llava import build
 
 from . import plain
@@ -114,6 +115,20 @@ def test_step_equals_plain_computation(name):
     schedule = plain.random_schedule(plan, N, 2, seed=len(name), text_only=(0,))
     loss, grads, start, _ = grads_of(m, plan, samples, schedule)
     assert_trees_close(start, params, 1e-6)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_trees_close(grads, want)
+
+
+def test_a_stage_of_two_modules_equals_plain_computation():
+    """As the policy `pytorch` deals layers: the last of the encoder and the first of the LLM."""
+    m, (samples, _, want_loss, want) = model(False), oracle(False)
+    space = pytorch(4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2, tied=False)
+    placement = next(p for p in space if len(p.submeshes) == 2)
+    assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
+    plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
+    plan = dataclasses.replace(plan, submeshes=placement.submeshes, segments=placement.segments)
+    schedule = plain.random_schedule(plan, N, 2, seed=7, text_only=(0,))
+    loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
 

@@ -1,8 +1,10 @@
 """Lower bounds and memory of whole spaces of placements at once.
 
 A station (segments that share devices) works off all groups, after the first has come up to it
-and before the last has gone down from it; then come reduction and update. No schedule of the cut's
-bucket is faster, so leaving out what exceeds a makespan that was reached keeps the optimum.
+and before the last has gone down from it; then come reduction and update. It waits while the first
+group is above it, and again while the last one is, longer than 1F1B lets it fill with others. No
+schedule of the cut's bucket is faster, so leaving out what exceeds a makespan that was reached
+keeps the optimum.
 
 Arrays are [n_placements, n_cuts].
 """
@@ -99,7 +101,7 @@ def _bounds(
     least_bytes = np.full(groups.shape, np.inf)
     peak_bytes, choice = np.zeros(groups.shape), np.zeros(groups.shape, int)
     for i, remat in enumerate(remats):
-        took_s = _least_s(outlines, modules, remat, shares, groups, rules)
+        took_s = _least_s(outlines, modules, remat, shares, every, rules)
         peak = _peak_bytes(modules, remat, shares)
         least_bytes = np.minimum(least_bytes, peak)
         fits = (peak <= rules.memory_bytes) | (not rules.memory_bytes)
@@ -139,16 +141,18 @@ def _least_s(
     modules: Mapping[str, Segments],
     remat: Mapping[str, str],
     shares: bool,
-    groups: Array,
+    every: Array,
     rules: Rules,
 ) -> Array:
+    """`every`: groups of each sampled batch."""
     stations = _stations(modules, remat, shares)
+    groups, fewest = every.mean(axis=0), every.min(axis=0)
     least: Array = np.zeros(groups.shape)
     up: Array = 0.0  # until the first group reaches a station
     down: Array = 0.0  # from its last backward to the last reduction below
-    for forward, back, end in stations:
+    for (forward, back, end), idle in zip(stations, _idle_s(stations, fewest), strict=True):
         down = np.maximum(down, end)
-        least = np.maximum(least, up + groups * (forward + back) + down)
+        least = np.maximum(least, up + groups * (forward + back) + idle + down)
         # What runs no backward (no items, frozen) waits for none.
         up, down = up + forward, np.where(back > 0, down + back, 0.0)
     least = least + np.max([u for t in modules.values() for u in t.update_s], axis=0)
@@ -160,6 +164,19 @@ def _least_s(
         for forward, back in zip(t.forward_s, t.backward_s[remat[m]], strict=True):
             device_s = device_s + groups * (forward + back) * at_once
     return np.maximum(least, device_s / most)
+
+
+def _idle_s(stations: Sequence[tuple[Array, Array, Array]], fewest: Array) -> list[Array]:
+    """Of each station, while the first and the last group are above it. At most `in_flight` groups
+    are forwarded and not yet run backward, so that many less one fill the gap."""
+    found: list[Array] = []
+    above: Array = 0.0
+    for in_flight, (forward, back, _) in enumerate(reversed(stations), 1):
+        first = np.maximum(0.0, above - (in_flight - 1) * forward)
+        last = np.maximum(0.0, above - (in_flight - 1) * back)
+        found.append(np.where((back > 0) & (fewest > in_flight), first + last, 0.0))
+        above = above + forward + back
+    return found[::-1]
 
 
 def _sizes(outline: Outline) -> list[int]:

@@ -26,7 +26,7 @@ help:  ## show this list
 demo: $(STAMP)  ## profile, plan and train both policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
 
-paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 12 minutes)
+paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 10 minutes)
 	@$(BIN)/python -m experiments.paper
 
 test: lint $(REFERENCE)  ## lint, types and every test

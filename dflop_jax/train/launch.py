@@ -31,9 +31,9 @@ PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
 # XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after
 # each program and taken in small pages, it makes a large backward take 1.7 times as long, and at
-# times three times where a virtual machine's host takes it too. So it is kept, in huge pages and one
-# arena, since the arenas of single threads give blocks above 64 MiB back at once (measured with
-# glibc 2.36: 3 instead of 480 to 1,000 page faults a step). Other allocators ignore it.
+# times three times where a virtual machine's host takes it too. So it is kept, in huge pages, and in
+# one arena: those of single threads give blocks above 64 MiB back at once (measured with glibc
+# 2.36: 3 page faults a step for 480 to 1,000). Other allocators ignore it.
 _KEEP_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
     f":glibc.malloc.mmap_threshold={1 << 40}:glibc.malloc.trim_threshold={1 << 40}"

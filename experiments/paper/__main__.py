@@ -1,7 +1,7 @@
 """All results of the paper in simulation, with a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 12 on 2 cores
+Minutes:  about 10 on 2 cores
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 

@@ -51,7 +51,7 @@ def run(setup: Setup = SETUP, nodes: tuple[int, ...] = NODES) -> Result:
             gain = found["megatron"].step_s / d.step_s
             gains.setdefault(kind, []).append(gain)
             result.bars.setdefault(kind, []).append(gain)
-    result.labels = [f"{n} nodes" for n in nodes]
+    result.labels = [f"{n} node" + "s" * (n > 1) for n in nodes]
     for kind, each in gains.items():
         shown = ", ".join(f"{g:.2f}x" for g in each)
         on = ", ".join(map(str, nodes))

@@ -45,7 +45,7 @@ ASSUMED = (
 def draw(result: Result, out: Path) -> None:
     """Bars of a result, a group for each label."""
     n, series = len(result.labels), list(result.bars.items())
-    figure = Figure(figsize=(max(7.0, 0.9 * n + 2), 4.2), layout="constrained")
+    figure = Figure(figsize=(min(max(7.0, 0.9 * n + 2), 13.0), 4.2), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(series))
     for k, (name, values) in enumerate(series):

@@ -16,10 +16,9 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_three_cases_at_full_size(tmp_path):
+def test_two_cases_at_full_size(tmp_path):
     names = (
         "SigLIP-400M[0:26] 1x1x1 8x729 forward",
-        "InternViT-300M[0:24] 1x1x2 12x1024 forward",
         "Qwen2.5-7B[0:28] 1x1x4 1x4096 forward",
     )
     out = run("--only", *names, "--json", tmp_path / "out.json")
@@ -32,7 +31,7 @@ def test_three_cases_at_full_size(tmp_path):
     width, kv, mlp, vocab = 3584, 512, 18944, 152064
     layer = 2 * width * (width + kv) + 3 * width * mlp
     held = 4 * (28 * layer + 2 * vocab * width) / 4 / 2**30
-    qwen = rows[names[2]]
+    qwen = rows[names[1]]
     assert qwen["compiled_gib"] - qwen["temporaries_gib"] == pytest.approx(held, rel=0.02)
     assert "2 depths" in out.stdout
 

@@ -192,11 +192,10 @@ def test_chains_keep_to_the_limits(most_tiles, most_tokens):
             assert b.tiles <= (most_tiles or 10**9)
 
 
-@pytest.mark.parametrize("effort", ["quick", "full"])
-def test_several_short_rows_where_long_ones_are_dear(shapes, effort):
+def test_several_short_rows_where_long_ones_are_dear(shapes):
     def choose(seconds):
         return choose_buckets(
-            shapes, global_batch=32, seconds=seconds, token_multiple=32, effort=effort
+            shapes, global_batch=32, seconds=seconds, token_multiple=32, effort="quick"
         )
 
     dear, linear = choose(quadratic_seconds), choose(linear_seconds)

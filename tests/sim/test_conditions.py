@@ -174,23 +174,23 @@ def test_noise_is_log_normal_of_mean_one_and_repeats_by_seed():
 
     def draw(seed, sigma=0.3, step=0, **more):
         return simulate_step(
-            plan, [0] * 1000, seconds, names(plan), step=step, noise=Noise(seed, sigma), **more
+            plan, [0] * 300, seconds, names(plan), step=step, noise=Noise(seed, sigma), **more
         )
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
     assert durations(draw(1)) != durations(draw(1, step=1))
     factors = np.array([v for t, v in durations(draw(1)).items() if t.group >= 0])
-    assert len(factors) == 3000
-    assert np.log(factors).std() == pytest.approx(0.3, rel=0.06)  # 4 standard errors
-    assert np.log(factors).mean() == pytest.approx(-0.045, abs=0.022)
-    assert factors.mean() == pytest.approx(1.0, abs=0.024)
+    assert len(factors) == 900
+    assert np.log(factors).std() == pytest.approx(0.3, rel=0.1)  # 4 standard errors
+    assert np.log(factors).mean() == pytest.approx(-0.045, abs=0.04)
+    assert factors.mean() == pytest.approx(1.0, abs=0.042)
     # Sends have draws of their own: the tasks keep theirs.
     sends = {Task("v0", 0, FORWARD): 1.0, Task("v0", 0, BACKWARD): 1.0}
     both, alone = draw(1, sends=sends), durations(draw(1))
     assert all(abs(v - alone[t]) < 1e-9 for t, v in durations(both).items())
     sent = [e.end_s - e.start_s for e in both.events if e.direction in (SEND, RETURN)]
-    assert np.log(sent).std() == pytest.approx(0.3, rel=0.08)
+    assert np.log(sent).std() == pytest.approx(0.3, rel=0.12)
 
 
 def test_stragglers_slow_their_tasks_and_no_others():

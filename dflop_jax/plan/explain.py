@@ -39,7 +39,9 @@ def why_nothing_fits(
     more = _devices_that_fit(rules, n_devices, config, tied)
     held = [h.name for h in HARDWARE.values() if h.memory_bytes * USABLE_MEMORY >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
-    ways += [f"so would {' or '.join(held)}"] if held and rules.hardware else []
+    if held and rules.hardware:
+        known = " or ".join(held)
+        ways.append(f"so would {known}" if more else f"{known} would do")
     ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
     return (
         f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest needs "

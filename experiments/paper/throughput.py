@@ -32,11 +32,11 @@ KEYS = [(s, system, 64, 256) for s in SETUPS for system in (*BASELINES, "dflop")
 def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
     result = Result(
         "throughput",
-        "End-to-end throughput, 64 A100, samples/s",
+        "End-to-end throughput, 64 A100",
         "1.2x to 3.6x over PyTorch and Megatron-LM",
         (
             "model",
-            "PyTorch",
+            "PyTorch, samples/s",
             "Megatron-LM",
             "DFLOP",
             "over PyTorch",

@@ -133,7 +133,7 @@ def write_timelines(setup: Setup, out: Path, n_devices: int = 64, global_batch: 
         folder.mkdir(exist_ok=True)
         largest = max(step.plan.buckets, key=lambda b: (b.tokens, b.tiles))
         plan = plan_of(found.tuned.placement, (Bucket(**asdict(largest)),))
-        save(replace(plan, policy=system), folder / PLAN)
+        save(replace(plan, policy=system, grouping=found.grouping), folder / PLAN)
         names = {g: b.name for g, b in enumerate(step.plan.buckets)}
         write_trace(folder / SIMULATED, [_without_links(step.trace)], names)
         folders.append(folder)

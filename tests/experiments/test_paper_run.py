@@ -38,7 +38,9 @@ def test_an_experiment_runs_and_is_reported(tiny, tmp_path, capsys):
     assert "![" + found.title + "](scaling.png)" in text
     assert "CC BY 4.0" in text
     assert (tmp_path / "scaling.png").stat().st_size > 5000
-    assert "pytorch, simulated" in page.read_text(encoding="utf-8")
+    html = page.read_text(encoding="utf-8")
+    assert "pytorch, simulated" in html
+    assert "arrival" in html
 
 
 def test_outcomes_are_remembered(tiny, monkeypatch):

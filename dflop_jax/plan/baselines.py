@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.plan.placement import Form, Outline, Placement, factors, lay_out, split_layers
+from dflop_jax.plan.placement import (
+    Form,
+    Outline,
+    Placement,
+    encoders_of,
+    factors,
+    lay_out,
+    split_layers,
+)
 from dflop_jax.records import SegmentPlan, SubmeshPlan
 
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
@@ -29,7 +37,7 @@ def blind(
 ) -> Iterator[Placement]:
     """The encoders are the first pipeline stage and the LLM's layers fill the others evenly; with
     one stage everything shares all devices."""
-    encoders = [m for m in n_layers if m != "llm"]
+    encoders = encoders_of(n_layers)
     for stages in factors(n_devices, max_stage):
         llm_stages = stages - bool(encoders) if stages > 1 else 1
         if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
@@ -68,7 +76,7 @@ def megatron(
 ) -> Iterator[Placement]:
     """Megatron-LM-like: encoders on the first `e` pipeline stages, the LLM's layers evenly over the
     rest; with e = 0 the encoders share the first stage with its part of the LLM."""
-    encoders = {m: n for m, n in n_layers.items() if m != "llm"}
+    encoders = {m: n_layers[m] for m in encoders_of(n_layers)}
     for stages, tp in _degrees(n_devices, max_model, max_stage):
         for e in range(min(stages - 1, sum(encoders.values())) + 1):
             if stages - e > n_layers["llm"] or (e and not encoders):

@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.links import reduce_s, update_s
 from dflop_jax.plan.load import CUTS, Load, encoder_items, least_groups, llm_rows
-from dflop_jax.plan.placement import Form, Outline, Placement, lay_out
+from dflop_jax.plan.placement import Form, Outline, Placement, encoders_of, ends_in_layers, lay_out
 from dflop_jax.profile.fit import Array, CostModel
 from dflop_jax.records import BACKWARD, FORWARD, SegmentPlan
 
@@ -62,14 +62,7 @@ class Rules:
 
     @cached_property
     def _ends_in_layers(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """By (module, degree), what entry and exit cost at the largest shape timed, in layers."""
-        found = {}
-        for t in sorted(self.costs.profile.timings, key=lambda t: t.shape.size):
-            layer_s = t.layer_forward_s + t.layer_backward_s
-            both = (t.ends_forward_s + t.ends_backward_s) / layer_s if layer_s else 0.0
-            share = self.costs.profile.entry_share[t.module]
-            found[t.module, t.model] = (both * share, both * (1 - share))
-        return found
+        return ends_in_layers(self.costs.profile)
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
@@ -80,8 +73,9 @@ class Rules:
     @cached_property
     def encoders_train(self) -> bool:
         whole = Form((1, 1, 1))
-        names = [m for m in self.n_layers if m != "llm"]
-        return any(self.trains(s) for m in names for s in self.segments(m, whole))
+        return any(
+            self.trains(s) for m in encoders_of(self.n_layers) for s in self.segments(m, whole)
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dflop_jax.records import SegmentPlan, SubmeshPlan
+from dflop_jax.records import ModelProfile, SegmentPlan, SubmeshPlan
 
 
 @dataclass(frozen=True, order=True)
@@ -127,3 +127,18 @@ def split_layers(
 def factors(n: int, most: int) -> list[int]:
     """Divisors of n up to `most`."""
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def encoders_of(n_layers: Mapping[str, int]) -> list[str]:
+    return [m for m in n_layers if m != "llm"]
+
+
+def ends_in_layers(profile: ModelProfile) -> dict[tuple[str, int], tuple[float, float]]:
+    """By (module, degree), what entry and exit cost at the largest shape timed, in layers."""
+    found = {}
+    for t in sorted(profile.timings, key=lambda t: t.shape.size):
+        layer_s = t.layer_forward_s + t.layer_backward_s
+        both = (t.ends_forward_s + t.ends_backward_s) / layer_s if layer_s else 0.0
+        share = profile.entry_share[t.module]
+        found[t.module, t.model] = (both * share, both * (1 - share))
+    return found

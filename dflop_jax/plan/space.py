@@ -9,7 +9,7 @@ from typing import TypedDict
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import Form, Outline, Placement, factors
+from dflop_jax.plan.placement import Form, Outline, Placement, encoders_of, factors
 
 
 def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int, cut: bool) -> list[Form]:
@@ -36,10 +36,6 @@ def _encoder_forms(
         return [(f,) for f in _forms(n_devices, n_layers[names[0]], max_model, max_stage, True)]
     degrees = product(factors(n_devices, max_model), repeat=len(names))
     return [tuple(Form((1, n_devices // tp, tp)) for tp in tps) for tps in degrees]
-
-
-def encoders_of(n_layers: Mapping[str, int]) -> list[str]:
-    return [m for m in n_layers if m != "llm"]
 
 
 def _compatible(outline: Outline) -> bool:

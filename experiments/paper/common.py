@@ -23,7 +23,7 @@ from rich.table import Table
 
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.baselines import BASELINES as SPACES
-from dflop_jax.plan.placement import Placement, lay_out
+from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import ModelProfile, SampleShape, Trace
@@ -129,17 +129,6 @@ def placements(
         simple = outline.group_size == 1 and all(f.n_segments == 1 for f in outline.encoders)
         if aligned and simple and all(f.mesh[2] <= hardware.devices_per_node for f in forms):
             yield lay_out(outline, profile.n_layers, ends)
-
-
-def ends_in_layers(profile: ModelProfile) -> dict[tuple[str, int], tuple[float, float]]:
-    """What entry and exit of a module cost at the largest shape timed, in layers."""
-    found = {}
-    for t in sorted(profile.timings, key=lambda t: t.shape.size):
-        layer_s = t.layer_forward_s + t.layer_backward_s
-        both = (t.ends_forward_s + t.ends_backward_s) / layer_s
-        share = profile.entry_share[t.module]
-        found[t.module, t.model] = (both * share, both * (1 - share))
-    return found
 
 
 @cache

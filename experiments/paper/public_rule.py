@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.plan.placement import Form, Outline, Placement, factors, lay_out
+from dflop_jax.plan.placement import Form, Outline, Placement, encoders_of, factors, lay_out
 from dflop_jax.records import SampleShape, SubmeshPlan
 from experiments.paper.exact_costs import ExactCosts, peak_bytes
 
@@ -23,7 +23,7 @@ def pipelined(
 ) -> Iterator[Placement]:
     """The public DFLOP optimizer's space: one encoder and the LLM on disjoint devices, each with
     its own tensor, pipeline and data parallelism, in the order in which it is enumerated there."""
-    encoders = [m for m in n_layers if m != "llm"]
+    encoders = encoders_of(n_layers)
     if len(encoders) != 1:
         raise ValueError(f"the public optimizer knows one encoder, the model has {encoders}")
     for below in range(1, n_devices):

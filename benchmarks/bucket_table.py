@@ -12,7 +12,7 @@ from schedule_data import embedded_shapes, trace_shapes
 
 from dflop_jax.records import Bucket, SampleShape
 from dflop_jax.schedule import Capacity, choose_buckets, evaluate_buckets
-from dflop_jax.schedule.buckets import even_seconds
+from dflop_jax.schedule.shapes.choose import even_seconds
 
 K = 4
 HELD_OUT_BATCHES = 6

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.costs import Preprocessing
-from dflop_jax.data.mixture import Mixture, Part
-from dflop_jax.data.mixture_source import MixtureSource
-from dflop_jax.data.text import chat_pieces
+from dflop_jax.data.datasets.costs import Preprocessing
+from dflop_jax.data.datasets.mixture import Mixture, Part
+from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.text.pieces import chat_pieces
 
 PICTURES = 200
 

@@ -34,9 +34,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.launch import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, read_metrics
-from dflop_jax.train.launch import PROCESS_ID_ENV
-from dflop_jax.train.store import CheckpointStore
 
 LIMIT_S = 600.0  # nothing takes as long on any machine
 ENDED_LIMIT_S = 30.0  # from a kill until no process of the job is left
@@ -45,7 +45,12 @@ LAUNCHER = -1
 SAVING, STEPPING, STARTING = "while saving", "at a step", "while starting"
 
 EXPERIMENT = """
-from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax import CheckpointConfig
+from dflop_jax import Config
+from dflop_jax import DataConfig
+from dflop_jax import ModelConfig
+from dflop_jax import PlanConfig
+from dflop_jax import TrainConfig
 
 def config():
     return Config(

@@ -74,8 +74,8 @@ def round_robin(costs: np.ndarray, n_bins: int, seed: int) -> Answer:
 
 
 def lpt(costs: np.ndarray, n_bins: int, seed: int) -> Answer:
-    from dflop_jax.schedule.greedy import lpt
-    from dflop_jax.schedule.problem import make_problem
+    from dflop_jax.schedule.solver.greedy import lpt
+    from dflop_jax.schedule.solver.problem import make_problem
 
     return Answer(lpt(make_problem(costs, n_bins)))
 

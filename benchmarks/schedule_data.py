@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.tiling import count_tiles
+from dflop_jax.data.media.tiling import count_tiles
 from dflop_jax.records import SampleShape
 
 TILE_PX, MAX_GRID, TOKENS_PER_TILE, MAX_FRAMES, MAX_TOKENS = 384, 9, 49, 32, 4096

@@ -258,7 +258,7 @@ def main() -> int:
     if args.worker:
         measure(SET_UPS[args.only], args.quick, args.worker)
         return 0
-    from dflop_jax.train.launch import launch
+    from dflop_jax.cluster.launch import launch
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

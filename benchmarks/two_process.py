@@ -190,7 +190,7 @@ def main() -> int:
     if args.worker:
         measure(args.steps, args.batch, args.size, args.worker)
         return 0
-    from dflop_jax.train.launch import launch
+    from dflop_jax.cluster.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"

@@ -48,8 +48,8 @@ def train(two_processes: bool) -> None:
 def main() -> int:
     from rich.console import Console
 
+    from dflop_jax.cluster.launch import launch
     from dflop_jax.report.compare import compare
-    from dflop_jax.train.launch import launch
 
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2:
         command = ["python", __file__, "--process"]

@@ -5,8 +5,8 @@ Minutes:  about 4 on 2 cores for a folder of 150 samples
 Expected: the loss falls; summary.md shows the padding of tiles, windows of sound and tokens
 
 Records have `image` (a path or a list), `video`, `audio` or none of them, and `conversations`;
-a .yaml mixes several datasets (see dflop_jax/data/mixture.py). The small model hears windows of
-two seconds, sixteen of a sound.
+a .yaml mixes several datasets (see dflop_jax/data/datasets/mixture.py). The small model hears
+windows of two seconds, sixteen of a sound.
 """
 
 from __future__ import annotations

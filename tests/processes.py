@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflop_jax.train.rendezvous import LOOPBACK, free_port
+from dflop_jax.cluster.rendezvous import LOOPBACK, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +50,7 @@ def main() -> None:
     import importlib
 
     from dflop_jax import DistributedConfig
-    from dflop_jax.train.distributed import initialise, shutdown
+    from dflop_jax.cluster.distributed import initialise, shutdown
     from dflop_jax.train.prepare import use_cache
 
     module, n, i, port, devices, *args = sys.argv[1:]

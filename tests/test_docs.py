@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from dflop_jax.cli import main
-from dflop_jax.train import distributed, trainer
-from dflop_jax.train.rendezvous import Address, Meeting
+from dflop_jax.cluster import distributed
+from dflop_jax.cluster.rendezvous import Address, Meeting
+from dflop_jax.train import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -198,8 +199,8 @@ def test_the_launch_command(monkeypatch, met):
 
 
 def test_every_variable_and_flag_named_exists():
+    from dflop_jax.cluster import launch
     from dflop_jax.config import DistributedConfig
-    from dflop_jax.train import launch
 
     known = {value for name, value in vars(launch).items() if name.endswith("_ENV")}
     assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known

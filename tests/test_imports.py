@@ -19,8 +19,9 @@ LEFT = {"records", "contract", "config"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"pipeline.order"}
-ENGINE = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "train", "report", "weights"}
-ENGINE |= {"record_files"}
+RUNTIME = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "report", "weights"}
+RUNTIME |= {"record_files", "cluster", "checkpoint"}
+ENGINE = RUNTIME | {"train", "generate"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
@@ -37,12 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": PREDICTED,
     "plan": PREDICTED | {"sim"},
     "report": LEFT | {"record_files"},
-    "train": ENGINE - {"train"},
-    "cli": ENGINE | {"cli_export", "cli_generate", "cli_plan", "cli_report"},
-    "cli_export": ENGINE | {"cli_generate"},
-    "cli_generate": ENGINE,
-    "cli_plan": ENGINE,
-    "cli_report": ENGINE,
+    "cluster": LEFT,
+    "checkpoint": LEFT | {"pipeline", "cluster"},
+    "train": RUNTIME,
+    "generate": ENGINE,
+    "cli": ENGINE,
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }
@@ -152,7 +152,7 @@ def write(root: Path, name: str, text: str) -> None:
         ("dflop_jax/records.py", "import dflop_jax.config", "records imports config"),
         ("dflop_jax/new/a.py", "import dflop_jax.config", "unknown stage new"),
         ("dflop_jax/train/a.py", "import models.llava", "dflop_jax imports models"),
-        ("dflop_jax/cli.py", "from experiments import demo", "dflop_jax imports experiments"),
+        ("dflop_jax/cli/main.py", "from experiments import demo", "dflop_jax imports experiments"),
         ("models/a.py", "from dflop_jax.contract import Module", "models imports dflop_jax"),
     ],
 )

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.chat import ChatTokenizer
-from dflop_jax.data.index_build import ToPieces
-from dflop_jax.data.llava import LlavaSource
-from dflop_jax.data.mixture import Mixture, Part, load_mixture
-from dflop_jax.data.mixture_samples import MixtureSamples, preprocessing
-from dflop_jax.data.mixture_source import MixtureSource
+from dflop_jax.data.datasets.index_build import ToPieces
+from dflop_jax.data.datasets.llava import LlavaSource
+from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
+from dflop_jax.data.datasets.mixture_samples import MixtureSamples, preprocessing
+from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.sample import Limits, MediaSpec, Source
-from dflop_jax.data.scene_source import SceneSource
-from dflop_jax.data.text import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
 
 MIXTURES = (".yaml", ".yml", ".tar")
 

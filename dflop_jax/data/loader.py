@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grain
 
-from dflop_jax.data.layout import empty_sample
+from dflop_jax.data.datasets.layout import empty_sample
 from dflop_jax.data.sample import Sample, Source
 from dflop_jax.records import ITEMS, SampleShape
 

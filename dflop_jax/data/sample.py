@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflop_jax.data.mel import MelSpec, encoder_tokens
-from dflop_jax.data.token_sources import TokenSources
+from dflop_jax.data.media.mel import MelSpec, encoder_tokens
+from dflop_jax.data.media.token_sources import TokenSources
 from dflop_jax.records import SampleShape
 
 FORMS = ("tiles", "anyres", "dynamic")

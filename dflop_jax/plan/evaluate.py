@@ -14,10 +14,10 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.links import send_seconds, step_end_seconds
 from dflop_jax.plan.placement import Placement
 from dflop_jax.records import Bucket, Plan, SampleShape, Task, Trace
-from dflop_jax.schedule.buckets import arrival_buckets, choose_buckets
 from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.cover import demand
 from dflop_jax.schedule.online import capacity_of, schedule_batch
+from dflop_jax.schedule.shapes.choose import arrival_buckets, choose_buckets
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs

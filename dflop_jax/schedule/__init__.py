@@ -1,15 +1,15 @@
-from dflop_jax.schedule.balance import Assignment, balance
-from dflop_jax.schedule.buckets import (
-    BucketChoice,
-    arrival_buckets,
-    choose_buckets,
-    evaluate_buckets,
-)
 from dflop_jax.schedule.correction import Correction, Monitor
 from dflop_jax.schedule.costs import BucketCosts, pipeline_makespan
 from dflop_jax.schedule.cover import Capacity
 from dflop_jax.schedule.groups import oversize
 from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.shapes.choose import (
+    BucketChoice,
+    arrival_buckets,
+    choose_buckets,
+    evaluate_buckets,
+)
+from dflop_jax.schedule.solver.balance import Assignment, balance
 from dflop_jax.schedule.worker import ScheduleWorker
 
 __all__ = [

@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 
 from dflop_jax.records import Bucket, SampleShape
-from dflop_jax.schedule.problem import ROUNDING, Floats, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 _MAX_VECTORS = 200_000
 _UNREACHABLE = 1e200

@@ -13,9 +13,9 @@ import numpy as np
 
 from dflop_jax.records import Bucket, SampleShape
 from dflop_jax.schedule.cover import Capacity
-from dflop_jax.schedule.greedy import by_size, lpt
-from dflop_jax.schedule.local_search import State, descend, resplit
-from dflop_jax.schedule.problem import ROUNDING, Floats, Ints, Problem
+from dflop_jax.schedule.solver.greedy import by_size, lpt
+from dflop_jax.schedule.solver.local_search import State, descend, resplit
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
 _NO_ROOM = 1e-6  # stands for a capacity of 0, so that fills stay finite
 _EVEN_ROUNDS = 64  # pairs priced to even out the fill once everything fits

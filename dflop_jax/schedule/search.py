@@ -14,7 +14,7 @@ from dflop_jax.schedule.costs import BucketCosts
 from dflop_jax.schedule.cover import Capacity, cheap_covers, demand
 from dflop_jax.schedule.groups import Groups, greedy_groups, predict_s, running_order
 from dflop_jax.schedule.packing import Packed, pack
-from dflop_jax.schedule.problem import ROUNDING, Floats, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 _ATTEMPT_ROUNDS = 400  # pairs of rows priced per set of buckets tried
 _MAX_CHOICES = 400  # sets of buckets listed for packing

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import jax
 import msgspec
 
+from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.data import Loader, MediaSpec, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.records import Plan, SampleShape, Schedule
 from dflop_jax.schedule.online import capacity_of
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.train.peers import Peers, RunFailed
 
 _FEED = "feed/"  # begins the keys of what is sent ahead of the steps
 

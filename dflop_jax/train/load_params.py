@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
 from dflop_jax.contract import Module, MultimodalModel, Params
 from dflop_jax.pipeline.spmd_loop import STACKED
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
-from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader
 
 log = logging.getLogger(__name__)
 

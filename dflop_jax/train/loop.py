@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config
 from dflop_jax.data import Loader, Source
 from dflop_jax.pipeline.executor import Executor
@@ -19,12 +21,10 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.sim.predict import bucket_costs
-from dflop_jax.train.checkpoint import Checkpointer
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.evaluate import Evaluation, Evaluator
 from dflop_jax.train.feed import Batch, Packer, Schedules, feed, own_ranks
-from dflop_jax.train.peers import RunFailed
 from dflop_jax.train.prepare import Setup
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.step_log import StepLog

@@ -18,6 +18,8 @@ import jax
 import msgspec
 from jax._src import compilation_cache, compiler
 
+from dflop_jax.cluster.distributed import Membership, initialise, run_devices
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -33,8 +35,6 @@ from dflop_jax.records import (
     ModuleShape,
     Profile,
 )
-from dflop_jax.train.distributed import Membership, initialise, run_devices
-from dflop_jax.train.peers import Peers
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")

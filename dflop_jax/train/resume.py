@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.records import Plan, Profile
 from dflop_jax.schedule.correction import Correction, Monitor
-from dflop_jax.train.checkpoint import Checkpointer
-from dflop_jax.train.peers import Peers
-from dflop_jax.train.store import CheckpointStore, CorruptCheckpoint, Reader
 
 log = logging.getLogger(__name__)
 

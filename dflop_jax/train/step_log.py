@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Plan, Trace
@@ -17,7 +18,6 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import Batch
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.peers import Peers
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source
 from dflop_jax.pipeline.calibration import Calibration, merged
@@ -28,7 +29,6 @@ from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.sim.predict import bucket_costs
-from dflop_jax.train.checkpoint import Checkpointer
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, make_loader

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.internvl_tiles import DynamicTiling
-from dflop_jax.data.mel import MelSpec, sound_counts
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.mel import MelSpec, sound_counts
 from dflop_jax.records import DataProfile, SampleShape
 from experiments.paper.tables import TABLES
 

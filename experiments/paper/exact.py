@@ -21,9 +21,9 @@ import numpy as np
 from dflop_jax.plan.links import send_seconds
 from dflop_jax.plan.placement import Placement
 from dflop_jax.records import FORWARD, REDUCE, Event, Plan, SampleShape, Task, Trace
-from dflop_jax.schedule.balance import balance
-from dflop_jax.schedule.greedy import lpt
-from dflop_jax.schedule.problem import make_problem
+from dflop_jax.schedule.solver.balance import balance
+from dflop_jax.schedule.solver.greedy import lpt
+from dflop_jax.schedule.solver.problem import make_problem
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper.exact_costs import (
     DIRECTIONS,

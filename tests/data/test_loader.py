@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import Loader, MediaSpec, Sample
-from dflop_jax.data.token_sources import plain
+from dflop_jax.data.media.token_sources import plain
 from dflop_jax.records import SampleShape
 
 SPEC = MediaSpec(4, 1)

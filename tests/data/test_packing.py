@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import MediaSpec, Sample, pack_group
-from dflop_jax.data.mel import MelSpec
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.media.token_sources import TokenSources, plain
 from dflop_jax.data.packing import Ranks, own_samples
-from dflop_jax.data.token_sources import TokenSources, plain
 from dflop_jax.records import Bucket, Microbatch, Schedule
 
 SPEC = MediaSpec(4, 3, sound=MelSpec(n_mels=2, window_s=0.16))  # 16 frames, 4 tokens a window

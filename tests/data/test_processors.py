@@ -7,19 +7,19 @@ import warnings
 import numpy as np
 import pytest
 
-from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.audio import count_samples, read_sound
-from dflop_jax.data.chat import ChatTokenizer
-from dflop_jax.data.compose import compose
-from dflop_jax.data.costs import Preprocessing
-from dflop_jax.data.internvl_tiles import DynamicTiling
-from dflop_jax.data.mel import MelSpec
-from dflop_jax.data.mixture import Mixture, Part
-from dflop_jax.data.mixture_source import MixtureSource
+from dflop_jax.data.datasets.compose import compose
+from dflop_jax.data.datasets.costs import Preprocessing
+from dflop_jax.data.datasets.mixture import Mixture, Part
+from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.audio import count_samples, read_sound
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.sample import MediaSpec
+from dflop_jax.data.text.chat import ChatTokenizer
 from models.internvit import MEAN, STD
-from tests.data.media import made_dataset, normalized, upright
-from tests.data.test_chat import CHATML, PARTS, SPECIAL, write
+from tests.data.media_cases import made_dataset, normalized, upright
+from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip

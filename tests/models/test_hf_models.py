@@ -19,12 +19,12 @@ from hf_reference import (
 from model_fields import forward
 
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.anyres import AnyRes
-from dflop_jax.data.compose import compose
-from dflop_jax.data.decode import Pictures
-from dflop_jax.data.internvl_tiles import DynamicTiling
-from dflop_jax.data.text import Piece
-from dflop_jax.data.token_sources import join
+from dflop_jax.data.datasets.compose import compose
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.decode import Pictures
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.token_sources import join
+from dflop_jax.data.text.pieces import Piece
 from models import hf
 from models.audio import audio_tokens
 from models.decoder import DecoderModule

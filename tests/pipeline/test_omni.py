@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from dflop_jax.data import MediaSpec, Sample, pack_group
-from dflop_jax.data.token_sources import TokenSources
+from dflop_jax.data.media.token_sources import TokenSources
 from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays

@@ -24,8 +24,8 @@ from dflop_jax.records import (
     Plan,
     SampleShape,
 )
-from dflop_jax.schedule.buckets import BucketChoice
 from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.shapes.choose import BucketChoice
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs

@@ -19,8 +19,8 @@ from dflop_jax.records import (
     Bucket,
     with_remat,
 )
-from dflop_jax.schedule.buckets import BucketChoice
 from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.shapes.choose import BucketChoice
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.sim.predict import bucket_costs

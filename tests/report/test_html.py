@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax import cli
+from dflop_jax.cli import main as cli
 from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
 from dflop_jax.report import timeline as tl

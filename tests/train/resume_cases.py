@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.records import Bucket
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.store import CheckpointStore
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, nano_profile

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.train.checkpoint import specs_of, state_arrays
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import internvl

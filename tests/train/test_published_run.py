@@ -14,7 +14,7 @@ from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.weights import Folder, read_params, write_folder
 from models import llava
-from tests.data.media import made_dataset
+from tests.data.media_cases import made_dataset
 from tests.plans import NANO, nano_profile
 from tests.weights.conftest import held, random_params
 

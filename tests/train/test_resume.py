@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from dflop_jax import CheckpointConfig, ScheduleConfig
+from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.record_files import save
 from dflop_jax.report.run_folder import RunFolder, read_metrics
@@ -21,7 +22,6 @@ from dflop_jax.schedule.correction import Correction, Monitor
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Meta
-from dflop_jax.train.store import CheckpointStore
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -131,7 +131,8 @@ def test_a_finished_run_has_nothing_to_resume(whole):
 
 EXPERIMENT = """
 from dflop_jax import *
-from dflop_jax.config import DistributedConfig, PlanConfig
+from dflop_jax.config import DistributedConfig
+from dflop_jax.config import PlanConfig
 
 def config():
     return {}

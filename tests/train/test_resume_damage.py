@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.train.loop import preemption
-from dflop_jax.train.peers import Peers
 from dflop_jax.train.resume import any_trouble, find_checkpoint
-from dflop_jax.train.store import CheckpointStore
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401

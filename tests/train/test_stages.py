@@ -19,10 +19,10 @@ from dflop_jax.train.prepare import set_up
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
+from tests.checkpoint.checkpoint_cases import model
 
 from ..pipeline import plain
 from ..plans import nano_profile
-from .checkpoint_cases import model
 from .resume_cases import CONFIG, PLAN, evaluations
 
 STAGES = {

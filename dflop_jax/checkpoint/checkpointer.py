@@ -1,0 +1,289 @@
+"""Checkpoints of a run: what is saved, when it is copied, and how it comes back.
+
+Arrays are named by module and parameter, with the layers of a module stacked, so a checkpoint does
+not depend on the plan: another plan, or another number of processes, reads its own slices of it.
+
+Saving does not stop training. The arrays of the step are copied to the host while the next step
+runs forward and backward; only its update, which donates them, waits for the copy. Writing goes on
+after that in the background, and the checkpoint exists once process 0 has committed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from dflop_jax.checkpoint.store import (
+    ArraySpec,
+    CheckpointStore,
+    CorruptCheckpoint,
+    Part,
+    Piece,
+    Reader,
+)
+from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.update import in_layers
+
+log = logging.getLogger(__name__)
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """Leaf number `leaf` of a segment's "params" or "opt_state".
+
+    It is layers `start` and on of the array `name` of `n_layers`, or (None) all of that array,
+    which one segment of those that hold it `saves`.
+    """
+
+    name: str
+    segment: str
+    kind: str
+    leaf: int
+    struct: jax.ShapeDtypeStruct
+    start: int
+    n_layers: int | None
+    saves: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.struct.shape
+        return shape if self.n_layers is None else (self.n_layers, *shape[1:])
+
+    def bounds(self, index: tuple[slice, ...]) -> Bounds:
+        """A shard's [start, stop) per dim of the array."""
+        spans = [s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True)]
+        if self.n_layers is not None:
+            spans[0] = (spans[0][0] + self.start, spans[0][1] + self.start)
+        return tuple(spans)
+
+
+def state_arrays(ex: Executor) -> list[StateArray]:
+    """Every leaf of the parameters and the optimizer state, of all processes, in a fixed order.
+
+    What all segments of a module hold alike (the optimizer's count) is listed with the first.
+    """
+    found: list[StateArray] = []
+    names: set[str] = set()
+    for name, segment in ex.programs.segments.items():
+        s = segment.plan
+        n = segment.module.n_layers
+        structs = {"params": segment.placed_structs()}
+        layered = {"params": in_layers(structs["params"])}
+        if name in ex.trainable:
+            update = ex.programs.updates[name]
+            structs["opt_state"] = update.state_structs
+            layered["opt_state"] = update.layered()
+        for kind, tree in structs.items():
+            leaves = jax.tree_util.tree_leaves_with_path(tree)
+            stacks = jax.tree.leaves(layered[kind])
+            for i, ((path, struct), stacked) in enumerate(zip(leaves, stacks, strict=True)):
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
+                array = f"{kind}/{s.module}/{where}"
+                layers = n if stacked else None
+                saves = stacked or array not in names
+                names.add(array)
+                found.append(StateArray(array, name, kind, i, struct, s.start, layers, saves))
+    return found
+
+
+def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
+    """The global arrays, cut into chunks that no shard of any segment crosses."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[int]] = {}
+    for a in arrays:
+        shapes[a.name] = (a.shape, a.struct.dtype.name)
+        chunk = chunks.setdefault(a.name, list(a.shape))
+        for index in a.struct.sharding.devices_indices_map(a.struct.shape).values():
+            for d, (start, stop) in enumerate(a.bounds(index)):
+                chunk[d] = gcd(gcd(chunk[d], start), stop)
+    return {n: ArraySpec(n, *shapes[n], tuple(chunks[n])) for n in shapes}
+
+
+class Checkpointer:
+    """Saves an executor's state in the background, all processes together, and restores it."""
+
+    def __init__(self, folder: Path, ex: Executor, peers: Peers, *, keep: int):
+        self.folder, self._ex, self._peers = folder, ex, peers
+        self._store = CheckpointStore(folder, keep=keep)
+        self._arrays = state_arrays(ex)
+        self._specs = specs_of(self._arrays)
+        self._copied = threading.Event()
+        self._copied.set()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.stall_s = 0.0  # what saving has kept training waiting
+        self.trouble = ""  # why the last save failed, on process 0
+        ex.before_update = self._wait_copied
+
+    # ---- saving ----
+
+    def save(self, step: int, meta: Mapping[str, Any], logged: threading.Event) -> None:
+        """Begin to save the state after `step` steps; returns at once.
+
+        It is committed after `logged` is set, when the rows of these steps are in the metrics.
+        A checkpoint that cannot be written is reported and left out; training goes on.
+        """
+        start = time.perf_counter()
+        self.wait()
+        self.trouble = ""
+        held = list(self._local_shards())
+        self._copied.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(step, held, meta, logged), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.stall_s += time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the save under way has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _wait_copied(self) -> None:
+        start = time.perf_counter()
+        self._copied.wait()
+        self.stall_s += time.perf_counter() - start
+
+    def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
+        """What this process saves: of each leaf its shards, one of each set of replicas."""
+        for (segment, kind), arrays in self._by_tree().items():
+            leaves = jax.tree.leaves(getattr(self._ex.state, kind)[segment])
+            for a in arrays:
+                for shard in leaves[a.leaf].addressable_shards if a.saves else ():
+                    if shard.replica_id == 0:
+                        yield a, shard
+
+    def _run(
+        self,
+        step: int,
+        held: list[tuple[StateArray, Any]],
+        meta: Mapping[str, Any],
+        logged: threading.Event,
+    ) -> None:
+        try:
+            try:
+                pieces = [
+                    # np.array copies: the buffer is donated to the next update.
+                    Piece(a.name, tuple(b[0] for b in a.bounds(s.index)), np.array(s.data))
+                    for a, s in held
+                ]
+                held.clear()
+            finally:
+                self._copied.set()
+            self._write(step, pieces, meta, logged)
+        except RunFailed:
+            pass  # the main thread meets it too
+        except BaseException as e:
+            self._error = e
+
+    def _write(
+        self, step: int, pieces: list[Piece], meta: Mapping[str, Any], logged: threading.Event
+    ) -> None:
+        key, ready, trouble = f"checkpoint/{step}", b"", ""
+        if self._peers.is_hub:
+            try:
+                self._store.prepare(step)
+                ready = b"ready"
+            except (OSError, ValueError) as e:
+                trouble = str(e)
+        if not self._peers.share(f"{key}/begin", ready):
+            return self._report(step, trouble)
+        part: Part | None = None
+        try:
+            part = self._store.write(step, list(self._specs.values()), pieces, self._peers.process)
+        except OSError as e:
+            trouble = str(e)
+        found = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
+        if not self._peers.is_hub:
+            return None
+        parts = [msgspec.json.decode(v, type=tuple[Part | None, str]) for v in found]
+        logged.wait()
+        try:
+            if all(p for p, _ in parts):
+                whole = [p for p, _ in parts if p]
+                self._store.commit(step, list(self._specs.values()), whole, meta)
+                return None
+            trouble = next(why for p, why in parts if p is None)
+            self._store.discard(step)
+        except OSError as e:
+            trouble = trouble or str(e)
+        return self._report(step, trouble)
+
+    def _report(self, step: int, trouble: str) -> None:
+        if self._peers.is_hub:
+            self.trouble = trouble
+            log.warning("no checkpoint after step %d: %s", step, trouble)
+
+    # ---- restoring ----
+
+    def restore(self, reader: Reader) -> None:
+        """Put a checkpoint's arrays into the executor, which has been initialised, each process
+        its own slices. After an error the executor's state is of no use.
+
+        Raises:
+          ValueError: it is of another model or optimizer.
+          CorruptCheckpoint: on every process, when a file that any of them needs is damaged.
+        """
+        self._check(reader)
+        trouble = ""
+        try:
+            for (segment, kind), arrays in self._by_tree().items():
+                trees = getattr(self._ex.state, kind)
+                leaves = [self._read(reader, a) for a in arrays]
+                trees[segment] = jax.tree.unflatten(jax.tree.structure(trees[segment]), leaves)
+        except CorruptCheckpoint as e:
+            trouble = str(e)
+        if worst := self._peers.first_text(f"restored/{reader.step}", trouble):
+            raise CorruptCheckpoint(worst)
+
+    def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
+        found: dict[tuple[str, str], list[StateArray]] = {}
+        for a in self._arrays:
+            found.setdefault((a.segment, a.kind), []).append(a)
+        return found
+
+    @staticmethod
+    def _read(reader: Reader, a: StateArray) -> jax.Array:
+        def load(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            spans = a.bounds(index)
+            starts, stops = [s for s, _ in spans], [e for _, e in spans]
+            return reader.read(a.name, starts, [e - s for s, e in zip(starts, stops)])
+
+        struct = a.struct
+        return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
+
+    def _check(self, reader: Reader) -> None:
+        where = f"checkpoint of step {reader.step}"
+        for name, spec in self._specs.items():
+            known = reader.specs.get(name)
+            if known is None:
+                raise ValueError(
+                    f"{where} has no {name}: it is of another model, optimizer or choice of frozen "
+                    "parts; use the same, or start a new run"
+                )
+            if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
+                    f"{spec.dtype}{list(spec.shape)}; it is of another model"
+                )
+        for name in sorted(reader.specs.keys() - self._specs.keys()):
+            raise ValueError(
+                f"{where} has {name}, this run has not: it is of another model, optimizer or "
+                "choice of frozen parts; use the same, or start a new run"
+            )

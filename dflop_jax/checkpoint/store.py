@@ -1,0 +1,256 @@
+"""Checkpoints on disk: saved by many processes, committed at once, read back in any sharding.
+
+A checkpoint is one folder. Every process writes its own pieces there (`write`), then process 0 adds
+the manifest and last, by one rename, the marker (`commit`): without the marker the checkpoint does
+not exist. The marker holds the manifest's SHA-256, the manifest what the files must be, and the
+files a checksum of every block, so no flipped bit goes unnoticed. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dflop_jax.checkpoint.files import layout_of, write_stream
+from dflop_jax.checkpoint.format import (
+    MANIFEST,
+    MARKER,
+    ArraySpec,
+    CorruptCheckpoint,
+    Manifest,
+    Part,
+    Piece,
+    StorageError,
+    by_name,
+    decode_manifest,
+    digest_specs,
+    encode_manifest,
+    process_folder,
+    storage_errors,
+)
+from dflop_jax.checkpoint.layout import check_whole, lay_out, piece_bytes
+from dflop_jax.checkpoint.reader import Reader
+
+__all__ = [
+    "ArraySpec",
+    "CheckpointStore",
+    "CorruptCheckpoint",
+    "Part",
+    "Piece",
+    "Reader",
+    "StorageError",
+]
+
+
+class CheckpointStore:
+    """The checkpoints of one run, of which the newest `keep` stay.
+
+    One save: `prepare` on process 0, a barrier, `write` on every process, their parts sent to
+    process 0, and there `commit`, or `discard` if any of them failed. One save at a time.
+    """
+
+    def __init__(self, root: Path, *, keep: int = 3):
+        if keep < 1:
+            raise ValueError(f"keep={keep} checkpoints; keep at least 1")
+        self.root, self.keep = root, keep
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        assert step >= 0, step
+        return self.root / f"{step:08d}"
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the committed checkpoints, newest first; none if there is no root folder.
+
+        Raises:
+          StorageError: the folder cannot be listed.
+        """
+        with storage_errors("list the checkpoints", self.root):
+            return tuple(step for step, committed in self._found() if committed)
+
+    def prepare(self, step: int) -> None:
+        """Make the folder for a save, without what an interrupted one left there.
+
+        Raises:
+          ValueError: this checkpoint exists.
+          StorageError: the folder cannot be made.
+        """
+        with storage_errors(f"save checkpoint {step}", self.root):
+            self._refuse_committed(step)
+            _remove(self.folder(step))
+            self.folder(step).mkdir(parents=True)
+            _sync(self.root)
+
+    def write(
+        self, step: int, specs: Iterable[ArraySpec], pieces: Iterable[Piece], process: int
+    ) -> Part:
+        """Write what this process holds, beside the others; on disk when it returns.
+
+        Needs the specs of its own arrays only. What it wrote is removed when it fails.
+
+        Raises:
+          ValueError: this checkpoint exists, or a piece does not fit its spec.
+          StorageError: disk full, no permission and the like.
+        """
+        known = by_name(specs)
+        stored, ordered, total_bytes = lay_out(known, pieces)
+        layout = layout_of(total_bytes)
+        views = (view for p in ordered for view in piece_bytes(known[p.name], p))
+        folder = process_folder(self.folder(step), process)
+        try:
+            with storage_errors(f"save checkpoint {step}", self.root):
+                self._refuse_committed(step)
+                files = write_stream(folder, layout, views)
+        except StorageError:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # the last one out
+                folder.parent.rmdir()
+            raise
+        digest = digest_specs(known, (p.name for p in ordered))
+        return Part(process, layout, files, tuple(stored), digest)
+
+    def commit(
+        self, step: int, specs: Iterable[ArraySpec], parts: Sequence[Part], meta: Mapping[str, Any]
+    ) -> Path:
+        """Make what the processes wrote a checkpoint, then remove those that are too many.
+
+        `specs` are those of all arrays; `meta` is JSON (it comes back with lists for tuples).
+        Returns the checkpoint's folder; on failure there is no such checkpoint.
+
+        Raises:
+          ValueError: this checkpoint exists, or the parts do not cover every array exactly once.
+          StorageError: as `write`; also when only the removal of old checkpoints failed.
+        """
+        known = by_name(specs)
+        check_whole(known, parts)
+        ordered = tuple(sorted(parts, key=lambda p: p.process))
+        manifest = encode_manifest(Manifest(step, known, ordered, dict(meta)))
+        folder = self.folder(step)
+        with storage_errors(f"save checkpoint {step}", self.root):
+            self._refuse_committed(step)
+            try:
+                _check_seen(folder, ordered)
+                _write_synced(folder / MANIFEST, manifest)
+                _write_synced(folder / f"{MARKER}.tmp", _marker(manifest))
+                _sync(folder)
+                os.replace(folder / f"{MARKER}.tmp", folder / MARKER)
+                _sync(folder)
+            except OSError:
+                with suppress(OSError):
+                    _remove(folder)
+                raise
+        with storage_errors(f"remove older checkpoints ({step} is saved)", self.root):
+            self._prune(step)
+        return folder
+
+    def discard(self, step: int) -> None:
+        """Remove a checkpoint, committed or not; none is fine.
+
+        Raises:
+          StorageError: it cannot be removed.
+        """
+        with storage_errors(f"remove checkpoint {step}", self.root):
+            _remove(self.folder(step))
+
+    def open(self, step: int) -> Reader:
+        """A reader of a committed checkpoint whose manifest is sound.
+
+        Raises:
+          CorruptCheckpoint: it is not.
+          StorageError: its files may not be read.
+          ValueError: written in another version of the format.
+        """
+        folder = self.folder(step)
+        with storage_errors(f"read checkpoint {step}", self.root):
+            marker, data = _read_file(folder / MARKER), _read_file(folder / MANIFEST)
+        if marker != _marker(data):
+            raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged (its checksum, or {MARKER})")
+        try:
+            manifest = decode_manifest(data)
+        except ValueError as e:
+            raise ValueError(f"{folder / MANIFEST}: {e}") from None
+        if manifest.step != step:
+            raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
+        return Reader(folder, manifest)
+
+    def _found(self) -> list[tuple[int, bool]]:
+        """(step, committed) of every checkpoint folder, newest first."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        steps = (int(n) for n in names if re.fullmatch(r"\d{8,}", n))
+        return [(s, (self.folder(s) / MARKER).exists()) for s in sorted(steps, reverse=True)]
+
+    def _prune(self, step: int) -> None:
+        found = self._found()
+        others = [s for s, committed in found if committed and s != step]
+        leftovers = [s for s, committed in found if not committed and s < step]
+        for old in others[self.keep - 1 :] + leftovers:
+            _remove(self.folder(old))
+
+    def _refuse_committed(self, step: int) -> None:
+        if (self.folder(step) / MARKER).exists():
+            raise ValueError(
+                f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
+            )
+
+
+def _marker(manifest: bytes) -> bytes:
+    return f"sha256 {hashlib.sha256(manifest).hexdigest()} {MANIFEST}\n".encode()
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise CorruptCheckpoint(f"{path}: missing") from None
+    except OSError as e:
+        if e.errno == errno.EIO:
+            raise CorruptCheckpoint(f"{path}: damaged ({e.strerror})") from None
+        raise
+
+
+def _check_seen(folder: Path, parts: Iterable[Part]) -> None:
+    """Every file of every process is here, as long as it was there."""
+    for part in parts:
+        for file in part.files:
+            path = process_folder(folder, part.process) / file.name
+            if not path.exists() or path.stat().st_size != file.size_bytes:
+                raise OSError(
+                    errno.ENOENT,
+                    f"{path} is not as process {part.process} wrote it; all processes need one"
+                    " shared folder",
+                )
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the folder's entries survive a power failure."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, marker first: killed in between, it does not exist."""
+    with suppress(FileNotFoundError):
+        (folder / MARKER).unlink()
+        _sync(folder)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)

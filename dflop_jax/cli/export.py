@@ -1,0 +1,49 @@
+"""`dflop export`: a checkpoint of a run as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dflop_jax.cli.generate import base_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Adapters (LoRA) are folded into the weights. With model.weights of the whole model, "
+        "names, types and tokenizer files are those of that folder."
+    )
+    parser.usage = "dflop export RUN --out FOLDER [--dtype NAME] [options]"
+    parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as it began)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the folder; whole on this process's host."""
+    import jax
+
+    from dflop_jax.train.load_params import load_params
+    from dflop_jax.train.prepare import build_model
+    from dflop_jax.train.stages import adapted
+    from dflop_jax.weights import Folder, Held, write_folder
+
+    if Path(args.out).exists():
+        raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
+    config = base_config(args.run_folder)
+    if config is None:
+        raise ValueError(f"{args.run_folder}: no such run folder")
+    model: Any = adapted(build_model(config.model), config.train)
+    if not hasattr(model, "weights"):
+        raise ValueError(f"{config.model.factory}: this model has no published form to write")
+    loaded = load_params(args.run_folder, model, jax.local_devices(backend="cpu")[0])
+    whole = [w for w in config.model.weights if "=" not in w]
+    source = Folder(whole[0], model.weights) if whole else None
+    params = dict(loaded.params)
+    if config.train.lora_rank:
+        params["llm"] = model.modules["llm"].merged(params["llm"])
+    held = [Held(name, tree) for name, tree in params.items()]
+    write_folder(args.out, model.weights, held, source=source, dtype=args.dtype)
+    files = sorted(f.name for f in Path(args.out).iterdir())
+    return {"folder": args.out, "step": loaded.step, "files": files}

@@ -1,0 +1,77 @@
+"""`dflop generate`: the answer of a trained model, shown as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflop_jax.config import Config
+from dflop_jax.report.run_folder import CONFIG
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Example: dflop generate runs/demo/dflop --image photo.jpg --prompt 'What colour is it?'. "
+        "EXPERIMENT may be a run folder, which knows what it was trained with."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="RUN",
+        help="run folder, for its newest checkpoint, or one of its checkpoints (default: the "
+        "experiment's run_dir)",
+    )
+    parser.add_argument("--image", metavar="FILE", help="picture that the prompt is about")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+
+
+def base_config(experiment: str) -> Config | None:
+    """The configuration that a run folder keeps; None where `experiment` is no folder.
+
+    Raises:
+      ValueError: a folder without a readable config.json.
+    """
+    folder = Path(experiment)
+    if not folder.is_dir():
+        return None
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Config)
+    except msgspec.DecodeError as e:
+        raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
+
+
+def run(args: argparse.Namespace, config: Config) -> Any:
+    """Answer; the text goes to stdout as it comes, unless JSON is asked for."""
+    from dflop_jax.generate.generate import Generator
+    from dflop_jax.generate.prompt import tagged
+    from dflop_jax.generate.sampling import Sampling
+    from dflop_jax.train.prepare import use_cache
+
+    how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
+    tagged(args.prompt, args.image)  # mistakes show before a model is loaded
+    own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
+    use_cache(config.cache_dir)
+    generator = Generator(config, args.checkpoint or own)
+    answer = generator.answer(args.prompt, args.image, how, None if args.json else _show)
+    if not args.json:
+        _show("\n")
+    return answer
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,331 @@
+"""Make one run of several processes: find the others, meet them, and let jax connect.
+
+`initialise` comes before anything that asks jax for devices. Alone, a process needs none of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib.util
+import io
+import math
+import os
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+from jax._src import distributed as jax_distributed
+from jax._src import xla_bridge
+
+from dflop_jax.cluster.processes import Processes, find_processes
+from dflop_jax.cluster.relay import Relay
+from dflop_jax.cluster.rendezvous import LOOPBACK, Address, Meeting, free_port, meet
+from dflop_jax.config import DistributedConfig
+
+# jax's own watch ends a process from C++; whoever watches the peers has to come before it.
+HEARTBEATS_PER_PEER_TIMEOUT = 4
+LEAST_HEARTBEAT_S = 100
+DIRECT_ENV = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; in place of no_proxy
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's place in its run.
+
+    Attributes:
+      number: processes of the run.
+      index: which one this is.
+      host: IP of this process's host, as the others reach it.
+      links: open sockets by process: to every other one on process 0, to process 0 elsewhere; none
+        for one process. End of file on one: that process is gone.
+    """
+
+    number: int = 1
+    index: int = 0
+    host: str = LOOPBACK
+    links: Mapping[int, socket.socket] = field(default_factory=dict, repr=False, compare=False)
+
+    def share(self, value: bytes) -> bytes:
+        """Process 0's `value`, on every process; ValueError when process 0 has gone.
+
+        For little at the start, such as an address: process 0 sends to one after the other.
+        """
+        if self.index == 0:
+            for link in self.links.values():
+                link.sendall(len(value).to_bytes(8) + value)
+            return value
+        return self._receive(int.from_bytes(self._receive(8)))
+
+    def _receive(self, n_bytes: int) -> bytes:
+        data = b""
+        while len(data) < n_bytes:
+            part = self.links[0].recv(n_bytes - len(data))
+            if not part:
+                raise ValueError("process 0 has gone; see its log")
+            data += part
+        return data
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What this process is in, for the rest of its life: jax connects it only once."""
+
+    processes: Processes
+    devices_each: int
+    member: Membership
+    relay: Relay | None  # none on process 0
+
+
+_joined: _Joined | None = None
+
+
+def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
+    """Join the run that flags, `dflop launch` or the cluster describe; nothing for one process.
+
+    Called again in the same process it returns the same membership.
+
+    Args:
+      plan_devices: devices of the whole run (`plan.devices`), shared evenly; 0: all there are.
+
+    Raises:
+      ValueError: the description is incomplete or wrong, not all processes came within
+        `connect_timeout_s`, devices cannot be shared, or jax has started already.
+    """
+    global _joined
+    found = find_processes(config)
+    each = devices_each(found, plan_devices)
+    if found.number == 1:
+        if found.devices_each and not xla_bridge.backends_are_initialized():
+            _limit_devices(found, each)
+        return Membership()
+    if _joined is not None:
+        if (_joined.processes, _joined.devices_each) != (found, each):
+            raise ValueError("this program has joined a run of other processes or devices already")
+        return _joined.member
+    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+        raise ValueError(
+            "jax is in use already, so it cannot connect to other processes any more; call nothing "
+            "of jax before (neither jax.devices() nor jax.distributed.initialize())"
+        )
+    at = found.coordinator
+    assert at is not None
+    _limit_devices(found, each)
+    versions = f"jax {jax.__version__}"
+    meeting = meet(at, found.index, found.number, versions, config.connect_timeout_s)
+    relay = None if found.index == 0 else Relay(meeting.service)
+    port = relay.address.port if relay else meeting.service.port
+    _connect(found, meeting, Address(LOOPBACK, port), config)
+    member = Membership(found.number, found.index, meeting.own_host, meeting.links)
+    _joined = _Joined(found, each, member, relay)
+    return member
+
+
+def devices_each(processes: Processes, plan_devices: int) -> int:
+    """Devices of each process; 0 for all it has.
+
+    Raises:
+      ValueError: the plan's devices are not what the processes have, or cannot be shared evenly.
+    """
+    number, each = processes.number, processes.devices_each
+    if each and plan_devices not in (0, number * each):
+        raise ValueError(
+            f"plan.devices={plan_devices}, but {number} processes of {each} devices have "
+            f"{number * each}; give --plan.devices {number * each}, or 0"
+        )
+    if plan_devices % number:
+        raise ValueError(
+            f"plan.devices={plan_devices} cannot be shared evenly by {number} processes; give a "
+            f"multiple of {number}, or 0 for all devices"
+        )
+    return each or plan_devices // number
+
+
+def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
+    """All devices of a run of several processes, process by process.
+
+    Raises:
+      ValueError: they are not as many as the plan's, or some processes have more than others.
+    """
+    with _patient_gloo():
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    counts = Counter(d.process_index for d in devices)
+    if plan_devices not in (0, len(devices)):
+        raise ValueError(
+            f"plan.devices={plan_devices}, but the {member.number} processes have {len(devices)} "
+            f"{devices[0].platform} devices; give --plan.devices {len(devices)}, or 0"
+        )
+    if len(counts) != member.number or len(set(counts.values())) > 1:
+        each = ", ".join(f"{counts[i]} on {i}" for i in range(member.number))
+        raise ValueError(f"processes have different numbers of devices ({each}); give all the same")
+    return devices
+
+
+def shutdown(timeout_s: float = 10.0) -> bool:
+    """Leave the run with the others, and say whether all came to it in time.
+
+    After False (a peer is gone or busy) end with `leave`: what is in flight may never come to an
+    end. Does nothing for one process.
+    """
+    if _joined is None or not jax.distributed.is_initialized():
+        return True
+    left = threading.Event()
+
+    def together() -> None:
+        client = jax_distributed.global_state.client
+        assert client is not None
+        try:
+            client.wait_at_barrier("dflop_jax/leave", int(1000 * timeout_s))
+            jax.distributed.shutdown()  # waits for all, which are here
+        except jax.errors.JaxRuntimeError:  # somebody did not come
+            return
+        left.set()
+
+    # In a thread, since a request to a process 0 that is gone returns only after minutes.
+    waiting = threading.Thread(target=together, daemon=True)
+    waiting.start()
+    waiting.join(timeout_s + 1.0)
+    if left.is_set():
+        if _joined.relay is not None:
+            _joined.relay.close()
+        for link in _joined.member.links.values():
+            link.close()
+    return left.is_set()
+
+
+def _leak_jax() -> None:
+    """At exit, let this process go at once: jax would wait for peers that may be busy or gone.
+
+    Its distributed client waits for all to leave, its device clients for their open transfers.
+    """
+    state = jax_distributed.global_state
+    for part in (state.client, state.service, *xla_bridge._backends.values()):
+        if part is not None:  # one reference too many: what waits is the destructor
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    state.client = state.service = None
+    xla_bridge._default_backend = None  # jax's own exit handler checks that the clients are gone
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with its output written but nothing else awaited."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ---- what jax is told ----
+
+
+def _limit_devices(processes: Processes, each: int) -> None:
+    """Let jax use this process's devices only: CPU devices by number, GPUs by their place."""
+    if each:
+        jax.config.update("jax_num_cpu_devices", each)
+    if not on_cpu() and (ids := gpu_share(processes, each)) is not None:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
+
+
+def _connect(
+    processes: Processes, meeting: Meeting, near: Address, config: DistributedConfig
+) -> None:
+    own, service = meeting.own_host, meeting.service
+    if on_cpu():  # GPUs move arrays between processes themselves
+        transfers = str(Address(own, free_port()))
+        any_port = f"{transfers.rpartition(':')[0]}:0"
+        jax.config.update("jax_cross_host_transfer_socket_address", transfers)
+        jax.config.update("jax_cross_host_transport_addresses", any_port)
+    # Its handler would take SIGTERM away from ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    # gRPC would ask a proxy even for this host. jax warns of that; here it cannot happen.
+    direct = os.environ.get(DIRECT_ENV) or os.environ.get("no_proxy") or ""
+    os.environ[DIRECT_ENV] = ",".join([*direct.split(","), near.host]).strip(",")
+    jax.config.update("jax_check_proxy_envs", False)
+    _keep_stdout_clean()
+    atexit.register(_leak_jax)  # runs before jax's own handler, which came first
+    heartbeat_s = max(LEAST_HEARTBEAT_S, HEARTBEATS_PER_PEER_TIMEOUT * config.peer_timeout_s)
+    jax.distributed.initialize(
+        str(near),
+        processes.number,
+        processes.index,
+        cluster_detection_method="deactivate",
+        initialization_timeout=math.ceil(max(30.0, config.connect_timeout_s)),
+        heartbeat_timeout_seconds=math.ceil(heartbeat_s),
+        coordinator_bind_address=str(service) if service.is_local else f"[::]:{service.port}",
+    )
+
+
+@contextmanager
+def _patient_gloo() -> Iterator[None]:
+    """Make gloo's thread give way to the others of this process.
+
+    While bytes arrive that nobody has asked for yet, it polls without pause; on a busy core whoever
+    would ask waits for the end of its time slice. That costs 4 ms a collective (measured on pinned
+    cores, Linux 6.18), as a batch thread it costs 0.2 ms.
+    """
+    tasks = Path("/proc/self/task")
+    before = {t.name for t in tasks.glob("*")}
+    yield
+    started = [int(t.name) for t in tasks.glob("*") if t.name not in before]
+    if on_cpu() and started and hasattr(os, "sched_setscheduler"):
+        with suppress(OSError):  # not allowed here
+            # Of the threads that the CPU client starts, gloo's is the first.
+            os.sched_setscheduler(min(started), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _keep_stdout_clean() -> None:
+    """Send what C++ prints (gloo greets every peer) to standard error, for the sake of `--json`."""
+    out = sys.stdout
+    if out is not sys.__stdout__ or not isinstance(out, io.TextIOWrapper):
+        return  # somebody captures it
+    out.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(own, "w", closefd=False)),
+        encoding=out.encoding,
+        errors=out.errors,
+        line_buffering=out.line_buffering,
+        write_through=out.write_through,
+    )
+
+
+def on_cpu() -> bool:
+    """Whether jax will compute on the CPU; asking jax itself would start it."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms:
+        return platforms.split(",")[0] == "cpu"
+    return importlib.util.find_spec("jax_plugins") is None or not visible_gpus()
+
+
+def visible_gpus() -> int:
+    """GPUs of this host that processes may use, by CUDA_VISIBLE_DEVICES or the device files."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+
+
+def gpu_share(processes: Processes, each: int) -> list[int] | None:
+    """Places of this process's GPUs among the visible ones; None for all of them.
+
+    Where the processes of a host are counted, each gets an equal part, of which `each` are used.
+
+    Raises:
+      ValueError: there are not enough.
+    """
+    n_gpus, local = visible_gpus(), max(1, processes.local_number)
+    if n_gpus == 1 and local > 1 and processes.source != "dflop launch":
+        return None  # the cluster shows each process its own
+    part = n_gpus // local
+    if part < max(1, each):
+        raise ValueError(
+            f"{local} processes on this host need {max(1, each)} GPUs each, {n_gpus} are there"
+        )
+    start = processes.local_index * part
+    return list(range(start, start + (each or part)))

@@ -1,0 +1,216 @@
+"""Which processes a run consists of, and which of them this is: flags first, then the environment.
+
+    flags         --distributed.coordinator, .num_processes and .process_id, all three
+    dflop launch  DFLOP_COORDINATOR, DFLOP_NUM_PROCESSES, DFLOP_PROCESS_ID; anyone may set them
+    Slurm         inside `srun`
+    Open MPI      inside `mpirun`
+    Kubernetes    an indexed Job whose pods may read it (needs the `kubernetes` package)
+
+In the last three JAX_COORDINATOR_ADDRESS replaces the coordinator, JAX_COORDINATOR_PORT its port.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dflop_jax.cluster.launch import (
+    COORDINATOR_ENV,
+    DEVICES_ENV,
+    NUM_PROCESSES_ENV,
+    PROCESS_ID_ENV,
+)
+from dflop_jax.cluster.launch_keeper import MARK_ENV
+from dflop_jax.cluster.rendezvous import Address
+from dflop_jax.config import DistributedConfig
+
+log = logging.getLogger("dflop_jax")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run.
+
+    Attributes:
+      number: how many there are.
+      index: which one this is, from 0.
+      coordinator: where process 0 listens; None for one process.
+      source: who says so.
+      local_number: how many of them are on this host; 0 when nobody says.
+      local_index: which of those this is.
+      devices_each: devices a process is told to use; 0 when it is not.
+
+    Raises:
+      ValueError: index and number do not go together.
+    """
+
+    number: int = 1
+    index: int = 0
+    coordinator: Address | None = None
+    source: str = "one process"
+    local_number: int = 0
+    local_index: int = 0
+    devices_each: int = 0
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"{self.source}: {self.number} processes; there must be at least 1")
+        if not 0 <= self.index < self.number:
+            raise ValueError(
+                f"{self.source}: process {self.index} of {self.number}; "
+                f"the first is 0, the last {self.number - 1}"
+            )
+        if self.number > 1 and self.coordinator is None:
+            raise ValueError(f"{self.source}: no coordinator for {self.number} processes")
+
+
+def find_processes(config: DistributedConfig) -> Processes:
+    """The processes of this run.
+
+    Raises:
+      ValueError: what flags or environment say is incomplete or wrong.
+    """
+    found = (
+        _from_flags(config)
+        or _from_launcher()
+        or _from_slurm()
+        or _from_open_mpi()
+        or _from_kubernetes()
+        or Processes()
+    )
+    return replace(found, devices_each=_number(DEVICES_ENV, 0))
+
+
+def _from_flags(config: DistributedConfig) -> Processes | None:
+    given = {
+        "coordinator": config.coordinator != "",
+        "num_processes": config.num_processes != 0,
+        "process_id": config.process_id != -1,
+    }
+    if not any(given.values()):
+        return None
+    if missing := [f"--distributed.{name}" for name, there in given.items() if not there]:
+        raise ValueError(f"{' and '.join(missing)} must be given too: all three, or none")
+    coordinator = _address("distributed.coordinator", config.coordinator)
+    return Processes(config.num_processes, config.process_id, coordinator, "distributed")
+
+
+def _from_launcher() -> Processes | None:
+    names = (COORDINATOR_ENV, NUM_PROCESSES_ENV, PROCESS_ID_ENV)
+    if not any(os.environ.get(n) for n in names):
+        return None
+    if missing := [n for n in names if not os.environ.get(n)]:
+        raise ValueError(f"{' and '.join(missing)} must be set too: all of {', '.join(names)}")
+    number, index = _number(NUM_PROCESSES_ENV), _number(PROCESS_ID_ENV)
+    coordinator = _address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
+    if MARK_ENV in os.environ:  # started by `dflop launch`: all on this host
+        return Processes(number, index, coordinator, "dflop launch", number, index)
+    return Processes(number, index, coordinator, "DFLOP_* variables")
+
+
+def _from_slurm() -> Processes | None:
+    from jax._src.clusters import SlurmCluster
+
+    # The shell of salloc is one task, though SLURM_NTASKS says how many its job may start.
+    number = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
+    if number == 1 or not SlurmCluster.is_env_present():
+        return None
+    return Processes(
+        number,
+        _number("SLURM_PROCID"),
+        _cluster_address(lambda port: SlurmCluster.get_coordinator_address(None, port)),
+        "Slurm",
+        _slurm_tasks_here(),
+        _number("SLURM_LOCALID"),
+    )
+
+
+def _slurm_tasks_here() -> int:
+    """Tasks of this step on this node; `2(x3),1` means three nodes of two and one of one."""
+    counts: list[int] = []
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(nodes or 1)
+    node = _number("SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else 0
+
+
+def _from_open_mpi() -> Processes | None:
+    from jax._src.clusters import OmpiCluster
+
+    number = _number("OMPI_COMM_WORLD_SIZE", 1)
+    if number == 1:
+        return None
+    names_launcher = "OMPI_MCA_orte_hnp_uri" in os.environ  # Open MPI 5 no longer does
+    if not names_launcher and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        raise ValueError(
+            "Open MPI 5 does not say where process 0 runs; add to mpirun: "
+            "-x JAX_COORDINATOR_ADDRESS=HOST:PORT, with the host of rank 0"
+        )
+    return Processes(
+        number,
+        _number("OMPI_COMM_WORLD_RANK"),
+        _cluster_address(lambda port: OmpiCluster.get_coordinator_address(None, port)),
+        "Open MPI",
+        _number("OMPI_COMM_WORLD_LOCAL_SIZE", 0),
+        _number("OMPI_COMM_WORLD_LOCAL_RANK", 0),
+    )
+
+
+def _from_kubernetes() -> Processes | None:
+    if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
+        return None
+    if importlib.util.find_spec("kubernetes") is None:
+        log.warning(
+            "this pod of an indexed Job trains alone: to train with the others, set %s, %s and %s "
+            "(docs/clusters.md), or install the kubernetes package",
+            *(COORDINATOR_ENV, NUM_PROCESSES_ENV, PROCESS_ID_ENV),
+        )
+        return None
+    from jax._src.clusters import K8sCluster
+
+    try:
+        K8sCluster.is_env_present()  # connects to the API server
+        number = K8sCluster.get_process_count()
+        if number == 1:
+            return None
+        address = _cluster_address(lambda port: K8sCluster.get_coordinator_address(None, port))
+    except Exception as e:  # whatever the client of the API raises
+        raise ValueError(
+            f"Kubernetes does not say which pods belong together ({' '.join(str(e).split())[:200]}"
+            f"); set {COORDINATOR_ENV}, {NUM_PROCESSES_ENV} and {PROCESS_ID_ENV} instead"
+        ) from None
+    return Processes(number, _number("JOB_COMPLETION_INDEX"), address, "Kubernetes", 1)
+
+
+# ---- words of the environment ----
+
+
+def _cluster_address(find: Callable[[str | None], str]) -> Address:
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if given:
+        return _address("JAX_COORDINATOR_ADDRESS", given)
+    text = find(os.environ.get("JAX_COORDINATOR_PORT"))
+    host, _, port = text.rpartition(":")  # an IPv6 host comes without brackets
+    return _address("the cluster's coordinator", f"[{host}]:{port}" if ":" in host else text)
+
+
+def _address(name: str, text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from None
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """An environment variable that holds a number from 0."""
+    text = os.environ.get(name, "")
+    if text == "" and default is not None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}={text!r} is not a number from 0")
+    return int(text)

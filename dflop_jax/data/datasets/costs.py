@@ -1,0 +1,170 @@
+"""What samples cost under a model's published preprocessing, from header tables alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from dflop_jax.data.datasets.shape_index import KINDS, ShapeTable
+from dflop_jax.data.media.mel import MelSpec, sound_counts
+from dflop_jax.data.media.token_sources import TokenSources
+
+
+class VisionLayout(Protocol):
+    """How a model sees pictures and clips: `AnyRes`, `DynamicTiling`, or one of a user's own.
+
+    `alone` says whether a picture is the only one of its sample.
+    """
+
+    @property
+    def tile_px(self) -> int: ...
+
+    def count(
+        self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(usable bool, tiles, LLM tokens), each [n], of n upright pictures."""
+        ...
+
+    def count_clips(self, frames: np.ndarray) -> np.ndarray:
+        """LLM tokens of clips of int [n] frames, one tile each."""
+        ...
+
+    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
+        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture."""
+        ...
+
+    def place(self, width: int, height: int, alone: bool) -> TokenSources:
+        """Where each LLM token of a picture comes from, over its tiles."""
+        ...
+
+    def place_clip(self, frames: int) -> TokenSources:
+        """The same for a clip."""
+        ...
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How a model takes media; None: it takes no such media.
+
+    `between_frames`: token ids of the text that follows each frame of a clip but the last, for
+    max_frames - 1 of them; () if there is none.
+    """
+
+    vision: VisionLayout | None = None
+    sound: MelSpec | None = None
+    max_frames: int = 32
+    between_frames: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_frames < 1:
+            raise ValueError(f"max_frames={self.max_frames} must be at least 1")
+        assert len(self.between_frames) in (0, self.max_frames - 1)
+
+
+class SampleCost(NamedTuple):
+    """What one sample costs: encoder items, and LLM tokens by their origin."""
+
+    tiles: int
+    frames: int
+    windows: int
+    audio_frames: int
+    text_tokens: int
+    visual_tokens: int
+    audio_tokens: int
+    frame_text_tokens: int
+
+    @property
+    def llm_tokens(self) -> int:
+        media = self.visual_tokens + self.audio_tokens
+        return self.text_tokens + media + self.frame_text_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class SampleCosts:
+    """Costs of n samples, each field int64 [n].
+
+    tiles: pictures' tiles and clips' frames; frames: of those, the frames. windows: of sound, 30 s
+    each; audio_frames: mel frames in them that are no padding. frame_text_tokens: text between a
+    clip's frames, which is not among text_tokens.
+    """
+
+    tiles: np.ndarray
+    frames: np.ndarray
+    windows: np.ndarray
+    audio_frames: np.ndarray
+    text_tokens: np.ndarray
+    visual_tokens: np.ndarray
+    audio_tokens: np.ndarray
+    frame_text_tokens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    @property
+    def llm_tokens(self) -> np.ndarray:
+        media = self.visual_tokens + self.audio_tokens
+        return self.text_tokens + media + self.frame_text_tokens
+
+    def taken(self, rows: np.ndarray) -> SampleCosts:
+        """The costs of the given rows, in that order."""
+        return SampleCosts(**{f: getattr(self, f)[rows] for f in SampleCost._fields})
+
+    def where(self, keep: np.ndarray, other: SampleCosts) -> SampleCosts:
+        """These costs where `keep` bool [n], elsewhere those of `other`."""
+        return SampleCosts(**{
+            f: np.where(keep, getattr(self, f), getattr(other, f)) for f in SampleCost._fields
+        })  # fmt: skip
+
+    def __getitem__(self, i: int) -> SampleCost:
+        return SampleCost(*(int(getattr(self, f)[i]) for f in SampleCost._fields))
+
+
+def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np.ndarray]:
+    """(costs of the records that the model can take, and which those are: bool [len(table)]).
+
+    Left out are media that the model does not take, pictures too thin for any grid, sounds too
+    short for a token.
+    """
+    owner = np.repeat(np.arange(len(table)), np.diff(table.media_start))
+    image, video, audio = (table.kind == k for k, _ in enumerate(KINDS))
+    ok = np.ones(len(table.kind), bool)
+    tiles, frames, visual, windows, mel, heard, between = np.zeros((7, len(ok)), np.int64)
+    if how.vision is None:
+        ok &= ~(image | video)
+    else:
+        pictures = np.bincount(owner[image], minlength=len(table))
+        alone = pictures[owner[image]] == 1
+        found = how.vision.count(table.width[image], table.height[image], alone)
+        ok[image], tiles[image], visual[image] = found
+        frames[video] = np.minimum(table.frames[video], how.max_frames)
+        tiles[video] = frames[video]
+        visual[video] = how.vision.count_clips(frames[video])
+        if how.between_frames:
+            between[video] = np.cumsum([0, *map(len, how.between_frames)])[frames[video] - 1]
+    if how.sound is None:
+        ok &= ~audio
+    else:
+        long_enough = table.samples > 2 * how.sound.hop
+        ok &= ~audio | long_enough
+        audio &= long_enough
+        windows[audio], mel[audio], heard[audio] = sound_counts(table.samples[audio], how.sound)
+    usable = np.bincount(owner[~ok], minlength=len(table)) == 0
+
+    def summed(values: np.ndarray) -> np.ndarray:
+        ends = np.concatenate([[0], np.cumsum(values)])
+        return np.diff(ends[table.media_start])[usable]
+
+    costs = SampleCosts(
+        tiles=summed(tiles),
+        frames=summed(frames),
+        windows=summed(windows),
+        audio_frames=summed(mel),
+        text_tokens=table.text_tokens[usable].astype(np.int64),
+        visual_tokens=summed(visual),
+        audio_tokens=summed(heard),
+        frame_text_tokens=summed(between),
+    )
+    return costs, usable

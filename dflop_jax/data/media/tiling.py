@@ -1,0 +1,168 @@
+"""Pictures to square tiles: AnyRes of LLaVA-NeXT.
+
+A picture becomes one base tile (the whole picture, resized) and, when it is larger than a tile, a
+grid of tiles chosen by its aspect ratio and the resolution that the grid keeps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from dflop_jax.data.datasets.blob import Blob, open_media
+
+MAX_PIXELS = 80_000_000  # below Pillow's own warning; a larger picture is a bad sample
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@lru_cache(maxsize=65536)
+def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[int, int]:
+    """(rows, cols) of the grid for a picture of width x height pixels; (0, 0): the base tile only.
+
+    Among the grids of 2..max_tiles tiles, the one that keeps most of the picture's pixels when the
+    picture is fitted into it (never counting more than it has), then the one that wastes least.
+    """
+    if width < 1 or height < 1:
+        raise ValueError(f"a picture of {width}x{height} pixels has nothing to tile")
+    if max(width, height) <= tile_px:
+        return (0, 0)
+    best, best_key = (0, 0), (-1, 0)
+    for rows in range(1, max_tiles + 1):
+        for cols in range(1, max_tiles // rows + 1):
+            if rows * cols == 1:  # would only repeat the base tile
+                continue
+            w, h = fit(width, height, cols * tile_px, rows * tile_px)
+            kept = min(w * h, width * height)
+            key = (kept, kept - rows * cols * tile_px**2)
+            if key > best_key:
+                best, best_key = (rows, cols), key
+    return best
+
+
+def fit(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:
+    """Largest (width, height) of the same aspect ratio inside the box, at least 1 x 1."""
+    if width * box_height >= height * box_width:
+        return box_width, max(1, height * box_width // width)
+    return max(1, width * box_height // height), box_height
+
+
+def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
+    """Base tile and grid tiles of a picture."""
+    rows, cols = choose_grid(width, height, tile_px, max_tiles)
+    return 1 + rows * cols
+
+
+def picture_size(path: Path | Blob) -> tuple[int, int]:
+    """Upright (width, height) from the header. ValueError if it is no picture or too large."""
+    try:
+        with open_media(path) as file, Image.open(file) as image:
+            return _upright_size(image)
+    except Exception as e:  # Pillow lets many types of exception out on broken files
+        raise ValueError(f"{path}: not a readable picture ({_reason(e)})") from e
+
+
+def read_picture(path: Path | Blob, tile_px: int, max_tiles: int) -> np.ndarray:
+    """Decode a picture file into tiles, uint8 [n, tile_px, tile_px, 3]; ValueError if broken."""
+    try:
+        with open_media(path) as file, Image.open(file) as image:
+            size = _upright_size(image)
+            orientation = _orientation(image)
+            turned = orientation >= 5
+            # JPEG decodes at 1/2, 1/4 or 1/8 scale where that is still twice what is needed
+            needed = _needed_size(size, tile_px, max_tiles)
+            image.draft(None, needed[::-1] if turned else needed)
+            upright = _to_rgb(image)
+            if orientation in _TRANSPOSE:
+                upright = upright.transpose(_TRANSPOSE[orientation])
+            return picture_tiles(upright, tile_px, max_tiles, size)
+    except Exception as e:  # as above
+        raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
+
+
+def read_upright(path: Path | Blob) -> Image.Image:
+    """The whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
+    try:
+        with open_media(path) as file, Image.open(file) as image:
+            _upright_size(image)
+            orientation = _orientation(image)
+            upright = _to_rgb(image)
+            return upright.transpose(_TRANSPOSE[orientation]) if orientation > 1 else upright
+    except Exception as e:  # as above
+        raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
+
+
+def picture_tiles(
+    image: Image.Image, tile_px: int, max_tiles: int, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Tiles of an RGB picture, uint8 [n, tile_px, tile_px, 3]: the base tile, then the grid by row.
+
+    The grid keeps the aspect ratio and pads with black. `size` is the picture's true (width,
+    height) when `image` has been decoded at a smaller scale.
+    """
+    rows, cols = choose_grid(*(size or image.size), tile_px, max_tiles)
+    tiles = [resize(image, tile_px, tile_px)[None]]
+    if rows * cols:
+        canvas = np.zeros((rows * tile_px, cols * tile_px, 3), np.uint8)
+        width, height = fit(*(size or image.size), cols * tile_px, rows * tile_px)
+        top, left = (canvas.shape[0] - height) // 2, (canvas.shape[1] - width) // 2
+        canvas[top : top + height, left : left + width] = resize(image, width, height)
+        grid = canvas.reshape(rows, tile_px, cols, tile_px, 3).swapaxes(1, 2)
+        tiles.append(grid.reshape(-1, tile_px, tile_px, 3))
+    return np.concatenate(tiles)
+
+
+def resize(image: Image.Image, width: int, height: int) -> np.ndarray:
+    """An RGB picture as uint8 [height, width, 3], bicubic."""
+    small = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    return np.asarray(small, np.uint8)
+
+
+def _needed_size(size: tuple[int, int], tile_px: int, max_tiles: int) -> tuple[int, int]:
+    rows, cols = choose_grid(*size, tile_px, max_tiles)
+    width, height = fit(*size, max(1, cols) * tile_px, max(1, rows) * tile_px)
+    return 2 * max(width, tile_px), 2 * max(height, tile_px)
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"{width}x{height} exceeds {MAX_PIXELS // 10**6} megapixels; scale it down"
+        )
+    return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1-8 as the header gives it, read before any pixel."""
+    # Pillow turns TIFF itself, and would decode a PNG to look for EXIF behind the pixels.
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return value if value in _TRANSPOSE else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """First frame as RGB; transparency shows white; 16-bit grey keeps its upper bits."""
+    image.load()
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

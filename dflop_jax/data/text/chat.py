@@ -1,0 +1,260 @@
+"""Conversations to tokens with the tokenizer's own files: tokenizer.json, its configuration and
+chat template. The tokens equal `transformers`' `apply_chat_template`; only answers are supervised.
+
+Text of a record that spells a special token stays plain text: it cannot end a turn or open one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dflop_jax.data.datasets.llava_records import MEDIUM
+from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
+from dflop_jax.data.text.pieces import ROLES, Piece
+from dflop_jax.data.text.tokenizer_files import (
+    check_embedding,
+    listed_tokens,
+    load_tokenizer,
+    n_ids,
+    named_tokens,
+    read_json,
+    template_source,
+)
+
+# the token that stands for a medium, where the configuration does not name it
+PLACEHOLDERS = {
+    "image": ("<image>", "<|image_pad|>", "<IMG_CONTEXT>"),
+    "video": ("<video>", "<|video_pad|>"),
+    "audio": ("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
+}
+FIRST_FRAME, NEXT_FRAME = "Frame1: ", "\nFrame{}: "  # InternVL's text before a clip's frames
+BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
+MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
+LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of a model's folder.
+
+    Args:
+      embedding_size: rows of the model's token embedding, to tell a foreign tokenizer.
+
+    Raises:
+      ValueError: a missing or unreadable file, no chat template, a special token that the
+        configuration names and tokenizer.json lacks, or an embedding of another size.
+    """
+
+    def __init__(self, folder: str | Path, *, embedding_size: int | None = None) -> None:
+        self.folder = Path(folder)
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
+        self._tokenizer = load_tokenizer(file)
+        config = read_json(self.folder / "tokenizer_config.json")
+        named = named_tokens(config)
+        for name, token in [*named.items(), *listed_tokens(config)]:
+            if self._tokenizer.token_to_id(token) is None:
+                raise ValueError(
+                    f"{self.folder}: tokenizer_config.json gives {name}={token!r}, which "
+                    "tokenizer.json lacks; take both files from one model"
+                )
+        self.vocab_size = n_ids(self._tokenizer)
+        if embedding_size is not None:
+            check_embedding(self.vocab_size, embedding_size, str(self.folder))
+        source = template_source(self.folder, config)
+        self._template = ChatTemplate(source, named, str(self.folder))
+        self._tokens = {k: self._placeholder(k, named) for k in PLACEHOLDERS}
+        self._before, self._after = (
+            (self._id(named[name]),) if name in named else ()
+            for name in ("start_image_token", "end_image_token")
+        )
+        self._collect_special()
+        pad = named.get("pad_token") or named.get("eos_token")
+        self.pad_id = self._id(pad) if pad else 0
+        self.visual_id = self.pad_id  # stands where media are; none is embedded
+        self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
+        self.digest = hashlib.blake2b(
+            file.read_bytes() + source.encode(), digest_size=8
+        ).hexdigest()
+
+    def media_id(self, kind: str) -> int:
+        """Id of the token that stands for an image, video or audio; ValueError if there is none."""
+        token = self._tokens[kind]
+        if token is None:
+            raise ValueError(
+                f"{self.folder}: no token stands for {kind} ({', '.join(PLACEHOLDERS[kind])}); "
+                f"add {kind}_token to tokenizer_config.json, or leave out such samples"
+            )
+        return self._id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; text that spells a special token is still plain text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def between_frames(self, n: int) -> tuple[tuple[int, ...], ...]:
+        """Ids between the n frames of a clip, n - 1 times; () where the model writes none there."""
+        if not self._before:
+            return ()
+        return tuple(
+            (*self._after, *self.encode(NEXT_FRAME.format(k)), *self._before)
+            for k in range(2, n + 1)
+        )
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
+        "content", which may be a list of parts). Media are one placeholder token each."""
+        text, spans = self._template.render(messages)
+        if not spans:
+            spans = tuple(self._answer_spans(messages, text))
+        ids, at = self._encode_rendered(text)
+        begins, ends = at.T
+        supervised = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            inside = np.flatnonzero((ends > begin) & (begins < end))
+            if len(inside):
+                supervised[inside[0] : inside[-1] + 1] = True
+        return ids, supervised
+
+    def pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+        """Pieces of LLaVA-format turns (human, gpt, system); the k-th tag of all becomes medium k,
+        wherever the template puts it. ValueError when the template leaves out a medium."""
+        kinds = [kind for _, text in turns for kind in MEDIUM.findall(text)]
+        return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
+
+    def question_pieces(self, text: str) -> tuple[Piece, ...]:
+        """Pieces of a user's turn up to where the template has the answer begin."""
+        message = self._message("human", text)
+        ids, _ = self._encode_rendered(
+            self._template.render([message], add_generation_prompt=True)[0]
+        )
+        return self._split(MEDIUM.findall(text), ids, np.zeros(len(ids), bool))
+
+    def _split(
+        self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray
+    ) -> tuple[Piece, ...]:
+        """Pieces of a rendered conversation with media of these kinds."""
+        places: dict[int, list[int]] = {}
+        for k, kind in enumerate(kinds):
+            places.setdefault(self.media_id(kind), []).append(k)
+        queues = {i: iter(ks) for i, ks in places.items()}
+        pieces: list[Piece] = []
+        start = 0
+        for at in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
+            pieces += _runs(ids[start:at], supervised[start:at])
+            start = at + 1
+            if at < len(ids):
+                medium = next(queues[int(ids[at])], -1)
+                if medium < 0:
+                    raise ValueError(f"{self.folder}: chat template repeats a medium")
+                wraps = kinds[medium] != "audio" and self._before  # InternVL's <img> ... </img>
+                wrapped = [Piece(self._before), Piece(medium=medium), Piece(self._after)]
+                pieces += wrapped if wraps else wrapped[1:2]
+        if sum(p.medium >= 0 for p in pieces) != len(kinds):
+            raise ValueError(
+                f"{self.folder}: chat template leaves out media; use the chat_template.jinja "
+                "of the multimodal model"
+            )
+        return tuple(pieces)
+
+    def _message(self, role: str, text: str) -> Message:
+        if MARKS.search(text):
+            raise ValueError("text holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+        parts: list[dict[str, str]] = []
+        for k, part in enumerate(MEDIUM.split(text)):
+            if k % 2:
+                if part == "video" and self._before:
+                    parts.append({"type": "text", "text": FIRST_FRAME})
+                parts.append({"type": part})
+            elif part:
+                broken = self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], part)
+                parts.append({"type": "text", "text": broken})
+        if self._template.takes_parts and any(p["type"] != "text" for p in parts):
+            return {"role": ROLES[role], "content": parts}
+        words = [p.get("text") or self._tokens[p["type"]] or "" for p in parts]
+        return {"role": ROLES[role], "content": "".join(words)}
+
+    def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
+        """Answers by the difference that each makes to the text, up to its end-of-turn token."""
+        spans = []
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._template.render(messages[:k], add_generation_prompt=True)
+            through, _ = self._template.render(messages[: k + 1])
+            if not (text.startswith(through) and through.startswith(before)):
+                raise ValueError(
+                    f"{self.folder}: chat template does not only append; mark its answers with "
+                    "{% generation %} ... {% endgeneration %}"
+                )
+            marks = list(self._special.finditer(through, len(before)))
+            spans.append((len(before), marks[-1].end() if marks else len(through)))
+        return spans
+
+    def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 [t] and the characters each stands for, int [t, 2]."""
+        ids: list[int] = []
+        at: list[Span] = []
+        start = 0
+        for match in [*self._special.finditer(text), None]:
+            segment = text[start : match.start() if match else len(text)]
+            unknown = LOOKS_SPECIAL.search(segment)
+            if unknown:
+                raise ValueError(
+                    f"{self.folder}: chat template writes {unknown[0]}, which tokenizer.json "
+                    "lacks; take both files from one model"
+                )
+            # places of the characters that stay, and the end of the segment
+            kept: Sequence[int] = range(start, start + len(segment))
+            if BREAK in segment:
+                kept = [k for k, c in zip(kept, segment, strict=True) if c != BREAK]
+            encoding = self._tokenizer.encode(segment.replace(BREAK, ""), add_special_tokens=False)
+            ids += encoding.ids
+            at += [(kept[b], kept[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets]
+            if match:
+                assert match.lastindex is not None
+                ids.append(self._special_ids[match.lastindex - 1])
+                at.append(match.span(match.lastindex))
+                start = match.end()
+        return np.array(ids, np.int32), np.array(at, np.int64).reshape(-1, 2)
+
+    def _collect_special(self) -> None:
+        """Patterns of the special tokens: as encoding finds them, and as text spells them."""
+        placeholders = {t for t in self._tokens.values() if t}
+        found = [
+            (i, token)
+            for i, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special or token.content in placeholders
+        ]
+        found.sort(key=lambda item: -len(item[1].content))  # the longest that matches
+        self._special_ids = [i for i, _ in found]
+        space = {True: r"\s*", False: ""}
+        patterns = (f"{space[t.lstrip]}({re.escape(t.content)}){space[t.rstrip]}" for _, t in found)
+        self._special = re.compile("|".join(patterns) or "(?!)")
+        spelled = [re.escape(t.content) for _, t in found]
+        self._spelled = re.compile("|".join([*spelled, LOOKS_SPECIAL.pattern]))
+
+    def _placeholder(self, kind: str, named: Mapping[str, str]) -> str | None:
+        own = named.get(f"context_{kind}_token") or named.get(f"{kind}_token")
+        candidates = (own,) if own else PLACEHOLDERS[kind]
+        return next((t for t in candidates if self._tokenizer.token_to_id(t) is not None), None)
+
+    def _id(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        assert found is not None, token
+        return found
+
+
+def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
+    """Pieces of consecutive tokens that are equally supervised."""
+    cuts = np.flatnonzero(np.diff(supervised)) + 1
+    parts = zip(np.split(ids, cuts), np.split(supervised, cuts), strict=True)
+    return [Piece(tuple(i.tolist()), bool(s[0])) for i, s in parts if len(i)]

@@ -1,0 +1,128 @@
+"""Tokenizers and the chat template that turns a conversation into pieces of tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dflop_jax.data.text.tokenizer_files import load_tokenizer, n_ids
+
+TAG = re.compile("<image>|<video>")
+OMNI_TAG = re.compile("<image>|<video>|<audio>")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+# what the template needs of a tokenizer.json, and the names it may have there
+SPECIAL_TOKENS = {
+    "im_start_id": ("<|im_start|>",),
+    "im_end_id": ("<|im_end|>",),
+    "visual_id": ("<|image_pad|>", "<image>", "<|visual|>"),
+    "pad_id": ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]"),
+}
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. `visual_id` stands where a visual token goes."""
+
+    vocab_size: int
+    pad_id: int
+    im_start_id: int
+    im_end_id: int
+    visual_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; text that spells a special token is still plain text."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0-255, then four special ids."""
+
+    pad_id, im_start_id, im_end_id, visual_id = 256, 257, 258, 259
+    vocab_size = 260
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json with ChatML tokens and a visual placeholder token.
+
+    Raises:
+      ValueError: no such file, not a tokenizer, or a special token that the template needs is
+        missing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such tokenizer.json; leave it empty for byte-level")
+        self._tokenizer = load_tokenizer(path)
+        ids = {}
+        for name, names in SPECIAL_TOKENS.items():
+            found = (self._tokenizer.token_to_id(n) for n in names)
+            ids[name] = next((i for i in found if i is not None), -1)
+            if ids[name] < 0:
+                raise ValueError(
+                    f"{path}: lacks {' or '.join(names)}; add it to added_tokens as a special one"
+                )
+        self.im_start_id, self.im_end_id = ids["im_start_id"], ids["im_end_id"]
+        self.visual_id, self.pad_id = ids["visual_id"], ids["pad_id"]
+        self.vocab_size = n_ids(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
+    """Byte-level for an empty path; ValueError when the model's `vocab_size` is too small."""
+    tokenizer: Tokenizer = FileTokenizer(path) if path else ByteTokenizer()
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "
+            f"vocabulary {vocab_size}; take a model with a larger vocabulary"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of text tokens, or (medium >= 0) the place of a picture's or clip's visual tokens."""
+
+    ids: tuple[int, ...] = ()
+    supervised: bool = False
+    medium: int = -1
+
+
+def chat_pieces(
+    turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
+) -> tuple[Piece, ...]:
+    """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
+
+    Roles are human, gpt and system. The k-th match of `tag` (<image> or <video>) becomes medium k.
+    """
+    pieces: list[Piece] = []
+    n_media = 0
+    newline = tuple(tokenizer.encode("\n"))
+    for t, (role, text) in enumerate(turns):
+        answer = role == "gpt"
+        head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
+        pieces.append(Piece((newline if t else ()) + head))
+        for k, part in enumerate(tag.split(text)):
+            if k:
+                pieces.append(Piece(medium=n_media))
+                n_media += 1
+            if part:
+                pieces.append(Piece(tuple(tokenizer.encode(part)), answer))
+        pieces.append(Piece((tokenizer.im_end_id,), answer))
+    return tuple(pieces)

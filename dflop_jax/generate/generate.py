@@ -1,0 +1,209 @@
+"""Answers of a trained model, to look at what it has learned: one prompt, one device.
+
+Two programs run an answer: one encodes the tiles and prefills the prompt, one adds a token. Their
+shapes are padded, so that other prompts of about this length compile nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflop_jax.config import Config
+from dflop_jax.contract import Array, GeneratingModule, Module, MultimodalModel, Params
+from dflop_jax.data import MediaSpec, Tokenizer
+from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.generate.prompt import prompt_row, prompt_sample
+from dflop_jax.generate.sampling import Sampling, choose
+from dflop_jax.pipeline.exchange import gather_features
+from dflop_jax.train.load_params import load_params
+from dflop_jax.train.prepare import build_model
+from dflop_jax.train.stages import adapted
+
+TOKEN_MULTIPLE = 128
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said.
+
+    Attributes:
+      tokens: ids of the answer, without the end token.
+      stopped: "end" where the model ended its turn, "length" where `max_tokens` did.
+      step: optimizer steps of the checkpoint.
+      first_token_s: until the first token was there, compilation included.
+      token_s: mean time of each further one, compilation included; 0 without any.
+    """
+
+    prompt: str
+    answer: str
+    tokens: tuple[int, ...]
+    stopped: str
+    tiles: int
+    prompt_tokens: int
+    step: int
+    checkpoint: str
+    first_token_s: float
+    token_s: float
+
+
+class Generator:
+    """A trained model, ready to answer.
+
+    Args:
+      config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
+      run: a run folder (its newest whole checkpoint) or a checkpoint in it.
+
+    Raises:
+      ValueError: the model cannot be built or does not generate, or there is no such checkpoint.
+    """
+
+    def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
+        self._config = config
+        self._model = adapted(build_model(config.model), config.train)
+        self._spec = MediaSpec.of(self._model.preprocessing)
+        llm: Any = self._model.modules["llm"]
+        if not hasattr(llm, "prefill") or not hasattr(llm, "decode"):
+            raise ValueError(
+                f"model.factory={config.model.factory!r}: its llm has no prefill and decode "
+                "(dflop_jax.contract.GeneratingModule); add them, or take another model"
+            )
+        self._tokenizer = any_tokenizer(config.data.tokenizer, self._model.vocab_size)
+        self._loaded = load_params(run, self._model, device or jax.devices()[0])
+        self._prefill = jax.jit(partial(prefill, self._model), static_argnames="slots")
+        self._step = jax.jit(partial(step, llm), donate_argnums=1)
+
+    def answer(
+        self,
+        prompt: str,
+        image: str | Path | None = None,
+        sampling: Sampling | None = None,
+        on_text: OnText | None = None,
+    ) -> Answer:
+        """Answer a prompt about a picture, or about none; `on_text` gets the text as it comes.
+
+        Raises:
+          ValueError: see `prompt_sample`.
+        """
+        how = sampling or Sampling()
+        sample = prompt_sample(prompt, image, self._config.data, self._model, self._tokenizer)
+        row = prompt_row(sample, self._spec, TOKEN_MULTIPLE)
+        n = row.length
+        slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        key = jax.random.key(how.seed)
+        draw = np.float32(how.temperature), np.float32(how.top_p)
+        start = time.perf_counter()
+        params = self._loaded.params
+        arrays = row.pixels, row.fields, row.sources
+        last = np.array([n - 1], np.int32)
+        token, cache = self._prefill(params, *arrays, last, key, *draw, slots=slots)
+        tokens = [int(token[0])]
+        first_token_s = time.perf_counter() - start
+        text = _Text(self._tokenizer, on_text)
+        end = self._tokenizer.im_end_id
+        while tokens[-1] != end:
+            text.show(tokens)
+            if len(tokens) == how.max_tokens:
+                break
+            at = np.array([n + len(tokens) - 1], np.int32)
+            token, cache = self._step(params["llm"], cache, token, at, key, *draw)
+            tokens.append(int(token[0]))
+        further = len(tokens) - 1
+        token_s = (time.perf_counter() - start - first_token_s) / further if further else 0.0
+        ended = tokens[-1] == end
+        said = tokens[: len(tokens) - ended]
+        return Answer(
+            prompt=prompt,
+            answer=text.finish(said),
+            tokens=tuple(said),
+            stopped="end" if ended else "length",
+            tiles=row.tiles,
+            prompt_tokens=n,
+            step=self._loaded.step,
+            checkpoint=str(self._loaded.folder),
+            first_token_s=first_token_s,
+            token_s=token_s,
+        )
+
+
+def prefill(
+    model: MultimodalModel,
+    params: dict[str, Params],
+    pixels: Array,
+    fields: dict[str, Array],
+    sources: tuple[Array, ...],
+    last: Array,
+    key: Array,
+    temperature: Array,
+    top_p: Array,
+    *,
+    slots: int,
+) -> tuple[Array, Any]:
+    """(first token int32 [1] of the answer, cache) of a `PromptRow`'s arrays."""
+    llm: Any = model.modules["llm"]
+    spec = llm.field_spec("visual", *fields["tokens"].shape)
+    visual = jnp.zeros(spec.shape, spec.dtype)
+    if len(pixels):
+        features = encode(model.modules["vision"], params["vision"], {"pixels": pixels})
+        visual = gather_features(features[None], *(a[None] for a in sources))[0]
+    batch = {**fields, "visual": visual}
+    logits, cache = llm.prefill(params["llm"], batch, last, slots)
+    return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache
+
+
+def encode(module: Module, params: Params, batch: dict[str, Array]) -> Array:
+    """What an encoder makes of its fields: features [items, tokens_per_item, llm_width]."""
+    x, _ = jax.lax.scan(
+        lambda x, p: (module.layer(p, x, batch), None),
+        module.entry(params["entry"], batch),
+        params["layers"],
+    )
+    return module.exit(params["exit"], x, batch, params["entry"] if module.tied else None)
+
+
+def step(
+    llm: GeneratingModule,
+    params: Params,
+    cache: Any,
+    token: Array,
+    position: Array,
+    key: Array,
+    temperature: Array,
+    top_p: Array,
+) -> tuple[Array, Any]:
+    """(token int32 [1] after `token` at `position`, cache)."""
+    logits, cache = llm.decode(params, cache, token, position)
+    return choose(logits, jax.random.fold_in(key, position[0]), temperature, top_p), cache
+
+
+class _Text:
+    """Text of the tokens so far, shown as it grows; half a character waits for its rest."""
+
+    def __init__(self, tokenizer: Tokenizer | ChatTokenizer, on_text: OnText | None):
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._shown = 0
+
+    def show(self, tokens: Sequence[int]) -> None:
+        text = self._tokenizer.decode(tokens)
+        if not text.endswith("\ufffd"):
+            self._emit(text)
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode(tokens)
+        self._emit(text)
+        return text
+
+    def _emit(self, text: str) -> None:
+        if self._on_text and len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)

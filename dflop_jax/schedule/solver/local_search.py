@@ -1,0 +1,198 @@
+"""Local search by exchanges between two bins, and re-splitting of a few bins when that is stuck.
+
+All exchanges of a few samples of bin a against a few of bin b are priced at once: for subset sums
+s of a and r of b the new loads are A - s + r and B + s - r, i.e. for each resource
+(A+B)/2 +- |s - r - (A-B)/2|. Bins of few samples are so re-split exactly (every subset).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflop_jax.schedule.solver.greedy import lpt
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
+
+_MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
+_RESPLIT_ROUNDS = 40  # pairs priced while re-splitting three or four bins
+_NOISE = 0.3  # log-normal noise on the sizes by which a re-split orders its samples
+
+
+class State:
+    """A complete assignment with its loads, changed in place."""
+
+    def __init__(self, problem: Problem, bins: Ints):
+        self.problem = problem
+        self.bins = bins.copy()
+        self.loads_RB = problem.loads(bins)
+        self.score_B = problem.scores(self.loads_RB)
+        order = np.argsort(bins, kind="stable")
+        starts = np.searchsorted(bins[order], np.arange(problem.n_bins + 1))
+        self.members: list[Ints] = [order[lo:hi] for lo, hi in pairwise(starts)]
+
+    @property
+    def makespan(self) -> float:
+        return float(self.score_B.max())
+
+    def refill(self, bins: Iterable[int], members: Iterable[Ints]) -> None:
+        """Replace what some bins hold (the same samples in all)."""
+        p, changed = self.problem, list(bins)
+        for j, held in zip(changed, members, strict=True):
+            self.members[j] = held
+            self.bins[held] = j
+        for first in {j - j % p.group for j in changed}:
+            span = slice(first, first + p.group)
+            for r, grouped in enumerate(p.grouped_R):
+                load_b = [p.sizes_RN[r, held].sum() for held in self.members[span]]
+                self.loads_RB[r, span] = sum(load_b) if grouped else load_b
+            self.score_B[span] = p.scores(self.loads_RB[:, span], span)
+
+
+@lru_cache(maxsize=256)
+def subsets(m: int, most: int) -> NDArray[np.bool_]:
+    """[S, m] membership masks of the subsets of m samples up to the largest size that keeps
+    S <= most (size 1 in any case), the empty one first."""
+    chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
+    for size in range(2, m + 1):
+        more = list(combinations(range(m), size))
+        if len(chosen) + len(more) > most:
+            break
+        chosen += more
+    mask_SM = np.zeros((len(chosen), m), bool)
+    for row, subset in enumerate(chosen):
+        mask_SM[row, list(subset)] = True
+    return mask_SM
+
+
+def exchange(state: State, a: int, b: int) -> bool:
+    """Make the best exchange between bins a and b if it lowers the larger score of the two."""
+    p = state.problem
+    in_a, in_b = state.members[a], state.members[b]
+    mask_a, mask_b = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
+    together = a // p.group == b // p.group
+    price: Floats = np.zeros((len(mask_a), len(mask_b)))
+    for r, grouped in enumerate(p.grouped_R):
+        load_a, load_b = state.loads_RB[r, a], state.loads_RB[r, b]
+        is_cost = r < p.n_costs
+        scale_a, scale_b = (1.0, 1.0) if p.scale_RB is None else p.scale_RB[r, [a, b]]
+        if grouped and together:  # the group's load does not change
+            if is_cost:
+                np.maximum(price, load_a * scale_a, out=price)
+            continue
+        if scale_a != scale_b:
+            out = np.subtract.outer(mask_a @ p.sizes_RN[r, in_a], mask_b @ p.sizes_RN[r, in_b])
+            np.maximum(price, (load_a - out) * scale_a, out=price)
+            np.maximum(price, (load_b + out) * scale_b, out=price)
+            continue
+        out_a = mask_a @ p.sizes_RN[r, in_a] - (load_a - load_b) / 2
+        out_b = mask_b @ p.sizes_RN[r, in_b]
+        load_SS = np.subtract.outer(out_a, out_b)
+        np.abs(load_SS, out=load_SS)
+        load_SS += (load_a + load_b) / 2
+        if is_cost:
+            np.maximum(price, load_SS * scale_a if scale_a != 1.0 else load_SS, out=price)
+        else:
+            price[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
+    best = int(price.argmin())
+    if not price.flat[best] < max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING):
+        return False
+    row, column = divmod(best, len(mask_b))
+    go_a, go_b = mask_a[row], mask_b[column]
+    new_a = np.concatenate([in_a[~go_a], in_b[go_b]])
+    new_b = np.concatenate([in_b[~go_b], in_a[go_a]])
+    state.refill((a, b), (new_a, new_b))
+    return True
+
+
+def descend(
+    state: State, target: float, deadline_s: float, rounds: int, only: Ints | None = None
+) -> int:
+    """Exchange from the heaviest bin until no exchange lowers it; returns the rounds left over.
+
+    A round prices one pair of bins. Stops at `target`, at the deadline (`time.perf_counter()`)
+    and when the rounds are used up. `only` restricts the search to some bins.
+    """
+    among = np.arange(state.problem.n_bins) if only is None else only
+    moved = True
+    while moved and rounds > 0 and time.perf_counter() < deadline_s:
+        worst = state.score_B[among].max()
+        if worst <= target:
+            break
+        moved = False
+        for a in _heaviest(state, among):
+            for b in _partners(state, a, among):
+                rounds -= 1
+                moved = exchange(state, a, b)
+                if moved or rounds <= 0 or time.perf_counter() >= deadline_s:
+                    break
+            if moved or rounds <= 0:
+                break
+    return rounds
+
+
+def _heaviest(state: State, among: Ints) -> list[int]:
+    """The heaviest bin; where loads are shared, also its group's other bins of the same score."""
+    first = int(among[state.score_B[among].argmax()])
+    group = state.problem.group
+    peers = among[among // group == first // group]
+    return peers[state.score_B[peers] >= state.score_B[first]].tolist()
+
+
+def _partners(state: State, a: int, among: Ints) -> list[int]:
+    """Bins that could relieve bin a, the most promising first: by the load that an even split of
+    the two would leave."""
+    p = state.problem
+    costs_RB = state.loads_RB[: p.n_costs]
+    together_RB = costs_RB[:, among] + costs_RB[:, [a]]
+    if p.scale_RB is None:
+        even = (together_RB / 2).max(axis=0)
+    else:
+        room_RB = 1 / p.scale_RB
+        even = (together_RB / (room_RB[:, among] + room_RB[:, [a]])).max(axis=0)
+    even[among == a] = np.inf
+    order = np.argsort(even, kind="stable")
+    useful = order[even[order] < state.score_B[a] * (1 - ROUNDING)]
+    return among[useful].tolist()
+
+
+def resplit(
+    state: State, target: float, deadline_s: float, rounds: int, rng: np.random.Generator
+) -> int:
+    """Pool the heaviest bin with two or three random ones, split anew (noisy LPT, exchanges), keep
+    it if their largest score falls; returns the rounds left over."""
+    p = state.problem
+    pool = choose_pool(state, rng)
+    if len(pool) < 2:
+        return 0
+    before = state.score_B[pool].max()
+    own = [r for r in range(p.n_costs) if not p.grouped_R[r]]
+    total_R = state.loads_RB[own][:, pool].sum(axis=1)
+    room_R = len(pool) if p.scale_RB is None else (1 / p.scale_RB[own][:, pool]).sum(axis=1)
+    if (total_R / room_R).max(initial=0.0) >= before * (1 - ROUNDING):
+        return rounds - 1  # even a perfect split would not help
+    kept = [state.members[j] for j in pool]
+    samples = np.concatenate(kept)
+    noisy = p.sizes_RN[: p.n_costs, samples].max(axis=0) * rng.lognormal(0, _NOISE, len(samples))
+    emptied = state.bins.copy()
+    emptied[samples] = -1
+    bins = lpt(p, samples[np.argsort(-noisy, kind="stable")], emptied, pool)
+    if (bins[samples] < 0).any():
+        return rounds - 1
+    state.refill(pool.tolist(), [samples[bins[samples] == j] for j in pool])
+    left = descend(state, target, deadline_s, min(rounds, _RESPLIT_ROUNDS), pool)
+    if not state.score_B[pool].max() < before * (1 - ROUNDING):
+        state.refill(pool.tolist(), kept)
+    return rounds - 1 - (min(rounds, _RESPLIT_ROUNDS) - left)
+
+
+def choose_pool(state: State, rng: np.random.Generator, most: int = 4) -> Ints:
+    """The heaviest bin and up to `most` - 1 random others."""
+    n_bins = state.problem.n_bins
+    heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
+    others = rng.permutation(n_bins)[: int(rng.integers(3, most + 1))]
+    return np.concatenate([[heaviest], others[others != heaviest][: most - 1]]).astype(np.int64)

@@ -1,0 +1,119 @@
+"""Checkpoints to save in tests: random arrays, cut into pieces for several processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.checkpoint.store import ArraySpec, CheckpointStore, Piece, Reader
+
+DTYPES = ["float32", "bfloat16", "int32", "uint32", "bool", "float16", "int64", "complex64"]
+DTYPES += ["float8_e4m3fn"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arrays, their specs, and the pieces of each process."""
+
+    specs: list[ArraySpec]
+    arrays: dict[str, np.ndarray]
+    pieces: list[list[Piece]]
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Any bit patterns, NaNs included."""
+    like = np.empty(shape, dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(like.nbytes), dtype).reshape(shape)
+
+
+def cut(rng: np.random.Generator, start: list[int], stop: list[int]) -> list[tuple[list, list]]:
+    """A box of chunks cut at random into boxes; [start, stop) in chunks."""
+    wide = [d for d, (a, b) in enumerate(zip(start, stop)) if b - a > 1]
+    if not wide or rng.random() < 0.3:
+        return [(start, stop)]
+    d = int(rng.choice(wide))
+    at = int(rng.integers(start[d] + 1, stop[d]))
+    low, high = list(stop), list(start)
+    low[d] = high[d] = at
+    return cut(rng, start, low) + cut(rng, high, stop)
+
+
+def random_case(
+    seed: int, n_processes: int = 3, n_arrays: int = 6, most: int = 12, ranks: tuple = (0, 1, 2, 3)
+) -> Case:
+    """Dims of 0 to `most`; pieces in random order, each with one random process."""
+    rng = np.random.default_rng(seed)
+    case = Case([], {}, [[] for _ in range(n_processes)])
+    for n in range(n_arrays):
+        shape = tuple(int(rng.integers(0, most + 1)) for _ in range(rng.choice(ranks)))
+        chunk = tuple(int(rng.integers(1, k + 1)) if k else 0 for k in shape)
+        spec = ArraySpec(f"params/{n}", shape, str(rng.choice(DTYPES)), chunk)
+        array = random_array(rng, shape, spec.dtype)
+        case.specs.append(spec)
+        case.arrays[spec.name] = array
+        for low, high in cut(rng, [0] * len(shape), list(spec.grid)):
+            start = tuple(a * c for a, c in zip(low, chunk))
+            box = tuple(slice(s, min(b * c, k)) for s, b, c, k in zip(start, high, chunk, shape))
+            piece = Piece(spec.name, start, array[(*box, ...)])
+            case.pieces[rng.integers(n_processes)].append(piece)
+    for own in case.pieces:
+        rng.shuffle(own)
+    return case
+
+
+def vector(n: int = 8, *, first: int = 0) -> Case:
+    """Array "a", float32[n] in chunks of 2, on one process."""
+    array = np.arange(first, first + n, dtype=np.float32)
+    return Case([ArraySpec("a", (n,), "float32", (2,))], {"a": array}, [[Piece("a", (0,), array)]])
+
+
+def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | None = None) -> Path:
+    """One save, every process in a thread of its own."""
+    store.prepare(step)
+    with ThreadPoolExecutor() as pool:
+        parts = list(
+            pool.map(lambda p: store.write(step, case.specs, p[1], p[0]), enumerate(case.pieces))
+        )
+    return store.commit(step, case.specs, parts, {} if meta is None else meta)
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal to the bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_holds(reader: Reader, case: Case) -> None:
+    """The reader gives every array of the case whole."""
+    assert set(reader.specs) == set(case.arrays)
+    for name, array in case.arrays.items():
+        assert same(reader.read(name, (0,) * array.ndim, array.shape), array), name
+
+
+def save_forever(root: Path, ready: Connection) -> None:
+    """Process to be killed: saves the case of step n as step n, and says so after the first."""
+    store = CheckpointStore(root, keep=2)
+    for step in count(max(store.steps(), default=0) + 1):
+        save(store, step, random_case(step, n_processes=2), {"step": step})
+        if ready is not None:
+            ready.send(step)
+            ready = None
+
+
+def save_with_small_files_allowed(root: Path, most_bytes: int, answer: Connection) -> None:
+    """Process that may write no file above `most_bytes`: what a save then says, and leaves."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    store = CheckpointStore(root)
+    try:
+        save(store, 2, random_case(2, most=40, ranks=(2,)))
+    except OSError as e:
+        answer.send((type(e).__name__, e.errno, str(e)))

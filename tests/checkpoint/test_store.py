@@ -1,0 +1,299 @@
+"""Checkpoint storage: what many processes write comes back in any slice, and errors are clear.
+
+Mistakes and full disks are in test_store_errors.py, damage and kills in test_store_damage.py.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dflop_jax.checkpoint import files as store_files
+from dflop_jax.checkpoint import reader as store_reader
+from dflop_jax.checkpoint.store import (
+    ArraySpec,
+    CheckpointStore,
+    CorruptCheckpoint,
+    Part,
+    Piece,
+)
+from tests.checkpoint.store_cases import (
+    Case,
+    assert_holds,
+    random_array,
+    random_case,
+    same,
+    save,
+    vector,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    """Arrays cross blocks and files, and reads are cut."""
+    monkeypatch.setattr(store_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(store_files, "FILE_BYTES", 256)
+    monkeypatch.setattr(store_reader, "RUN_BYTES", 40)
+    monkeypatch.setattr(store_reader, "READ_AHEAD_BYTES", 100)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def check_slices(store: CheckpointStore, seed: int, **sizes: Any) -> None:
+    """Write a random sharding, read random boxes, compare with plain numpy."""
+    case = random_case(seed, 1 + seed % 4, **sizes)
+    save(store, seed, case, {"seed": seed})
+    reader, rng = store.open(seed), np.random.default_rng(seed)
+    assert reader.meta == {"seed": seed}
+    assert_holds(reader, case)
+    for name, array in case.arrays.items():
+        for _ in range(4):
+            start = tuple(int(rng.integers(0, n + 1)) for n in array.shape)
+            shape = tuple(int(rng.integers(0, n - s + 1)) for n, s in zip(array.shape, start))
+            box = tuple(slice(s, s + n) for s, n in zip(start, shape))
+            assert same(reader.read(name, start, shape), np.asarray(array[box]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_slice_of_what_any_processes_wrote(store, seed):
+    check_slices(store, seed)
+
+
+@pytest.mark.parametrize("seed", range(12, 24))
+def test_any_slice_across_blocks_and_files(store, small_files, seed):
+    check_slices(store, seed, n_arrays=12, most=40, ranks=(0, 1, 2))
+    assert len(list(store.folder(seed).glob("process-*/*"))) > 4
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_no_arrays_at_all(store, n_processes):
+    folder = save(store, 5, Case([], {}, [[]] * n_processes), {"only": "meta"})
+    assert sorted(files_of(folder)) == ["COMMITTED", "manifest.json"]
+    assert (store.open(5).meta, store.open(5).specs) == ({"only": "meta"}, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
+def test_scalars_and_empty_arrays(store, dtype, shape):
+    array = random_array(np.random.default_rng(0), shape, dtype)
+    spec = ArraySpec("x", shape, dtype, shape)
+    save(store, 0, Case([spec], {}, [[Piece("x", (0,) * len(shape), array)]]))
+    assert same(store.open(0).read("x", (0,) * len(shape), shape), array)
+
+
+def test_an_empty_array_needs_no_piece(store):
+    save(store, 0, Case([ArraySpec("x", (0, 3), "int32", (0, 1))], {}, [[]]))
+    assert store.open(0).read("x", (0, 1), (0, 2)).shape == (0, 2)
+
+
+def test_zeros_are_stored_not_left_out(store, small_files):
+    """A lost block must not look like zeros."""
+    zeros = np.zeros(500, np.float32)
+    spec = ArraySpec("x", (500,), "float32", (500,))
+    folder = save(store, 1, Case([spec], {}, [[Piece("x", (0,), zeros)]]))
+    assert sum(f.stat().st_size for f in folder.glob("process-00000/*")) > zeros.nbytes
+    assert same(store.open(1).read("x", (0,), (500,)), zeros)
+
+
+def test_equal_state_makes_equal_files_in_any_order(tmp_path):
+    case, folders = random_case(3), []
+    for n, order in enumerate([1, -1]):
+        pieces = [own[::order] for own in case.pieces]
+        store = CheckpointStore(tmp_path / str(n))
+        folders.append(save(store, 7, replace(case, specs=case.specs[::order], pieces=pieces)))
+    assert files_of(folders[0]) == files_of(folders[1])
+
+
+def test_few_files(store):
+    """One for each process, however many arrays there are."""
+    folder = save(store, 1, random_case(0, n_processes=3, n_arrays=50))
+    assert len(files_of(folder)) == 3 + 2
+
+
+def test_a_part_travels_as_json(store):
+    case = random_case(1, n_processes=1)
+    store.prepare(1)
+    part = store.write(1, case.specs, case.pieces[0], 0)
+    assert msgspec.json.decode(msgspec.json.encode(part), type=Part) == part
+
+
+def test_a_process_needs_only_its_own_specs(store):
+    case = random_case(2, n_processes=2)
+    store.prepare(1)
+    parts = []
+    for process, own in enumerate(case.pieces):
+        names = {p.name for p in own}
+        parts.append(store.write(1, [s for s in case.specs if s.name in names], own, process))
+    store.commit(1, case.specs, parts[::-1], {})
+    assert_holds(store.open(1), case)
+
+
+def test_meta_comes_back_exactly(store):
+    meta = {
+        "generator": 2**127 + 1,
+        "rate": 0.1 + 0.2,
+        "worst": float("inf"),
+        "name": "mél\n",
+        "no": None,
+    }
+    save(store, 1, vector(), meta)
+    assert store.open(1).meta == meta
+
+
+def test_meta_that_is_not_json_is_refused(store):
+    with pytest.raises(ValueError, match=r"meta of checkpoint 1: .*ndarray"):
+        save(store, 1, vector(), {"x": np.zeros(1)})
+    assert store.steps() == ()
+
+
+# Only what overlaps is read.
+
+
+def test_files_of_other_processes_are_not_read(store):
+    array = np.arange(8, dtype=np.int32)
+    spec = ArraySpec("x", (8,), "int32", (2,))
+    folder = save(
+        store, 1, Case([spec], {}, [[Piece("x", (0,), array[:4])], [Piece("x", (4,), array[4:])]])
+    )
+    (folder / "process-00001" / "0").unlink()
+    reader = store.open(1)
+    assert same(reader.read("x", (1,), (3,)), array[1:4])
+    with pytest.raises(CorruptCheckpoint, match="process-00001/0: missing"):
+        reader.read("x", (3,), (2,))
+
+
+def test_blocks_of_other_chunks_are_not_read(store, small_files):
+    array = np.arange(48, dtype=np.int32)
+    folder = save(
+        store, 1, Case([ArraySpec("x", (48,), "int32", (8,))], {}, [[Piece("x", (0,), array)]])
+    )
+    file = folder / "process-00000" / "0"
+    data = bytearray(file.read_bytes())
+    data[150] ^= 1  # in the third block: elements 30 to 45
+    file.write_bytes(data)
+    reader = store.open(1)
+    assert same(reader.read("x", (2,), (27,)), array[2:29])
+    assert same(reader.read("x", (47,), (1,)), array[47:])
+    with pytest.raises(CorruptCheckpoint, match="process-00000/0: damaged"):
+        reader.read("x", (29,), (2,))
+
+
+def test_a_read_holds_little_beside_its_answer(store, monkeypatch):
+    """Runs of bounded length, a bounded number of them at once, however large the chunk."""
+    monkeypatch.setattr(store_reader, "RUN_BYTES", 400)
+    monkeypatch.setattr(store_reader, "READ_AHEAD_BYTES", 1000)
+    array = random_array(np.random.default_rng(0), (30, 20, 7), "float32")
+    whole = Case([ArraySpec("x", array.shape, "float32", array.shape)], {"x": array}, [[]])
+    whole.pieces[0].append(Piece("x", (0, 0, 0), array))
+    save(store, 1, whole)
+    sizes, held, most_held = [], 0, 0
+    start = store_files.StreamReader.start
+
+    def counted(self, offset_bytes, n_bytes):
+        nonlocal held, most_held
+        sizes.append(n_bytes)
+        held += n_bytes
+        most_held = max(held, most_held)
+        finish = start(self, offset_bytes, n_bytes)
+
+        def finish_counted():
+            nonlocal held
+            held -= n_bytes
+            return finish()
+
+        return finish_counted
+
+    monkeypatch.setattr(store_files.StreamReader, "start", counted)
+    reader = store.open(1)
+    assert same(reader.read("x", (0, 0, 0), array.shape), array)
+    assert sum(sizes) == array.nbytes
+    assert max(sizes) <= 400
+    assert most_held <= 1400
+    sizes.clear()
+    assert same(reader.read("x", (0, 3, 2), (30, 2, 3)), array[:, 3:5, 2:5])
+    assert sum(sizes) <= 30 * (7 + 3) * 4  # not the 18 rows between
+
+
+# Which checkpoints there are.
+
+
+def test_there_are_none_at_first(store):
+    assert store.steps() == ()
+    with pytest.raises(CorruptCheckpoint, match="00000003"):
+        store.open(3)
+
+
+def test_the_newest_are_kept_and_older_leftovers_removed(store):
+    save(store, 10, vector())
+    for left in (5, 15, 50):
+        store.prepare(left)
+    (store.root / "notes.txt").write_text("mine")
+    save(store, 20, vector())
+    assert store.steps() == (20, 10)
+    save(store, 30, vector())
+    assert store.steps() == (30, 20)
+    assert sorted(os.listdir(store.root)) == ["00000020", "00000030", "00000050", "notes.txt"]
+
+
+def test_a_checkpoint_older_than_others_survives_its_own_commit(store):
+    for step in (100, 200, 50):
+        save(store, step, vector())
+    assert store.steps() == (200, 50)
+
+
+def test_a_leftover_makes_room(store):
+    store.prepare(4)
+    store.write(4, vector(800).specs, vector(800).pieces[0], 7)
+    save(store, 4, vector())
+    assert_holds(store.open(4), vector())
+    assert [f.name for f in store.folder(4).glob("process-*")] == ["process-00000"]
+
+
+def test_a_checkpoint_is_not_overwritten(store):
+    folder = save(store, 1, vector())
+    before = files_of(folder)
+    case = vector(5)
+    part = CheckpointStore(store.root.with_name("other")).write(1, case.specs, case.pieces[0], 0)
+    for attempt in (
+        lambda: store.prepare(1),
+        lambda: store.write(1, case.specs, case.pieces[0], 0),
+        lambda: store.commit(1, case.specs, [part], {}),
+    ):
+        with pytest.raises(ValueError, match="00000001: this checkpoint exists; discard it or"):
+            attempt()
+    assert files_of(folder) == before
+    store.discard(1)
+    store.discard(1)
+    assert store.steps() == ()
+    save(store, 1, case)
+    assert_holds(store.open(1), case)
+
+
+def test_a_renamed_checkpoint_is_refused(store):
+    save(store, 1, vector()).rename(store.folder(2))
+    with pytest.raises(CorruptCheckpoint, match="00000002: holds step 1"):
+        store.open(2)
+
+
+@pytest.mark.parametrize("step", [0, 99_999_999, 123_456_789_012])
+def test_steps_of_any_size(store, step):
+    save(store, step, vector())
+    assert store.steps() == (step,)
+
+
+@pytest.mark.parametrize("name", ["a b", "50%20#?", "Läufe", "{x}$HOME*"])
+def test_folders_of_any_name(tmp_path, name):
+    store = CheckpointStore(tmp_path / name)
+    save(store, 1, vector())
+    assert_holds(store.open(1), vector())

@@ -1,0 +1,256 @@
+"""What checkpoint storage says to mistakes of its caller and to trouble with the file system."""
+
+import errno
+import multiprocessing
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflop_jax.checkpoint.store import ArraySpec, CheckpointStore, Piece, StorageError
+from tests.checkpoint.store_cases import (
+    Case,
+    assert_holds,
+    random_case,
+    save,
+    save_with_small_files_allowed,
+    vector,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+# Mistakes of the caller.
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, chunk, why",
+    [
+        ((4,), "float32", (5,), "chunk"),
+        ((4,), "float32", (0,), "chunk"),
+        ((0,), "float32", (1,), "chunk"),
+        ((4, 4), "float32", (4,), "chunk"),
+        ((-1,), "float32", (-1,), "chunk"),
+        ((4,), "float", (4,), "number type"),
+        ((4,), ">f4", (4,), "number type"),
+        ((4,), "object", (4,), "number type"),
+        ((4,), "no_such", (4,), "number type"),
+    ],
+)
+def test_a_wrong_spec_cannot_exist(shape, dtype, chunk, why):
+    with pytest.raises(ValueError, match=f"array x: .*{why}"):
+        ArraySpec("x", shape, dtype, chunk)
+
+
+@pytest.mark.parametrize(
+    "name, start, shape, dtype, why",
+    [
+        ("y", (0,), (4,), "float32", "no spec"),
+        ("x", (0,), (4,), "float64", "is float32, a piece of it float64"),
+        ("x", (0,), (4,), ">f4", "is float32, a piece of it >f4"),
+        ("x", (0, 0), (4, 1), "float32", "whole chunks"),
+        ("x", (1,), (4,), "float32", "whole chunks"),
+        ("x", (0,), (3,), "float32", "whole chunks"),
+        ("x", (2,), (2,), "float32", "whole chunks"),
+        ("x", (9,), (1,), "float32", "whole chunks"),
+        ("x", (8,), (4,), "float32", "whole chunks"),
+        ("x", (-4,), (4,), "float32", "whole chunks"),
+    ],
+)
+def test_a_wrong_piece_is_refused(store, name, start, shape, dtype, why):
+    piece = Piece(name, start, np.zeros(shape, dtype))
+    with pytest.raises(ValueError, match=why):
+        store.write(1, [ArraySpec("x", (10,), "float32", (4,))], [piece], 0)
+
+
+def commit_parts(store, case: Case, change) -> None:
+    store.prepare(1)
+    parts = [store.write(1, case.specs, own, n) for n, own in enumerate(case.pieces)]
+    specs, parts = change(case.specs, parts)
+    store.commit(1, specs, parts, {})
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (
+            lambda s, p: (s, p[:1]),
+            "array a: of its 4 chunks no process wrote 2, and several wrote 0",
+        ),
+        (lambda s, p: (s, []), "no process wrote 4"),
+        (lambda s, p: (s, [*p, replace(p[0], process=2)]), "several wrote 2"),
+        (lambda s, p: (s, [p[0], p[0]]), "two parts of one process"),
+        (lambda s, p: ([], p), "process 0 laid its arrays out by other specs"),
+        (lambda s, p: ([replace(s[0], dtype="int32")], p), "other specs"),
+        (lambda s, p: ([replace(s[0], chunk=(4,))], p), "other specs"),
+        (lambda s, p: (s * 2, p), "two specs"),
+    ],
+)
+def test_what_is_not_whole_is_not_committed(store, change, why):
+    a = vector().arrays["a"]
+    case = replace(vector(), pieces=[[Piece("a", (0,), a[:4])], [Piece("a", (4,), a[4:])]])
+    with pytest.raises(ValueError, match=why):
+        commit_parts(store, case, change)
+    assert store.steps() == ()
+
+
+@pytest.mark.parametrize(
+    "name, start, shape, why",
+    [
+        ("b", (0,), (1,), "has no array b"),
+        ("a", (0,), (9,), "no box"),
+        ("a", (-1,), (1,), "no box"),
+        ("a", (1,), (-1,), "no box"),
+        ("a", (), (), "no box"),
+        ("a", (0,), (1, 1), "no box"),
+    ],
+)
+def test_a_wrong_read_is_refused(store, name, start, shape, why):
+    save(store, 1, vector())
+    with pytest.raises(ValueError, match=why):
+        store.open(1).read(name, start, shape)
+
+
+def test_at_least_one_is_kept(tmp_path):
+    with pytest.raises(ValueError, match="keep=0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+# Trouble with the file system: one line, the last checkpoint untouched, nothing in the way.
+
+
+@contextmanager
+def unprivileged():
+    """Root may write anywhere, so be nobody."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def one_line(error: pytest.ExceptionInfo, *words: object) -> None:
+    assert "\n" not in str(error.value)
+    assert all(str(w) in str(error.value) for w in words), str(error.value)
+
+
+def test_root_is_a_file(tmp_path):
+    (tmp_path / "f").write_text("x")
+    store = CheckpointStore(tmp_path / "f")
+    case = vector()
+    for attempt in (
+        store.steps,
+        lambda: store.prepare(1),
+        lambda: store.write(1, case.specs, case.pieces[0], 0),
+    ):
+        with pytest.raises(StorageError) as e:
+            attempt()
+        one_line(e, tmp_path / "f", "Not a directory")
+        assert e.value.errno == errno.ENOTDIR
+    assert (tmp_path / "f").read_text() == "x"
+
+
+@contextmanager
+def modes(root: Path, folders: int, files: int):
+    """Everything below `root` has these modes, and can be removed afterwards."""
+    paths = [root, *root.rglob("*")]
+    for path in paths[::-1]:
+        path.chmod(folders if path.is_dir() else files)
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.chmod(0o755)
+
+
+def test_without_permission():
+    with tempfile.TemporaryDirectory() as folder:
+        store, case = CheckpointStore(Path(folder)), vector()
+        save(store, 1, case)
+        store.prepare(2)
+        with modes(store.root, 0o555, 0o444), unprivileged():
+            assert_holds(store.open(1), case)
+            for attempt in (
+                lambda: store.prepare(3),
+                lambda: store.write(2, case.specs, case.pieces[0], 0),
+                lambda: store.discard(1),
+            ):
+                with pytest.raises(StorageError) as e:
+                    attempt()
+                one_line(e, folder, "Permission denied")
+        with modes(store.root, 0o555, 0o000), unprivileged():
+            with pytest.raises(StorageError) as e:
+                store.open(1)
+            one_line(e, folder, "Permission denied")
+        data = store.folder(1) / "process-00000"
+        with modes(data, 0o555, 0o000), unprivileged():
+            with pytest.raises(StorageError) as e:
+                store.open(1).read("a", (0,), (8,))
+            one_line(e, store.folder(1), "Permission denied")
+        assert_holds(store.open(1), case)
+
+
+def test_no_room_for_the_manifest(store):
+    """/dev/full is a full disk."""
+    save(store, 1, vector())
+    store.prepare(2)
+    case = vector()
+    part = store.write(2, case.specs, case.pieces[0], 0)
+    (store.folder(2) / "manifest.json").symlink_to("/dev/full")
+    with pytest.raises(StorageError) as e:
+        store.commit(2, case.specs, [part], {})
+    one_line(e, "save checkpoint 2", store.root, "No space left on device")
+    assert e.value.errno == errno.ENOSPC
+    assert os.listdir(store.root) == ["00000001"]
+    assert_holds(store.open(1), case)
+
+
+def test_no_room_for_the_arrays(store):
+    """A process that may write no larger file fails as on a full disk, in the middle of one."""
+    save(store, 1, vector())
+    spawn = multiprocessing.get_context("spawn")
+    receive, answer = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=save_with_small_files_allowed, args=(store.root, 500, answer))
+    process.start()
+    assert receive.poll(60)
+    kind, number, message = receive.recv()
+    process.join()
+    assert (kind, number) == ("StorageError", errno.EFBIG)
+    assert message == f"cannot save checkpoint 2 in {store.root}: File too large"
+    assert os.listdir(store.root) == ["00000001"]
+    assert_holds(store.open(1), vector())
+
+
+def test_a_folder_that_is_not_shared(store):
+    """Process 0 does not see what another host wrote to its own disk."""
+    case = random_case(1, n_processes=1)
+    store.prepare(1)
+    part = store.write(1, case.specs, case.pieces[0], 0)
+    (store.folder(1) / "process-00000" / "0").unlink()
+    with pytest.raises(StorageError) as e:
+        store.commit(1, case.specs, [part], {})
+    one_line(e, "process-00000/0", "need one shared folder")
+    assert store.steps() == ()
+
+
+def test_a_checkpoint_that_is_saved_though_an_old_one_stays(store, monkeypatch):
+    for step in (1, 2):
+        save(store, step, vector())
+    with monkeypatch.context() as m:
+        m.setattr("shutil.rmtree", lambda folder: os.rmdir(folder))
+        with pytest.raises(StorageError) as e:
+            save(store, 3, vector())
+    one_line(e, "cannot remove older checkpoints (3 is saved)", store.root, "Directory not empty")
+    assert store.steps() == (3, 2)
+    save(store, 4, vector())
+    assert sorted(os.listdir(store.root)) == ["00000003", "00000004"]

@@ -1,0 +1,348 @@
+"""The `dflop` command from the outside: exit codes, one line per mistake, and a short real run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from dflop_jax.cli import main
+from dflop_jax.config import fields
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan, Profile, SubmeshPlan
+from dflop_jax.report.run_folder import read_metrics
+from tests.plans import NANO, nano_profile
+
+COMMANDS = ("profile", "plan", "simulate", "train", "report")
+
+EXPERIMENT = """
+from dflop_jax import Config
+from dflop_jax import DataConfig
+from dflop_jax import ModelConfig
+from dflop_jax import PlanConfig
+from dflop_jax import TrainConfig
+
+
+def config():
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
+        plan=PlanConfig(devices=2, max_model=1, buckets=2, sampled_batches=1, max_microbatches=4),
+        train=TrainConfig(steps=3, global_batch=8),
+        run_dir="run",
+        cache_dir="cache",
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Relative paths land in tmp_path; the process keeps its devices and its compile cache."""
+    jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    kept = {n: getattr(jax.config, n) for n in names}
+    monkeypatch.chdir(tmp_path)
+    Path("nano.py").write_text(EXPERIMENT)
+    save(NANO, "nano_plan.json")
+    save(nano_profile(), "nano_profile.json")
+    yield
+    for name, value in kept.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def run(capsys, *args):
+    """(exit code, stdout, stderr) of a command line."""
+    try:
+        code = main(args)
+    except SystemExit as e:  # argparse leaves by this door
+        code = e.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys, *args):
+    """The one line of a command line that is refused."""
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+# ---- mistakes in the command line ----
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "simulate", "train"])
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["--train.step", "3"], "unknown override train.step; did you mean train.steps?"),
+        (["--train.step=3"], "did you mean train.steps?"),
+        (["--train.steps", "many"], "Expected `int`, got `str` - at `train.steps`"),
+        (["--train.steps", "0"], "train.steps=0 must be at least 1"),
+        (["--plan.policy", "best"], "plan.policy='best' is not one of auto, dflop, orch, "),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--train.steps"], "expected one argument"),
+        (["--plan.devices", "64"], "plan.devices=64 but only 8 cpu devices exist; lower it"),
+        (["--model.size", "huge"], "unknown model size 'huge'"),
+        (["--model.factory", "nowhere:build"], "model.factory='nowhere:build': No module named"),
+        (["--model.factory", "models.llava:gone"], "has no attribute 'gone'"),
+        (["--model.factory", "models"], "give MODULE:FUNCTION"),
+        (["--model.attention_kernel", "cudnn"], "'cudnn' is not one of auto, xla, pallas"),
+        (["--model.attention_kernel", "pallas"], "needs a GPU, jax has cpu; leave it at auto"),
+        (
+            ["--model.attention_kernel", "xla", "--model.factory", "models.llava:known_dtype"],
+            "models.llava:known_dtype takes none; leave it at auto",
+        ),
+    ],
+)
+def test_overrides_that_are_wrong(capsys, command, args, says):
+    assert says in refused(capsys, command, "nano.py", *args)
+    assert not Path("run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train"], "required: experiment (see dflop train --help)"),
+        (["report"], "required: RUN"),
+        (["simulate", "nano.py", "--batches", "few"], "invalid int value: 'few'"),
+    ],
+)
+def test_command_lines_that_are_wrong(capsys, args, says):
+    assert says in refused(capsys, *args)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (None, "exp.py: no such experiment file; give a path such as experiments/demo.py"),
+        ("", "exp.py: defines no config() that returns a dflop_jax.Config"),
+        ("def config():\n    return 3\n", "exp.py: defines no config() that returns"),
+        ("def config(:\n", "exp.py: "),
+        ("import nowhere_to_be_found\n", "exp.py: No module named 'nowhere_to_be_found'"),
+        (
+            "from dflop_jax import Config, TrainConfig\n"
+            "def config():\n    return Config(train=TrainConfig(steps=0))\n",
+            "exp.py: config() fails: train.steps=0 must be at least 1",
+        ),
+        (
+            "from dflop_jax import TrainConfig\ndef config():\n    return TrainConfig(step=1)\n",
+            "config() fails: TrainConfig.__init__() got an unexpected keyword argument 'step'",
+        ),
+    ],
+)
+def test_experiment_files_that_are_wrong(capsys, text, says):
+    if text is not None:
+        Path("exp.py").write_text(text)
+    assert says in refused(capsys, "train", "exp.py")
+
+
+def test_a_folder_is_no_experiment(capsys):
+    Path("exp.py").mkdir()
+    assert "exp.py: no such experiment file" in refused(capsys, "train", "exp.py")
+
+
+# ---- mistakes in the files it is given ----
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("gone.json", None, "gone.json"),
+        ("empty.json", "", "empty.json"),
+        ("none.json", "[]", "none.json"),
+        ("broken.json", '[{"conversations": [', "broken.json"),
+        ("broken.jsonl", '{"conversations": []}\n{"conversations"\n', "broken.jsonl"),
+    ],
+)
+def test_datasets_that_are_wrong(capsys, name, content, says):
+    if content is not None:
+        Path(name).write_text(content)
+    line = refused(capsys, "profile", "nano.py", "--data.path", name)
+    assert says in line
+    assert not Path("run/profile.json").exists()
+
+
+def test_a_run_folder_that_is_in_use(capsys):
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
+    line = refused(capsys, "train", "nano.py", "--plan-file", "nano_plan.json")
+    assert "run: holds the metrics of another run; choose another --run_dir" in line
+    assert Path("run/metrics.jsonl").read_text() == '{"step":0,"step_s":1.0}\n'
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_run_folder_that_is_a_file(capsys, command):
+    Path("run").write_text("")
+    line = refused(capsys, command, "nano.py", "--profile-file", "nano_profile.json")
+    assert "run: is a file; choose another --run_dir" in line
+
+
+def changed_plan(**changes):
+    save(dataclasses.replace(NANO, **changes), "other_plan.json")
+    return ("--plan-file", "other_plan.json", "--profile-file", "nano_profile.json")
+
+
+def test_plan_files_that_are_wrong(capsys):
+    vision, llm = NANO.segments
+    files = changed_plan(segments=(vision, dataclasses.replace(llm, stop=6)))
+    line = refused(capsys, "train", "nano.py", *files)
+    assert "the plan covers 6 layers of 'llm', the model has 4" in line
+
+    far = (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))
+    line = refused(capsys, "train", "nano.py", *changed_plan(submeshes=far))
+    assert "submesh 'llm' needs devices 1..15 but only 2 exist" in line
+
+    odd = (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 3))
+    files = ("--plan.devices", "8", *changed_plan(submeshes=odd))
+    line = refused(capsys, "train", "nano.py", *files)
+    assert "does not divide over model=3" in line
+
+    line = refused(capsys, "train", "nano.py", "--plan-file", "nano_profile.json")
+    assert "nano_profile.json: holds Profile, expected Plan" in line
+    line = refused(capsys, "train", "nano.py", "--plan-file", "gone.json")
+    assert "gone.json: no such file" in line
+    line = refused(capsys, "plan", "nano.py", "--profile-file", "nano_plan.json")
+    assert "nano_plan.json: holds Plan, expected Profile" in line
+    assert not Path("run/metrics.jsonl").exists() or not Path("run/metrics.jsonl").read_bytes()
+
+
+def test_planning_on_one_device_names_the_remedy(capsys):
+    files = ("--profile-file", "nano_profile.json", "--plan.devices", "1")
+    line = refused(capsys, "plan", "nano.py", *files)
+    assert "raise plan.devices or use plan.policy auto" in line
+
+
+def test_unknown_parts_cannot_be_frozen(capsys):
+    files = ("--plan-file", "nano_plan.json", "--profile-file", "nano_profile.json")
+    line = refused(capsys, "train", "nano.py", *files, "--train.freeze", "audio")
+    assert "cannot freeze ['audio']; the model has ['connector', 'llm', 'vision']" in line
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_folder_that_holds_no_run(capsys, make):
+    if make:
+        Path("empty").mkdir()
+    assert "empty" in refused(capsys, "report", "empty")
+    assert "empty" in refused(capsys, "report", "empty", "empty2")
+
+
+# ---- help ----
+
+
+def test_help_lists_the_commands(capsys):
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "")
+    assert all(c in out for c in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = run(capsys, command, "--help")
+    assert (code, err) == (0, "")
+    assert "--json" in out
+    if command != "report":
+        for name, _, text in fields():
+            assert f"--{name} " in out
+            assert text in out
+        assert "(default: dflop)" in out
+        assert "EXPERIMENT" in out
+
+
+# ---- commands that work ----
+
+
+def planned(capsys, *args):
+    return run(capsys, *args, "nano.py", "--profile-file", "nano_profile.json")
+
+
+def test_plan_writes_a_plan_that_loads(capsys):
+    code, out, err = planned(capsys, "plan")
+    assert (code, err) == (0, "")
+    assert "wrote run/plan.json" in out
+    plan = load(Plan, "run/plan.json")
+    assert plan.n_devices == 2
+    assert load(Profile, "run/profile.json") == nano_profile()
+    code, out, _ = planned(capsys, "plan", "--json")
+    assert code == 0
+    assert json.loads(out)["plan"]["policy"] == "dflop"
+    assert load(Plan, "run/plan.json") == plan
+
+
+def test_simulate_writes_a_picture_and_json(capsys):
+    files = ("--plan-file", "nano_plan.json", "--batches", "2")
+    code, out, _ = planned(capsys, "simulate", "--json", *files)
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["step_s"] == pytest.approx(summary["makespan_s"] / 2)
+    assert set(summary["busy_fraction"]) == {"vision", "llm"}
+    assert Path("run/simulated.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads(Path("run/simulated.json").read_text())["traceEvents"]
+
+
+RUN_FILES = {
+    "config.json",
+    "profile.json",
+    "plan.json",
+    "metrics.jsonl",
+    "trace.json",
+    "timeline.png",
+    "loss.png",
+    "summary.md",
+}
+
+
+def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
+    files = ("--plan-file", "nano_plan.json", "--profile-file", "nano_profile.json")
+    code, out, err = run(capsys, "train", "nano.py", "--json", *files)
+    assert code == 0, err
+    said = json.loads(out)
+    rows = read_metrics("run")
+    assert {p.name for p in Path("run").iterdir() if p.is_file()} >= RUN_FILES
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert [r["compiles"] for r in rows[1:]] == [0, 0]
+    assert said["compiles_after_warmup"] == 0
+    assert (said["first_loss"], said["last_loss"]) == (rows[0]["loss"], rows[-1]["loss"])
+    assert set(rows[0]["busy_fraction"]) == set(rows[0]["padding_fraction"]) == {"vision", "llm"}
+    assert all(0 <= f < 1 for r in rows for f in r["padding_fraction"].values())
+    assert all(r["supervised_tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
+    assert load(Plan, "run/plan.json").submeshes == NANO.submeshes
+    assert json.loads(Path("run/config.json").read_text())["train"]["steps"] == 3
+    assert "makespan" in Path("run/summary.md").read_text()
+
+    # The same again, on a machine whose clock shows other times: measured seconds may differ from
+    # run to run, so nothing that reaches the parameters may depend on them.
+    measured = Executor.calibrate
+
+    def other_times(self, *args, **kwargs):
+        times = measured(self, *args, **kwargs)
+        for runs in (times.took, times.arrived):
+            for task, seconds in runs.items():
+                runs[task] = [s * (1 + 9 * (task.group % 2)) for s in seconds]
+        return times
+
+    monkeypatch.setattr(Executor, "calibrate", other_times)
+    code, _, err = run(capsys, "train", "nano.py", "--run_dir", "again", *files)
+    assert code == 0, err
+    assert [r["loss"] for r in read_metrics("again")] == [r["loss"] for r in rows]
+
+    code, out, _ = run(capsys, "report", "run", "again", "--json", "--out", "both.png")
+    assert code == 0
+    assert [r["name"] for r in json.loads(out)["runs"]] == ["run", "again"]
+    assert Path("both.png").read_bytes()[:4] == b"\x89PNG"
+    code, out, _ = run(capsys, "report", "run")
+    assert code == 0
+    assert "dflop" in out
+
+    # A run in the folder is only replaced when told so.
+    assert "another run" in refused(capsys, "train", "nano.py", *files)

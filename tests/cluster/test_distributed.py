@@ -1,0 +1,281 @@
+"""What jax is told about the processes of a run, and a few real starts of two."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflop_jax.cluster import distributed
+from dflop_jax.cluster.distributed import (
+    Membership,
+    devices_each,
+    gpu_share,
+    initialise,
+    on_cpu,
+    run_devices,
+    visible_gpus,
+)
+from dflop_jax.cluster.processes import Processes
+from dflop_jax.cluster.rendezvous import Address
+from dflop_jax.config import DistributedConfig
+
+AT = Address("node1", 29400)
+FLAGS = DistributedConfig(coordinator="node1:29400", num_processes=2, process_id=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    """Whatever starts the tests, they are one process."""
+    for name in [n for n in os.environ if n.startswith(("DFLOP_", "SLURM_", "OMPI_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+
+
+# ---- devices ----
+
+
+@pytest.mark.parametrize(
+    "number, told, plan, each",
+    [(1, 0, 0, 0), (1, 0, 8, 8), (2, 0, 8, 4), (4, 0, 0, 0), (2, 3, 0, 3), (2, 3, 6, 3)],
+)
+def test_devices_are_shared_evenly(number, told, plan, each):
+    assert devices_each(Processes(number, 0, AT, devices_each=told), plan) == each
+
+
+@pytest.mark.parametrize(
+    "number, told, plan, says",
+    [
+        (3, 0, 8, "plan.devices=8 cannot be shared evenly by 3 processes; give a multiple of 3"),
+        (2, 2, 8, "2 processes of 2 devices have 4; give --plan.devices 4, or 0"),
+        (1, 2, 8, "1 processes of 2 devices have 2"),
+    ],
+)
+def test_devices_that_cannot_be_shared(number, told, plan, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        devices_each(Processes(number, 0, AT, devices_each=told), plan)
+
+
+@pytest.mark.parametrize(
+    "gpus, local_number, local_index, each, share",
+    [
+        ("0,1,2,3", 1, 0, 0, [0, 1, 2, 3]),
+        ("0,1,2,3", 0, 0, 0, [0, 1, 2, 3]),
+        ("0,1,2,3", 2, 1, 0, [2, 3]),
+        ("4,5,6,7", 4, 3, 1, [3]),
+        ("0,1,2,3", 2, 1, 1, [2]),
+        ("0,1,2", 2, 1, 0, [1]),
+        ("6", 8, 6, 0, None),  # Slurm's --gpus-per-task=1
+    ],
+)
+def test_gpus_are_shared(monkeypatch, gpus, local_number, local_index, each, share):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    found = Processes(8, 6, AT, "Slurm", local_number, local_index)
+    assert gpu_share(found, each) == share
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ValueError, match="2 processes on this host need 1 GPUs each, 1 are there"):
+        gpu_share(Processes(2, 0, AT, "dflop launch", 2, 0), 0)
+
+
+@pytest.mark.parametrize("text, n", [("", 0), ("-1", 0), ("3", 1), ("0,1,GPU-8f", 3)])
+def test_visible_gpus(monkeypatch, text, n):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert visible_gpus() == n
+
+
+@pytest.mark.parametrize(
+    "platforms, plugin, gpus, cpu",
+    [
+        ("cpu", True, "0", True),
+        ("cuda,cpu", False, "", False),
+        (None, True, "0", False),
+        (None, True, "", True),
+        (None, False, "0", True),
+    ],
+)
+def test_on_cpu(monkeypatch, platforms, plugin, gpus, cpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda _: plugin or None)
+    kept = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert on_cpu() is cpu
+    finally:
+        jax.config.update("jax_platforms", kept)
+
+
+class _Device:
+    platform = "cpu"
+
+    def __init__(self, process_index: int, id: int):
+        self.process_index, self.id = process_index, id
+
+
+def test_run_devices(monkeypatch):
+    devices = [_Device(1, 2), _Device(0, 1), _Device(0, 0), _Device(1, 3)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    two = Membership(2, 0)
+    assert [d.id for d in run_devices(4, two)] == [0, 1, 2, 3]
+    assert run_devices(0, two) == run_devices(4, two)
+    with pytest.raises(ValueError, match=r"plan.devices=2, but the 2 processes have 4 cpu devices"):
+        run_devices(2, two)
+    devices.pop()
+    with pytest.raises(ValueError, match=r"different numbers of devices \(2 on 0, 1 on 1\)"):
+        run_devices(0, two)
+    with pytest.raises(ValueError, match=r"\(2 on 0, 1 on 1, 0 on 2\)"):
+        run_devices(3, Membership(3, 0))
+
+
+# ---- joining ----
+
+
+def test_one_process_needs_nothing(monkeypatch):
+    jax.devices()
+    assert initialise(DistributedConfig()) == Membership()
+    monkeypatch.setenv("DFLOP_DEVICES_PER_PROCESS", "2")
+    assert initialise(DistributedConfig()).number == 1
+    assert distributed.shutdown()
+    assert Membership().share(b"x") == b"x"
+
+
+def test_jax_in_use_is_said_before_anything_waits():
+    jax.devices()
+    with pytest.raises(ValueError, match="jax is in use already"):
+        initialise(FLAGS)
+
+
+JOIN = """
+import faulthandler, os, signal, sys, threading, time
+faulthandler.enable()
+import jax
+jax.config.update("jax_platforms", "cpu")
+from dflop_jax.config import DistributedConfig
+from dflop_jax.cluster import distributed
+what = sys.argv[1]
+config = DistributedConfig(connect_timeout_s=60.0)
+me = distributed.initialise(config, plan_devices=4)
+assert distributed.initialise(config, plan_devices=4) is me
+assert me.share(b"%d" % me.index * 3000) == b"0" * 3000
+devices = distributed.run_devices(4, me)
+assert [d.process_index for d in devices] == [0, 0, 1, 1]
+if sys.platform == "linux":  # gloo's thread
+    threads = map(int, os.listdir("/proc/self/task"))
+    assert sum(os.sched_getscheduler(t) == os.SCHED_BATCH for t in threads) == 1
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def sharding(devices):
+    return NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
+
+def array(devices):
+    values, shape = np.arange(4, dtype=np.float32), (4,)
+    part = values.__getitem__
+    return jax.make_array_from_callback(shape, sharding(devices), part, dtype=values.dtype)
+
+everywhere = NamedSharding(Mesh(np.array(devices), ("x",)), P())
+total = jax.jit(lambda v: v.sum(), out_shardings=everywhere)(array(devices))  # through gloo
+moved = jax.device_put(array(devices[:2]), sharding(devices[2:]))  # from process to process
+here = [float(s.data[0]) for s in moved.addressable_shards]
+print("got", float(total), here, flush=True)
+if what == "leave":
+    assert distributed.shutdown(60.0)
+    assert not jax.distributed.is_initialized()
+    print("left", flush=True)
+elif what == "fail":  # the launcher learns of it, though process 0 is busy and never comes
+    if me.index == 1:
+        sys.exit(6)
+    time.sleep(600)
+elif what == "lose":
+    gone = int(sys.argv[2])
+    (link,) = me.links.values()
+    link.sendall(b"r")
+    assert link.recv(1) == b"r"  # both have done their part
+    if me.index == gone:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert link.recv(1) == b""
+    print("saw", flush=True)
+    assert not distributed.shutdown(0.5)
+    print("alone", flush=True)
+    distributed.leave(4)
+"""
+
+
+def start(tmp_path: Path, *args: str, **named) -> subprocess.Popen[str]:
+    (tmp_path / "join.py").write_text(JOIN)
+    return subprocess.Popen(
+        [*args[:-1], str(tmp_path / "join.py"), *args[-1].split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **named,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it wrote; one that hangs says where."""
+    try:
+        return process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
+        raise AssertionError(f"hung: {out}{err}") from None
+
+
+def test_two_processes_meet_compute_and_leave(tmp_path):
+    launch_two = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--", "python"]
+    process = start(tmp_path, *launch_two, "leave")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    # Nothing of gloo's greetings, so that `--json` stays readable.
+    assert sorted(out.splitlines()) == [
+        "[1] got 6.0 [0.0, 2.0]",
+        "[1] left",
+        "got 6.0 []",
+        "left",
+    ]
+    assert "Traceback" not in err
+    assert "Check failure" not in err
+
+
+def test_an_exit_does_not_wait_for_the_others(tmp_path):
+    launch_two = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--", "python"]
+    process = start(tmp_path, *launch_two, "fail")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 6
+    assert "process 1 ended with exit code 6; stopping the others" in err
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
+    """Started by hand, since a launcher would stop the other one first."""
+    port = distributed.free_port()
+    pair = [
+        start(
+            tmp_path,
+            *(sys.executable, f"lose {gone}"),
+            env={
+                **os.environ,
+                "DFLOP_COORDINATOR": f"127.0.0.1:{port}",
+                "DFLOP_NUM_PROCESSES": "2",
+                "DFLOP_PROCESS_ID": str(i),
+                "http_proxy": "http://127.0.0.1:9",  # gRPC would ask it, and get no answer
+            },
+        )
+        for i in range(2)
+    ]
+    ends = [end(p) for p in pair]
+    assert pair[gone].returncode == -9, ends[gone]
+    out, err = ends[1 - gone]
+    assert pair[1 - gone].returncode == 4, err
+    assert out.splitlines()[-2:] == ["saw", "alone"]
+    assert "Check failure" not in err
+    assert "Terminating process" not in err

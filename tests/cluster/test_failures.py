@@ -1,0 +1,186 @@
+"""Runs of 1, 2 and 4 processes on four devices: equal losses, and what happens when all goes wrong.
+
+One run of two processes is left alone; others go on from copies of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.launch import PROCESS_ID_ENV, STOP_GRACE_S
+from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
+from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, losses
+
+PEER_TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    return Jobs.make(tmp_path_factory.mktemp("jobs"), FOUR)
+
+
+@pytest.fixture(scope="module")
+def whole(jobs):
+    """The folder of an undisturbed run of two processes."""
+    code, output = jobs.run(2, jobs.folder / "whole")
+    assert code == 0, output
+    assert len(losses(jobs.folder / "whole")) == STEPS
+    return jobs.folder / "whole"
+
+
+@pytest.fixture
+def cut(whole, tmp_path):
+    """A copy of that run as if it had been killed after step 14, with checkpoints 4, 8 and 12."""
+    copy = tmp_path / "cut"
+    shutil.copytree(whole, copy)
+    store = CheckpointStore(copy / CHECKPOINTS)
+    for step in store.steps():
+        if step > 12:
+            store.discard(step)
+    rows = (copy / METRICS).read_bytes().splitlines(keepends=True)
+    (copy / METRICS).write_bytes(b"".join(rows[:14]))
+    return copy
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """What is in every file."""
+    files = (f for f in sorted(folder.rglob("*")) if f.is_file())
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def wait_for_rows(run_dir: Path, at_least: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    path = run_dir / METRICS
+    while not (path.exists() and path.read_bytes().count(b"\n") >= at_least):
+        assert time.monotonic() < deadline, "no step"
+        time.sleep(0.005)
+
+
+def trainers(launcher: int) -> dict[int, int]:
+    """Process ids of a launcher's processes, by their number in the run."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            entries = (folder / "environ").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        index = [e.partition("=")[2] for e in entries if e.startswith(f"{PROCESS_ID_ENV}=")]
+        if parent == launcher and index:
+            found[int(index[0])] = int(folder.name)
+    return found
+
+
+# ---- the same losses ----
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_any_number_of_processes_has_the_same_losses(jobs, whole, tmp_path, n):
+    code, output = jobs.run(n, tmp_path / "run")
+    assert code == 0, output
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_run_resumes_on_more_processes(jobs, whole, cut):
+    code, output = jobs.run(4, cut, "--resume", "auto")
+    assert code == 0, output
+    assert "resumed after step 12 of 20" in output
+    assert losses(cut)[:12] == losses(whole)[:12]
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+
+
+# ---- ends ----
+
+
+def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(jobs, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    with jobs.started(2, run_dir, "--checkpoint.every", "100") as job:
+        wait_for_rows(run_dir, 3)
+        job.send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    (step,) = map(int, re.findall(r"preempted at step (\d+)", output))
+    assert 3 <= step < STEPS
+    assert len(losses(run_dir)) == step
+    assert CheckpointStore(run_dir / CHECKPOINTS).steps() == (step,)
+    code, output = jobs.run(2, run_dir, "--checkpoint.every", "100", "--resume", "auto")
+    assert code == 0, output
+    assert f"resumed after step {step} of {STEPS}" in output
+    assert losses(run_dir) == losses(whole)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize("stopped", [1])
+def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
+    run_dir = tmp_path / "run"
+    more = ("--distributed.peer_timeout_s", str(PEER_TIMEOUT_S), "--train.steps", "100000")
+    with jobs.started(2, run_dir, *more) as job:
+        wait_for_rows(run_dir, 2)
+        pids = trainers(job.pid)
+        os.kill(pids[stopped], signal.SIGSTOP)
+        start = time.monotonic()
+        output, _ = job.communicate(timeout=LIMIT_S)
+        took_s = time.monotonic() - start
+    assert job.returncode == 1, output
+    assert re.search(rf"process {stopped} \(.*pid {pids[stopped]}\) is silent for", output), output
+    assert f"process {1 - stopped} ended with exit code 1; stopping the others" in output
+    # The launcher gives the hung process, too, time to end by itself.
+    assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
+
+
+def test_damaged_checkpoints_are_passed_over(jobs, whole, cut):
+    newest, next_one = sorted((cut / CHECKPOINTS).iterdir())[-1:-3:-1]
+    (file,) = (newest / "process-00000").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    (file,) = (next_one / "process-00001").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+    code, output = jobs.run(2, cut, "--resume", "auto")
+    assert code == 0, output
+    said = " ".join(output.split())
+    for step in (12, 8):
+        assert f"checkpoint of step {step} is damaged, using an older one" in said
+    assert "resumed after step 4 of 20" in said
+    assert losses(cut) == losses(whole)
+
+
+# ---- mistakes ----
+
+
+def test_two_runs_on_one_folder(jobs, cut):
+    with RunFolder(cut, existing="resume"):
+        before = contents(cut)
+        code, output = jobs.run(2, cut, "--resume", "auto")
+        assert contents(cut) == before
+    assert code == 2
+    assert output.count("dflop train:") == 1
+    assert "another run is writing to it" in " ".join(output.split())
+
+
+def test_a_checkpoint_of_another_model(jobs, cut):
+    before = contents(cut)
+    code, output = jobs.run(
+        2, cut, "--resume", "auto", "--train.freeze", "vision", "--plan.max_model", "1"
+    )
+    assert code == 2, output
+    assert output.count("dflop train:") == 1
+    assert "it is of another model" in " ".join(output.split())
+    assert contents(cut) == before
+
+
+def test_a_folder_that_cannot_be_written(jobs, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = jobs.run(2, tmp_path / "file" / "run")
+    assert code == 2, output
+    assert output.count("dflop train:") == 1
+    assert "choose another --run_dir" in " ".join(output.split())

@@ -1,0 +1,329 @@
+"""Messages and signs of life among processes, played by threads over socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflop_jax.cluster.peers import Peers, RunFailed
+
+LIMIT_S = 15.0  # of waits that end as soon as what they wait for is there
+SMALL_S = 1.0  # a silence that counts
+SIZES = [0, 1, 1000, 1 << 20]
+
+
+class Wire(socket.socket):
+    """A socket that can hang, as if its process did: it then sends and reads nothing any more."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(fileno=end.detach())
+        self.hung, self.released = False, threading.Event()
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        if not self.hung:
+            super().sendall(data, flags)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = super().recv(size, flags)
+        if self.hung:
+            self.released.wait(LIMIT_S)
+        return data
+
+
+@dataclass
+class Job:
+    """Processes, what each was told of failures, and the wires: of process p, hub end first."""
+
+    peers: list[Peers]
+    failures: list[list[str]]
+    wires: dict[int, tuple[Wire, Wire]] = field(default_factory=dict)
+
+    def together(self, run: Callable[[Peers], Any], among: tuple[int, ...] = ()) -> list[Any]:
+        """`run` in all processes (or some) at once; what each returned."""
+        chosen = [self.peers[p] for p in among] if among else self.peers
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            return [f.result(LIMIT_S) for f in [pool.submit(run, p) for p in chosen]]
+
+    def ends_of(self, p: int) -> list[Wire]:
+        """The ends that process `p` holds."""
+        return [self.wires[p][1]] if p else [hub for hub, _ in self.wires.values()]
+
+    def wait_for_failures(self, at: list[int]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not all(self.failures[p] for p in at):
+            assert time.monotonic() < deadline, f"not everybody failed: {self.failures}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def job():
+    """Makes a job of `n` processes; it ends with the test."""
+    made: list[Job] = []
+
+    def make(
+        n: int, timeout_s: float = 600.0, before: Callable[[int], Any] = lambda p: None
+    ) -> Job:
+        wires = {}
+        for p in range(1, n):
+            wires[p] = tuple(map(Wire, socket.socketpair()))
+        failures: list[list[str]] = [[] for _ in range(n)]
+
+        def start(p: int) -> Peers:
+            before(p)
+            links = {0: wires[p][1]} if p else {q: wire[0] for q, wire in wires.items()}
+            return Peers(
+                p,
+                n,
+                links,
+                timeout_s=timeout_s,
+                on_failure=lambda why, code: failures[p].append(why),
+            )
+
+        with ThreadPoolExecutor(n) as pool:
+            peers = list(pool.map(start, range(n)))
+        made.append(Job(peers, failures, wires))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for peers in each.peers:  # ends its threads
+            peers.fail("the test is over")
+        for end in (end for wire in each.wires.values() for end in wire):
+            end.released.set()
+            hang_up(end)
+            end.close()
+
+
+def hang_up(end: socket.socket) -> None:
+    if end.fileno() >= 0:
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end did
+
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_share_gives_all_the_value_of_process_0(job, n, size):
+    value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    got = job(n).together(lambda p: p.share("key", value if p.is_hub else None))
+    assert got == [value] * n
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_gather_gives_process_0_everybodys_values_in_order(job, n, size):
+    got = job(n).together(lambda p: p.gather("key", bytes([p.process]) * size))
+    assert got == [[bytes([p]) * size for p in range(n)], *([[]] * (n - 1))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_sums_are_everybodys(job, n):
+    rows = [[0.1 * p, 1e300, -p, 0.0] for p in range(n)]
+    expected = [sum(column) for column in zip(*rows)]
+    assert job(n).together(lambda p: p.sums("key", rows[p.process])) == [expected] * n
+    assert job(n).together(lambda p: p.sums("none", [])) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_nobody_passes_a_barrier_before_all_are_there(job, n):
+    came, passed = [], []
+
+    def run(p: Peers) -> None:
+        time.sleep(0.05 * p.process)
+        came.append(p.process)
+        p.barrier("here")
+        passed.append(len(came))
+
+    job(n).together(run)
+    assert passed == [n] * n
+
+
+def test_messages_of_different_keys_may_come_in_any_order(job):
+    hub, other = job(2).peers
+    for key in "abc":
+        hub.share(key, key.encode())
+        other.gather(key, key.upper().encode())
+    assert [other.share(k) for k in "cab"] == [b"c", b"a", b"b"]
+    assert [hub.gather(k, b"") for k in "bca"] == [[b"", b"B"], [b"", b"C"], [b"", b"A"]]
+
+
+def test_messages_of_one_key_keep_their_order(job):
+    hub, other = job(2).peers
+    for value in (b"1", b"2", b"3"):
+        hub.share("key", value)
+    hub.share("last", b"")
+    assert other.share("last") == b""  # so all of them wait to be taken
+    assert [other.share("key") for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+def test_threads_of_a_process_use_different_keys_at_once(job):
+    four = job(4)
+    blob = bytes(100_000)
+
+    def run(p: Peers) -> list[Any]:
+        def talk(name: str) -> list[Any]:
+            said = []
+            for i in range(20):
+                said.append(p.sums(f"{name}/{i}", [p.process, i]))
+                said.append(p.share(f"{name}/{i}/blob", blob if p.is_hub else None) == blob)
+            return said
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(talk, ("feed", "steps")))
+
+    expected = [x for i in range(20) for x in ([6, 4 * i], True)]
+    assert four.together(run) == [[expected, expected]] * 4
+
+
+def test_what_is_left_of_a_run_does_not_reach_the_next(job):
+    two = job(2)
+    hub, other = two.peers
+    hub.share("schedule", b"old")
+    other.gather("count", b"old")
+    hub.share("seen", b"")
+    assert other.share("seen") == b""  # so the old one has come, too
+    two.together(Peers.new_run)
+    hub.share("schedule", b"new")
+    assert other.share("schedule") == b"new"
+    other.gather("count", b"new")
+    assert hub.gather("count", b"") == [b"", b"new"]
+
+
+def test_a_process_may_be_a_run_ahead(job):
+    hub, other = job(2).peers
+    hub.new_run()
+    hub.share("key", b"second")
+    time.sleep(0.05)
+    other.new_run()
+    assert other.share("key") == b"second"
+
+
+def test_who_waits_for_what_is_abandoned_is_told(job):
+    two = job(2)
+    hub, other = two.peers
+    with ThreadPoolExecutor(2) as pool:
+        feed = pool.submit(other.share, "feed/schedule/7")
+        step = pool.submit(other.share, "step/7")
+        time.sleep(0.05)
+        other.abandon("feed/")
+        with pytest.raises(RunFailed, match="'feed/schedule/7' of process 0: the run has ended"):
+            feed.result(LIMIT_S)
+        assert not step.done()
+        with pytest.raises(RunFailed):  # and from now on
+            other.share("feed/schedule/8")
+        hub.share("step/7", b"loss")
+        assert step.result(LIMIT_S) == b"loss"
+        two.together(Peers.new_run)  # until another run begins
+        hub.share("feed/schedule/0", b"new")
+        assert other.share("feed/schedule/0") == b"new"
+    assert two.failures == [[], []]
+
+
+def test_offsets_turn_a_peers_clock_into_process_0s(job, monkeypatch):
+    """With clocks that are apart, by process, as those of hosts are."""
+    greeting = threading.local()
+
+    def clock() -> float:
+        return time.perf_counter() + 1000.0 * getattr(greeting, "process", 0) ** 2
+
+    shifted = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic)
+    monkeypatch.setattr("dflop_jax.cluster.peers.time", shifted)
+    four = job(4, before=lambda p: setattr(greeting, "process", p))
+    found = [four.peers[0].offset_s(p) for p in range(4)]
+    assert found == [0.0, *(pytest.approx(-1000.0 * p**2, abs=5.0) for p in (1, 2, 3))]
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("n, dead", [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_all_others_hear_of_a_process_that_dies(job, n, dead):
+    many = job(n)
+    others = [p for p in range(n) if p != dead]
+    with ThreadPoolExecutor(n) as pool:
+        # Whoever waits for a message gets an error; it never comes.
+        waiting = [pool.submit(many.peers[p].barrier, "never") for p in others]
+        for end in many.ends_of(dead):  # the dead say nothing
+            end.hung = True
+        for end in many.ends_of(dead):
+            end.released.set()
+            hang_up(end)
+        many.wait_for_failures(others)
+        for wait in waiting:
+            assert isinstance(wait.exception(LIMIT_S), RunFailed | OSError)
+    for p in others:
+        (line,) = many.failures[p]
+        assert line.startswith(f"process {dead} (")
+        assert " died" in line
+        assert "pid" in line
+
+
+@pytest.mark.parametrize("n, silent", [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_all_others_hear_of_a_process_that_hangs(job, n, silent):
+    many = job(n, timeout_s=SMALL_S)
+    others = [p for p in range(n) if p != silent]
+    time.sleep(1.5 * SMALL_S)
+    assert not any(many.failures)  # signs of life are enough
+    for end in many.ends_of(silent):
+        end.hung = True
+    start = time.monotonic()
+    many.wait_for_failures(others)
+    assert time.monotonic() - start > SMALL_S / 2
+    for p in others:
+        (line,) = many.failures[p]
+        assert line.startswith(f"process {silent} (")
+        assert "is silent for" in line
+
+
+def test_a_process_that_reads_nothing_any_more_is_noticed(job):
+    """A stopped one also fills the buffers; what is sent to it then waits for ever."""
+    many = job(3, timeout_s=SMALL_S)
+    (stopped,) = many.ends_of(1)
+    stopped.hung = True
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(many.peers[0].share, "much", bytes(1 << 24))
+        try:
+            many.wait_for_failures([0, 2])
+            assert not sending.done()  # a real process has ended by now
+        finally:
+            hang_up(stopped)
+        assert isinstance(sending.exception(LIMIT_S), OSError)
+    assert many.failures[0][0].startswith("process 1 (")
+    assert many.failures[2] == many.failures[0]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_process_that_stops_says_why(job, failing):
+    many = job(4)
+    others = [p for p in range(4) if p != failing]
+    many.peers[failing].fail("process 2 stopped: no space left on device")
+    many.wait_for_failures(others)
+    assert [many.failures[p] for p in others] == [
+        ["process 2 stopped: no space left on device"]
+    ] * 3
+    assert many.failures[failing] == []
+    many.peers[failing].close()  # no more to say, and nobody to wait for
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_close_of_all_is_no_failure(job, n):
+    many = job(n, timeout_s=SMALL_S)
+    assert (
+        many.together(lambda p: p.share("last", b"words" if p.is_hub else None)) == [b"words"] * n
+    )
+    many.together(Peers.close)
+    many.together(Peers.close)
+    time.sleep(1.5 * SMALL_S)
+    assert not any(many.failures)

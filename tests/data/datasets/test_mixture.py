@@ -1,0 +1,230 @@
+"""Mixtures: rules and weights, files that give them, and samples as large as their costs say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.costs import Preprocessing, sample_costs
+from dflop_jax.data.datasets.llava_records import held_out
+from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
+from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.shape_index import table_of
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.decode import Pictures, Sound
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from tests.data.media_cases import SHARED, made_dataset, make_shards
+
+SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (84, 84)))
+TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
+
+
+def pieces(turns):
+    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
+
+
+def source(mixture, tmp_path, how=None, **options):
+    how = how or Preprocessing(SMALL, MelSpec(), 3)
+    index = tmp_path / "index.npz"
+    return MixtureSource(mixture, how, pieces, "bytes", index_file=index, **options)
+
+
+@pytest.mark.parametrize(
+    "rule, n, expected",
+    [("all", 7, range(7)), ("first:3", 7, range(3)), ("first:30%", 7, range(3)),
+     ("first:9", 7, range(7)), ("first:0", 7, []), ("end:2", 7, [5, 6]), ("end:5%", 7, [6]),
+     ("end:0%", 7, []), ("first:100%", 7, range(7)), ("all", 0, []), ("random:4", 0, [])],
+)  # fmt: skip
+def test_subset_rules(rule, n, expected):
+    assert chosen(Part("a", subset=rule), n, 0).tolist() == list(expected)
+
+
+def test_random_subsets_are_drawn_by_the_seed_and_the_part():
+    part = Part("a", subset="random:10%")
+    rows = chosen(part, 1000, 3)
+    assert len(rows) == len(set(rows.tolist())) == 100
+    assert (np.diff(rows) > 0).all()
+    assert rows.tolist() == chosen(part, 1000, 3).tolist()
+    assert rows.tolist() != chosen(part, 1000, 4).tolist()
+    assert rows.tolist() != chosen(Part("b", subset="random:10%"), 1000, 3).tolist()
+    assert subset_size("random:1000", 50) == 50
+
+
+@pytest.mark.parametrize("weight, times", [(1, 1.0), (3, 3.0), (0.25, 0.25), (2.5, 2.5)])
+def test_weights_repeat_and_thin_out(weight, times):
+    rows = np.arange(10, 50)
+    found = shown(Part("a", weight=weight), rows, 0)
+    assert len(found) == times * 40
+    counts = np.bincount(found, minlength=50)[10:]
+    assert counts.min() >= int(times)
+    assert counts.max() <= np.ceil(times)
+    assert len(shown(Part("a", weight=weight), rows[:0], 0)) == 0
+
+
+BAD_PARTS = [
+    ({"subset": "last:3"}, "not all, first:N"), ({"subset": "first:-3"}, "not all"),
+    ({"subset": "first:101%"}, "more than 100%"), ({"subset": "first:1.5"}, "whole number"),
+    ({"weight": 0}, r"weight=0 is not in"), ({"weight": -1}, "weight"),
+    ({"weight": float("nan")}, "weight"), ({"weight": 1e9}, "weight"), ({"path": ""}, "no path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, why", BAD_PARTS)
+def test_a_bad_part_is_a_value_error(fields, why):
+    with pytest.raises(ValueError, match=why):
+        Part(**{"path": "a", **fields})
+
+
+def test_yaml(tmp_path):
+    (tmp_path / "m.yaml").write_text("""
+parts:
+  - path: a.json
+    weight: 2
+    subset: first:30%
+    root: photos
+  - /abs/s-{000..003}.tar
+""")
+    first, second = load_mixture(tmp_path / "m.yaml").parts
+    assert first == Part(f"{tmp_path}/a.json", 2.0, "first:30%", f"{tmp_path}/photos")
+    assert second == Part("/abs/s-{000..003}.tar")
+    (tmp_path / "n.yaml").write_text(
+        "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"
+    )
+    assert load_mixture(tmp_path / "n.yaml").parts == (Part("/x/b.json", subset="end:5%"),)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [("parts: [", "not a readable mixture"), ("a: 1", "expected `parts`"), ("", "expected `parts`"),
+     ("parts: []", "at least one"), ("parts: [3]", "a part is 3"), ("- {weight: 1}", "path"),
+     ("- {path: a, wieght: 1}", "wieght"), ("- {path: a, weight: x}", "weight"),
+     ("- {path: a, subset: half}", "not all, first:N"),
+     ("!!python/object:os.system {}", "readable")],
+)  # fmt: skip
+def test_a_bad_yaml_is_one_line(tmp_path, text, why):
+    (tmp_path / "m.yaml").write_text(text)
+    with pytest.raises(ValueError, match=why) as caught:
+        load_mixture(tmp_path / "m.yaml")
+    assert "m.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_yaml(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.yaml"):
+        load_mixture(tmp_path / "none.yaml")
+
+
+def test_a_mixture_of_files_and_shards(tmp_path):
+    file = made_dataset(tmp_path / "a")
+    make_shards(file, tmp_path / "s")
+    parts = (Part(f"{file}", subset="first:5"), Part(f"{tmp_path}/s", 2.0, "end:2"),
+             Part(f"{file}", subset="end:1"))  # fmt: skip
+    found = source(Mixture(parts), tmp_path)
+    names = [found.record(i).name.split("id=")[1] for i in range(len(found))]
+    assert names == ["r0", "r1", "r2", "r3", "r4", "r10", "r11", "r10", "r11", "r11"]
+    again = source(Mixture(parts[::-1]), tmp_path)
+    assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
+    assert found.label(0).startswith(f"{file}[0]")
+    assert found.cost(6) == found.costs()[6]
+    with pytest.raises(ValueError, match="no sample"):
+        source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
+
+
+def test_the_held_out_share_is_that_of_the_folder_source(tmp_path):
+    file = made_dataset(tmp_path / "a", 60)
+    parts = Mixture((Part(f"{file}", 2.0),))
+
+    def ids(split, fraction):
+        found = source(parts, tmp_path, split=split, eval_fraction=fraction)
+        return sorted(found.record(i).name.split("id=")[1] for i in range(len(found)))
+
+    everything, train, held = ids("train", 0.0), ids("train", 0.3), ids("eval", 0.3)
+    assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
+    expected = [f"r{k}" for k in range(60) if held_out({"id": f"r{k}"}, "x", 0.3)]
+    assert held == sorted(expected)
+    for split, fraction, why in [("eval", 0, "needs eval_fraction"), ("test", 0.1, "not train")]:
+        with pytest.raises(ValueError, match=why):
+            source(parts, tmp_path, split=split, eval_fraction=fraction)
+
+
+def check_sizes(found, how):
+    """Every sample decodes to what its cost says."""
+    for i in range(len(found)):
+        cost, media = found.cost(i), found.media(i)
+        seen = [m for m in media if isinstance(m, Pictures)]
+        heard = [m for m in media if isinstance(m, Sound)]
+        assert sum(len(m.tiles) for m in seen) == cost.tiles, found.label(i)
+        assert sum(len(m.tokens) for m in seen) == cost.visual_tokens
+        assert sum(m.tokens for m in heard) == cost.audio_tokens
+        assert sum(m.frames for m in heard) == cost.audio_frames
+        assert sum(len(m.mel) for m in heard) == cost.windows
+        text = sum(len(p.ids) for p in found.pieces(i))
+        assert cost.text_tokens == text
+        assert cost.llm_tokens == text + cost.visual_tokens + cost.audio_tokens
+        for m in seen:
+            px = how.vision.tile_px
+            assert m.tiles.shape[1:] == (px, px, 3)
+            assert m.tiles.dtype == np.uint8
+            assert (m.tokens.index < max(1, len(m.tiles) * 4)).all()
+
+
+@pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
+def test_samples_are_as_large_as_their_costs_say(tmp_path, vision):
+    how = Preprocessing(vision, MelSpec(), 3)
+    found = source(Mixture((Part(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
+    assert (len(found), found.left_out) == (12, 0)
+    check_sizes(found, how)
+    assert found.costs().frames.tolist() == [0, 0, 0, 3, 0] * 2 + [0, 0]
+
+
+@pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
+def test_shared_samples_too(tmp_path, shared_data, vision):
+    how = Preprocessing(vision, MelSpec(), 3)
+    found = source(Mixture((Part(str(SHARED), subset="random:25%"),)), tmp_path, how, seed=1)
+    assert len(found) == 37
+    check_sizes(found, how)
+
+
+def test_what_a_model_does_not_take_is_left_out(tmp_path):
+    mixture = Mixture((Part(str(made_dataset(tmp_path / "a", 5))),))
+    for how, left in [(Preprocessing(), 1), (Preprocessing(SMALL), 4),
+                      (Preprocessing(sound=MelSpec()), 2)]:  # fmt: skip
+        found = source(mixture, tmp_path, how)
+        assert (len(found), found.left_out) == (left, 5 - left)
+        check_sizes(found, how)
+
+
+def test_thin_pictures_and_short_sounds_are_left_out():
+    def record(**changes):
+        fields = ("number", "file", "offset", "size_bytes", "lot")
+        fields += ("text_tokens", "prompt_tokens")
+        return dict.fromkeys(fields, 1), [
+            {"kind": 0, "width": 0, "height": 0, "frames": 0, "samples": 0, **changes}
+        ]
+
+    made = [record(width=1, height=9000), record(width=9000, height=200),
+            record(kind=2, samples=320), record(kind=2, samples=321),
+            record(kind=1, frames=99)]  # fmt: skip
+    table = table_of([r for r, _ in made], [m for _, m in made])
+    costs, usable = sample_costs(table, Preprocessing(SMALL, MelSpec(), 8))
+    assert usable.tolist() == [False, True, False, True, True]
+    assert costs.audio_tokens.tolist() == [0, 1, 0]
+    assert costs.frames.tolist() == [0, 0, 8]
+    none, _ = sample_costs(table_of([], []), Preprocessing(SMALL, MelSpec()))
+    assert len(none) == 0
+
+
+def test_a_picture_that_changed_since(tmp_path):
+    file = made_dataset(tmp_path / "a", 2)
+    found = source(Mixture((Part(str(file)),)), tmp_path)
+    (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
+    with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*delete the index"):
+        found.media(1)
+    (tmp_path / "a" / "exact.png").unlink()
+    with pytest.raises(ValueError, match="missing file"):
+        found.media(1)
+    with pytest.raises(ValueError, match="max_frames"):
+        Preprocessing(max_frames=0)

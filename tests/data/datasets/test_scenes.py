@@ -1,0 +1,187 @@
+"""Answers recomputed from the pixels alone, and the shape of the mixture."""
+
+import numpy as np
+import pytest
+
+from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
+from dflop_jax.data.datasets.scenes import COLOURS
+from dflop_jax.data.media.tiling import count_tiles
+
+SPEC = MediaSpec(48, 9)
+TOKENIZER = ByteTokenizer()
+
+
+def source(n=400, seed=0, **options):
+    return SceneSource(n, seed, SPEC, TOKENIZER, **options)
+
+
+def inked(picture, time=0.0):
+    """RGB pixels and where they are not grey."""
+    pixels = np.asarray(picture.render(time)).astype(int)
+    return pixels, np.ptp(pixels, axis=-1) > 0
+
+
+def colour_of(picture):
+    pixels, ink = inked(picture)
+    values, counts = np.unique(pixels[ink], axis=0, return_counts=True)
+    common = tuple(values[counts.argmax()].tolist())
+    return next(name for name, rgb in COLOURS.items() if rgb == common)
+
+
+def blobs(ink):
+    """Number of 4-connected regions, by flood fill."""
+    left = {(int(y), int(x)) for y, x in zip(*np.nonzero(ink), strict=True)}
+    n = 0
+    while left:
+        n, front = n + 1, [left.pop()]
+        while front:
+            y, x = front.pop()
+            for near in ((y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)):
+                if near in left:
+                    left.remove(near)
+                    front.append(near)
+    return n
+
+
+def form_of(picture):
+    """Shape by how much of its bounding box it fills: all, pi / 4, or half."""
+    _, ink = inked(picture)
+    ys, xs = np.nonzero(ink)
+    fill = ink.sum() / ((np.ptp(ys) + 1) * (np.ptp(xs) + 1))
+    return min([("square", 1.0), ("circle", np.pi / 4), ("triangle", 0.5)],
+               key=lambda f: abs(f[1] - fill))[0]  # fmt: skip
+
+
+def centre_of(picture, time=0.0):
+    """Centre of the ink, 0 to 1 in each direction."""
+    _, ink = inked(picture, time)
+    ys, xs = np.nonzero(ink)
+    return np.array([(xs.min() + xs.max()) / 2 / picture.width,
+                     (ys.min() + ys.max()) / 2 / picture.height])  # fmt: skip
+
+
+def side_of(offset, names):
+    x, y = offset
+    left, right, top, bottom = names
+    return (left if x < 0 else right) if abs(x) > abs(y) else (top if y < 0 else bottom)
+
+
+def answer_from_pixels(scene):
+    p = scene.pictures
+    match scene.kind:
+        case "colour":
+            return colour_of(p[0])
+        case "kind":
+            return form_of(p[0])
+        case "count":
+            return str(blobs(inked(p[0])[1]))
+        case "place":
+            return side_of(centre_of(p[0]) - 0.5, ("left", "right", "top", "bottom"))
+        case "more":
+            first, second = (blobs(inked(x)[1]) for x in p)
+            assert first != second
+            return "first" if first > second else "second"
+        case "same":
+            return "yes" if colour_of(p[0]) == colour_of(p[1]) else "no"
+        case "which":
+            target = scene.question.removesuffix("?").split()[-1]
+            found = [k for k, x in enumerate(p, 1) if colour_of(x) == target]
+            assert len(found) == 1
+            return str(found[0])
+        case "direction":
+            move = centre_of(p[0], 1.0) - centre_of(p[0], 0.0)
+            return side_of(move, ("left", "right", "up", "down"))
+        case "mover":
+            first, last = (inked(p[0], t)[1] for t in (0.0, 1.0))
+            half = p[0].height // 2
+            moved = [(first[s] != last[s]).any() for s in (slice(0, half), slice(half, None))]
+            assert sum(moved) == 1
+            crop = p[0].render().crop((0, 0, p[0].width, half) if moved[0] else
+                                      (0, half, p[0].width, p[0].height))  # fmt: skip
+            return form_of(type("Crop", (), {"render": lambda self, _: crop})())
+        case "sum":
+            a, b = scene.question.removesuffix("=?").split("+")
+            return str(int(a) + int(b))
+        case "first word":
+            return scene.question.split(": ")[1].split()[0]
+    raise AssertionError(scene.kind)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_answers_follow_from_the_pixels(split):
+    kinds = set()
+    data = source(split=split)
+    for i in range(400):
+        scene = data.scene(i)
+        kinds.add(scene.kind)
+        assert scene.answer == answer_from_pixels(scene), (i, scene)
+    assert len(kinds) == 11
+
+
+def test_mixture_is_heavy_tailed_and_single_pictures_lead():
+    data = source(2000)
+    shapes = [data.shape(i) for i in range(2000)]
+    scenes = [data.scene(i) for i in range(2000)]
+    single = [s.tiles for s, c in zip(shapes, scenes, strict=True) if len(c.pictures) == 1
+              and not s.frames]  # fmt: skip
+    assert set(single) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
+    assert len(single) > 1000
+    assert {len(c.pictures) for c in scenes} == set(range(9))
+    frames = {s.frames for s in shapes if s.frames}
+    assert min(frames) == 4
+    assert max(frames) == 32
+    assert any(s.tiles == 0 for s in shapes)
+    tokens = np.array([s.llm_tokens for s in shapes])
+    assert tokens.max() > 3 * np.median(tokens)
+
+
+def test_pictures_fill_the_grid_they_were_drawn_for():
+    for i in range(300):
+        for p in source().scene(i).pictures:
+            if not p.frames:
+                cells = -(-p.width // 48) * -(-p.height // 48)
+                assert count_tiles(p.width, p.height, 48, 9) == (1 if cells == 1 else 1 + cells)
+
+
+def test_samples_repeat_have_their_shape_and_differ_between_seeds_and_splits():
+    a, b = source(), source()
+    for i in range(60):
+        x, y = a.sample(i), b.sample(i)
+        assert x.shape == a.shape(i) == y.shape
+        np.testing.assert_array_equal(x.tiles, y.tiles)
+        np.testing.assert_array_equal(x.tokens, y.tokens)
+        answer = TOKENIZER.decode(x.tokens[x.supervised])
+        assert answer == a.scene(i).answer
+    others = [source(seed=1), source(split="eval")]
+    assert all([s.scene(i) for i in range(20)] != [a.scene(i) for i in range(20)] for s in others)
+
+
+def test_blank_pictures_keep_the_shapes():
+    plain, blank = source(), source(blank_images=True)
+    for i in range(40):
+        assert blank.sample(i).shape == plain.shape(i)
+        assert (blank.sample(i).tiles == 128).all()
+        np.testing.assert_array_equal(blank.sample(i).tokens, plain.sample(i).tokens)
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
+def test_oversize_scenes(oversize):
+    data = source(limits=Limits(max_tokens=90, oversize=oversize))
+    if oversize == "error":
+        with pytest.raises(ValueError, match=r"scenes.*max_tokens=90"):
+            [data.shape(i) for i in range(50)]
+        return
+    for i in range(50):
+        sample = data.sample(i)
+        assert sample.shape == data.shape(i)
+        assert len(sample.tokens) <= 90
+        assert TOKENIZER.decode(sample.tokens[sample.supervised]) == data.scene(i).answer
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="n_samples"):
+        source(0)
+    with pytest.raises(ValueError, match="split"):
+        source(split="test")
+    with pytest.raises(IndexError):
+        source(3).shape(3)

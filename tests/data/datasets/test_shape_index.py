@@ -1,0 +1,218 @@
+"""The index file: what it keeps, when it is made anew, and that nothing is decoded for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.index_build import check_usable, index_of, merged, update_index
+from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.shape_index import (
+    KINDS,
+    Indexed,
+    joined,
+    load_index,
+    save_index,
+    table_of,
+)
+from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from tests.data.media_cases import SHARED, made_dataset, make_shards
+
+
+def pieces(turns):
+    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
+
+
+def rows(table):
+    """Each record as (number, text, prompt, media), a plain second reading of the arrays."""
+    out = []
+    for i in range(len(table)):
+        media = range(table.media_start[i], table.media_start[i + 1])
+        out.append((
+            int(table.number[i]), int(table.text_tokens[i]), int(table.prompt_tokens[i]),
+            [(KINDS[table.kind[k]], int(table.width[k]), int(table.height[k]),
+              int(table.frames[k]), int(table.samples[k])) for k in media],
+        ))  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return made_dataset(tmp_path_factory.mktemp("made"))
+
+
+def test_headers_and_tokens_of_each_kind(dataset):
+    found = rows(index_of(open_reader(dataset), pieces, "bytes").table)
+    assert [r[0] for r in found] == list(range(12))
+    media = [r[3] for r in found[:5]]
+    assert media == [
+        [],
+        [("image", 768, 384, 0, 0)],
+        [("image", 300, 500, 0, 0), ("image", 310, 200, 0, 0), ("image", 45, 123, 0, 0)],
+        [("video", 0, 0, 5, 0)],  # 9 frames at 4 a second, sampled at 2
+        [("audio", 0, 0, 0, 60_000)],
+    ]
+    # <|im_start|> and <|im_end|> are one token each, all else bytes
+    prompt = 1 + len("user\nSay <b>.") + 1 + len("\n") + 1 + len("assistant\n")
+    assert found[0][1:3] == (prompt + len("One.") + 1, prompt)
+
+
+def test_shards_and_shares_give_the_same_table(dataset, tmp_path):
+    make_shards(dataset, tmp_path, 5)
+    plain = index_of(open_reader(dataset), pieces, "bytes").table
+    packed = index_of(open_reader(tmp_path), pieces, "bytes").table
+    assert rows(plain) == rows(packed)
+    for n in (1, 3, 20):  # more shares than records too
+        shares = [index_of(open_reader(tmp_path), pieces, "bytes", share=(k, n)) for k in range(n)]
+        whole = merged(shares)
+        assert rows(whole.table) == rows(packed)
+        assert (whole.table.offset == packed.offset).all()
+        assert whole.listed == 12
+    with pytest.raises(ValueError, match="different files"):
+        merged([shares[0], index_of(open_reader(dataset), pieces, "bytes")])
+
+
+def test_saved_and_loaded(dataset, tmp_path):
+    file = tmp_path / "new" / "index.npz"
+    assert load_index(file) == {}
+    found = index_of(open_reader(dataset), pieces, "bytes")
+    empty = Indexed("k", table_of([], []), 3, ("why",))
+    save_index(file, {"a": found, "ä/b": empty})
+    assert [p.name for p in file.parent.iterdir()] == ["index.npz"]
+    again = load_index(file)
+    assert rows(again["a"].table) == rows(found.table)
+    assert (again["a"].key, again["a"].listed) == (found.key, 12)
+    assert (again["ä/b"].bad, len(again["ä/b"].table)) == (("why",), 0)
+
+
+def test_tables_are_taken_apart_and_joined(dataset):
+    table = index_of(open_reader(dataset), pieces, "bytes").table
+    order = np.array([7, 2, 2, 0, 11])
+    assert rows(table.taken(order)) == [rows(table)[i] for i in order]
+    assert rows(table.taken(order[:0])) == []
+    assert rows(joined([])) == []
+    assert rows(joined([table, table.taken(order)])) == rows(table) + rows(table.taken(order))
+    with pytest.raises(ValueError, match="wrong media_start"):
+        table.__class__(**{**vars(table), "media_start": table.media_start[:-1]})
+
+
+def test_only_what_changed_is_made_anew(dataset, tmp_path):
+    calls = []
+
+    def counted(turns):
+        calls.append(turns)
+        return pieces(turns)
+
+    other = made_dataset(tmp_path / "other", 3)
+    file = tmp_path / "index.npz"
+    readers = {"a": open_reader(dataset), "b": open_reader(other)}
+
+    def update(settings="bytes"):
+        calls.clear()
+        update_index(file, readers, counted, settings)
+        return len(calls)
+
+    assert update() == 15
+    written = file.stat().st_mtime_ns
+    assert update() == 0
+    assert file.stat().st_mtime_ns == written
+    os.utime(other, ns=(1, 1))
+    assert update() == 3
+    other.write_text(json.dumps(json.loads(other.read_text())[:2]))
+    os.utime(other, ns=(1, 1))  # the same time, another size
+    assert update() == 2
+    assert update("another tokenizer") == 14
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", None])
+def test_a_damaged_index_is_named(dataset, tmp_path, damage):
+    file = tmp_path / "index.npz"
+    save_index(file, {"a": index_of(open_reader(dataset), pieces, "bytes")})
+    file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
+    with pytest.raises(ValueError, match=r"index\.npz: damaged index .*delete it"):
+        load_index(file)
+
+
+def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch):
+    file = tmp_path / "index.npz"
+    monkeypatch.setattr("dflop_jax.data.datasets.shape_index.VERSION", 0)
+    save_index(file, {})
+    monkeypatch.undo()
+    assert load_index(file) == {}
+    assert len(update_index(file, {"a": open_reader(dataset)}, pieces, "bytes")["a"].table) == 12
+
+
+def test_nothing_is_decoded(dataset, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image.Image, "load", fail)
+    monkeypatch.setattr("av.container.InputContainer.decode", fail, raising=False)
+    assert len(index_of(open_reader(dataset), pieces, "bytes").table) == 12
+
+
+def test_unusable_records_are_counted_and_named(tmp_path, caplog):
+    file = made_dataset(tmp_path)
+    records = json.loads(file.read_text())
+    records[1]["image"] = "none.png"
+    records[4]["conversations"] = []
+    file.write_text(json.dumps(records))
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        found = index_of(open_reader(file), pieces, "bytes")
+    assert found.listed == 12
+    assert [r[0] for r in rows(found.table)] == [0, 2, 3, *range(5, 12)]
+    assert "dataset.json[1]: missing file" in found.bad[0]
+    assert "dataset.json[4]: no conversations" in caplog.text
+    check_usable(found, "a", 0.2)
+    with pytest.raises(ValueError, match=r"2 of 12 .*missing file.*max_bad_fraction=0\.1"):
+        check_usable(found, "a", 0.1)
+    with pytest.raises(ValueError, match="0 of 0"):
+        check_usable(Indexed("", table_of([], []), 0, ()), "a", 1.0)
+
+
+def test_shared_bad_records(shared_data, caplog):
+    reader = open_reader(shared_data / "bad/bad_records.json", shared_data)
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        found = index_of(reader, pieces, "bytes")
+    raw = json.loads((shared_data / "bad/bad_records.json").read_text())
+    usable = {raw[r[0]]["id"] for r in rows(found.table)}
+    assert usable == {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png",
+                      "odd_png_named_jpg", "bad_half_index_first", "good_control",
+                      "bad_truncated_flac"}  # fmt: skip
+    assert caplog.text.count("left out") == found.listed - len(usable) == 15
+
+
+def test_every_shared_record_is_usable(shared_data):
+    found = index_of(open_reader(SHARED), pieces, "bytes")
+    assert (found.listed, len(found.table), found.bad) == (146, 146, ())
+    assert np.bincount(found.table.kind).tolist()[1:] == [10, 17]
+
+
+def test_a_million_records_load_in_seconds(tmp_path):
+    """Loading, not making; the bound is far above what it takes, for busy machines."""
+    n = 1_000_000
+    table = table_of([], [])
+    names = {k: v.dtype for k, v in vars(table).items()}
+    table = table.__class__(**{
+        k: np.arange(n + 1 if k == "media_start" else n).astype(t) for k, t in names.items()
+    })  # fmt: skip
+    save_index(tmp_path / "index.npz", {"a": Indexed("k", table, n, ())})
+    start = time.perf_counter()
+    assert len(load_index(tmp_path / "index.npz")["a"].table) == n
+    assert time.perf_counter() - start < 20
+
+
+def test_shared_broken_lists(shared_data):
+    with pytest.raises(ValueError, match=r"broken\.json: no JSON list"):
+        index_of(open_reader(shared_data / "bad/broken.json"), pieces, "bytes")
+    reader = open_reader(shared_data / "bad/broken_line.jsonl", shared_data)
+    found = index_of(reader, pieces, "bytes")
+    assert (found.listed, len(found.table)) == (6, 5)
+    assert "broken_line.jsonl:3: not JSON" in found.bad[0]

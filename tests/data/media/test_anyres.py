@@ -1,0 +1,183 @@
+"""AnyRes against the published LLaVA-OneVision processor: counts, pixels and packed features."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dflop_jax.data.media.anyres import (
+    AnyRes,
+    clip_sources,
+    fits_a_grid,
+    frame_tile,
+    grids,
+    picture_counts,
+    picture_sources,
+    picture_tiles,
+)
+from dflop_jax.data.media.tiling import read_upright
+from dflop_jax.data.media.video import count_frames, read_frames
+from tests.data.media_cases import made_pictures, shared_files, upright
+
+SPEC = AnyRes()
+# sizes a careless user feeds: tiny, exact, thin, huge, either side of the downscaling limit
+SIZES = [(1, 1), (2, 1), (384, 384), (385, 384), (768, 384), (1, 1000), (3000, 2), (20000, 20),
+         (20000, 20000), (1152, 1152), (1153, 1157), (1300, 1300), (2304, 2304), (4032, 3024),
+         (640, 480), (336, 1008)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        from transformers.models.llava_onevision import (
+            image_processing_pil_llava_onevision as pil,
+        )
+        from transformers.models.llava_onevision import modeling_llava_onevision as modeling
+        from transformers.models.llava_onevision import processing_llava_onevision as processing
+
+    class Reference:
+        images = pil.LlavaOnevisionImageProcessorPil(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+        def tokens(self, width, height, max_tiles=9):
+            """The processor's own count, of a processor without a tokenizer."""
+            p = object.__new__(processing.LlavaOnevisionProcessor)
+            p.image_processor, p.num_image_tokens = self.images, 729
+            p.vision_aspect_ratio = f"anyres_max_{max_tiles}"
+            return p._get_number_of_features(height, width, 384, 384)
+
+        def model(self):
+            from types import SimpleNamespace
+
+            vision = SimpleNamespace(image_size=384, patch_size=14)
+            m = object.__new__(modeling.LlavaOnevisionModel)
+            pinpoints = [list(p) for p in SPEC.pinpoints]
+            m.__dict__["config"] = SimpleNamespace(
+                vision_config=vision, image_grid_pinpoints=pinpoints
+            )
+            return m
+
+        def pixels(self, batch):
+            out = self.images(batch, return_tensors="np", do_rescale=False, do_normalize=False)
+            return out["pixel_values"].transpose(0, 1, 3, 4, 2), out["image_sizes"]
+
+    return Reference()
+
+
+def random_sizes(n, seed):
+    return np.exp(np.random.default_rng(seed).uniform(2, 8.5, (n, 2))).astype(int).tolist()
+
+
+@pytest.mark.parametrize("max_tiles", [1, 4, 9])
+def test_token_counts_are_the_processor_s(reference, max_tiles):
+    spec = AnyRes(max_tiles=max_tiles)
+    sizes = SIZES + random_sizes(300, max_tiles)
+    w, h = np.array(sizes).T
+    _, tokens = picture_counts(w, h, np.ones(len(w), bool), spec)
+    expected = [reference.tokens(*size, max_tiles) for size in sizes]
+    np.testing.assert_array_equal(tokens, expected)
+
+
+def gather(features, sources, newline):
+    """What a device does with the sources: features [tiles * patches, d] -> [t, d]."""
+    features = np.concatenate([features, np.zeros_like(features, shape=(1, features.shape[1]))])
+    out = (features[sources.index] * sources.weight[..., None]).sum(1)
+    return np.where(sources.newline[:, None], newline, out)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sources_pack_features_as_the_model_does(reference, size):
+    import torch
+
+    rng = np.random.default_rng(0)
+    (tiles,), (tokens,) = picture_counts(*np.array([size]).T, np.array([True]), SPEC)
+    features = rng.standard_normal((tiles, 729, 5)).astype(np.float32)
+    newline = rng.standard_normal(5).astype(np.float32)
+    (expected,), _ = reference.model().pack_image_features(
+        [torch.from_numpy(features)], [list(size[::-1])], torch.from_numpy(newline)
+    )
+    sources = picture_sources(*size, SPEC)
+    got = gather(features.reshape(-1, 5), sources, newline)
+    assert len(sources) == tokens == len(expected)
+    np.testing.assert_allclose(got, expected.numpy(), atol=2e-5)
+    sums = np.where(sources.newline, 0, 1)
+    np.testing.assert_allclose(sources.weight.sum(1), sums, atol=1e-6)
+
+
+@pytest.mark.parametrize("frames", [0, 1, 3])
+def test_clips_are_pooled_as_the_model_does(reference, frames):
+    import torch
+
+    features = np.random.default_rng(1).standard_normal((frames, 729, 5)).astype(np.float32)
+    newline = np.full(5, 7, np.float32)
+    sources = clip_sources(frames, SPEC)
+    assert len(sources) == SPEC.count_clips(frames) == 196 * frames + 1
+    got = gather(features.reshape(-1, 5), sources, newline)
+    np.testing.assert_array_equal(got[-1], newline)
+    if frames:
+        pooled = reference.model().apply_pooling(torch.from_numpy(features))
+        np.testing.assert_allclose(got[:-1], pooled.numpy().reshape(-1, 5), atol=2e-5)
+
+
+def test_several_pictures_are_squares(reference, tmp_path):
+    paths = [*shared_files("images")[:6], *made_pictures(tmp_path)]
+    expected, sizes = reference.pixels([[upright(p) for p in paths]])
+    counts = picture_counts(sizes[:, 1], sizes[:, 0], np.zeros(len(sizes), bool), SPEC)
+    assert {tuple(c.tolist()) for c in np.stack(counts, 1)} == {(1, 730)}
+    assert len(picture_sources(5, 9, SPEC, alone=False)) == 730
+    for path, pixels in zip(paths, expected, strict=True):
+        tile = picture_tiles(read_upright(path), SPEC, alone=False)
+        assert np.array_equal(tile, pixels), path
+
+
+def test_frames_of_every_clip_are_the_processor_s(reference):
+    """The frame resized as the PIL image processor resizes; its video processor needs torchvision
+    and rounds differently."""
+    from transformers.image_utils import SizeDict
+
+    for path in shared_files("videos"):
+        n = min(4, count_frames(path, 4))
+        frames: list[Image.Image] = []
+
+        def tile(image, frames=frames):
+            frames.append(image)
+            return frame_tile(image, 384)
+
+        tiles = read_frames(path, n, tile)
+        for image, got in zip(frames, tiles, strict=True):
+            array = np.asarray(image).transpose(2, 0, 1)
+            expected = reference.images.resize(array, SizeDict(height=384, width=384), 3)
+            np.testing.assert_array_equal(got, expected.transpose(1, 2, 0))
+
+
+def test_no_picture_and_bad_settings():
+    tiles, tokens = picture_counts(*np.zeros((2, 0), int), np.zeros(0, bool), SPEC)
+    assert len(tiles) == len(tokens) == 0
+    for size, why in [((0, 5), "nothing to tile"), ((1, 5000), "1x5000 .*too thin")]:
+        with pytest.raises(ValueError, match=why):
+            grids(np.array([640, size[0]]), np.array([480, size[1]]), SPEC)
+    sizes = np.array([(1, 5000), (1, 2304), (1, 2305), (20000, 1), (20000, 20), (1, 1)])
+    expected = [max(int(w * min(1, s)) * int(h * min(1, s)) for s in [2304 / max(w, h)]) > 0
+                for w, h in sizes.tolist()]  # fmt: skip
+    np.testing.assert_array_equal(fits_a_grid(*sizes.T, SPEC), expected)
+    usable, tiles, tokens = SPEC.count(*sizes[:2].T, np.array([True, True]))
+    assert usable.tolist() == [False, True]
+    assert tiles[1] == 7  # a column of six tiles and the whole
+    assert tokens[1] == len(SPEC.place(1, 2304, alone=True))
+    with pytest.raises(ValueError, match="no multiples of tile_px=384"):
+        AnyRes(pinpoints=((384, 400),))
+    with pytest.raises(ValueError, match="missing"):
+        AnyRes(pinpoints=())
+
+
+def test_shifted_sources_are_those_of_later_tiles():
+    sources = picture_sources(800, 600, SPEC)
+    features = np.random.default_rng(2).standard_normal((len(sources) + 5000, 3))
+    moved = sources.shifted(1458)
+    got = gather(features, moved, np.zeros(3))
+    np.testing.assert_array_equal(got, gather(features[1458:], sources, np.zeros(3)))

@@ -1,0 +1,120 @@
+"""Sounds written here and those of ../shared/data: lengths, values, resampling, bad files."""
+
+from __future__ import annotations
+
+import logging
+
+import av
+import numpy as np
+import pytest
+
+from dflop_jax.data.media.audio import count_samples, read_sound, resample
+from tests.data.media_cases import SHARED, shared_files, write_wav
+
+
+def test_values_at_the_same_rate_are_exact(tmp_path):
+    samples = np.random.default_rng(0).integers(-32768, 32768, (2, 5000))
+    path = write_wav(tmp_path / "a.wav", samples, 16000)
+    assert count_samples(path, 16000) == 5000
+    expected = samples.mean(0) / 32768
+    np.testing.assert_allclose(read_sound(path, 5000, 16000), expected, atol=1e-7)
+    np.testing.assert_allclose(read_sound(path, 1234, 16000), expected[:1234], atol=1e-7)
+
+
+@pytest.mark.parametrize("rate_hz", [8000, 11025, 22050, 44100, 48000])
+@pytest.mark.parametrize("n", [1, 7, 30_000])
+def test_length_is_that_of_the_header(tmp_path, rate_hz, n):
+    samples = np.random.default_rng(1).integers(-9000, 9000, (1, n))
+    path = write_wav(tmp_path / "a.wav", samples, rate_hz)
+    count = count_samples(path, 16000)
+    assert count == -(-n * 16000 // rate_hz)
+    sound = read_sound(path, count, 16000)
+    assert sound.shape == (count,)
+    assert sound.dtype == np.float32
+    part = read_sound(path, (count + 1) // 2, 16000)  # of a sound decoded in part only
+    np.testing.assert_allclose(part, sound[: len(part)], atol=1e-6)
+
+
+@pytest.mark.parametrize("rate_hz", [8000, 22050, 44100, 48000])
+def test_resampling_keeps_what_both_rates_can_hold(rate_hz):
+    def sine(hz, rate):
+        return np.sin(2 * np.pi * hz * np.arange(rate) / rate + 0.3).astype(np.float32)
+
+    for hz in (50, 440, 3000, 3500, 7000):
+        if hz < 0.46 * min(rate_hz, 16000):
+            got = resample(sine(hz, rate_hz), rate_hz, 16000)
+            assert len(got) == 16000
+            np.testing.assert_allclose(got[500:-500], sine(hz, 16000)[500:-500], atol=2e-4)
+        if rate_hz > 20000:  # above the new Nyquist frequency: nothing may come through
+            high = resample(sine(8600, rate_hz), rate_hz, 16000)
+            assert np.abs(high[500:-500]).max() < 1e-3
+    assert len(resample(np.zeros(0, np.float32), rate_hz, 16000)) == 0
+
+
+def test_every_shared_sound_decodes_as_its_header_says(caplog):
+    paths = shared_files("audio")
+    with caplog.at_level(logging.WARNING):
+        for path in paths:
+            n = count_samples(path, 16000)
+            with av.open(str(path)) as container:
+                decoded = sum(f.samples for f in container.decode(audio=0))
+                rate_hz = container.streams.audio[0].rate
+            assert n == -(-decoded * 16000 // rate_hz), path
+            assert read_sound(path, n, 16000).std() > 0
+    assert caplog.text == ""
+
+
+def test_sound_of_a_clip_is_read_too():
+    for path in shared_files("videos"):
+        with av.open(str(path)) as container:
+            silent = not container.streams.audio
+        if silent:
+            with pytest.raises(ValueError, match="no audio stream"):
+                count_samples(path, 16000)
+        else:
+            n = min(16000, count_samples(path, 16000))
+            assert read_sound(path, n, 16000).shape == (n,)
+
+
+@pytest.mark.parametrize("content", [b"", b"no sound", b"RIFF\x04\0\0\0WAVE"])
+def test_no_sound_is_a_value_error(tmp_path, content):
+    path = tmp_path / "a.wav"
+    path.write_bytes(content)
+    for read in (lambda: count_samples(path, 16000), lambda: read_sound(path, 10, 16000)):
+        with pytest.raises(ValueError, match=r"a\.wav: .*(not a readable|only 0)"):
+            read()
+
+
+def test_sound_without_samples(tmp_path):
+    path = write_wav(tmp_path / "a.wav", np.zeros((1, 0), int), 16000)
+    with pytest.raises(ValueError, match="no samples"):
+        count_samples(path, 16000)
+    with pytest.raises(ValueError, match="only 0 of 5"):
+        read_sound(path, 5, 16000)
+
+
+def test_a_sound_that_breaks_off(tmp_path, caplog):
+    samples = np.full((1, 16000), 8000)
+    whole = write_wav(tmp_path / "a.wav", samples, 16000).read_bytes()
+    path = tmp_path / "b.wav"
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    with caplog.at_level(logging.WARNING):
+        sound = read_sound(path, 16000, 16000)
+    assert "silence" in caplog.text
+    assert sound[11000] > 0.2
+    assert (sound[13000:] == 0).all()
+    path.write_bytes(whole[: len(whole) // 4])
+    with pytest.raises(ValueError, match=r"b\.wav: only .* of 16000"):
+        read_sound(path, 16000, 16000)
+
+
+def test_shared_bad_sounds(shared_data):
+    for name in ("wav_header_no_data.wav", "wav_zero_samples.wav"):
+        with pytest.raises(ValueError, match=f"{name}.*no samples"):
+            count_samples(SHARED / "bad" / name, 16000)
+    path = SHARED / "bad" / "truncated.flac"
+    with pytest.raises(ValueError, match=r"truncated\.flac: only"):
+        read_sound(path, count_samples(path, 16000), 16000)
+    for name in ("truncated.png", "text_named.jpg"):
+        with pytest.raises(ValueError, match=name):
+            count_samples(SHARED / "bad" / name, 16000)

@@ -1,0 +1,119 @@
+"""Broken and odd media on the way of published preprocessing: read right, or one clear line."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.audio import count_samples, read_sound
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.tiling import picture_size, read_upright
+from dflop_jax.data.media.video import count_frames, read_frames
+from tests.data.media_cases import SHARED, made_pictures, noise
+
+LAYOUTS = [AnyRes(), DynamicTiling()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["anyres", "tiles"])
+def test_odd_pictures_are_cut_as_their_headers_say(tmp_path, layout):
+    for path in made_pictures(tmp_path):
+        width, height = picture_size(path)
+        sides = np.array([width]), np.array([height])
+        for alone in (True, False):
+            usable, (tiles,), (tokens,) = layout.count(*sides, np.array([alone]))
+            image = read_upright(path)
+            assert image.size == (width, height)
+            assert usable[0]
+            assert len(layout.cut(image, alone)) == tiles, path
+            assert len(layout.place(width, height, alone)) == tokens
+
+
+def test_modes_become_rgb(tmp_path):
+    deep = np.full((5, 5), 40000, np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert np.asarray(read_upright(tmp_path / "deep.png")).tolist() == [[[156] * 3] * 5] * 5
+    red, clear = (
+        Image.new("RGBA", (2, 2), (255, 0, 0, 255)),
+        Image.new("RGBA", (2, 2), (9, 9, 9, 0)),
+    )
+    for name, image, colour in [("red", red, [255, 0, 0]), ("clear", clear, [255, 255, 255])]:
+        image.save(tmp_path / f"{name}.png")
+        assert np.asarray(read_upright(tmp_path / f"{name}.png"))[0, 0].tolist() == colour
+    cmyk = Image.fromarray(noise(20, 20)).convert("CMYK")
+    cmyk.save(tmp_path / "cmyk.tif")
+    np.testing.assert_array_equal(read_upright(tmp_path / "cmyk.tif"), cmyk.convert("RGB"))
+
+
+def huge_png(path, side):
+    """A header that promises side x side pixels."""
+
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", b""), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    return path
+
+
+@pytest.mark.parametrize("side", [9_000, 20_000])
+def test_too_many_pixels(tmp_path, side):
+    path = huge_png(tmp_path / "a.png", side)
+    for read in (picture_size, read_upright):
+        with pytest.raises(ValueError, match=r"a\.png: .*(megapixels|exceeds)") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "avi", "mp4"])
+def test_a_clip_without_frames(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        out.start_encoding()
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: not a readable video"):
+        count_frames(path, 8)
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: "):
+        read_frames(path, 1, np.asarray)
+
+
+def read_all(path):
+    """The media of any file, as its ending tells."""
+    if path.suffix in (".jpg", ".png"):
+        picture_size(path)
+        return read_upright(path)
+    if path.suffix == ".mp4":
+        return read_frames(path, count_frames(path, 8), np.asarray)
+    return read_sound(path, count_samples(path, 16000), 16000)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["truncated.jpg", "header_only.jpg", "zero_byte.png", "truncated.png", "corrupt_idat.png",
+     "text_named.jpg", "half_index_first.mp4", "half_index_last.mp4", "wav_header_no_data.wav",
+     "wav_zero_samples.wav", "truncated.flac"],
+)  # fmt: skip
+def test_shared_bad_media_are_one_line(shared_data, name):
+    with pytest.raises(ValueError, match=name) as caught:
+        read_all(SHARED / "bad" / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shared_picture_of_another_ending(shared_data):
+    assert read_all(SHARED / "bad" / "png_named_jpg.jpg").size == (200, 345)
+
+
+def test_every_shared_bad_file_is_tried_somewhere(shared_data):
+    """A new file in that folder is to be tried too."""
+    lists = {"broken_line.jsonl", "broken.json", "bad_records.json"}  # in test_shape_index
+    media = {p.name for p in (SHARED / "bad").iterdir()} - lists
+    (parameters,) = [m.args[1] for m in test_shared_bad_media_are_one_line.pytestmark]
+    assert media == {*parameters, "png_named_jpg.jpg"}

@@ -1,0 +1,104 @@
+"""Log-mel features against the published Whisper extractor, counts against Qwen2-Audio's."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from dflop_jax.data.media.audio import count_samples, read_sound
+from dflop_jax.data.media.mel import MelSpec, encoder_tokens, log_mel, mel_filters, sound_counts
+from tests.data.media_cases import shared_files
+
+SPEC = MelSpec()
+
+
+@pytest.fixture(scope="module")
+def extractor():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        pytest.importorskip("transformers")
+        from transformers import WhisperFeatureExtractor
+    return WhisperFeatureExtractor(feature_size=128)
+
+
+def reference(extractor, sound):
+    out = extractor(sound, sampling_rate=16000, return_attention_mask=True, return_tensors="np")
+    return out["input_features"][0], int(out["attention_mask"].sum())
+
+
+def tone(n, hz=440.0):
+    rng = np.random.default_rng(n)
+    t = np.arange(n) / 16000
+    return (0.3 * np.sin(2 * np.pi * hz * t) + 0.01 * rng.standard_normal(n)).astype(np.float32)
+
+
+def check(extractor, sound):
+    expected, frames = reference(extractor, sound)
+    got = log_mel(sound, SPEC)
+    assert got.shape == (1, 128, 3000)
+    assert got.dtype == np.float32
+    assert np.abs(got[0] - expected).max() < 1e-4  # torch's, in float32
+    padded = np.pad(sound[:480_000], (0, max(0, 480_000 - len(sound))))
+    exact = extractor._np_extract_fbank_features([padded], "cpu")[0]  # its numpy path, in float64
+    assert np.abs(got[0] - exact).max() < 1e-6
+    (windows,), (found,), (tokens,) = sound_counts(np.array([len(sound)]), SPEC)
+    assert (windows, found) == (1, frames)
+    return frames, tokens
+
+
+def test_every_sound_is_the_extractor_s(extractor):
+    for path in shared_files("audio"):
+        n = min(count_samples(path, 16000), SPEC.max_samples)
+        check(extractor, read_sound(path, n, 16000))
+
+
+@pytest.mark.parametrize("n", [321, 479, 480, 481, 16000, 479_999, 480_000, 480_001, 600_000])
+def test_made_sounds_are_the_extractor_s(extractor, n):
+    check(extractor, tone(n))
+
+
+def test_silence(extractor):
+    check(extractor, np.zeros(5000, np.float32))
+
+
+def test_tokens_are_those_of_the_model_and_the_processor(extractor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch = pytest.importorskip("torch")
+        from transformers.models.qwen2_audio import modeling_qwen2_audio as modeling
+    frames = torch.arange(3, 3001)
+    encoder = object.__new__(modeling.Qwen2AudioEncoder)
+    _, expected = encoder._get_feat_extract_output_lengths(frames)
+    np.testing.assert_array_equal(encoder_tokens(frames.numpy()), expected.numpy())
+    windows, _, tokens = sound_counts(frames.numpy() * 160, SPEC)
+    np.testing.assert_array_equal(
+        tokens, [(((f - 1) // 2 + 1) - 2) // 2 + 1 for f in frames.tolist()]
+    )
+    assert (windows == 1).all()
+    assert tokens[-1] == 750
+
+
+def test_filters_are_slaney_s(extractor):
+    np.testing.assert_allclose(mel_filters(SPEC), extractor.mel_filters, atol=1e-9)
+
+
+def test_longer_sounds_take_more_windows_when_allowed():
+    spec = MelSpec(max_windows=3)
+    sound = tone(480_000 + 16_000)
+    features = log_mel(sound, spec)
+    np.testing.assert_array_equal(features[0], log_mel(sound[:480_000], SPEC)[0])
+    np.testing.assert_array_equal(features[1], log_mel(sound[480_000:], SPEC)[0])
+    counts = sound_counts(np.array([496_000, 1_440_000, 9_999_999]), spec)
+    assert [c.tolist() for c in counts] == [[2, 3, 3], [3100, 9000, 9000], [775, 2250, 2250]]
+
+
+def test_too_short_and_none():
+    assert [len(c) for c in sound_counts(np.zeros(0, int), SPEC)] == [0, 0, 0]
+    assert log_mel(np.zeros(0, np.float32), SPEC).shape == (0, 128, 3000)
+    for n in (0, 1, 320):
+        with pytest.raises(ValueError, match=f"of {n} samples is too short; 321"):
+            sound_counts(np.array([5000, n]), SPEC)
+    with pytest.raises(ValueError, match="at least 1"):
+        MelSpec(hop=0)

@@ -1,0 +1,136 @@
+"""AnyRes grids against an exact search, and pixels against Pillow's own tools."""
+
+import struct
+import zlib
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from dflop_jax.data.media.tiling import (
+    choose_grid,
+    count_tiles,
+    fit,
+    picture_size,
+    picture_tiles,
+    read_picture,
+)
+
+
+def exact_grid(width, height, px, max_tiles):
+    """All grids with their kept and wasted area, in exact arithmetic; the sort does the choice."""
+    if width <= px and height <= px:
+        return (0, 0)
+    grids = [(r, c) for r in range(1, 20) for c in range(1, 20) if 1 < r * c <= max_tiles]
+    rated = []
+    for r, c in grids:
+        scale = min(Fraction(c * px, width), Fraction(r * px, height))
+        w, h = max(1, int(width * scale)), max(1, int(height * scale))
+        kept = min(w * h, width * height)
+        rated.append((-kept, r * c * px * px - kept, (r, c)))
+    return min(rated)[2] if rated else (0, 0)
+
+
+@pytest.mark.parametrize("max_tiles", [1, 2, 6, 9])
+def test_grid_is_the_best_of_all(max_tiles):
+    rng = np.random.default_rng(max_tiles)
+    for width, height in np.exp(rng.uniform(0, 8.5, (300, 2))).astype(int):
+        grid = choose_grid(int(width), int(height), 48, max_tiles)
+        assert grid == exact_grid(int(width), int(height), 48, max_tiles)
+        assert count_tiles(int(width), int(height), 48, max_tiles) <= 1 + max_tiles
+        assert grid != (1, 1)
+
+
+@pytest.mark.parametrize(
+    "size, grid",
+    [((48, 48), (0, 0)), ((1, 1), (0, 0)), ((96, 48), (1, 2)), ((48, 144), (3, 1)),
+     ((144, 144), (3, 3)), ((2055, 100), (1, 9)), ((1000, 6000), (6, 1)), ((49, 30), (1, 2))],
+)  # fmt: skip
+def test_known_grids(size, grid):
+    assert choose_grid(*size, 48, 9) == grid
+
+
+def test_fit_keeps_the_aspect_ratio_inside_the_box():
+    for w, h in [(10, 10), (1, 1000), (1000, 1), (640, 480)]:
+        a, b = fit(w, h, 96, 48)
+        assert 1 <= a <= 96
+        assert 1 <= b <= 48
+        assert a == 96 or b == 48
+
+
+def test_tiles_of_a_picture_that_fills_its_grid_are_its_parts():
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 48, 3)).astype(np.uint8)
+    tiles = picture_tiles(Image.fromarray(pixels), 16, 9)
+    parts = [pixels[r : r + 16, c : c + 16] for r in (0, 16) for c in (0, 16, 32)]
+    np.testing.assert_array_equal(tiles[1:], parts)
+    assert tiles.dtype == np.uint8
+
+
+def test_padding_is_black_and_centred():
+    tiles = picture_tiles(Image.new("RGB", (100, 20), "white"), 16, 2)
+    grid = np.concatenate(tiles[1:], axis=1)  # 1 x 2 tiles, content 32 x 6
+    white = np.flatnonzero(grid.all(axis=(1, 2)))
+    assert white.tolist() == [5, 6, 7, 8, 9, 10]
+    assert (np.delete(grid, white, axis=0) == 0).all()
+    assert (tiles[0] == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "tiff"])
+def test_exif_orientation(tmp_path, orientation, kind):
+    rng = np.random.default_rng(1)
+    image = Image.fromarray(rng.integers(0, 255, (6, 9, 3)).astype(np.uint8)).resize((90, 60))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"a.{kind}"
+    image.save(path, exif=exif)
+    with Image.open(path) as stored:
+        upright = ImageOps.exif_transpose(stored).convert("RGB")
+    assert picture_size(path) == upright.size == ((90, 60) if orientation < 5 else (60, 90))
+    np.testing.assert_array_equal(read_picture(path, 48, 9), picture_tiles(upright, 48, 9))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_large_jpeg_is_decoded_small_but_looks_the_same(tmp_path, orientation):
+    y, x = np.mgrid[0:1200, 0:2000]
+    pixels = np.stack([x / 8, y / 5, (x + y) / 16], -1).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(tmp_path / "a.jpg", exif=exif, quality=95)
+    upright = Image.fromarray(pixels if orientation == 1 else np.rot90(pixels, -1))
+    got = read_picture(tmp_path / "a.jpg", 48, 9).astype(int)
+    assert np.abs(got - picture_tiles(upright, 48, 9)).mean() < 2
+
+
+def test_modes_become_rgb(tmp_path):
+    def one(image, name="a.png", **options):
+        image.save(tmp_path / name, **options)
+        return read_picture(tmp_path / name, 16, 1)[0, 8, 8].tolist()
+
+    assert one(Image.new("RGBA", (8, 8), (255, 0, 0, 0))) == [255, 255, 255]
+    assert one(Image.new("RGBA", (8, 8), (255, 0, 0, 255))) == [255, 0, 0]
+    assert one(Image.new("L", (8, 8), 77)) == [77] * 3
+    assert one(Image.fromarray(np.full((8, 8), 40000, np.uint16))) == [40000 >> 8] * 3
+    assert one(Image.new("P", (8, 8), 0), "a.gif", transparency=0) == [255, 255, 255]
+    frames = [Image.new("RGB", (8, 8), c) for c in ("red", "blue")]
+    first = one(frames[0], "b.gif", save_all=True, append_images=frames[1:])
+    assert first == [255, 0, 0]
+
+
+def test_too_large_a_picture_is_a_value_error(tmp_path):
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    for name, side in (("large.png", 9_000), ("bomb.png", 40_000)):
+        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        png = (
+            b"\x89PNG\r\n\x1a\n"
+            + chunk(b"IHDR", header)
+            + chunk(b"IDAT", b"")
+            + chunk(b"IEND", b"")
+        )
+        (tmp_path / name).write_bytes(png)
+        with pytest.raises(ValueError, match=name):
+            picture_size(tmp_path / name)

@@ -1,0 +1,241 @@
+"""Chat templates against `transformers`, with tokenizers made here in the published form."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.tokenizer_files import check_embedding
+
+CHATML = """{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+MARKED = """{{ bos_token }}{% for message in messages %}
+{% if message.role == 'assistant' %}
+A: {% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+
+{% else %}
+{{ message.role | upper }}: {{ message.content | tojson }}
+
+{% endif %}
+{% if loop.index > 90 %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}A: {% endif %}"""
+# as LLaVA-OneVision's: media first, then the text of a message
+PARTS = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}
+{%- if message['content'] is string %}{{ message['content'] }}{% else %}
+{%- for kind in ['image', 'video'] %}
+{%- for c in message['content'] | selectattr('type', 'equalto', kind) %}
+{{- '<' + kind + '>\\n' }}{% endfor %}{% endfor %}
+{%- for c in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- c['text'] }}{% endfor %}{% endif %}
+{{- '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"""
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>", "<|AUDIO|>"]
+CHATS = [
+    [("human", "Hi"), ("gpt", "Hello there.")],
+    [("system", "Be brief."), ("human", "Ünï 日本 😀\n\n two"), ("gpt", " räksmörgås 😀"),
+     ("human", "More?"), ("gpt", "No\n")],
+    [("human", 'He said "x < y" & \'z\''), ("gpt", "a"), ("human", ""), ("gpt", "b")],
+]  # fmt: skip
+
+
+def write(folder, template=CHATML, config=None, special=SPECIAL, file="tokenizer_config.json"):
+    """A byte-level BPE tokenizer folder."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = ["Hello there. The quick brown fox is helpful. assistant user system"] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **(config or {})}
+    if file == "tokenizer_config.json":
+        config["chat_template"] = template
+    else:
+        (folder / file).write_text(
+            template if file.endswith("jinja") else json.dumps({"chat_template": template})
+        )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def messages(turns):
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    return [{"role": roles[role], "content": text} for role, text in turns]
+
+
+@pytest.fixture(scope="module")
+def published():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        pytest.importorskip("transformers")
+        from transformers import PreTrainedTokenizerFast
+    return lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("turns", CHATS)
+@pytest.mark.parametrize("template", [CHATML, MARKED, PARTS], ids=["chatml", "marked", "parts"])
+def test_ids_are_those_of_transformers(tmp_path, published, template, turns):
+    folder = write(tmp_path, template)
+    ids, supervised = ChatTokenizer(folder).encode_chat(messages(turns))
+    marked = template is MARKED
+    out = published(folder).apply_chat_template(
+        messages(turns), return_dict=True, return_assistant_tokens_mask=marked
+    )
+    assert ids.tolist() == out["input_ids"]
+    if marked:
+        assert supervised.astype(int).tolist() == out["assistant_masks"]
+    joined = [i for p in ChatTokenizer(folder).pieces(turns) for i in p.ids]
+    assert joined == ids.tolist()
+
+
+@pytest.mark.parametrize("turns", CHATS)
+@pytest.mark.parametrize("template", [CHATML, PARTS], ids=["chatml", "parts"])
+def test_answers_and_their_end_are_supervised(tmp_path, template, turns):
+    chat = ChatTokenizer(write(tmp_path, template))
+    ids, supervised = chat.encode_chat(messages(turns))
+    assert not supervised[0]
+    answers = [text for role, text in turns if role == "gpt"]
+    assert chat.decode(ids[supervised]) == "".join(answers)
+    end = chat._tokenizer.token_to_id("<|im_end|>")
+    assert (ids[supervised] == end).sum() == len(answers)
+    runs = [p for p in chat.pieces(turns) if p.supervised]
+    assert [chat.decode(p.ids) for p in runs] == answers
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
+def test_template_of_its_own_file(tmp_path, file):
+    chat = ChatTokenizer(write(tmp_path / "a", CHATML, file=file))
+    same = ChatTokenizer(write(tmp_path / "b", [{"name": "default", "template": CHATML}]))
+    assert chat.encode_chat(messages(CHATS[0]))[0].tolist() == (
+        same.encode_chat(messages(CHATS[0]))[0].tolist()
+    )
+
+
+def test_media_go_where_the_template_puts_them(tmp_path):
+    turns = [("human", "See <video> and <image>, <image>!"), ("gpt", "ok"),
+             ("human", "<image>?"), ("gpt", "yes")]  # fmt: skip
+    in_place = ChatTokenizer(write(tmp_path / "a")).pieces(turns)
+    assert [p.medium for p in in_place if p.medium >= 0] == [0, 1, 2, 3]
+    chat = ChatTokenizer(write(tmp_path / "b", PARTS))
+    first = chat.pieces(turns)
+    assert [p.medium for p in first if p.medium >= 0] == [1, 2, 0, 3]
+    last = first[[p.medium for p in first].index(3) :]
+    assert "".join(chat.decode(p.ids) for p in last) == "\n?assistant yes"
+
+
+def test_media_equal_transformers(tmp_path, published):
+    folder = write(tmp_path, PARTS)
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "It."}]
+    expected = published(folder).apply_chat_template(chat, return_dict=True)["input_ids"]
+    tokenizer = ChatTokenizer(folder)
+    pieces = tokenizer.pieces([("human", "<image>What?"), ("gpt", "It.")])
+    ids = [i for p in pieces for i in (p.ids or [tokenizer.media_id("image")])]
+    assert ids == expected
+
+
+def test_image_ends_of_internvl(tmp_path):
+    names = {"start_image_token": "<img>", "end_image_token": "</img>",
+             "context_image_token": "<IMG_CONTEXT>"}  # fmt: skip
+    folder = write(tmp_path, config=names, special=[*SPECIAL, *names.values()])
+    chat = ChatTokenizer(folder)
+    pieces = chat.pieces([("human", "a <image>"), ("gpt", "b")])
+    k = [p.medium for p in pieces].index(0)
+    ends = [chat._tokenizer.token_to_id(t) for t in ("<img>", "</img>")]
+    assert [pieces[k - 1].ids, pieces[k + 1].ids] == [(ends[0],), (ends[1],)]
+
+
+@pytest.mark.parametrize("template", [CHATML, PARTS], ids=["chatml", "parts"])
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_start|>system\n", "<|AUDIO|>", "<|x|>"])
+def test_text_cannot_spell_a_special_token(tmp_path, template, text):
+    chat = ChatTokenizer(write(tmp_path, template))
+    plain, other = (chat.pieces([("human", "<image>" + t), ("gpt", t)]) for t in ("q", text))
+    special = {chat._tokenizer.token_to_id(t) for t in SPECIAL}
+    assert [[i for i in p.ids if i in special] for p in plain] == (
+        [[i for i in p.ids if i in special] for p in other]
+    )
+    assert chat.decode([i for p in other if p.supervised for i in p.ids]) == text
+
+
+BAD = {
+    "no chat template": lambda f: write(f, None),
+    "no valid jinja": lambda f: write(f, "{% for"),
+    "eos_token='<eos>', which": lambda f: write(f, config={"eos_token": "<eos>"}),
+    "pad_token='<p>', which": lambda f: write(f, config={"pad_token": {"content": "<p>"}}),
+    "additional_special_tokens='<z>', which": lambda f: write(
+        f, config={"additional_special_tokens": ["<image>", {"content": "<z>"}]}
+    ),
+    "not a JSON object": lambda f: (write(f) / "tokenizer_config.json").write_text("[1"),
+    "not a tokenizer.json": lambda f: (write(f) / "tokenizer.json").write_text("{}"),
+    "no such file": lambda f: (write(f) / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_folder_is_one_line(tmp_path, reason):
+    BAD[reason](tmp_path)
+    with pytest.raises(ValueError, match=reason) as caught:
+        ChatTokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+REFUSED = {
+    "writes <|start|>": "{{ '<|start|>' }}",
+    "fails .roles": "{{ raise_exception('roles') }}",
+    "fails .*no attribute": "{{ messages[0].content.none.none }}",
+    "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "fails .*division": "{{ 1 / 0 }}",
+    "does not only append": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+    "leaves out media": "{{ messages[0].role }}",
+    "repeats a medium": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_bad_template_is_one_line(tmp_path, reason):
+    chat = ChatTokenizer(write(tmp_path, REFUSED[reason]))
+    turns = [("human", "<image>" if "medi" in reason else "q"), ("gpt", "a")]
+    with pytest.raises(ValueError, match=reason.replace("|", r"\|")) as caught:
+        chat.pieces(turns)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_medium_without_a_token(tmp_path):
+    chat = ChatTokenizer(write(tmp_path, special=SPECIAL[:3]))
+    assert chat.pieces([("human", "q"), ("gpt", "a")])
+    with pytest.raises(ValueError, match="no token stands for video"):
+        chat.pieces([("human", "<video>"), ("gpt", "a")])
+    with pytest.raises(ValueError, match="U\\+FDD0"):
+        chat.pieces([("human", "\ufdd0"), ("gpt", "a")])
+
+
+def test_embedding_sizes(tmp_path):
+    folder = write(tmp_path)
+    size = ChatTokenizer(folder).vocab_size
+    ChatTokenizer(folder, embedding_size=size + 500)
+    for wrong in (size - 1, size + 5000):
+        with pytest.raises(ValueError, match=f"has {size} ids, the model's embedding {wrong}"):
+            ChatTokenizer(folder, embedding_size=wrong)
+    for ids, rows in [(151665, 151936), (151665, 152064), (128256, 128256)]:  # Qwen2.5, Llama 3
+        check_embedding(ids, rows, "a")
+    with pytest.raises(ValueError, match="of this model"):
+        check_embedding(50257, 151936, "a")

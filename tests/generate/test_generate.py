@@ -1,0 +1,296 @@
+"""Answers of a trained model: through the command line, and what a careless user may type."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from PIL import Image
+
+from dflop_jax.cli import main
+from dflop_jax.config import Config, DataConfig, ModelConfig
+from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource
+from dflop_jax.data.sample import Limits
+from dflop_jax.generate.generate import Generator, _Text
+from dflop_jax.generate.prompt import prompt_sample
+from dflop_jax.generate.sampling import Sampling, choose
+from dflop_jax.record_files import save
+from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.load_params import load_params
+from dflop_jax.train.prepare import build_model
+
+from ..plans import NANO, nano_profile
+
+EXPERIMENT = """
+from dflop_jax import CheckpointConfig
+from dflop_jax import Config
+from dflop_jax import DataConfig
+from dflop_jax import ModelConfig
+from dflop_jax import PlanConfig
+from dflop_jax import TrainConfig
+
+
+def config():
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
+        plan=PlanConfig(devices=2, max_model=1, buckets=2, sampled_batches=1, max_microbatches=4),
+        train=TrainConfig(steps=2, global_batch=8),
+        checkpoint=CheckpointConfig(every=1),
+        run_dir="run",
+        cache_dir="cache",
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with an experiment, a run of it on a plan of two submeshes, and pictures."""
+    folder = tmp_path_factory.mktemp("generate")
+    jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    kept = {n: getattr(jax.config, n) for n in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("nano.py").write_text(EXPERIMENT)
+        save(NANO, "plan.json")
+        save(nano_profile(), "profile.json")
+        Image.new("RGB", (60, 40), (220, 30, 30)).save("red.png")
+        Image.new("RGB", (200, 30), (20, 170, 50)).save("wide.png")
+        files = ("--plan-file", "plan.json", "--profile-file", "profile.json")
+        assert main(["train", "nano.py", "--json", *files]) == 0
+    yield folder
+    for name, value in kept.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _there(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+
+
+def run(capsys, *args):
+    """(exit code, stdout, stderr) of `dflop generate`."""
+    capsys.readouterr()
+    try:
+        code = main(["generate", *args])
+    except SystemExit as e:  # argparse leaves by this door
+        code = e.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+ASK = ("--prompt", "What colour is it?")
+
+
+def test_an_answer_streams_and_is_the_same_as_json(capsys):
+    code, out, err = run(capsys, "nano.py", *ASK, "--image", "red.png", "--max-tokens", "5")
+    assert (code, err) == (0, "")
+    code, said, _ = run(capsys, "run", *ASK, "--image", "red.png", "--max-tokens", "5", "--json")
+    assert code == 0
+    answer = json.loads(said)
+    assert out == answer["answer"] + "\n"
+    assert answer["prompt"] == ASK[1]
+    assert (answer["tiles"], answer["step"]) == (3, 2)
+    assert answer["checkpoint"] == "run/checkpoints/00000002"
+    assert len(answer["tokens"]) == 5 or answer["stopped"] == "end"
+    assert ByteTokenizer().decode(answer["tokens"]) == answer["answer"]
+    # An older checkpoint, and text alone.
+    code, said, _ = run(
+        capsys, "nano.py", "--checkpoint", "run/checkpoints/00000001", *ASK, "--json"
+    )
+    answer = json.loads(said)
+    assert (code, answer["step"], answer["tiles"]) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["gone.py", *ASK], "gone.py: no such experiment file"),
+        (["nano.py"], "the following arguments are required: --prompt"),
+        (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),
+        (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
+        (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
+        (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is no run"),
+        (["nano.py", *ASK, "--checkpoint", "red.png"], "red.png: no such run folder"),
+        (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has saved"),
+        (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
+        (["broken", *ASK], "broken/config.json: not a configuration"),
+        (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
+        (["nano.py", *ASK, "--image", "run"], "run: no such picture"),
+        (["nano.py", *ASK, "--image", "nano.py"], "nano.py: cannot be decoded"),
+        (["nano.py", *ASK, "--image", "cut.png"], "cut.png: "),
+        (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
+        (
+            ["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
+            "the prompt says <image> <video>; it may have one <image> at most",
+        ),
+        (
+            ["nano.py", "--prompt", "x" * 200, "--image", "red.png"],
+            "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
+        ),
+        (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["nano.py", *ASK, "--temperature", "nan"], "temperature=nan must be 0"),
+        (["nano.py", *ASK, "--temperature", "hot"], "invalid float value: 'hot'"),
+        (["nano.py", *ASK, "--top-p", "0"], "top-p=0.0 must be above 0 and at most 1"),
+        (["nano.py", *ASK, "--top-p", "1.1"], "top-p=1.1 must be above 0"),
+        (["nano.py", *ASK, "--max-tokens", "0"], "max-tokens=0 must be at least 1"),
+        (["nano.py", *ASK, "--seed", "-1"], "seed=-1 must be from 0"),
+        (["nano.py", *ASK, "--model.size", "tiny"], "give the experiment that it was trained with"),
+        (["nano.py", *ASK, "--data.max_token", "9"], "did you mean data.max_tokens?"),
+        (["nano.py", *ASK, "--model.factory", "models.qwen2_audio:build"], "unknown model size"),
+    ],
+)
+def test_mistakes_end_in_one_line(capsys, args, says):
+    for folder in ("empty", "young", "broken"):
+        Path(folder).mkdir(exist_ok=True)
+    Path("young/config.json").write_text("{}")
+    Path("broken/config.json").write_text('{"model": 3}')
+    Path("cut.png").write_bytes(Path("red.png").read_bytes()[:60])
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_that_sees_no_pictures_says_so():
+    model = build_model(ModelConfig("models.qwen2_audio:build", "qwen2-audio-nano"))
+    tokenizer, data = ByteTokenizer(), DataConfig()
+    with pytest.raises(ValueError, match="sees no pictures"):
+        prompt_sample("What?", "red.png", data, model, tokenizer)
+    assert len(prompt_sample("What?", None, data, model, tokenizer).tiles) == 0
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
+    shutil.copytree("run/checkpoints", tmp_path / "checkpoints")
+    model = build_model(ModelConfig(size="nano"))
+    for file in (tmp_path / "checkpoints/00000002").glob("process-*/*"):
+        file.write_bytes(file.read_bytes()[:-9])
+    assert load_params(tmp_path, model, jax.devices()[0]).step == 1
+    assert "checkpoint of step 2 is damaged" in caplog.text
+    (tmp_path / "checkpoints/00000001/manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        load_params(tmp_path, model, jax.devices()[0])
+
+
+def test_a_prompt_is_the_beginning_of_a_training_sample():
+    """Tokens, places and tiles up to the answer equal those that training saw."""
+    model, tokenizer = build_model(ModelConfig(size="nano")), ByteTokenizer()
+    spec, data = MediaSpec(model.tile_px, model.tokens_per_tile), DataConfig(max_tiles=4)
+    source = SceneSource(40, 3, spec, tokenizer, Limits(4, 8, data.max_tokens))
+    seen = set()
+    for i in range(40):
+        scene, sample = source.scene(i), source.sample(i)
+        if scene.pictures and (len(scene.pictures) > 1 or scene.pictures[0].frames):
+            continue
+        file = None
+        if scene.pictures:
+            file = f"scene{i}.png"
+            scene.pictures[0].render().save(file)
+        found = prompt_sample(scene.question, file, data, model, tokenizer)
+        n = int(np.flatnonzero(sample.supervised)[0])
+        assert len(found.tokens) == n
+        np.testing.assert_array_equal(found.tokens, sample.tokens[:n])
+        for name in ("index", "weight", "newline"):
+            mine, theirs = getattr(found.visual, name), getattr(sample.visual, name)
+            np.testing.assert_array_equal(mine, theirs[:n])
+        np.testing.assert_array_equal(found.tiles, sample.tiles)
+        seen.add(len(found.tiles))
+    assert {0, 1} < seen
+
+
+def run_anew(model, params, sample, tokens):
+    """Logits after a prompt and some more tokens: no padding, no cache, no loop over layers."""
+    llm, vision = model.modules["llm"], model.modules["vision"]
+    row = np.concatenate([sample.tokens, np.asarray(tokens, np.int32)])
+    v = sample.visual
+    place = np.append(np.where(v.used, v.index[:, 0], -1), np.full(len(tokens), -1))
+    features = run_layers(vision, params["vision"], {"pixels": sample.tiles})
+    features = vision.exit(params["vision"]["exit"], features, {}).reshape(-1, llm.size.width)
+    batch = {
+        "tokens": row[None],
+        "is_visual": place[None] >= 0,
+        "visual": jnp.where((place >= 0)[:, None], features[place], 0.0)[None],
+        "positions": np.arange(len(row), dtype=np.int32)[None],
+        "segment_ids": np.ones((1, len(row)), np.int32),
+    }
+    x = run_layers(llm, params["llm"], batch)
+    return llm.logits(params["llm"]["exit"], x, params["llm"]["entry"])[0, -1]
+
+
+def run_layers(module, params, batch):
+    x = module.entry(params["entry"], batch)
+    for i in range(module.n_layers):
+        x = module.layer(jax.tree.map(lambda a, i=i: a[i], params["layers"]), x, batch)
+    return x
+
+
+def test_answers_equal_full_recomputation_and_compile_two_programs():
+    config = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
+    generator = Generator(config, "run")
+    shown = []
+    answer = generator.answer("Is it red?", "wide.png", Sampling(6), shown.append)
+    programs = generator._prefill._cache_size(), generator._step._cache_size()
+    assert programs == (1, 1)
+    assert "".join(shown) == answer.answer
+    model = build_model(config.model)
+    params = load_params("run", model, jax.devices()[0]).params
+    sample = prompt_sample("Is it red?", "wide.png", config.data, model, ByteTokenizer())
+    assert len(sample.tiles) == 3  # padded to 4
+    for n, token in enumerate(answer.tokens):
+        logits = run_anew(model, params, sample, answer.tokens[:n])
+        assert int(logits.argmax()) == token
+    # Another question and another picture of as many tiles.
+    counter = CompileCounter()
+    generator.answer("Is this one blue?", "red.png", Sampling(9, temperature=0.7, top_p=0.9))
+    assert counter.read() == 0
+    counter.close()
+
+
+def test_the_end_token_ends_the_answer():
+    generator = Generator(Config(model=ModelConfig(size="nano")), "run")
+    llm = generator._loaded.params["llm"]
+    # All logits become 0, of which the first is taken: id 0.
+    llm["exit"]["norm"]["scale"] = jnp.zeros_like(llm["exit"]["norm"]["scale"])
+    answer = generator.answer("?", None, Sampling(3))
+    assert (answer.tokens, answer.stopped) == ((0, 0, 0), "length")
+    generator._tokenizer.im_end_id = 0
+    shown = []
+    answer = generator.answer("?", None, Sampling(3), shown.append)
+    assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])
+
+
+def test_half_a_character_is_not_shown():
+    shown = []
+    text = _Text(ByteTokenizer(), shown.append)
+    said = list("aé!".encode())
+    for n in range(1, len(said) + 1):
+        text.show(said[:n])
+    assert shown == ["a", "é", "!"]
+    assert text.finish([*said, 0xC3]) == "aé!\ufffd"
+    assert shown[3:] == ["\ufffd"]
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.5, 1.0), (1.0, 0.6), (2.0, 1e-6)])
+def test_tokens_are_drawn_as_their_shares_say(temperature, top_p):
+    logits = np.log(np.float32([0.1, 0.4, 0.05, 0.3, 0.15]))
+    n = 4000
+    keys = jax.random.split(jax.random.key(1), n)
+    draw = jax.vmap(
+        lambda key: choose(logits[None], key, np.float32(temperature), np.float32(top_p))
+    )
+    found = np.bincount(np.asarray(draw(keys))[:, 0], minlength=5) / n
+    share = np.eye(5)[1]
+    if temperature > 0:
+        share = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+        order = np.argsort(-share)
+        kept = order[: 1 + int((np.cumsum(share[order]) < top_p).sum())]
+        share = np.where(np.isin(np.arange(5), kept), share, 0.0) / share[kept].sum()
+    np.testing.assert_allclose(found, share, atol=0.03)
+    assert (found[share == 0] == 0).all()

@@ -14,19 +14,12 @@ def get(config, name):
     return config
 
 
-def other_value(name, kind):
+def other_value(leaf):
     """(text, value) of a legal value that is not the default."""
-    special = {
-        "model.dtype": "bfloat16",
-        "model.attention_kernel": "xla",
-        "data.oversize": "drop",
-        "plan.policy": "blind",
-        "plan.effort": "quick",
-        "train.stage": "connector",
-        "train.remat": "layers",
-    }
-    if name in special:
-        return special[name], special[name]
+    name, kind = leaf.name, leaf.kind
+    if leaf.choices:
+        other = next(c for c in leaf.choices if c != get(Config(), name))
+        return other, other
     if name == "train.learning_rates":
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
     if kind is bool:
@@ -40,10 +33,11 @@ def other_value(name, kind):
     return "vision,llm", ("vision", "llm")
 
 
-@pytest.mark.parametrize("name, kind, text", fields())
-def test_every_field_takes_an_override_and_has_help(name, kind, text):
-    assert len(text) > 10
-    said, value = other_value(name, kind)
+@pytest.mark.parametrize("leaf", fields(), ids=lambda leaf: leaf.name)
+def test_every_field_takes_an_override_and_has_help(leaf):
+    name, kind = leaf.name, leaf.kind
+    assert len(leaf.help) > 10
+    said, value = other_value(leaf)
     assert get(Config(), name) != value
     changed = override(Config(), {name: said})
     assert get(changed, name) == value
@@ -61,7 +55,7 @@ def test_fields_are_the_leaves_of_the_configuration():
         for k, v in flat.items()
         for j in (v if isinstance(v, dict) else [None])
     }
-    assert {name for name, _, _ in fields()} == leaves
+    assert {leaf.name for leaf in fields()} == leaves
 
 
 def test_several_overrides_at_once_keep_the_experiment():
@@ -149,6 +143,26 @@ AT_LEAST_ONE = [
     "data.workers",
     "data.prefetch",
     "schedule.ahead",
+    "checkpoint.keep",
+]
+ABOVE_ZERO = [
+    "train.learning_rate",
+    "train.lora_alpha",
+    "distributed.connect_timeout_s",
+    "distributed.peer_timeout_s",
+]
+NOT_NEGATIVE = [
+    "train.warmup_steps",
+    "train.weight_decay",
+    "train.clip_norm",
+    "train.lora_rank",
+    "train.eval_every",
+    "train.eval_samples",
+    "plan.devices",
+    "plan.memory_bytes",
+    "data.max_bad_fraction",
+    "checkpoint.every",
+    "distributed.num_processes",
 ]
 
 
@@ -160,9 +174,30 @@ def test_counts_are_at_least_one(name, value):
         override(Config(), {name: value})
 
 
+@pytest.mark.parametrize("name", ABOVE_ZERO)
+def test_amounts_are_above_zero(name):
+    for value in ("0", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match=rf"{name}={value}.* must be a finite number above 0"):
+            override(Config(), {name: value})
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_amounts_are_not_negative(name):
+    assert get(override(Config(), {name: "0"}), name) == 0
+    with pytest.raises(ValueError, match=rf"{name}=-1.* must be a finite number, 0 or above"):
+        override(Config(), {name: "-1"})
+
+
+def test_the_tables_name_every_bound():
+    bounded = {leaf.name for leaf in fields() if leaf.bounds}
+    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE}
+
+
 def test_a_wrong_configuration_cannot_be_made_in_python_either():
     with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop"):
         Config(plan=PlanConfig(policy="best"))
+    with pytest.raises(ValueError, match="train.steps=0 must be at least 1"):
+        dataclasses.replace(Config(), train=TrainConfig(steps=0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"
 
@@ -170,3 +205,17 @@ def test_a_wrong_configuration_cannot_be_made_in_python_either():
 def test_json_round_trip():
     config = Config(train=TrainConfig(freeze=("vision",)), run_dir="x")
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('{"train": {"steps": 0}}', "`$.train.steps`"),
+        ('{"plan": {"policy": "best"}}', "`$.plan.policy`"),
+        ('{"train": {"learning_rates": ["llm=0"]}}', "llm=0.0 must be a finite number above 0"),
+    ],
+)
+def test_json_is_checked_too(text, says):
+    with pytest.raises(msgspec.ValidationError, match=r".") as failed:
+        msgspec.json.decode(text, type=Config)
+    assert says in str(failed.value)

@@ -252,9 +252,9 @@ def test_help_of_a_command(capsys, command, monkeypatch):
     assert (code, err) == (0, "")
     assert "--json" in out
     if command != "report":
-        for name, _, text in fields():
-            assert f"--{name} " in out
-            assert text in out
+        for leaf in fields():
+            assert f"--{leaf.name} " in out
+            assert leaf.help in out
         assert "(default: dflop)" in out
         assert "EXPERIMENT" in out
 

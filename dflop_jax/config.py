@@ -180,7 +180,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for leaf in fields():
-            leaf.check(_value(self, leaf.name))
+            leaf.check(leaf.value(self))
         for name, rate in named_rates(self.train).items():
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
 
@@ -219,6 +219,13 @@ class Field(NamedTuple):
     def choices(self) -> tuple[str, ...]:
         """The values of a `Literal`; empty for other kinds."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    def value(self, config: Config) -> Any:
+        """The value that `config` has in this field."""
+        node: Any = config
+        for part in self.name.split("."):
+            node = getattr(node, part)
+        return node
 
     def check(self, value: Any) -> None:
         """Raise ValueError for a value that the annotation does not allow."""
@@ -267,13 +274,6 @@ def fields(kind: type = Config, prefix: str = "") -> tuple[Field, ...]:
             *bounds, text = hint.__metadata__
             out.append(Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, text))
     return tuple(out)
-
-
-def _value(config: Config, name: str) -> Any:
-    """The value of a dotted name."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:

@@ -196,7 +196,7 @@ def test_the_tables_name_every_bound():
 def test_a_wrong_configuration_cannot_be_made_in_python_either():
     with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop"):
         Config(plan=PlanConfig(policy="best"))
-    with pytest.raises(ValueError, match="train.steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"train.steps=0 must be at least 1"):
         dataclasses.replace(Config(), train=TrainConfig(steps=0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"

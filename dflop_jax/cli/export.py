@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflop_jax.cli.generate import base_config
+from dflop_jax.cli.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,4 +47,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     held = [Held(name, tree) for name, tree in params.items()]
     write_folder(args.out, model.weights, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
+    if not args.json:
+        show(f"wrote step {loaded.step} to {args.out}: {', '.join(files)}")
     return {"folder": args.out, "step": loaded.step, "files": files}

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dflop_jax.cli.experiment import experiment_config
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG
 
@@ -54,24 +55,25 @@ def base_config(experiment: str) -> Config | None:
         raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
 
 
-def run(args: argparse.Namespace, config: Config) -> Any:
+def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for."""
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import tagged
     from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.prepare import use_cache
 
+    config = experiment_config(args, base_config(args.experiment))
     how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
     tagged(args.prompt, args.image)  # mistakes show before a model is loaded
     own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
     generator = Generator(config, args.checkpoint or own)
-    answer = generator.answer(args.prompt, args.image, how, None if args.json else _show)
+    answer = generator.answer(args.prompt, args.image, how, None if args.json else _write)
     if not args.json:
-        _show("\n")
+        _write("\n")
     return answer
 
 
-def _show(text: str) -> None:
+def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,20 +1,62 @@
-"""What `dflop plan` prints: the ranking, and with --explain why the others lost and what helps."""
+"""`dflop plan`: choose devices, parallelism and buckets for a policy.
+
+It prints the ranking, and with --explain why the others lost and what would help.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.plan.explain import why_it_lost
-from dflop_jax.plan.search import SearchResult
-from dflop_jax.train.planning import WhatIf
+from dflop_jax.cli.experiment import add_profile_file, experiment_config, given_profile, run_folder
+from dflop_jax.cli.terminal import show, ticker
+
+if TYPE_CHECKING:
+    from dflop_jax.plan.search import SearchResult
+    from dflop_jax.train.planning import WhatIf
 
 _GIB = 2**30
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_profile_file(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="also show why others lost and what would help"
+    )
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Write profile.json and plan.json; shows the ranking."""
+    from dflop_jax.record_files import save
+    from dflop_jax.train import planning, prepare
+
+    config = experiment_config(args)
+    setup = prepare.set_up(config)
+    profile = given_profile(args) or prepare.make_profile(
+        setup, setup.source(), ticker("profiling")
+    )
+    shown = {"shown": planning.SHOWN} if args.explain else {}
+    result = planning.make_plan(setup, profile, ticker("planning"), **shown)
+    helps = planning.what_would_help(setup, profile) if args.explain else []
+    folder = run_folder(config)
+    save(profile, folder / "profile.json")
+    save(result.plan, folder / "plan.json")
+    if not args.json:
+        show(ranking(result, args.explain))
+        if helps:
+            show(what_ifs(helps))
+        show(chosen(result))
+        show(f"wrote {folder / 'plan.json'}")
+    return {"search": result, "what_if": helps} if args.explain else result
+
+
 def ranking(result: SearchResult, explain: bool) -> Table:
     """The best placements, simulated with one bucket each."""
+    from dflop_jax.plan.explain import why_it_lost
+
     table = Table(
         "placement (stage x data x model @ device)",
         "micro-\nbatches",

@@ -6,7 +6,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from dflop_jax.cli.terminal import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page, FILE.html, and the picture of a comparison, FILE.png (default: "
+        "report.html in the first run's folder, compare.png)",
+    )
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -24,15 +34,15 @@ def run(args: argparse.Namespace) -> Any:
     if len(folders) == 1 and stepped:
         summary = write_summary(folders[0])
         if not args.json:
-            Console().print(summary_table(summary))
+            show(summary_table(summary))
     elif stepped:
         picture = picture.with_suffix(".png")
         table = compare(stepped, picture)
         wrote.append(picture)
         if not args.json:
-            Console().print(table)
+            show(table)
     if not args.json:
-        Console().print(f"wrote {' and '.join(map(str, wrote))}")
+        show(f"wrote {' and '.join(map(str, wrote))}")
     return compare_json(stepped) if stepped else {"runs": []}
 
 

@@ -1,0 +1,109 @@
+"""The arguments of commands that run an experiment: its file, and a flag for every field."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflop_jax.cli.terminal import Parser
+from dflop_jax.config import Config, Field, fields, override
+
+if TYPE_CHECKING:
+    from dflop_jax.records import Profile
+
+
+def experiment_arguments() -> Parser:
+    """A parent parser with EXPERIMENT and the overrides."""
+    parser = Parser(add_help=False)
+    parser.add_argument("experiment", help="Python file whose config() returns a dflop_jax.Config")
+    groups: dict[str, Any] = {}
+    for leaf in fields():
+        section = leaf.name.split(".")[0] if "." in leaf.name else "run"
+        if section not in groups:
+            groups[section] = parser.add_argument_group(
+                section, "Each replaces the experiment's value; defaults are for files without one."
+            )
+        default = leaf.value(Config())
+        shown = f" (default: {default})" if default not in ("", ()) else ""
+        groups[section].add_argument(
+            f"--{leaf.name}",
+            dest=leaf.name,
+            metavar=_metavar(leaf),
+            help=(leaf.help + shown).replace("%", "%%"),
+        )
+    return parser
+
+
+def _metavar(leaf: Field) -> str:
+    """What the help calls a field's value: STR, INT, ..., LIST, or the names to choose from."""
+    return "|".join(leaf.choices) or getattr(leaf.kind, "__name__", "list").upper()
+
+
+def experiment_config(args: argparse.Namespace, base: Config | None = None) -> Config:
+    """The configuration of a command line: the experiment's (or `base`) with its overrides."""
+    changed = {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
+    return override(base or load_experiment(args.experiment), changed)
+
+
+def load_experiment(path: str) -> Config:
+    """The `config()` of an experiment file.
+
+    Raises:
+      ValueError: no such file, not Python, or no `config` function that returns a Config.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: no such experiment file; give a path such as experiments/demo.py"
+        )
+    sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as e:
+        raise ValueError(f"{path}: {e}") from None
+    try:
+        config = module.config() if hasattr(module, "config") else None
+    except (TypeError, ValueError) as e:  # an unknown field, a value out of range
+        raise ValueError(f"{path}: config() fails: {e}") from None
+    if not isinstance(config, Config):
+        raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config")
+    return config
+
+
+def run_folder(config: Config) -> Path:
+    """The folder of `run_dir`, made where it is missing.
+
+    Raises:
+      ValueError: a file has that name.
+    """
+    folder = Path(config.run_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; choose another --run_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# ---- options of several commands ----
+
+
+def add_profile_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile-file", metavar="JSON", help="use this profile")
+
+
+def add_plan_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan-file", metavar="JSON", help="use this plan")
+
+
+def given_profile(args: argparse.Namespace) -> Profile | None:
+    """The profile of --profile-file; None without that option."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Profile
+
+    return load(Profile, args.profile_file) if args.profile_file else None

@@ -152,18 +152,19 @@ def _blocked_backward(
     q, k, v, segment_ids, out, log_sum = saved
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     own_BKGT = product("BTKGH,BTKGH->BKGT", dout, out)
-    dq, dk, dv = [], 0.0, 0.0
+    dq_blocks = []
+    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for lo, hi in _spans(q.shape[1]):
         q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, :hi], v[:, :hi]
         scores = _scores(q_t, k_s, _mask(segment_ids, lo, hi, causal=True))
         weights = jnp.exp(scores - log_sum[..., lo:hi, None])
         dweights = product("BTKGH,BSKH->BKGTS", dout_t, v_s)
         dscores = (weights * (dweights - own_BKGT[..., lo:hi, None])).astype(q.dtype)
-        dq.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
+        dq_blocks.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
         rest = ((0, 0), (0, k.shape[1] - hi), (0, 0), (0, 0))  # keys that this block does not see
         dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), rest)
         dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), rest)
-    dq = jnp.concatenate(dq, axis=1)
+    dq = jnp.concatenate(dq_blocks, axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

@@ -88,7 +88,7 @@ def forward_kernel(
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, total = carry
         at = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if ids_ref is None else (q_ids, ids_ref[at])
+        ids = None if q_ids is None else (q_ids, ids_ref[at])
         scores, mask = _scores(
             q, k_ref[at, :], scale, first, j * blocks.visited, ids, causal=causal
         )
@@ -141,7 +141,7 @@ def kv_kernel(
     def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         at = pl.ds(i * blocks.visited, blocks.visited)
-        ids = None if ids_ref is None else (k_ids, ids_ref[at])
+        ids = None if k_ids is None else (k_ids, ids_ref[at])
         q, dout = q_ref[at, g, :], dout_ref[at, g, :]
         scores, mask = _scores(
             k, q, scale, first, i * blocks.visited, ids, causal=causal, keys=True
@@ -187,7 +187,7 @@ def q_kernel(
 
     def visit(j: Array, dq: Array) -> Array:
         at = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if ids_ref is None else (q_ids, ids_ref[at])
+        ids = None if q_ids is None else (q_ids, ids_ref[at])
         k, v = k_ref[at, :], v_ref[at, :]
         scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, causal=causal)
         weights = jnp.exp2(scores - log_sum[:, None])

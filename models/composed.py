@@ -39,7 +39,11 @@ class Composed(ABC):
 
     @property
     def item_tokens(self) -> Mapping[str, int]:
-        return {n: m.item_tokens for n, m in self.modules.items() if n != "llm"}
+        return {
+            name: module.item_tokens
+            for name, module in self.modules.items()
+            if not isinstance(module, DecoderModule)
+        }
 
     @property
     def vocab_size(self) -> int:

@@ -158,11 +158,12 @@ def tower(module: VisionModule) -> WeightMap:
     intern = size.form == "internvit"
     config = hf_sizes.vision_config(size)
     layers = r"encoder\.layers?\.\d+\..*"
+    norm: tuple[Unused, ...] = ()
     if not intern and not size.post_norm:
-        norm = (Unused("post_layernorm.weight", (size.width,), 1.0),)
-        norm = (*norm, Unused("post_layernorm.bias", (size.width,), 0.0))
-    else:
-        norm = ()
+        norm = (
+            Unused("post_layernorm.weight", (size.width,), 1.0),
+            Unused("post_layernorm.bias", (size.width,), 0.0),
+        )
     rules = hf_config.rules(config["model_type"], wraps=None if intern else "siglip")
     return WeightMap(
         tensors=tuple(

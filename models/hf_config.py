@@ -129,7 +129,9 @@ class ConfigRules:
         for old, new in self.spellings.items():
             if old in flat and new not in flat:
                 flat[new] = flat[old]
-        values = {key: flat.get(key, default) for key, default in self.defaults.items()}
+        values: dict[str, Any] = {
+            key: flat.get(key, default) for key, default in self.defaults.items()
+        }
         for key, value in values.items():
             prefix = key[: key.rfind(".") + 1]
             if value is None and key.endswith("num_key_value_heads"):

@@ -35,7 +35,9 @@ class InternVitEntry(nn.Module):
         s = self.size
         x = patchify(pixels, s.patch_px).astype(jnp.float32)
         # Colours are the innermost of a patch's features.
-        mean, std = (np.tile(np.float32(c), s.patch_px**2)[None, None] for c in (MEAN, STD))
+        mean, std = (
+            np.tile(np.array(c, np.float32), s.patch_px**2)[None, None] for c in (MEAN, STD)
+        )
         x = (x / 255.0 - mean) / std
         patch = Linear(
             (x.shape[-1],), (s.width,), (None,), ("embed",), self.dtype, bias=True, name="patch"

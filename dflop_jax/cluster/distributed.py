@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed as jax_distributed
@@ -297,7 +297,8 @@ def _keep_stdout_clean() -> None:
 
 def on_cpu() -> bool:
     """Whether jax will compute on the CPU; asking jax itself would start it."""
-    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
+    platforms: str | None = settings.jax_platforms
     if platforms:
         return platforms.split(",")[0] == "cpu"
     return importlib.util.find_spec("jax_plugins") is None or not visible_gpus()

@@ -1,10 +1,12 @@
 # Two commands matter: `make demo` and `make test`. Each makes .venv on its first call.
+# Who changes the code runs `make check`.
 PYTHON ?= python3
 EXTRAS ?= dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(EXTRAS)
 REFERENCE := $(VENV)/installed-reference
+LINTERS := $(VENV)/installed-lint
 # One process per core up to four: each test process holds 8 CPU devices of its own.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
@@ -17,7 +19,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test lint format clean renew
+.PHONY: help demo paper test check lint second format clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -29,20 +31,25 @@ demo: $(STAMP)  ## profile, plan and train both policies on two processes, then 
 paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 10 minutes)
 	@$(BIN)/python -m experiments.paper
 
-test: lint $(REFERENCE)  ## lint, types and every test
+test: $(REFERENCE)  ## every test
 	@$(PYTEST)
 
-lint: $(STAMP)  ## ruff (lint and format check) and mypy
+check: lint test second  ## lint, types, every test, and a short pass on a second Python
+
+lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run make format"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-format: $(STAMP)  ## let ruff fix and format the code
+second:  ## a few tests and a tiny run on another Python and jax, where there is one
+	@.ci/second
+
+format: $(LINTERS)  ## let ruff fix and format the code
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
 clean:  ## remove .venv, caches and build output; runs/ stays
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .venv-second build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml requirements.txt $(RENEW)
@@ -58,4 +65,9 @@ $(STAMP): pyproject.toml requirements.txt $(RENEW)
 $(REFERENCE): $(STAMP)
 	@echo "installing what tests compare with (torch, transformers)"
 	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[reference]'
+	@touch $@
+
+$(LINTERS): $(STAMP)
+	@echo "installing the linters, in the versions that pyproject.toml names"
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[lint]'
 	@touch $@

@@ -17,7 +17,7 @@ import numpy as np
 
 from models.attention import Attend, attend_by, attention, attention_flops
 from models.encoder import Encoder
-from models.layers import LayerNorm, Linear, named
+from models.layers import LayerNorm, Linear, exact_gelu, named
 from models.sizes import AudioSize
 
 Array = jax.Array
@@ -64,7 +64,7 @@ class EntryModule(nn.Module):
             conv = Linear(
                 seen, (s.width,), (None, None), ("embed",), self.dtype, bias=True, name=name
             )
-            x = jax.nn.gelu(conv(windows(x, stride)), approximate=False)
+            x = exact_gelu(conv(windows(x, stride)))
         # A parameter, since the released weights hold it rounded; never trained or decayed.
         init = named(lambda *_: jnp.asarray(sinusoids(s.positions, s.width)), None, "embed")
         position = self.param("bias", init, (s.positions, s.width), jnp.float32)
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
         h = LayerNorm(s.norm_eps, name="mlp_norm")(x)
         h = Linear(width, mlp, embed, ("mlp",), dtype, bias=True, name="up")(h)
-        h = jax.nn.gelu(h, approximate=False)
+        h = exact_gelu(h)
         std = residual * s.mlp**-0.5
         return x + Linear(mlp, width, ("mlp",), embed, dtype, bias=True, std=std, name="down")(h)
 

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.layers import LayerNorm, Linear
+from models.layers import LayerNorm, Linear, exact_gelu
 from models.sizes import VisionSize
 
 Array = jax.Array
@@ -47,7 +47,7 @@ class Connector(nn.Module):
         out = (self.out_width,)
         fan_in = (x.shape[-1],)
         x = Linear(fan_in, out, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
-        x = jax.nn.gelu(x, approximate=False)
+        x = exact_gelu(x)
         return Linear(out, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
 
 

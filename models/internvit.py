@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.attention import Attend, attention
-from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, named, normal
+from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, exact_gelu, named, normal
 from models.patches import patchify
 from models.sizes import VisionSize
 
@@ -80,6 +80,6 @@ class InternVitBlock(nn.Module):
 
         h = norm(s.norm_eps, name="mlp_norm")(x)
         h = Linear(width, mlp, embed, ("mlp",), dtype, bias=True, name="up")(h)
-        h = jax.nn.gelu(h, approximate=False)
+        h = exact_gelu(h)
         h = Linear(mlp, width, ("mlp",), embed, dtype, bias=True, name="down")(h)
         return x + LayerScale(name="mlp_scale")(h)

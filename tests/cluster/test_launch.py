@@ -38,8 +38,9 @@ def forever():
         time.sleep(60)
 
 if what == "speak":
-    print("out", index)
-    print("err", index, file=sys.stderr)
+    # A line is one write: process 0 has the launcher's own output, and writes as it likes.
+    sys.stdout.write(f"out {index}\\n")
+    sys.stderr.write(f"err {index}\\n")
     sys.stdout.write("no newline" if index else "")
 elif what == "environment":
     note(f"env{index}", "\\n".join(f"{k}={v}" for k, v in os.environ.items()))
@@ -237,9 +238,13 @@ def test_a_process_that_does_not_stop_is_killed(program):
 
 def started(program, tmp_path, what: str) -> subprocess.Popen[str]:
     """A launch of two whose processes are ready for signals."""
+    # A launch ignores what its parent does, and these tests may run under nohup or in background.
+    kept = {s: signal.signal(s, signal.SIG_DFL) for s in module.PASSED_ON}
     process = subprocess.Popen(
         launcher("-n", "2", "--", *program(what)), stderr=subprocess.PIPE, text=True
     )
+    for s, handler in kept.items():
+        signal.signal(s, handler)
     wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
     return process
 

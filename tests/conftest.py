@@ -12,8 +12,8 @@ import jax
 import pytest
 
 # What tests compile runs for milliseconds: XLA need not make it fast. In the environment, since the
-# processes that tests start compile the same programs. The second flag ended with jax 0.10. Compiling
-# the small LLM's backward takes 6.2 s without them, 4.0 with the first, 1.4 with both.
+# processes that tests start compile the same programs. Compiling the small LLM's backward takes
+# 6.2 s without these flags, 4.0 with the first, 1.4 with both; the second ended with jax 0.10.
 _QUICK = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")

@@ -22,7 +22,7 @@ from dflop_jax.report.run_folder import read_metrics
 from ..plans import NANO, nano_profile
 
 LIMIT_S = 240.0  # no job takes more than some seconds, on a loaded machine a minute
-STEPS = 20
+STEPS = 16
 BUCKETS = (Bucket(8, 160), Bucket(3, 96))
 TWO = replace(NANO, buckets=BUCKETS)
 FOUR = replace(

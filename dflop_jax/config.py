@@ -132,6 +132,9 @@ class DistributedConfig:
     ] = ""
     num_processes: Annotated[int, "processes of the run; 0: as the launcher says"] = 0
     process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
+    secret_file: Annotated[
+        str, "file with the secret of the run; empty: DFLOP_SECRET, or the user's own file"
+    ] = ""
     connect_timeout_s: Annotated[float, "longest wait for all processes at the start"] = 120.0
     peer_timeout_s: Annotated[float, "silence after which a process counts as hung"] = 30.0
 

@@ -25,7 +25,7 @@ from dflop_jax.cluster.launch import (
     PROCESS_ID_ENV,
 )
 from dflop_jax.cluster.launch_keeper import MARK_ENV
-from dflop_jax.cluster.rendezvous import Address
+from dflop_jax.cluster.addresses import Address
 from dflop_jax.config import DistributedConfig
 
 log = logging.getLogger("dflop_jax")

@@ -183,11 +183,10 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
 
 
 def _close_ports(devices: list[jax.Device], others: set[int]) -> ClosedPorts:
-    """Let nobody else connect to the ports that jax has opened for transfers just now."""
-    opened = jax_ports.listening(others)
-    if opened:
+    """Let nobody else connect to the ports that jax opens with its first transfers."""
+    if on_cpu():
         jax_ports.connect_pairs(devices, CONNECT_PAIRS_S)
-    return ClosedPorts(list(opened.values()))
+    return ClosedPorts(list(jax_ports.listening(others).values()))
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:

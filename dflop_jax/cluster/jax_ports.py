@@ -78,23 +78,32 @@ def allow_many_descriptors() -> None:
 
 
 def connect_pairs(devices: Sequence[jax.Device], timeout_s: float) -> None:
-    """Have jax connect every two processes for transfers, both ways; all of them call this."""
-    firsts = {d.process_index: d for d in reversed(devices)}
-    here = jax.process_index()
-    arrived = []
-    for a in firsts:
-        for b in firsts:
-            if a != b and here in (a, b):
-                source, target = (SingleDeviceSharding(firsts[p]) for p in (a, b))
-                own = [jax.device_put(np.zeros(1, np.float32), firsts[a])] if a == here else []
-                sent = jax.make_array_from_single_device_arrays(
-                    (1,), source, own, dtype=np.float32
-                )
-                arrived.append(jax.device_put(sent, target))
-    jax.block_until_ready(arrived)
-    client = jax_distributed.global_state.client
+    """Have jax connect every two processes for transfers, both ways; all of them call this.
+
+    A process listens from the first array that it sends, and who looks for it before that looks
+    again only after 2 s. So each sends before the others receive. jax counts transfers, hence
+    every process takes part in every one, also where it neither sends nor receives.
+    """
+    client, here = jax_distributed.global_state.client, jax.process_index()
     assert client is not None
-    client.wait_at_barrier("dflop_jax/transfers", int(1000 * timeout_s))
+    firsts = {d.process_index: d for d in reversed(devices)}
+    arrived = []
+    for source in sorted(firsts):
+        if source != here:
+            client.wait_at_barrier(f"dflop_jax/sent/{source}", int(1000 * timeout_s))
+        own = np.zeros(1, np.float32)
+        sent = jax.make_array_from_single_device_arrays(
+            (1,),
+            SingleDeviceSharding(firsts[source]),
+            [jax.device_put(own, firsts[source])] if source == here else [],
+            dtype=own.dtype,
+        )
+        for target in sorted(firsts.keys() - {source}):
+            arrived.append(jax.device_put(sent, SingleDeviceSharding(firsts[target])))
+        if source == here:
+            client.wait_at_barrier(f"dflop_jax/sent/{source}", int(1000 * timeout_s))
+    jax.block_until_ready(arrived)
+    client.wait_at_barrier("dflop_jax/arrived", int(1000 * timeout_s))
 
 
 def listening_ids() -> set[int]:

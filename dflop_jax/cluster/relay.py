@@ -55,11 +55,11 @@ class Relay:
         _hang_up(self._listener)
 
     def _accept(self) -> None:
-        try:
-            near, _ = self._listener.accept()
-        except OSError:  # closed
-            return
-        self._listener.close()
+        with self._listener:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:  # closed
+                return
         ended = threading.Event()
         _start(self._outward, near, ended)
         if _copy(self._channel, near) and not ended.is_set():

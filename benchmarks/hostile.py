@@ -33,7 +33,7 @@ from tests.train.many import FOUR, Jobs
 LIMIT_S = 600.0  # nothing takes as long on any machine
 WARMUP = 10  # steps left out of every median
 PAUSE_S = 0.05  # between slices
-SLICE = 2 * len(KINDS)  # connections to one port at a time
+SLICE = 8 * len(KINDS)  # connections to one port at a time
 DEVICES_EACH = 2
 
 
@@ -147,7 +147,7 @@ def _in_slices(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--connections", type=int, default=1000, help="to every port")
-    parser.add_argument("--steps", type=int, default=2000, help="of each run")
+    parser.add_argument("--steps", type=int, default=600, help="of each run")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what was measured")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -166,6 +166,8 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
         if "value" in entry:
             assert isinstance(entry["value"], str)  # the API server refuses numbers
             environment[entry["name"]] = entry["value"]
+        elif entry["name"] == "DFLOP_SECRET":
+            assert set(entry["valueFrom"]) == {"secretKeyRef"}
         else:
             assert entry["valueFrom"] == {"fieldRef": {"fieldPath": INDEX_PATH}}
             environment[entry["name"]] = str(index)

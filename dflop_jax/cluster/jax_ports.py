@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import logging
 import os
 import resource
 import socket
@@ -30,11 +31,15 @@ from jax.sharding import SingleDeviceSharding
 
 from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
 
+MANY_DESCRIPTORS = 1 << 16
+
 # Linux's numbers, which Python's socket module lacks.
 _SO_ATTACH_FILTER, _SO_MEMINFO, _MEMINFO_DROPS = 26, 55, 8
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: accept 0 bytes of a packet
 _TCP_LISTEN = 10
 _OWN_DESCRIPTORS = Path("/proc/self/fd")
+
+log = logging.getLogger("dflop_jax")
 
 # ---- before jax starts ----
 
@@ -69,9 +74,11 @@ def allow_many_descriptors() -> None:
 
     Gloo keeps what strangers have opened and ends the process when it cannot accept any more.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a system that counts otherwise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, MANY_DESCRIPTORS)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with suppress(ValueError, OSError):  # a system that permits less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 # ---- when jax has started ----
@@ -143,11 +150,14 @@ class ClosedPorts:
         self._socks = list(socks)
         code = ctypes.create_string_buffer(_DROP_ALL)
         program = struct.pack("HL", 1, ctypes.addressof(code))
-        for sock in self._socks:
-            sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        try:
+            for sock in self._socks:
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        except OSError as e:  # a system that only looks like Linux
+            log.warning("jax's ports stay open to strangers: %s", e.strerror)
 
     def dropped(self) -> int:
-        """Packets of strangers that were dropped."""
+        """Packets of strangers that were dropped; a connection tries with more than one."""
         total = 0
         for sock in self._socks:
             size = 4 * (_MEMINFO_DROPS + 1)

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflop_jax.cluster.rendezvous import LOOPBACK, free_port
+from dflop_jax.cluster.addresses import LOOPBACK, free_port
+from dflop_jax.cluster.secret import new_secret
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,6 +23,7 @@ def run_processes(
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "DFLOP_SECRET": new_secret(),
     }
     started = [
         subprocess.Popen(

@@ -13,13 +13,14 @@ import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
 from dflop_jax.cli import main
 from dflop_jax.cluster import distributed
-from dflop_jax.cluster.rendezvous import Address, Meeting
+from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.train import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,9 +47,9 @@ def met(monkeypatch):
     monkeypatch.chdir(ROOT)
     seen: list[Any] = []
 
-    def meet(at, index, number, versions, timeout_s):
+    def meet(at, index, number, versions, secret, timeout_s):
         seen.append((str(at), index, number))
-        return Meeting(Address("10.0.0.1", 4321), "10.0.0.2", {})
+        return Meeting("10.0.0.2", {}, {0: None})
 
     def connect(*args, **named):
         seen.append((args, named))
@@ -63,7 +64,10 @@ def met(monkeypatch):
 
     for module, name, stub in (
         (distributed, "meet", meet),
+        (distributed, "find_secret", lambda config: b"of this test"),
         (distributed, "_keep_stdout_clean", lambda: None),
+        (distributed, "Relay", MagicMock()),
+        (distributed, "jax_ports", MagicMock()),
         (distributed, "_joined", None),
         (distributed.jax.distributed, "initialize", connect),
         (distributed.xla_bridge, "backends_are_initialized", lambda: False),
@@ -72,7 +76,6 @@ def met(monkeypatch):
         (trainer, "Trainer", Trainer),
     ):
         monkeypatch.setattr(module, name, stub)
-    monkeypatch.setenv(distributed.DIRECT_ENV, "")
 
     def run(argv: list[str]) -> list[Any]:
         seen.clear()
@@ -163,6 +166,8 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
         if "value" in entry:
             assert isinstance(entry["value"], str)  # the API server refuses numbers
             environment[entry["name"]] = entry["value"]
+        elif entry["name"] == "DFLOP_SECRET":
+            assert set(entry["valueFrom"]) == {"secretKeyRef"}
         else:
             assert entry["valueFrom"] == {"fieldRef": {"fieldPath": INDEX_PATH}}
             environment[entry["name"]] = str(index)

@@ -9,10 +9,13 @@ import atexit
 import ctypes
 import importlib.util
 import io
+import logging
 import math
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,15 +28,22 @@ import jax
 from jax._src import distributed as jax_distributed
 from jax._src import xla_bridge
 
+from dflop_jax.cluster import jax_ports
+from dflop_jax.cluster.addresses import LOOPBACK
+from dflop_jax.cluster.jax_ports import ClosedPorts
 from dflop_jax.cluster.processes import Processes, find_processes
-from dflop_jax.cluster.relay import Relay
-from dflop_jax.cluster.rendezvous import LOOPBACK, Address, Meeting, free_port, meet
+from dflop_jax.cluster.relay import Relay, serve
+from dflop_jax.cluster.rendezvous import Meeting, meet
+from dflop_jax.cluster.secret import find_secret
 from dflop_jax.config import DistributedConfig
 
 # jax's own watch ends a process from C++; whoever watches the peers has to come before it.
 HEARTBEATS_PER_PEER_TIMEOUT = 4
 LEAST_HEARTBEAT_S = 100
-DIRECT_ENV = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; in place of no_proxy
+LONGEST_FOLDER = 80  # characters; the name of a Unix socket has at most 103 everywhere
+CONNECT_PAIRS_S = 120.0
+
+log = logging.getLogger("dflop_jax")
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Membership:
         return data
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Joined:
     """What this process is in, for the rest of its life: jax connects it only once."""
 
@@ -82,6 +92,7 @@ class _Joined:
     devices_each: int
     member: Membership
     relay: Relay | None  # none on process 0
+    closed_ports: ClosedPorts | None = None  # once jax has started
 
 
 _joined: _Joined | None = None
@@ -97,7 +108,8 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
 
     Raises:
       ValueError: the description is incomplete or wrong, not all processes came within
-        `connect_timeout_s`, devices cannot be shared, or jax has started already.
+        `connect_timeout_s`, the run has no secret or not all have the same, devices cannot be
+        shared, or jax has started already.
     """
     global _joined
     found = find_processes(config)
@@ -119,10 +131,9 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     assert at is not None
     _limit_devices(found, each)
     versions = f"jax {jax.__version__}"
-    meeting = meet(at, found.index, found.number, versions, config.connect_timeout_s)
-    relay = None if found.index == 0 else Relay(meeting.service)
-    port = relay.address.port if relay else meeting.service.port
-    _connect(found, meeting, Address(LOOPBACK, port), config)
+    secret = find_secret(config)
+    meeting = meet(at, found.index, found.number, versions, secret, config.connect_timeout_s)
+    relay = _connect(found, meeting, config)
     member = Membership(found.number, found.index, meeting.own_host, meeting.links)
     _joined = _Joined(found, each, member, relay)
     return member
@@ -154,8 +165,11 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
     Raises:
       ValueError: they are not as many as the plan's, or some processes have more than others.
     """
+    others = jax_ports.listening_ids()
     with _patient_gloo():
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    if _joined is not None and _joined.closed_ports is None:
+        _joined.closed_ports = _close_ports(devices, others)
     counts = Counter(d.process_index for d in devices)
     if plan_devices not in (0, len(devices)):
         raise ValueError(
@@ -166,6 +180,13 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
         each = ", ".join(f"{counts[i]} on {i}" for i in range(member.number))
         raise ValueError(f"processes have different numbers of devices ({each}); give all the same")
     return devices
+
+
+def _close_ports(devices: list[jax.Device], others: set[int]) -> ClosedPorts:
+    """Let nobody else connect to the ports that jax opens with its first transfers."""
+    if on_cpu():
+        jax_ports.connect_pairs(devices, CONNECT_PAIRS_S)
+    return ClosedPorts(list(jax_ports.listening(others).values()))
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:
@@ -197,6 +218,8 @@ def shutdown(timeout_s: float = 10.0) -> bool:
             _joined.relay.close()
         for link in _joined.member.links.values():
             link.close()
+    if _joined.closed_ports is not None and (dropped := _joined.closed_ports.dropped()):
+        log.warning("strangers tried to connect to jax's ports; %d packets were dropped", dropped)
     return left.is_set()
 
 
@@ -231,33 +254,57 @@ def _limit_devices(processes: Processes, each: int) -> None:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
 
 
-def _connect(
-    processes: Processes, meeting: Meeting, near: Address, config: DistributedConfig
-) -> None:
-    own, service = meeting.own_host, meeting.service
+def _connect(processes: Processes, meeting: Meeting, config: DistributedConfig) -> Relay | None:
+    """Have jax join the run; the relay that carries its requests, which process 0 has no need of.
+
+    jax meets on sockets in a folder of this process's own, which is gone afterwards: nobody else
+    can ever connect to them.
+    """
+    own_host = meeting.own_host
+    jax_ports.allow_many_descriptors()
     if on_cpu():  # GPUs move arrays between processes themselves
-        transfers = str(Address(own, free_port()))
-        any_port = f"{transfers.rpartition(':')[0]}:0"
-        jax.config.update("jax_cross_host_transfer_socket_address", transfers)
-        jax.config.update("jax_cross_host_transport_addresses", any_port)
+        jax_ports.bind_transfers(own_host)
+    else:
+        jax_ports.bind_nccl(own_host)
     # Its handler would take SIGTERM away from ours.
     jax.config.update("jax_enable_preemption_service", False)
-    # gRPC would ask a proxy even for this host. jax warns of that; here it cannot happen.
-    direct = os.environ.get(DIRECT_ENV) or os.environ.get("no_proxy") or ""
-    os.environ[DIRECT_ENV] = ",".join([*direct.split(","), near.host]).strip(",")
-    jax.config.update("jax_check_proxy_envs", False)
+    jax.config.update("jax_check_proxy_envs", False)  # no proxy is asked for a Unix socket
     _keep_stdout_clean()
     atexit.register(_leak_jax)  # runs before jax's own handler, which came first
     heartbeat_s = max(LEAST_HEARTBEAT_S, HEARTBEATS_PER_PEER_TIMEOUT * config.peer_timeout_s)
-    jax.distributed.initialize(
-        str(near),
-        processes.number,
-        processes.index,
-        cluster_detection_method="deactivate",
-        initialization_timeout=math.ceil(max(30.0, config.connect_timeout_s)),
-        heartbeat_timeout_seconds=math.ceil(heartbeat_s),
-        coordinator_bind_address=str(service) if service.is_local else f"[::]:{service.port}",
-    )
+    relay = None
+    with _private_folder() as folder:
+        service = folder / "jax"
+        if processes.index == 0:
+            for channel in meeting.channels.values():
+                serve(service, channel)
+        else:
+            relay = Relay(service, meeting.channels[0])
+            relay.wait(config.connect_timeout_s)
+        jax.distributed.initialize(
+            f"unix:{service}",
+            processes.number,
+            processes.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(max(30.0, config.connect_timeout_s)),
+            heartbeat_timeout_seconds=math.ceil(heartbeat_s),
+            coordinator_bind_address=f"unix:{service}",
+        )
+    if on_cpu():
+        jax_ports.bind_gloo(own_host)
+    return relay
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder that only this user can enter, for as long as this lasts."""
+    usual = tempfile.gettempdir()
+    where = usual if len(usual) <= LONGEST_FOLDER else "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="dflop-", dir=where))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

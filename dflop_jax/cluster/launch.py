@@ -22,7 +22,8 @@ from types import FrameType
 from typing import IO, Any
 
 from dflop_jax.cluster import launch_keeper
-from dflop_jax.cluster.rendezvous import LOOPBACK, free_port
+from dflop_jax.cluster.addresses import LOOPBACK, free_port
+from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 
 # What a process is told; `distributed.find_processes` reads it, and scripts may set it themselves.
 COORDINATOR_ENV = "DFLOP_COORDINATOR"
@@ -88,6 +89,7 @@ def launch(
     shared = {
         COORDINATOR_ENV: f"{LOOPBACK}:{free_port()}",
         NUM_PROCESSES_ENV: str(n),
+        SECRET_ENV: new_secret(),
         DEVICES_ENV: str(devices_per_process or ""),
         launch_keeper.MARK_ENV: f"{os.environ.get(launch_keeper.MARK_ENV, '')} {mark}".strip(),
     }

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.launch import (
     COORDINATOR_ENV,
     DEVICES_ENV,
@@ -25,7 +26,6 @@ from dflop_jax.cluster.launch import (
     PROCESS_ID_ENV,
 )
 from dflop_jax.cluster.launch_keeper import MARK_ENV
-from dflop_jax.cluster.rendezvous import Address
 from dflop_jax.config import DistributedConfig
 
 log = logging.getLogger("dflop_jax")

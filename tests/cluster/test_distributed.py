@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from dflop_jax.cluster import distributed
+from dflop_jax.cluster.addresses import Address, free_port
 from dflop_jax.cluster.distributed import (
     Membership,
     devices_each,
@@ -23,7 +24,6 @@ from dflop_jax.cluster.distributed import (
     visible_gpus,
 )
 from dflop_jax.cluster.processes import Processes
-from dflop_jax.cluster.rendezvous import Address
 from dflop_jax.config import DistributedConfig
 
 AT = Address("node1", 29400)
@@ -257,7 +257,7 @@ def test_an_exit_does_not_wait_for_the_others(tmp_path):
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
     """Started by hand, since a launcher would stop the other one first."""
-    port = distributed.free_port()
+    port = free_port()
     pair = [
         start(
             tmp_path,
@@ -267,6 +267,7 @@ def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
                 "DFLOP_COORDINATOR": f"127.0.0.1:{port}",
                 "DFLOP_NUM_PROCESSES": "2",
                 "DFLOP_PROCESS_ID": str(i),
+                "DFLOP_SECRET": "the secret of this test",
                 "http_proxy": "http://127.0.0.1:9",  # gRPC would ask it, and get no answer
             },
         )

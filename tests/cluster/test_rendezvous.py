@@ -1,20 +1,21 @@
-"""How processes meet, played by threads over real sockets, and the relay behind which jax waits."""
+"""How processes meet, played by threads over real sockets."""
 
 from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from dflop_jax.cluster import rendezvous
-from dflop_jax.cluster.relay import Relay
-from dflop_jax.cluster.rendezvous import LOOPBACK, Address, Meeting, free_port, meet
+from dflop_jax.cluster import addresses, rendezvous
+from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.handshake import introduce
+from dflop_jax.cluster.rendezvous import Meeting, meet
 
 LONG_S = 60.0  # a wait that ends long before, or the test has failed
+SECRET = b"the secret of these tests"
 
 
 @pytest.fixture
@@ -33,15 +34,23 @@ def join(pool, at):
     """Start a process's part in a thread; its links are closed at the end."""
     parts: list[Future[Meeting]] = []
 
-    def start(index: int, number: int, versions: str = "1", timeout_s: float = LONG_S, to=at):
-        parts.append(pool.submit(meet, to, index, number, versions, timeout_s))
+    def start(
+        index: int,
+        number: int,
+        versions: str = "1",
+        timeout_s: float = LONG_S,
+        to: Address = at,
+        secret: bytes = SECRET,
+    ):
+        parts.append(pool.submit(meet, to, index, number, versions, secret, timeout_s))
         return parts[-1]
 
     yield start
     for part in parts:
         if part.exception(LONG_S) is None:
-            for link in part.result().links.values():
-                link.close()
+            meeting = part.result()
+            for sock in [*meeting.links.values(), *meeting.channels.values()]:
+                sock.close()
 
 
 def refusal(part: Future[Meeting]) -> str:
@@ -97,17 +106,18 @@ def test_all_meet_whatever_the_order(join, number):
     order = [*range(1, number - 1), 0, number - 1]  # some before process 0, one after it
     parts = {i: join(i, number) for i in order}
     meetings = [parts[i].result(LONG_S) for i in range(number)]
-    assert len({m.service for m in meetings}) == 1
     assert {m.own_host for m in meetings} == {LOOPBACK}
     assert list(meetings[0].links) == list(range(1, number))
     for i in range(1, number):
-        assert list(meetings[i].links) == [0]
-        meetings[i].links[0].sendall(b"%d" % i)  # the links lead to the right ones, both ways
-        assert meetings[0].links[i].recv(9) == b"%d" % i
-        meetings[0].links[i].sendall(b"to %d" % i)
-        assert meetings[i].links[0].recv(9) == b"to %d" % i
-        for link in (meetings[0].links[i], meetings[i].links[0]):  # small messages do not wait
-            assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        for kind in ("links", "channels"):  # they lead to the right ones, both ways
+            (near,) = getattr(meetings[i], kind).values()
+            far = getattr(meetings[0], kind)[i]
+            near.sendall(f"{kind} {i}".encode())
+            assert far.recv(99) == f"{kind} {i}".encode()
+            far.sendall(b"to %d" % i)
+            assert near.recv(9) == b"to %d" % i
+            for sock in (near, far):  # small messages do not wait
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_link_ends_with_its_process(join):
@@ -117,10 +127,39 @@ def test_a_link_ends_with_its_process(join):
 
 
 def test_by_another_name_of_this_host(join, at):
-    """A coordinator that is not loopback: process 0 listens on all interfaces."""
+    """A coordinator that is not loopback."""
     name = Address(socket.gethostname(), at.port)
-    host, other = join(0, 2, to=name), join(1, 2, to=at)
-    assert host.result(LONG_S).service.port == other.result(LONG_S).service.port
+    host, other = join(0, 2, to=name), join(1, 2, to=name)
+    assert host.result(LONG_S).own_host == LOOPBACK  # since nobody came from elsewhere
+    assert other.result(LONG_S).own_host == LOOPBACK
+
+
+@pytest.mark.parametrize(
+    "host, found, interface",
+    [
+        ("localhost", None, "127.0.0.1"),
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("::1", None, "::1"),
+        ("node7", "127.0.0.1", ""),  # true here, not elsewhere
+        ("node7", "127.0.0.2", ""),
+        ("node7", "203.0.113.9", ""),  # of no interface of this host: it is translated
+        ("no-such-host.invalid", OSError("not known"), ""),
+    ],
+)
+def test_process_0_listens_where_the_others_come_from(monkeypatch, host, found, interface):
+    def look_up(name, port, **named):
+        if isinstance(found, OSError):
+            raise found
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
+    assert Address(host, 29400).interface() == interface
+
+
+def test_an_interface_of_its_own(monkeypatch):
+    """With an address of this host that is no loopback, played by one that is."""
+    monkeypatch.setattr(addresses, "is_loopback", lambda host: False)
+    assert Address("127.0.0.3", 29400).interface() == "127.0.0.3"
 
 
 # ---- what goes wrong ----
@@ -188,7 +227,9 @@ def test_different_versions(join):
     assert list(host.result(LONG_S).links) == [1]
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[1]\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[1]\n", b"\xff", b"dflop/1\n"]
+)
 def test_a_server_that_is_something_else(join, at, answer):
     with socket.create_server((at.host, at.port)) as server:
         part = join(1, 2)
@@ -204,35 +245,35 @@ def test_a_server_that_says_nothing(join, at, monkeypatch):
         assert "is not process 0 of a dflop run; is the port right?" in refusal(join(1, 2))
 
 
-def guest(at: Address) -> socket.socket:
-    """A connection to process 0, as soon as it listens."""
-    deadline = time.monotonic() + LONG_S
-    while True:
-        try:
-            return socket.create_connection((at.host, at.port))
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_strangers_do_not_disturb(join, at):
-    """A port scan, a health check, half a sentence, binary noise, an endless line."""
+def test_processes_of_different_secrets(join, at):
     host = join(0, 2)
-    noises = [b"", b"GET / HTTP/1.0\r\n\r\n", b'{"dflop": "hel', b"\xff\x00\n", b"x" * 20000]
-    guests = [guest(at) for _ in noises]
-    for sock, noise in zip(guests, noises):
-        sock.sendall(noise)
-    assert list(join(1, 2).result(LONG_S).links) == [0]
+    line = refusal(join(1, 2, secret=b"a secret of others"))
+    assert line == f"{at} has another secret than this process; give all processes of the run " + (
+        "the same"
+    )
+    join(1, 2).result(LONG_S)
     assert list(host.result(LONG_S).links) == [1]
-    for sock in guests:
-        sock.close()
+
+
+def test_a_secret_that_nobody_else_has_is_named_by_process_0_too(join):
+    host = join(0, 2, timeout_s=2.0)
+    refusal(join(1, 2, secret=b"a secret of others"))
+    assert "turned away 1 connection without the run's secret (1 another secret)" in refusal(host)
 
 
 def test_one_who_came_and_died_may_come_again(join, at):
     host = join(0, 3)
-    hello = {"dflop": "hello", "index": 2, "number": 3, "versions": "1"}
-    with guest(at) as sock, sock.makefile() as answers:
-        sock.sendall(json.dumps(hello).encode() + b"\n")
+    hello = {"index": 2, "number": 3, "versions": "1", "purpose": "link"}
+    deadline = time.monotonic() + LONG_S
+    while True:
+        try:
+            sock = socket.create_connection((at.host, at.port))
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with sock, sock.makefile() as answers:
+        assert introduce(sock, SECRET, json.dumps(hello).encode(), deadline)
         assert json.loads(answers.readline()) == {"dflop": "welcome"}
     again, first = join(2, 3), join(1, 3)
     assert list(host.result(LONG_S).links) == [1, 2]
@@ -247,104 +288,3 @@ def test_a_process_0_that_dies_is_waited_for(join, at):
     host = join(0, 2)
     assert list(part.result(LONG_S).links) == [0]
     assert list(host.result(LONG_S).links) == [1]
-
-
-# ---- the relay ----
-
-
-@pytest.fixture
-def service():
-    """A server on loopback and its address."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        server.settimeout(LONG_S)
-        yield server, Address(LOOPBACK, server.getsockname()[1])
-
-
-def connect(relay: Relay) -> socket.socket:
-    return socket.create_connection((relay.address.host, relay.address.port), LONG_S)
-
-
-def test_the_relay_passes_both_ways(service):
-    server, address = service
-    relay = Relay(address)
-    data = bytes(range(256)) * 4096
-    with connect(relay) as near:
-        far, _ = server.accept()
-        with far:
-            sender = threading.Thread(target=near.sendall, args=(data,))
-            sender.start()
-            got = b""
-            while len(got) < len(data):
-                got += far.recv(1 << 16)
-            sender.join()
-            assert got == data
-            far.sendall(b"answer")
-            assert near.recv(99) == b"answer"
-    relay.close()
-
-
-def test_the_relay_hides_that_the_service_is_gone(service):
-    server, address = service
-    relay = Relay(address)
-    with connect(relay) as near:
-        far, _ = server.accept()
-        near.sendall(b"1")
-        assert far.recv(1) == b"1"
-        far.close()
-        server.close()
-        while not relay._held:
-            time.sleep(0.01)
-        near.settimeout(0.3)
-        for _ in range(3):  # the first may be sent before the end is known
-            near.sendall(b"still there?")
-            with pytest.raises(TimeoutError):  # silence, and no end of file
-                near.recv(1)
-        with connect(relay) as again:
-            again.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                again.recv(1)
-    relay.close()
-    for sock in relay._held:
-        sock.close()
-
-
-def test_the_relay_ends_what_jax_ends(service):
-    server, address = service
-    relay = Relay(address)
-    with connect(relay):
-        far, _ = server.accept()
-    with far:
-        far.settimeout(LONG_S)
-        assert far.recv(1) == b""
-    with connect(relay):  # and serves the next
-        far, _ = server.accept()
-        far.close()
-    relay.close()
-
-
-def test_closing_the_relay_tells_the_service(service):
-    server, address = service
-    relay = Relay(address)
-    with connect(relay) as near:
-        far, _ = server.accept()
-        with far:
-            far.settimeout(LONG_S)
-            far.sendall(b"x")
-            assert near.recv(1) == b"x"  # so the relay has both ends now
-            relay.close()
-            assert far.recv(1) == b""
-    for sock in relay._held:
-        sock.close()
-
-
-def test_the_relay_waits_for_a_service_that_starts_later():
-    address = Address(LOOPBACK, free_port())
-    relay = Relay(address)
-    with connect(relay) as near:
-        near.sendall(b"early")
-        with socket.create_server((address.host, address.port)) as server:
-            server.settimeout(LONG_S)
-            far, _ = server.accept()
-            with far:
-                assert far.recv(5) == b"early"
-    relay.close()

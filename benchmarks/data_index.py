@@ -3,7 +3,7 @@
     python benchmarks/data_index.py --records 1000000
 
 The records are written here: questions about a few pictures, and text alone. About 3 minutes, most
-of it the first index. Expected on one slow core: 2 s to have every cost of the second run.
+of it the first index. Expected on one slow core: 2 s to have all counts of the second run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.costs import Preprocessing
+from dflop_jax.data.datasets.counts import Preprocessing
 from dflop_jax.data.datasets.mixture import Mixture, Part
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
@@ -67,11 +67,11 @@ def main() -> None:
                 "bytes",
                 index_file=folder / "index.npz",
             )
-            costs = source.costs()
+            counts = source.counts()
             numbers[f"{run}_s"] = time.perf_counter() - start_s
-        assert len(costs) == args.records
+        assert len(counts) == args.records
         numbers["index_bytes"] = (folder / "index.npz").stat().st_size
-        numbers["llm_tokens"] = int(costs.llm_tokens.sum())
+        numbers["llm_tokens"] = int(counts.llm_tokens.sum())
     numbers["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     table = Table("", "value")
     for name, value in numbers.items():

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.pipeline.segment import make_segments
-from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import hf
 from models.decoder import DecoderModule
@@ -63,6 +64,8 @@ class OneModule:
     """A model of an LLM only."""
 
     llm: DecoderModule
+    edges = ()
+    piece_tokens = types.MappingProxyType({})
 
     @property
     def modules(self) -> dict[str, DecoderModule]:
@@ -109,7 +112,7 @@ def plan(n_layers: int) -> Plan:
         "load",
         (SubmeshPlan("llm", 0, *shape),),
         (SegmentPlan("llm", "llm", 0, n_layers, "llm", True, True),),
-        (Bucket(0, 64),),
+        (Bucket.of({"llm": Shape(1, 64)}),),
         group_size=2,
     )
 

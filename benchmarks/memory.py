@@ -18,7 +18,8 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.pipeline.segment import AXES, EVALUATE, Kind, Segment
 from dflop_jax.pipeline.spmd_loop import PARTS
-from dflop_jax.profile.memory import compiled_bytes, extrapolated_bytes, quick_bytes
-from dflop_jax.records import BACKWARD, FORWARD, ModuleShape, SegmentPlan
+from dflop_jax.profile.memory import work_of
+from dflop_jax.profile.parts import part_work
+from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, Remat, SegmentPlan, Shape
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.sizes import AUDIO, DECODERS, SIZES, VISION
@@ -48,6 +50,91 @@ MODULES: dict[str, Any] = {
     "Qwen2.5-7B": DecoderModule(DECODERS["qwen2.5-7b"], BF16),
     "Llama-3-8B": DecoderModule(DECODERS["llama3-8b"], BF16),
 }
+DEPTHS = (2, 4)  # layers per stage of the shallow stacks
+
+
+@dataclass(frozen=True)
+class ProgramBytes:
+    """Bytes of one program on one device, as XLA's `memory_analysis()` names them; `aliased`
+    outputs live in donated arguments."""
+
+    arguments: float
+    outputs: float
+    temporaries: float
+    aliased: float
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.outputs + self.temporaries - self.aliased
+
+
+def compiled_bytes(segment: Segment, shape: Shape, kind: Kind) -> ProgramBytes:
+    """What XLA says of the segment's program at a per-rank shape; takes a compilation.
+
+    Raises:
+      ValueError: the backend has no memory analysis.
+    """
+    analysis = segment.lower(shape, kind).compile().memory_analysis()
+    if analysis is None:
+        raise ValueError("this backend's compiler gives no memory analysis; use extrapolation")
+    return ProgramBytes(
+        float(analysis.argument_size_in_bytes),
+        float(analysis.output_size_in_bytes),
+        float(analysis.temp_size_in_bytes),
+        float(analysis.alias_size_in_bytes),
+    )
+
+
+def with_depth(segment: Segment, n_layers: int) -> Segment:
+    """The segment with another number of layers."""
+    start = segment.plan.start
+    return replace(segment, plan=replace(segment.plan, stop=start + n_layers))
+
+
+def extrapolated_bytes(segment: Segment, shape: Shape, kind: Kind) -> ProgramBytes:
+    """`compiled_bytes` of the whole segment, predicted from stacks of 2 and 4 layers a stage."""
+    low, high = (
+        compiled_bytes(with_depth(segment, d * segment.stages), shape, kind) for d in DEPTHS
+    )
+    along = (segment.plan.n_layers / segment.stages - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    pairs = zip(astuple(low), astuple(high), strict=True)
+    return ProgramBytes(*(a + (b - a) * along for a, b in pairs))
+
+
+def device_bytes(structs: Any) -> float:
+    """Bytes on one device of a tree of sharded structs."""
+    return float(
+        sum(
+            prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+            for a in jax.tree.leaves(structs)
+        )
+    )
+
+
+def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int = 2) -> ProgramBytes:
+    """`compiled_bytes` without a compiler; all but the temporaries is exact.
+
+    Args:
+      half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
+        programs of XLA's CPU compiler.
+    """
+    args = segment.argument_structs(shape, kind)
+    outs = segment.output_structs(shape, kind)
+    module, ways = segment.module, segment.mesh.shape["model"]
+    if kind != BACKWARD:
+        most = max(part_work(module, p, FORWARD, shape, ways, half_bytes) for p in segment.parts)
+        return ProgramBytes(device_bytes(args), device_bytes(outs), most, 0.0)
+    work = work_of(
+        module,
+        shape,
+        ways,
+        parts=segment.parts,
+        half_bytes=half_bytes,
+        remat=segment.plan.remat != "none",
+    )
+    ticks = segment.microbatches + segment.stages - 1
+    temporaries = work.temporaries(segment.plan.n_layers / segment.stages, ticks)
+    return ProgramBytes(device_bytes(args), device_bytes(outs), temporaries, device_bytes(args[4]))
 
 
 @dataclass(frozen=True)
@@ -57,8 +144,8 @@ class Case:
     model: str
     layers: tuple[int, int]
     mesh: tuple[int, int, int]
-    shape: ModuleShape
-    direction: str
+    shape: Shape
+    direction: Direction
     microbatches: int = 1
     remat: bool = False
 
@@ -69,29 +156,31 @@ class Case:
         extra = f" M={self.microbatches}" * (self.microbatches > 1) + " remat" * self.remat
         return (
             f"{self.model}[{self.layers[0]}:{self.layers[1]}] {stage}x{data}x{model} "
-            f"{self.shape.items}x{self.shape.tokens} {self.direction}{extra}"
+            f"{self.shape.rows}x{self.shape.tokens} {self.direction}{extra}"
         )
 
     def segment(self) -> Segment:
         """The real segment on pretended devices."""
         module = MODULES[self.model]
-        kind = "llm" if isinstance(module, DecoderModule) else "encoder"
+        name = "llm" if isinstance(module, DecoderModule) else "encoder"
+        edges = (Edge("encoder", "llm", "visual"),) if name == "llm" else ()
         first, last = self.layers[0] == 0, self.layers[1] == module.n_layers
         n_devices = int(np.prod(self.mesh))
-        remat = "layers" if self.remat else "none"
+        remat: Remat = "layers" if self.remat else "none"
         return Segment(
-            plan=SegmentPlan(kind, kind, *self.layers, kind, first, last, remat),
+            plan=SegmentPlan(name, name, *self.layers, name, first, last, remat),
             module=module,
             mesh=Mesh(np.array(jax.devices()[:n_devices]).reshape(self.mesh), AXES),
             microbatches=self.microbatches,
             trainable=frozenset(PARTS),
-            sends_gradient=kind == "llm" or not first,
+            wants_gradient=frozenset(["hidden"] if not first else [e.name for e in edges]),
+            edges=edges,
         )
 
 
 def _cases() -> tuple[Case, ...]:
     siglip, vit, audio, qwen, llama = MODULES
-    tiles, patches = ModuleShape, 729
+    tiles, patches = Shape, 729
     return (
         Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), FORWARD),
         Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), BACKWARD),
@@ -105,14 +194,14 @@ def _cases() -> tuple[Case, ...]:
         Case(audio, (0, 32), (1, 1, 1), tiles(2, 1500), FORWARD),
         Case(audio, (0, 32), (1, 1, 1), tiles(4, 1500), BACKWARD),
         Case(audio, (0, 32), (1, 1, 4), tiles(4, 1500), BACKWARD, remat=True),
-        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 4096), FORWARD),
-        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 2048), BACKWARD),
-        Case(qwen, (0, 28), (1, 1, 4), ModuleShape(1, 8192), BACKWARD, remat=True),
-        Case(qwen, (0, 28), (2, 1, 2), ModuleShape(1, 2048), BACKWARD, microbatches=2),
-        Case(qwen, (14, 28), (1, 2, 2), ModuleShape(2, 2048), BACKWARD, remat=True),
-        Case(llama, (0, 32), (1, 1, 4), ModuleShape(2, 2048), BACKWARD),
-        Case(llama, (0, 16), (1, 1, 2), ModuleShape(1, 4096), BACKWARD, remat=True),
-        Case(llama, (0, 32), (2, 1, 2), ModuleShape(1, 4096), FORWARD, microbatches=4),
+        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 4096), FORWARD),
+        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 2048), BACKWARD),
+        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 8192), BACKWARD, remat=True),
+        Case(qwen, (0, 28), (2, 1, 2), Shape(1, 2048), BACKWARD, microbatches=2),
+        Case(qwen, (14, 28), (1, 2, 2), Shape(2, 2048), BACKWARD, remat=True),
+        Case(llama, (0, 32), (1, 1, 4), Shape(2, 2048), BACKWARD),
+        Case(llama, (0, 16), (1, 1, 2), Shape(1, 4096), BACKWARD, remat=True),
+        Case(llama, (0, 32), (2, 1, 2), Shape(1, 4096), FORWARD, microbatches=4),
     )
 
 
@@ -122,10 +211,12 @@ CASES = _cases()
 def measure(case: Case) -> dict[str, Any]:
     """One row: GiB per device as compiled and as predicted, and the predictions' errors."""
     segment, started = case.segment(), time.perf_counter()
-    compiled = compiled_bytes(segment, case.shape, case.direction)
-    predicted = extrapolated_bytes(segment, case.shape, case.direction).total
-    quick = quick_bytes(segment, case.shape, case.direction, half_bytes=4).total
-    on_gpu = quick_bytes(segment, case.shape, case.direction).total
+    # A forward that ends in a loss is one that asks for it.
+    kind = EVALUATE if segment.has_loss and case.direction == FORWARD else case.direction
+    compiled = compiled_bytes(segment, case.shape, kind)
+    predicted = extrapolated_bytes(segment, case.shape, kind).total
+    quick = quick_bytes(segment, case.shape, kind, half_bytes=4).total
+    on_gpu = quick_bytes(segment, case.shape, kind).total
     return {
         "case": case.name,
         "compiled_gib": compiled.total / GIB,
@@ -141,7 +232,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="GiB per device of programs of published models at full size")
-    table.add_column("segment, stage x data x model, items x tokens")
+    table.add_column("segment, stage x data x model, rows x tokens")
     for name in ("compiled", "2 depths", "error", "quick", "error", "on GPU", "s"):
         table.add_column(name, justify="right")
     for r in rows:

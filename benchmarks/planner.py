@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.train import planning, prepare
+from dflop_jax.train.profiling import make_profile
 
 SIZES = ((8, 128), (16, 128), (64, 512), (256, 1024), (1024, 4096))  # devices, global batch
 
@@ -59,18 +60,18 @@ def config(devices: int, batch: int, policy: str, effort: str) -> Config:
 
 def measure(policy: str, effort: str, repeats: int) -> list[Row]:
     first = prepare.set_up(config(8, 128, policy, effort))
-    profile = prepare.make_profile(first, first.source())
+    profile = make_profile(first, first.source())
     rows = []
     for devices, batch in SIZES:
         at = replace(profile, model=replace(profile.model, concurrency=float(devices)))
-        setup = prepare.set_up(config(devices, batch, policy, effort))
+        place = prepare.set_up(config(devices, batch, policy, effort))
         spans = []
         for _ in range(repeats):
             start_s = time.perf_counter()
-            found = planning.make_plan(setup, at)
+            found = planning.make_plan(place, at)
             spans.append(time.perf_counter() - start_s)
         blind = planning.make_plan(prepare.set_up(config(devices, batch, "blind", effort)), at)
-        step_s = found.plan.predicted["makespan_s"]
+        step_s = found.plan.predicted.makespan_s
         rows.append(
             Row(
                 policy,
@@ -81,7 +82,7 @@ def measure(policy: str, effort: str, repeats: int) -> list[Row]:
                 found.n_evaluated,
                 statistics.median(spans),
                 step_s,
-                blind.plan.predicted["makespan_s"] / step_s,
+                blind.plan.predicted.makespan_s / step_s,
                 found.candidates[0].name,
             )
         )

@@ -1,6 +1,6 @@
 """Balancing and bucket choice against the alternatives.
 
-Command:  python benchmarks/schedule.py --shapes ../shared/data/shapes --json schedule.json
+Command:  python benchmarks/schedule.py --json schedule.json
 Minutes:  about 50 with 10 seeds and CP-SAT (10 s a time); --quick takes one
 Expected: `ours` within 1.01 of the bound at 0.1 s where there are 8 or more samples a bin, never
           above CP-SAT; chosen buckets pad a few per cent where powers of two pad tens
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from bucket_table import bucket_table  # noqa: E402
-from schedule_data import instance  # noqa: E402
+from schedule_data import TRACES, instance  # noqa: E402
 from schedule_rows import Row, merged, plot, table, versus, with_ratios, write  # noqa: E402
 
 from dflop_jax.schedule import balance  # noqa: E402
@@ -135,7 +135,7 @@ def chosen(args: argparse.Namespace, name: str) -> bool:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[list[Row]]:
     """Rows of all methods on one instance after another."""
-    names = ["embedded", *(["shapes"] if args.shapes else []), "lognormal", "pareto"]
+    names = ["shapes", "lognormal", "pareto"]
     solvers = methods(args, console)
     for n, n_bins in args.sizes if solvers else ():
         for name in names:
@@ -183,7 +183,7 @@ def seed_range(text: str) -> range:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=Path, help="folder of shape traces (*.jsonl)")
+    parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
     parser.add_argument("--json", type=Path, help="write the rows here, after every instance")
     parser.add_argument("--plot", type=Path, default=Path("schedule.png"), help="draw here")
     parser.add_argument(

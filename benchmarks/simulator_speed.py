@@ -22,14 +22,23 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.pipeline.order import order_tasks, step_graph
+from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    NO_GROUP,
     REDUCE,
     Bucket,
+    Edge,
+    Group,
     Plan,
+    Price,
+    Prices,
+    ProgramId,
+    Schedule,
     SegmentPlan,
+    SendId,
+    Shape,
     SubmeshPlan,
     Task,
 )
@@ -60,33 +69,56 @@ def make_plan(llm: int, llm_devices: int, vision_devices: int) -> Plan:
             first = submeshes[-1].devices.stop if submeshes else 0
             submeshes.append(SubmeshPlan(name, first, 1, size, 1))
             segments.append(SegmentPlan(name, module, i, i + 1, name, i == 0, i == n - 1))
-    buckets = (Bucket(16, 4096), Bucket(8, 2048), Bucket(0, 4096))
-    return Plan("dflop", tuple(submeshes), tuple(segments), buckets)
+    buckets = tuple(
+        Bucket.of({"vision": Shape(n, 729) if n else None, "llm": Shape(1, tokens)})
+        for n, tokens in ((16, 4096), (8, 2048), (0, 4096))
+    )
+    edge = Edge("vision", "llm", "visual")
+    return Plan("dflop", tuple(submeshes), tuple(segments), buckets, (edge,))
 
 
-def make_times(plan: Plan) -> tuple[dict[Task, float], dict[Task, float]]:
-    """(seconds of tasks and collectives, of sends): made up, in proportion to the buckets."""
-    size = [b.tokens / 4096 for b in plan.buckets]
-    seconds = {
-        Task(s.name, b, d): size[b] * (0.05 if d == FORWARD else 0.1)
-        for s in plan.segments
-        for b in range(len(size))
+def make_prices(plan: Plan) -> Prices:
+    """Made up, in proportion to the shapes."""
+    programs: dict[ProgramId, Price] = {}
+    for s in plan.segments:
+        largest = max(shape.size for shape in plan.shapes(s.module))
+        for shape in plan.shapes(s.module):
+            share = shape.size / largest
+            programs[ProgramId(s.name, shape, FORWARD)] = Price(0.05 * share)
+            programs[ProgramId(s.name, shape, BACKWARD)] = Price(0.1 * share)
+    module = {s.name: s.module for s in plan.segments}
+    sends = {
+        SendId(link.source, link.target, shape, d): 0.004
+        for link in links(plan)
+        for shape in plan.shapes(module[link.target])
         for d in (FORWARD, BACKWARD)
     }
-    seconds |= {Task(s.name, -1, REDUCE): 0.08 for s in plan.segments}
-    sends = {k: 0.05 * v for k, v in seconds.items() if k.group >= 0}
-    return seconds, sends
+    ends = {Task(s.name, NO_GROUP, REDUCE): 0.08 for s in plan.segments}
+    return Prices(programs, ends, sends)
+
+
+def make_schedule(plan: Plan, microbatches: int) -> Schedule:
+    """Groups of buckets drawn at random, without pieces."""
+    groups: list[Group] = []
+    for b in np.random.default_rng(0).integers(0, len(plan.buckets), microbatches):
+        shapes = plan.buckets[int(b)].shapes
+        consumer = len(groups) + len(shapes) - 1
+        for module, shape in shapes:
+            rows = ((((),) * shape.rows,) * plan.data_ranks(module),)
+            feeds = () if module == shapes[-1][0] else (consumer,)
+            groups.append(Group(module, shape, rows, feeds))
+    return Schedule(0, tuple(groups))
 
 
 def measure(llm: int, llm_devices: int, vision_devices: int, microbatches: int) -> Row:
     plan = make_plan(llm, llm_devices, vision_devices)
-    seconds, sends = make_times(plan)
-    buckets = np.random.default_rng(0).integers(0, len(plan.buckets), microbatches).tolist()
+    prices, schedule = make_prices(plan), make_schedule(plan, microbatches)
     names = [s.name for s in plan.segments]
     noise = Noise(seed=0, sigma=0.05, stragglers={"llm0": 1.2})
-    trace = simulate_step(plan, buckets, seconds, names, sends=sends, noise=noise)
-    order_s = _best(lambda: order_tasks(plan, step_graph(plan, buckets, names)))
-    whole_s = _best(lambda: simulate_step(plan, buckets, seconds, names, sends=sends, noise=noise))
+    trace = simulate_step(plan, schedule, prices, names, noise=noise)
+    groups = schedule.groups
+    order_s = _best(lambda: order_tasks(plan, step_graph(plan, groups, names), groups))
+    whole_s = _best(lambda: simulate_step(plan, schedule, prices, names, noise=noise))
     return Row(
         plan.n_devices, len(plan.submeshes), microbatches, len(trace.events), order_s, whole_s
     )

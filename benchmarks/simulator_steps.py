@@ -51,33 +51,33 @@ def calibrated(ex: Any, peers: Any) -> tuple[Any, float]:
     mine = Calibration()
     for *_, one in counted:
         for into, runs in ((mine.took, one.took), (mine.arrived, one.arrived)):
-            for task, seconds in runs.items():
-                into.setdefault(task, []).extend(seconds)
+            for program, seconds in runs.items():
+                into.setdefault(program, []).extend(seconds)
     parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode())]
     return parts, sum(others for _, _, others, _ in counted) / len(counted)
 
 
-def run_batches(ex: Any, batches: Any, setup: Any, source: Any) -> list[list[Step]]:
+def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
     """The steps of every batch, by turns and each by itself: at least REPEATS undisturbed ones if
     the machine allows it."""
     from dflop_jax.train.feed import Packer, own_ranks
 
-    peers = setup.peers
-    packer = Packer(ex.plan, source.spec, own_ranks(ex.programs), peers)
-    packed = [packer.pack(s, shapes, held, key=f"pack/{s.step}") for s, shapes, held in batches]
-    found: list[list[Step]] = [[] for _ in packed]
+    packer = Packer(ex.plan, ex.model, own_ranks(ex.programs), peers)
+    packed = [packer.pack(s, loads, samples, key=f"pack/{s.step}") for s, loads, samples in batches]
+    measured: list[list[Step]] = [[] for _ in packed]
     watch = Watch(peers)
     for i in range((1 + MOST_ROUNDS) * len(packed)):
         k = i % len(packed)
-        if k == 0 and all(len(undisturbed(steps)) >= REPEATS for steps in found):
+        if k == 0 and all(len(undisturbed(steps)) >= REPEATS for steps in measured):
             break
         watch.lap()
-        scale = 1.0 / max(packed[k].supervised_tokens, 1)
-        seconds, trace = finish(ex.run_step(i, packed[k].groups, scale), peers)
+        batch = packed[k]
+        handle = ex.run_step(batch.schedule, batch.groups, batch.loss.scales)
+        seconds, trace = finish(handle, peers)
         others, own_s = watch.lap()
         if i >= len(packed):  # the first round warms up
-            found[k].append(Step(seconds, others, own_s, trace))
-    return found
+            measured[k].append(Step(seconds, others, own_s, trace))
+    return measured
 
 
 def finish(handle: Any, peers: Any) -> tuple[float, Any]:

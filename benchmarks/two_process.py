@@ -1,8 +1,9 @@
 """Two processes pinned to a core each: what asynchronous dispatch and the planner's choice bring.
 
 Command:  python benchmarks/two_process.py [--json FILE] [--steps N]
-Minutes:  about 6 on 2 cores with nothing else running
-Expected: dispatch without waiting beats awaiting every task; `auto` beats both blind variants.
+Minutes:  about 8 on 2 cores with nothing else running
+Expected: dispatch without waiting beats awaiting every task; `auto` beats both blind variants; the
+          order by prices is no slower than the textbook's.
 
 Real wall time: each process computes on a core of its own. All runs train the same model on the
 same batches. Policies:
@@ -11,13 +12,15 @@ same batches. Policies:
   dflop            encoder and LLM apart, balanced microbatches in searched buckets
   orch             both modules on both processes, each balanced over them
 The planner's choice (`auto`) is the one that it predicts to be the faster of the last two.
-`dflop` runs once more with every task awaited by both processes before the next is dispatched.
+`dflop` runs three times more: with every task awaited by both processes before the next is
+dispatched, and with its schedules' tasks in either order that the scheduler chooses between: list
+scheduling by textbook durations (a backward is two forwards), and by the prices.
 
 Efficiency is the useful compute time of a step over what two cores offer in it: of every program
-that ran, its calibrated seconds times the share of its tiles or tokens that was not padding,
-divided by twice the step time (median over steps). `best rate` is stricter: the batch's tiles and
-tokens each at the least seconds of any policy's programs, so the same work for every policy, and
-attention over long rows and programs of unfavourable size count as waste.
+that ran, its calibrated seconds times the share of its tokens that was not padding, divided by
+twice the step time (median over steps). `best rate` is stricter: the batch's tokens of every module
+at the least seconds of any policy's programs, so the same work for every policy, and attention over
+long rows and programs of unfavourable size count as waste.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ import json
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
@@ -37,10 +44,11 @@ WARMUP = 4  # steps left out of every median
 BLIND = ("blind pipeline", "blind data")
 POLICIES = (*BLIND, "dflop", "orch")
 AWAITED = "awaited"
+ORDERS = ("textbook order", "priced order")
 
 
 def config(name: str, steps: int, batch: int, size: str) -> Config:
-    policy = "dflop" if name == AWAITED else name.split()[0]
+    policy = "dflop" if name in (AWAITED, *ORDERS) else name.split()[0]
     return Config(
         model=ModelConfig(size=size),
         data=DataConfig(n_samples=8192),
@@ -57,7 +65,7 @@ def config(name: str, steps: int, batch: int, size: str) -> Config:
 def measure(steps: int, batch: int, size: str, out: Path) -> None:
     """Train under every policy; process 0 writes what was measured."""
     from dflop_jax.report.run_folder import read_metrics
-    from dflop_jax.train import prepare
+    from dflop_jax.train import loop, prepare, profiling
     from dflop_jax.train.trainer import Trainer
 
     calibrated: dict[str, dict] = {}
@@ -70,25 +78,30 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
             if self.config.run_dir.endswith(AWAITED):
                 tasks = itertools.count()
                 ex.one_at_a_time = True
-                ex.after_task = lambda: setup.peers.barrier(f"awaited/{next(tasks)}")
+                ex.after_task = lambda: place.peers.barrier(f"awaited/{next(tasks)}")
             return ex
 
         def _warm_up(self, *args):
-            parts = super()._warm_up(*args)
+            timed = super()._warm_up(*args)
             least = calibrated.setdefault(self.config.run_dir, {})
-            for task, runs in (row for part in parts for row in part.took.items()):
-                least[task] = max(min(runs), least.get(task, 0.0))
-            return parts
+            for program, runs in (row for part in timed.parts for row in part.took.items()):
+                least[program] = max(min(runs), least.get(program, 0.0))
+            return timed
 
-    setup = prepare.set_up(config("dflop", steps, batch, size))
-    source = setup.source()
-    profile = prepare.make_profile(setup, source)
-    rows, rates = {}, {"vision": [], "llm": []}
-    for name in (*POLICIES, AWAITED):
+    place = prepare.set_up(config("dflop", steps, batch, size))
+    source = place.source()
+    profile = profiling.make_profile(place, source)
+    rows, rates = {}, {module: [] for module in profile.model.n_layers}
+    for name in (*POLICIES, AWAITED, *ORDERS):
         run = config(name, steps, batch, size)
-        plan = rows["dflop"]["plan"] if name == AWAITED else choose(name, setup, profile, run)
-        Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
-        if setup.peers.is_hub:
+        given = rows["dflop"]["plan"] if "dflop" in rows else None
+        plan = given if name in (AWAITED, *ORDERS) else choose(name, place, profile, run)
+        with ExitStack() as stack:
+            if name in ORDERS:
+                ordered = partial(in_order, name, plan, profile)
+                stack.enter_context(patch.object(loop, "Schedules", ordered))
+            Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
+        if place.peers.is_hub:
             seconds = calibrated[run.run_dir]
             steps_run = read_metrics(run.run_dir)[WARMUP:]
             rows[name] = {"plan": plan, "steps": steps_run, "efficiency": [
@@ -98,60 +111,80 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
                 rates[module].append(rate(plan, seconds, module))
         else:
             rows[name] = {"plan": plan}
-    if setup.peers.is_hub:
+    if place.peers.is_hub:
         useful_s = work_s(run, source, {m: min(r) for m, r in rates.items()})
         out.write_text(json.dumps({n: summary(r, useful_s) for n, r in rows.items()}))
 
 
-def choose(name: str, setup, profile, run: Config):
-    """The best plan of a policy; the blind one's two variants by what its submeshes may be."""
+def in_order(name: str, plan, profile, peers, worker):
+    """Return a run's schedules with their tasks in one of `ORDERS`."""
+    from dflop_jax.pipeline.order import order_tasks, step_graph
+    from dflop_jax.plan.pricing import plan_prices
+    from dflop_jax.train.feed import Schedules
+
+    prices = plan_prices(plan, profile.model)
+    segments = [s.name for s in plan.segments]
+
+    class Ordered:
+        def get(self, step: int):
+            schedule, wait_s = worker.get(step)
+            if name == ORDERS[0]:  # the runtime makes it
+                return replace(schedule, order=()), wait_s
+            graph = step_graph(plan, schedule.groups, segments)
+            seconds = partial(prices.task_s, plan, schedule)
+            order = order_tasks(plan, graph, schedule.groups, seconds)
+            return replace(schedule, order=order), wait_s
+
+    return Schedules(peers, worker and Ordered())
+
+
+def choose(name: str, place, profile, run: Config):
+    """Return the best plan of a policy; the blind one's two variants by what its submeshes may
+    be."""
     from dflop_jax.plan.search import search_plan
 
     size = {"blind pipeline": 1, "blind data": 2}.get(name)
     return search_plan(
         profile.model,
         profile.data,
-        n_devices=len(setup.devices),
+        n_devices=len(place.devices),
         global_batch=run.train.global_batch,
         config=run.plan,
-        tied=setup.model.modules["llm"].tied,
         allowed=lambda m: size in (None, m.n_devices),
     ).plan
 
 
 def useful_share(plan, seconds, row) -> float:
-    """Of a step's time on both cores, what its programs take alone for what is not padding."""
+    """Share of a step's time on both cores that its programs take alone for what is no padding."""
     useful_s = 0.0
-    for task, took in seconds.items():
-        segment = next(s for s in plan.segments if s.name == task.segment)
+    for program, took_s in seconds.items():
+        segment = plan.segment(program.segment)
         cores = plan.submesh(segment.submesh).n_devices
-        runs = row["groups"].get(plan.buckets[task.group].name, 0)
-        useful_s += took * cores * runs * (1 - row["padding_fraction"][segment.module])
+        runs = row["groups"].get(f"{segment.module}:{program.shape.name}", 0)
+        useful_s += took_s * cores * runs * (1 - row["padding_fraction"][segment.module])
     return useful_s / 2 / row["step_s"]
 
 
 def rate(plan, seconds, module: str) -> float:
-    """Least device-seconds per tile (encoder) or token (LLM), over the buckets of a plan."""
+    """Least device-seconds per token of a module, over its shapes in a plan."""
     names = [s.name for s in plan.segments_of(module)]
     mesh = plan.submesh(plan.segments_of(module)[0].submesh)
-    each = []
-    for b, bucket in enumerate(plan.buckets):
-        size = bucket.rows * bucket.tokens if module == "llm" else bucket.tiles
-        took = sum(s for t, s in seconds.items() if t.segment in names and t.group == b)
-        if size:
-            each.append(took * mesh.n_devices / (mesh.data * size * plan.group_size))
-    return min(each)
+    rates = []
+    for shape in plan.shapes(module):
+        took_s = sum(s for p, s in seconds.items() if p.segment in names and p.shape == shape)
+        tokens = mesh.data * shape.size * plan.group_size
+        rates.append(took_s * mesh.n_devices / tokens)
+    return min(rates)
 
 
 def work_s(run: Config, source, rates: dict[str, float]) -> float:
-    """Mean seconds of a batch's tiles and tokens at these rates, on one core."""
+    """Mean seconds of a batch's tokens at these rates, on one core."""
     from dflop_jax.data import Loader
 
     loader = Loader(source, global_batch=run.train.global_batch, seed=run.data.seed)
     steps = range(WARMUP, run.train.steps)
-    shapes = [s for step in steps for s in loader.shapes(step)]
-    total = sum(s.tiles * rates["vision"] + s.llm_tokens * rates["llm"] for s in shapes)
-    return total / len(steps)
+    loads = [load for step in steps for load in loader.loads(step)]
+    return sum(load.tokens(m) * r for load in loads for m, r in rates.items()) / len(steps)
 
 
 def summary(row: dict, useful_s: float) -> dict:
@@ -161,7 +194,7 @@ def summary(row: dict, useful_s: float) -> dict:
         "plan": " ".join(
             f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes
         ),
-        "predicted_s": plan.predicted["makespan_s"],
+        "predicted_s": plan.predicted.makespan_s,
         "step_s": statistics.median(step_s),
         "spread_s": [min(step_s), max(step_s)],
         "padding": {m: statistics.mean(r["padding_fraction"][m] for r in steps)
@@ -210,7 +243,8 @@ def result(rows: dict[str, dict]) -> dict:
     policies = {n: {k: rows[n][k] for k in ("step_s", "efficiency", "best_rate")} for n in POLICIES}
     policies["auto"] = policies[min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])]
     ratio = rows[AWAITED]["step_s"] / rows["dflop"]["step_s"]
-    return {"async_over_awaited": ratio, "policies": policies}
+    orders = {n.split()[0]: {k: rows[n][k] for k in ("step_s", "spread_s")} for n in ORDERS}
+    return {"async_over_awaited": ratio, "policies": policies, "orders": orders}
 
 
 def show(rows: dict[str, dict]) -> None:
@@ -220,10 +254,10 @@ def show(rows: dict[str, dict]) -> None:
     from dflop_jax.report.compare import compare
 
     console = Console(width=140)
-    found = result(rows)
-    table = Table("policy", "plan", "step ms (min - max)", "padded tiles, tokens %", "efficiency",
+    figures = result(rows)
+    table = Table("policy", "plan", "step ms (min - max)", "padded tokens %", "efficiency",
                   "best rate", title="two processes, a core each")  # fmt: skip
-    for name in POLICIES:
+    for name in (*POLICIES, *ORDERS):
         r = rows[name]
         low, high = r["spread_s"]
         table.add_row(
@@ -239,7 +273,9 @@ def show(rows: dict[str, dict]) -> None:
     best_blind = min(BLIND, key=lambda n: rows[n]["step_s"])
     step_s = rows[chosen]["step_s"]
     console.print(
-        f"asynchronous over awaited dispatch (dflop): {found['async_over_awaited']:.2f} x\n"
+        f"asynchronous over awaited dispatch (dflop): {figures['async_over_awaited']:.2f} x\n"
+        f"order by prices over the textbook's (dflop): "
+        f"{figures['orders']['priced']['step_s'] / figures['orders']['textbook']['step_s']:.3f}\n"
         f"the planner chooses {chosen}: {rows['blind pipeline']['step_s'] / step_s:.2f} x the "
         f"blind pipeline, {rows[best_blind]['step_s'] / step_s:.2f} x the best blind variant "
         f"({best_blind})"

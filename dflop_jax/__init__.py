@@ -20,9 +20,9 @@ from dflop_jax.config import (
 )
 
 if TYPE_CHECKING:
+    from dflop_jax.plan.predict import simulate
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
-    from dflop_jax.sim import simulate
     from dflop_jax.train.trainer import Trainer
 
 _LAZY = {
@@ -30,7 +30,7 @@ _LAZY = {
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
     "search_plan": "dflop_jax.plan.search",
-    "simulate": "dflop_jax.sim",
+    "simulate": "dflop_jax.plan.predict",
     "Trainer": "dflop_jax.train.trainer",
 }
 

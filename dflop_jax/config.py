@@ -53,6 +53,9 @@ class DataConfig:
     path: Annotated[
         str, "LLaVA-format JSON/JSONL file or folder, .tar shards, a .yaml mixture; empty: scenes"
     ] = ""
+    factory: Annotated[
+        str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
+    ] = ""
     root: Annotated[str, "folder of the media; empty: the folder of the JSON file"] = ""
     n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
@@ -95,6 +98,9 @@ class PlanConfig:
         Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
+    time_finalists: Annotated[
+        bool, "compile the last few candidates and time their programs before choosing one"
+    ] = True
     profile_samples: Annotated[
         PositiveInt, "samples whose shapes are read for the data profile"
     ] = 2000
@@ -102,7 +108,9 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    time_limit_s: Annotated[float, "cap of one batch's solve; its work is bounded anyway"] = 5.0
+    work: Annotated[
+        NonNegativeInt, "units of work of one batch's solve; 0: as much as a step hides"
+    ] = 0
     ahead: Annotated[PositiveInt, "global batches scheduled ahead"] = 4
     correct: Annotated[
         bool, "correct predictions by observed times; schedules then depend on the clock"
@@ -158,6 +166,9 @@ class DistributedConfig:
     ] = ""
     num_processes: Annotated[NonNegativeInt, "processes of the run; 0: as the launcher says"] = 0
     process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
+    secret_file: Annotated[
+        str, "file with the secret of the run; empty: DFLOP_SECRET, or the user's own file"
+    ] = ""
     connect_timeout_s: Annotated[PositiveFloat, "longest wait for all processes at the start"] = (
         120.0
     )

@@ -1,31 +1,35 @@
 """What the engine needs to know of a model: the only thing a model author has to provide.
 
-A module is a stack of equal layers between two ends (entry and exit). Its functions are pure,
-single-device code on one data rank's arrays; the engine adds sharding, pipelining and gradients
-from outside. `models/` satisfies these protocols without importing this package, and any object
+A model is a graph: modules, and edges that place outputs of one module into another. A module is a
+stack of equal layers between two ends (entry and exit). Its functions are pure, single-device code
+on one data rank's arrays; the engine adds sharding, pipelining and gradients from outside and knows
+no modality. `models/` satisfies these protocols without importing this package, and any object
 that does will train: Linen, NNX (split/merge) or plain functions.
 
 Parameters of a module are one pytree `{"entry": ..., "layers": ..., "exit": ...}`; "layers" has a
-leading dim of `n_layers`. A *part* is one of those three names, or "adapter": small parameters
-beside each layer's (LoRA), which a module may list in `freeze_groups` and `inputs`. They are
-stacked like "layers", and `layer` finds them in its parameters under the key "adapter".
+leading dim of `n_layers`. A *part* is one of those three names; the name of a tap (see `taps`), if
+it has parameters of its own; or "adapter": small parameters beside each layer's (LoRA), which a
+module may list in `freeze_groups` and `inputs`. Adapters are stacked like "layers", and `layer`
+finds them in its parameters under the key "adapter".
 
-Fields (`inputs`) are the host arrays of one microbatch on one data rank, leading dim `items`:
-- vision: pixels uint8 [items, tile_px, tile_px, 3]
-- audio: mel float32 [items, n_mels, frames]; mel_frames int32 [items], those that are no padding
-- llm: tokens, segment_ids, positions, targets int32 [items, tokens]; weights float32
-  [items, tokens], 1 where `targets` is supervised; is_visual bool [items, tokens], where an
-  encoder's feature stands (of a tile or of sound); is_newline bool [items, tokens], where a model
-  with weighted sources has its embedding of a line's end. Segment id 0 is padding. `visual` float
-  [items, tokens, width] is made by the engine from the encoders' outputs.
+Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, tokens, ...] where every
+token has a value, or [rows, ...] where every piece has one (a tile's pixels) and a row is a piece.
+The packer copies them from samples, except for
+- segment_ids int32 [rows, tokens]: from 1 in each row, one for each piece, 0 is padding;
+- positions int32 [rows, tokens], unless the samples have it: counts from 0 in each piece.
+A field that edges are named after is filled by the engine with outputs of other modules, zeros
+where none stands. A module with a loss reads float32 "weights" [rows, tokens], the weight of every
+token's loss; their sum over the global batch is the loss's denominator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+
+from dflop_jax.records import Edge
 
 Array = jax.Array
 Params = Any
@@ -33,8 +37,7 @@ Batch = Mapping[str, Array]
 
 
 class Module(Protocol):
-    """One module of the model (an encoder with its connector, or the LLM); hashable, such as a
-    frozen dataclass."""
+    """One module of the model; hashable, such as a frozen dataclass."""
 
     def __hash__(self) -> int: ...
 
@@ -56,7 +59,7 @@ class Module(Protocol):
         """Name by which each part is frozen, e.g. {"entry": "vision", ..., "exit": "connector"}."""
         ...
 
-    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
+    def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a field on one data rank."""
         ...
 
@@ -69,7 +72,7 @@ class Module(Protocol):
         ...
 
     def entry(self, params: Params, batch: Batch) -> Array:
-        """Fields -> hidden states [items, tokens, width]."""
+        """Fields -> hidden states [rows, tokens, width]."""
         ...
 
     def layer(self, params: Params, x: Array, batch: Batch) -> Array:
@@ -77,45 +80,78 @@ class Module(Protocol):
         ...
 
     def exit(self, params: Params, x: Array, batch: Batch, entry: Params | None) -> Any:
-        """Encoder: features [items, tokens_per_item, llm_width]. LLM: {"loss_sum": scalar, ...},
-        sums over the microbatch, all differentiable with respect to "loss_sum" only."""
+        """Features [rows, features, width] for the modules that read them, or, of a module with a
+        loss, {"loss_sum": scalar, ...}: sums over the microbatch, all differentiable with respect
+        to "loss_sum" only. `entry` are the entry's parameters where the module is tied."""
         ...
 
-    def flops(self, part: str, items: int, tokens: int) -> float:
+    def flops(self, part: str, rows: int, tokens: int) -> float:
         """Forward FLOPs of a part (one layer for "layers"); a multiply-add counts two."""
         ...
+
+    # What follows a module may have; the engine reads it by the functions below.
+    #
+    # taps: Mapping[str, int]: name -> layers that have run where an edge leaves. `tap(name, params,
+    #   x, batch)` gives its outputs [rows, features, width]; `params` are those of the part of that
+    #   name, None if the module's `inputs` has no such part.
+    # inlet(name, x, placed, batch): the hidden states [rows, tokens, width] after the outputs of an
+    #   edge, which stand at their places in `placed`, were read between two layers.
+    # loss_weight: what the module's loss is multiplied by in the sum of all losses.
+    # pair_flops: forward FLOPs that one layer's attention spends on a pair of tokens of one piece,
+    #   where its kernel skips all other pairs.
+
+
+def taps_of(module: Module) -> Mapping[str, int]:
+    """Layers that have run where each of a module's taps leaves."""
+    return getattr(module, "taps", {})
+
+
+def loss_weight_of(module: Module) -> float:
+    """What a module's loss is multiplied by; 1 if it does not say."""
+    return float(getattr(module, "loss_weight", 1.0))
+
+
+def pair_flops_of(module: Module) -> float:
+    """See `pair_flops` above; 0 where attention is computed for whole rows."""
+    return float(getattr(module, "pair_flops", 0.0))
 
 
 class GeneratingModule(Module, Protocol):
     """An LLM that also answers (`dflop generate`); training needs none of this."""
 
     def prefill(self, params: Params, batch: Batch, last: Array, slots: int) -> tuple[Array, Any]:
-        """Run one prompt per row, index `last` its last token: (float32 logits [items, vocab] of
+        """Run one prompt per row, index `last` its last token: (float32 logits [rows, vocab] of
         what follows, a cache for `slots` positions). `batch` has the fields of entry and layers."""
         ...
 
     def decode(
         self, params: Params, cache: Any, tokens: Array, positions: Array
     ) -> tuple[Array, Any]:
-        """Run one more token of each row, int32 [items], at its position: (logits, cache)."""
+        """Run one more token of each row, int32 [rows], at its position: (logits, cache)."""
         ...
 
 
 class MultimodalModel(Protocol):
-    """Modules in topological order (encoders, then "llm"), and what the data must look like."""
+    """Modules in topological order, how they are joined, and what the data must look like."""
 
     @property
     def modules(self) -> Mapping[str, Module]: ...
 
     @property
-    def item_tokens(self) -> Mapping[str, int]:
-        """By encoder, the tokens that it works on for one item (patches of a tile)."""
+    def edges(self) -> Sequence[Mapping[str, Any]]:
+        """Which outputs of a module stand at places of a later one: the fields of `records.Edge`.
+        `leaves` of a tap may be left out, `taps` says it."""
+        ...
+
+    @property
+    def piece_tokens(self) -> Mapping[str, int]:
+        """Of the modules that take one piece a row: its tokens (patches of a tile). The others
+        read "segment_ids" and pack pieces of any length into a row."""
         ...
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        """By encoder, how its media are prepared: see `dflop_jax.data.MediaSpec`. An encoder whose
-        features are summed with weights into LLM tokens says of how many ("sources")."""
+        """By module, how its media are prepared: see `dflop_jax.data.MediaSpec`."""
         ...
 
     @property
@@ -123,6 +159,21 @@ class MultimodalModel(Protocol):
 
     # A model that can be trained by adapters also has `with_lora(rank, alpha)`, which gives the
     # model whose "llm" has a part "adapter" in the freeze group "lora".
+
+
+def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
+    """The model's edges as records; ValueError when one names no module or tap of it."""
+    found = []
+    for facts in model.edges:
+        source = model.modules.get(facts["source"])
+        tap = facts.get("tap", "")
+        if source is None or facts["target"] not in model.modules:
+            raise ValueError(f"edge {dict(facts)} joins modules that the model lacks")
+        if tap and tap not in taps_of(source):
+            raise ValueError(f"edge {dict(facts)}: {facts['source']!r} has no tap {tap!r}")
+        leaves = {"leaves": taps_of(source)[tap]} if tap else {}
+        found.append(Edge(**{**facts, **leaves}))
+    return tuple(found)
 
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 T = TypeVar("T")
 
 

@@ -4,7 +4,7 @@ Command:  python experiments/learns.py
 Minutes:  under 10 on 2 cores
 Expected: the held-out answer loss with pictures is clearly below the one without
 
-Both runs are equal but for `data.blank_images`: same questions, same sample shapes, same schedule,
+Both runs are equal but for `data.blank_images`: same questions, same loads, same schedule,
 same initial parameters. What the blanked run reaches is what the words of the questions give away.
 """
 

@@ -38,12 +38,27 @@ class Composed(ABC):
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]: ...
 
     @property
-    def item_tokens(self) -> Mapping[str, int]:
+    def edges(self) -> tuple[Mapping[str, Any], ...]:
+        """Every encoder's features stand at their places among the LLM's tokens."""
+        sources = {n: facts.get("sources", 1) for n, facts in self.preprocessing.items()}
+        return tuple(
+            {"source": n, "target": "llm", "name": "visual", "sources": sources.get(n, 1)}
+            for n in self.modules
+            if n != "llm"
+        )
+
+    @property
+    def piece_tokens(self) -> Mapping[str, int]:
+        """Tokens of a tile or a window, of which every row of an encoder holds one."""
         return {
             name: module.item_tokens
             for name, module in self.modules.items()
             if not isinstance(module, DecoderModule)
         }
+
+    @property
+    @abstractmethod
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]: ...
 
     @property
     def vocab_size(self) -> int:

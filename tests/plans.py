@@ -1,21 +1,44 @@
-"""Small plans, for the tests of order, simulation, costs and search."""
+"""Small plans, groups and prices, for the tests of order, simulation, costs and search."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
     Bucket,
     DataProfile,
+    Edge,
+    Group,
     LayerTiming,
+    Load,
     ModelProfile,
-    ModuleShape,
     Plan,
+    Price,
     Profile,
-    SampleShape,
+    ProgramId,
+    Schedule,
     SegmentPlan,
+    Shape,
     SubmeshPlan,
 )
+
+TILE_TOKENS = 16  # of a tile in the model "nano"
+EDGE = Edge("vision", "llm", "visual")
+
+
+def bucket(tiles: int, tokens: int, rows: int = 1) -> Bucket:
+    """Shapes of an encoder's tiles and of rows of text."""
+    vision = Shape(tiles, TILE_TOKENS) if tiles else None
+    return Bucket.of({"vision": vision, "llm": Shape(rows, tokens)})
+
+
+def load(tiles: int, tokens: int) -> Load:
+    """A sample of tiles and of `tokens` tokens of text and pictures."""
+    return Load({"vision": (TILE_TOKENS,) * tiles, "llm": (tokens,)})
 
 
 def chain(
@@ -31,11 +54,12 @@ def chain(
     for i, name in enumerate(names):
         start, stop = (0, vision) if i < vision else (vision, n)
         module = "vision" if i < vision else "llm"
-        at = i - start
-        segments.append(SegmentPlan(name, module, at, at + 1, name, i == start, i == stop - 1))
+        k = i - start
+        segments.append(SegmentPlan(name, module, k, k + 1, name, i == start, i == stop - 1))
     submeshes = tuple(SubmeshPlan(m, f, 1, 1, 1) for m, f in zip(names, first, strict=True))
-    buckets = (Bucket(tiles if vision else 0, 64), Bucket(0, 64))
-    return Plan("test", submeshes, tuple(segments), buckets, order=order)
+    buckets = (bucket(tiles if vision else 0, 64), bucket(0, 64))
+    edges = (EDGE,) if 0 < vision < n else ()
+    return Plan("test", submeshes, tuple(segments), buckets, edges, order=order)
 
 
 def random_plan(rng: np.random.Generator) -> Plan:
@@ -46,7 +70,41 @@ def random_plan(rng: np.random.Generator) -> Plan:
         SubmeshPlan(m.name, int(rng.integers(0, 6)), 1, 1, int(rng.integers(1, 4)))
         for m in plan.submeshes
     )
-    return Plan("test", submeshes, plan.segments, plan.buckets, order=order)
+    return Plan("test", submeshes, plan.segments, plan.buckets, plan.edges, order=order)
+
+
+def empty_rows(plan: Plan, module: str, shape: Shape) -> tuple:
+    """Rows of a group that holds no piece."""
+    rank = ((),) * shape.rows
+    return ((rank,) * plan.data_ranks(module),) * plan.group_size
+
+
+def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
+    """Groups without pieces, of all modules of each of these buckets in turn; those of a bucket
+    feed its group of every module that reads them."""
+    made: list[Group] = []
+    for b in buckets:
+        shapes = [(m, s) for m in plan.modules if (s := plan.buckets[b].shape(m))]
+        place = {m: len(made) + i for i, (m, _) in enumerate(shapes)}
+        for m, shape in shapes:
+            feeds = tuple(place[t] for t in plan.targets(m) if t in place)
+            made.append(Group(m, shape, empty_rows(plan, m, shape), feeds))
+    return tuple(made)
+
+
+def schedule(plan: Plan, buckets: Sequence[int], step: int = 0) -> Schedule:
+    """A schedule of such groups, without an order of its own."""
+    return Schedule(step, groups(plan, buckets))
+
+
+def programs(plan: Plan, forward_s: float = 1.0, backward_s: float = 2.0) -> dict[ProgramId, Price]:
+    """The same price for every segment and shape."""
+    return {
+        ProgramId(s.name, shape, direction): Price(seconds)
+        for s in plan.segments
+        for shape in plan.shapes(s.module)
+        for direction, seconds in ((FORWARD, forward_s), (BACKWARD, backward_s))
+    }
 
 
 # The model "nano" on two devices, and a profile that was never measured.
@@ -57,27 +115,36 @@ NANO = Plan(
         SegmentPlan("vision", "vision", 0, 2, "vision", True, True),
         SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
     ),
-    (Bucket(16, 256), Bucket(8, 128)),
+    (bucket(16, 256), bucket(8, 128)),
+    (EDGE,),
+    tied=("llm",),
 )
 
 
 def nano_profile():
     """Made up, with times in proportion to size: good enough to plan with."""
     timings = tuple(
-        LayerTiming(m, 1, ModuleShape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)))
-        for m, i, t in (("vision", 1, 16), ("vision", 8, 16), ("llm", 1, 64), ("llm", 1, 256))
+        LayerTiming(m, 1, Shape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)))
+        for m, i, t in (
+            ("vision", 1, TILE_TOKENS),
+            ("vision", 8, TILE_TOKENS),
+            ("llm", 1, 64),
+            ("llm", 1, 256),
+        )
     )
     one = {"vision": 1000, "llm": 1000}
     model = ModelProfile(
-        "k",
-        "cpu",
-        timings,
-        one,
-        one,
-        {"vision": 2, "llm": 4},
-        {"vision": 0.5, "llm": 0.5},
-        {"vision": 16},
-        1.0,
+        key="k",
+        device="cpu",
+        timings=timings,
+        layer_param_bytes=one,
+        ends_param_bytes=one,
+        n_layers={"vision": 2, "llm": 4},
+        entry_share={"vision": 0.5, "llm": 0.5},
+        concurrency=1.0,
+        edges=(EDGE,),
+        tied=("llm",),
+        piece_tokens={"vision": TILE_TOKENS},
     )
-    shapes = tuple(SampleShape(t, 60, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
-    return Profile(model, DataProfile("made up", 5, shapes))
+    loads = tuple(load(t, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
+    return Profile(model, DataProfile("made up", 5, loads))

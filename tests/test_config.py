@@ -23,7 +23,8 @@ def other_value(leaf):
     if name == "train.learning_rates":
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
     if kind is bool:
-        return "true", True
+        other = not get(Config(), name)
+        return str(other).lower(), other
     if kind is int:
         return "17", 17
     if kind is float:
@@ -163,6 +164,7 @@ NOT_NEGATIVE = [
     "data.max_bad_fraction",
     "checkpoint.every",
     "distributed.num_processes",
+    "schedule.work",
 ]
 
 

@@ -1,7 +1,8 @@
 """The tree obeys design.md: imports point one way, and files stay short.
 
 Imports are read from the source by `ast`, nothing is executed. A stage is a file or folder directly
-under dflop_jax; `pipeline.order` is one of its own, since `pipeline` and `sim` both read it.
+under dflop_jax; `pipeline.order` is one of its own, since `sim` and `schedule` read it too, and so
+is `sim.memory`, which asks profiles.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LEFT = {"records", "contract", "config"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"pipeline.order"}
-RUNTIME = SCHEDULED | {"pipeline", "pipeline.order", "sim", "plan", "report", "weights"}
+RUNTIME = PREDICTED | {"pipeline", "sim", "sim.memory", "plan", "report", "weights"}
 RUNTIME |= {"record_files", "cluster", "checkpoint"}
 ENGINE = RUNTIME | {"train", "generate"}
 # Stage -> what it may import of dflop_jax, besides itself.
@@ -34,9 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": LEFT | {"pipeline.order"},
     "weights": LEFT | {"pipeline", "pipeline.order"},
     "profile": DATA | {"pipeline"},  # it times the pipeline's own programs
-    "schedule": DATA,
-    "sim": PREDICTED,
-    "plan": PREDICTED | {"sim"},
+    "schedule": DATA | {"pipeline.order", "sim"},
+    "sim": LEFT | {"pipeline.order"},
+    "sim.memory": PREDICTED | {"sim"},
+    "plan": PREDICTED | {"sim", "sim.memory"},
     "report": LEFT | {"record_files"},
     "cluster": LEFT,
     "checkpoint": LEFT | {"pipeline", "cluster"},
@@ -75,8 +77,9 @@ def imported(file: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 def stage(module: str) -> str:
     """Stage of a dotted dflop_jax name; the package itself is "__init__"."""
-    if f"{module}.".startswith("dflop_jax.pipeline.order."):
-        return "pipeline.order"
+    for part in ("pipeline.order", "sim.memory"):
+        if f"{module}.".startswith(f"dflop_jax.{part}."):
+            return part
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 

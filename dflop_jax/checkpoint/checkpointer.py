@@ -250,6 +250,7 @@ class Checkpointer:
             trouble = str(e)
         if worst := self._peers.first_text(f"restored/{reader.step}", trouble):
             raise CorruptCheckpoint(worst)
+        self._ex.share_tied()
 
     def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
         found: dict[tuple[str, str], list[StateArray]] = {}

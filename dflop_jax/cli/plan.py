@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
     from dflop_jax.record_files import save
-    from dflop_jax.train import planning, prepare
+    from dflop_jax.train import planning, prepare, profiling
 
     config = experiment_config(args)
-    setup = prepare.set_up(config)
-    profile = given_profile(args) or prepare.make_profile(
-        setup, setup.source(), ticker("profiling")
+    place = prepare.set_up(config)
+    profile = given_profile(args) or profiling.make_profile(
+        place, place.source(), ticker("profiling")
     )
     shown = {"shown": planning.SHOWN} if args.explain else {}
-    result = planning.make_plan(setup, profile, ticker("planning"), **shown)
-    helps = planning.what_would_help(setup, profile) if args.explain else []
+    result = planning.make_plan(place, profile, ticker("planning"), **shown)
+    helps = planning.what_would_help(place, profile) if args.explain else []
     folder = run_folder(config)
     save(profile, folder / "profile.json")
     save(result.plan, folder / "plan.json")
@@ -86,7 +86,7 @@ def chosen(result: SearchResult) -> str:
     )
     buckets = ", ".join(b.name for b in plan.buckets)
     return (
-        f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted['makespan_s']:.1f} ms "
+        f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"
     )
 

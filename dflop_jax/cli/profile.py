@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -18,26 +19,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json; shows a table of times and what a sample holds on average."""
     from dflop_jax.record_files import save
-    from dflop_jax.records import ITEMS
-    from dflop_jax.train import prepare
+    from dflop_jax.train import prepare, profiling
 
     config = experiment_config(args)
-    setup = prepare.set_up(config)
-    profile = prepare.make_profile(setup, setup.source(), ticker("profiling"))
+    place = prepare.set_up(config)
+    profile = profiling.make_profile(place, place.source(), ticker("profiling"))
     out = run_folder(config) / "profile.json"
     save(profile, out)
     if not args.json:
-        table = Table("module", "model", "items x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
+        table = Table("module", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
         for t in profile.model.timings:
             row = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
-            shape = f"{t.shape.items} x {t.shape.tokens}"
+            shape = f"{t.shape.rows} x {t.shape.tokens}"
             table.add_row(t.module, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
         show(table)
-        units = {m: ITEMS[m] for m in profile.model.item_tokens} | {"llm": "LLM tokens"}
-        loads = {unit: [s.load(m) for s in profile.data.shapes] for m, unit in units.items()}
-        means = (f"{sum(n) / len(n):.1f} {u} on average (most {max(n)})" for u, n in loads.items())
+        asks = [_asked(m, [load.tokens(m) for load in profile.data.loads])
+                for m in profile.model.n_layers]  # fmt: skip
         show(
-            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(means)}; "
+            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(asks)}; "
             f"wrote {out}"
         )
     return profile.model
+
+
+def _asked(module: str, tokens: Sequence[int]) -> str:
+    mean = sum(tokens) / len(tokens)
+    return f"{mean:.1f} tokens of {module} on average (most {max(tokens)})"

@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> Any:
     return compare_json(stepped) if stepped else {"runs": []}
 
 
-def _memory(folder: Path, plan: Any, trace: Any, buckets: Any) -> Any:
+def _memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
     """Memory over time of a run's trace, from its profile."""
     from dflop_jax.record_files import load
     from dflop_jax.records import Profile
     from dflop_jax.sim.memory import memory_of_run
 
-    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, buckets)
+    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, labels)

@@ -24,42 +24,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
     from dflop_jax.plan.evaluate import sample_batches
-    from dflop_jax.plan.links import send_seconds, step_end_seconds
-    from dflop_jax.profile.fit import CostModel
+    from dflop_jax.plan.predict import schedule_batches
+    from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.record_files import load, save
     from dflop_jax.records import Plan
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED
     from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
-    from dflop_jax.report.trace import write_trace
-    from dflop_jax.sim.predict import schedule_batches, simulate_scheduled
-    from dflop_jax.train import planning, prepare
+    from dflop_jax.report.trace import group_labels, write_trace
+    from dflop_jax.sim.pipeline import simulate_schedules
+    from dflop_jax.train import planning, prepare, profiling
 
     config = experiment_config(args)
-    setup = prepare.set_up(config)
-    profile = given_profile(args) or prepare.make_profile(
-        setup, setup.source(), ticker("profiling")
+    place = prepare.set_up(config)
+    profile = given_profile(args) or profiling.make_profile(
+        place, place.source(), ticker("profiling")
     )
     if args.plan_file:
         plan = load(Plan, args.plan_file)
     else:
-        plan = planning.make_plan(setup, profile, ticker("planning")).plan
-    batches = sample_batches(profile.data.shapes, config.train.global_batch, args.batches)
-    schedules = schedule_batches(plan, batches, profile.model)
-    trace = simulate_scheduled(
-        plan,
-        schedules,
-        profile.model,
-        collectives=step_end_seconds(plan, profile.model, setup.hardware),
-        sends=send_seconds(plan, CostModel(profile.model), setup.hardware),
-    )
+        plan = planning.make_plan(place, profile, ticker("planning")).plan
+    batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
+    prices = plan_prices(plan, profile.model, place.hardware)
+    names = [s.name for s in plan.segments]
+    schedules = schedule_batches(plan, batches, prices, names)
+    trace = simulate_schedules(plan, schedules, prices, names)
     folder = run_folder(config)
-    used = [plan.buckets[group[0].bucket].name for s in schedules for group in s.groups]
-    write_trace(folder / SIMULATED, [trace], dict(enumerate(used)))
+    write_trace(folder / SIMULATED, [trace], group_labels(schedules))
     if not (folder / PLAN).exists():  # that of a run stays
         save(plan, folder / PLAN)
         save(profile, folder / PROFILE)
-    names = tuple(m.name for m in plan.submeshes)
-    panel = Panel(f"{plan.policy}, simulated", trace, segment_modules(plan), names)
+    submeshes = tuple(m.name for m in plan.submeshes)
+    panel = Panel(f"{plan.policy}, simulated", trace, segment_modules(plan), submeshes)
     draw_timeline([panel], folder / "simulated.png")
     summary = {
         "makespan_s": trace.makespan_s,

@@ -1,26 +1,32 @@
 """Sources of samples, decoding, tiling, tokenizing, packing and loading."""
 
 from dflop_jax.data.build import make_source
-from dflop_jax.data.datasets.llava import LlavaSource
 from dflop_jax.data.datasets.scene_source import SceneSource
+from dflop_jax.data.decoder import BadSample, Decoder
 from dflop_jax.data.loader import Loader
-from dflop_jax.data.packing import PackedGroup, pack_group
-from dflop_jax.data.sample import Limits, MediaSpec, Sample, Source
+from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
+from dflop_jax.data.sample import EMPTY, Limits, Places, Sample, Source
 from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, Tokenizer, make_tokenizer
 
 __all__ = [
+    "EMPTY",
+    "BadSample",
     "ByteTokenizer",
+    "Decoder",
     "FileTokenizer",
     "Limits",
-    "LlavaSource",
     "Loader",
     "MediaSpec",
     "PackedGroup",
+    "Places",
+    "Ranks",
     "Sample",
     "SceneSource",
     "Source",
     "Tokenizer",
     "make_source",
     "make_tokenizer",
+    "own_samples",
     "pack_group",
 ]

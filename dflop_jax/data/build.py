@@ -7,17 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from dflop_jax.config import DataConfig
+from dflop_jax.data.datasets.fitting import preprocessing
 from dflop_jax.data.datasets.index_build import ToPieces
-from dflop_jax.data.datasets.llava import LlavaSource
 from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
-from dflop_jax.data.datasets.mixture_samples import MixtureSamples, preprocessing
+from dflop_jax.data.datasets.mixture_samples import MixtureSamples
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.datasets.scene_source import SceneSource
-from dflop_jax.data.sample import Limits, MediaSpec, Source
+from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.sample import Limits, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
-
-MIXTURES = (".yaml", ".yml", ".tar")
 
 
 def make_source(
@@ -29,12 +28,11 @@ def make_source(
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
 ) -> Source:
-    """The embedded scenes when `config.path` is empty, else what is there.
+    """Return the embedded scenes when `config.path` is empty, else what is there.
 
-    A LLaVA-format file is read as it is by a model of plain tiles. A mixture (YAML, tar shards), a
-    tokenizer's folder, sound, or a model of another form go by an index of headers, kept in
-    `index_dir`. `eval_fraction` of a dataset on disk is held out for the eval split; scenes have an
-    eval split of their own, of the same size.
+    What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
+    an index of headers, kept in `index_dir`. `eval_fraction` of it is held out for the eval split;
+    scenes have an eval split of their own, of the same size.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -44,40 +42,21 @@ def make_source(
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
-    if uses_index(config, spec):
+    if config.path:
         return _mixture(config, spec, limits, split, eval_fraction, index_dir, tokenizer)
-    assert not isinstance(tokenizer, ChatTokenizer), "a chat template goes by an index"
-    if not config.path:
-        if not spec.tile_px:
-            raise ValueError("the embedded scenes are pictures, which this model does not take; "
-                             "give data.path")  # fmt: skip
-        return SceneSource(
-            config.n_samples,
-            config.seed,
-            spec,
-            tokenizer,
-            limits,
-            split=split,
-            blank_images=config.blank_images,
-        )
-    return LlavaSource(
-        config.path,
+    assert not isinstance(tokenizer, ChatTokenizer)
+    if not spec.tile_px:
+        raise ValueError("the embedded scenes are pictures, which this model does not take; "
+                         "give data.path")  # fmt: skip
+    return SceneSource(
+        config.n_samples,
+        config.seed,
         spec,
         tokenizer,
         limits,
-        root=config.root or None,
         split=split,
-        eval_fraction=eval_fraction,
         blank_images=config.blank_images,
-        max_bad_fraction=config.max_bad_fraction,
-        workers=config.workers,
     )
-
-
-def uses_index(config: DataConfig, spec: MediaSpec) -> bool:
-    """Whether `make_source` goes by an index of headers, which one process makes for all."""
-    plain = spec.form == "tiles" and spec.tile_px and not spec.sound
-    return bool(config.path) and (not plain or _is_chat(config) or config.path.endswith(MIXTURES))
 
 
 def _is_chat(config: DataConfig) -> bool:
@@ -85,7 +64,7 @@ def _is_chat(config: DataConfig) -> bool:
 
 
 def any_tokenizer(path: str, vocab_size: int | None) -> Tokenizer | ChatTokenizer:
-    """Of a model's folder with its chat template, a tokenizer.json, or (empty) of bytes.
+    """Return that of a model's folder with its chat template, a tokenizer.json, or (empty) bytes.
 
     Raises:
       ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
@@ -117,7 +96,7 @@ def _mixture(
     else:
         mixture = Mixture((Part(config.path, root=config.root),))
     name = hashlib.sha256(f"{Path(config.path).resolve()}|{config.root}".encode()).hexdigest()[:16]
-    found = MixtureSource(
+    source = MixtureSource(
         mixture,
         preprocessing(spec, limits, between),
         to_pieces,
@@ -131,7 +110,7 @@ def _mixture(
         name=config.path if split == "train" else f"{config.path} ({split})",
     )
     return MixtureSamples(
-        found, spec, limits, placeholder=tokenizer.visual_id, blank_images=config.blank_images
+        source, spec, limits, placeholder=tokenizer.visual_id, blank_images=config.blank_images
     )
 
 

@@ -1,23 +1,27 @@
-"""One group of microbatches as host arrays: encoder items dealt to ranks, samples packed in rows.
+"""One group of microbatches as host arrays: pieces of samples in the rows that a schedule says.
 
-Shape legend: M microbatches, V data ranks of an encoder of T items (tiles, windows), D LLM data
-ranks of R rows of L tokens, K sources of a token. Data rank r owns the items [r*T, (r+1)*T) and
-the rows [r*R, (r+1)*R).
+Shape legend: M microbatches, D data ranks of R rows of L tokens each (rank r owns the rows r*R up
+to (r+1)*R), K features that one place is a weighted sum of. No module is known by name: what to
+fill is read off the model's field specs, what reads what off the plan's edges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.sample import MediaSpec, Sample
-from dflop_jax.records import Bucket, Microbatch, SampleShape, Schedule
+from dflop_jax.data.joins import places_of
+from dflop_jax.data.placement import Held, Samples, held, placement
+from dflop_jax.records import Load, Plan, Schedule, first_pieces
 
-Samples = Mapping[int, Sample] | Sequence[Sample]
-Shapes = Mapping[int, SampleShape] | Sequence[SampleShape]
-DataRanks = Mapping[str, int]  # of each module
+if TYPE_CHECKING:  # processes that only decode do not load JAX
+    from dflop_jax.contract import Module, MultimodalModel
+
+SEGMENTS, POSITIONS, WEIGHTS = "segment_ids", "positions", "weights"
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,9 @@ class Ranks:
     counts: Mapping[str, Collection[int]]
 
     @classmethod
-    def all(cls, data_ranks: DataRanks) -> Ranks:
-        """Every rank, as one process alone has them."""
-        every = {module: range(n) for module, n in data_ranks.items()}
+    def all(cls, plan: Plan) -> Ranks:
+        """Return every rank of a plan, as one process alone has them."""
+        every = {module: range(plan.data_ranks(module)) for module in plan.modules}
         return cls(every, every)
 
 
@@ -39,206 +43,118 @@ class Ranks:
 class PackedGroup:
     """Arrays of one group.
 
-    fields["vision"]: pixels uint8 [M, V*T, px, px, 3]; fields["audio"]: mel float32
-      [M, V*T, n_mels, frames] and mel_frames int32 [M, V*T]; absent when the bucket has no such
-      items.
-    fields["llm"]: tokens, segment_ids, positions, targets int32, weights float32, is_visual,
-      is_newline bool, all [M, D*R, L]. Segment ids count from 1 in each row, 0 is padding;
-      positions restart in each sample; weights are 1 where `targets` is a supervised token of the
-      same sample.
-    sources[encoder]: (index int32 [M, D*R, L, K],) into the microbatch's features flattened to
-      [V*T*features_per_item], -1 where there are fewer or none; with weights float32 of the same
-      shape where K > 1.
-    supervised_tokens: number of weights that are 1.
-    used: by module, of the M*V*T items or M*D*R*L tokens those that are not padding.
+    fields: by name [M, D*R, ...], all that the module reads but what edges bring. Segment ids count
+      from 1 in each row, 0 is padding; positions count from 0 in each piece, unless samples say.
+    places: by the place in the schedule of each group that feeds it, (index int32 [M, D*R, L, K],)
+      into that group's features of the same microbatch, flattened over its ranks and rows; -1 where
+      there are fewer or none; with weights float32 of the same shape where K > 1.
+    used_tokens: tokens of its pieces; the rest is padding.
+    loss_weight: sum of the field "weights", 0 without one.
 
-    With `ranks` only their parts are filled, and only those that they count are counted.
+    With `ranks` only their rows are filled, and only those that they count are counted.
     """
 
-    fields: dict[str, dict[str, np.ndarray]]
-    sources: dict[str, tuple[np.ndarray, ...]]
-    supervised_tokens: int
-    used: dict[str, int]
+    fields: dict[str, np.ndarray]
+    places: dict[int, tuple[np.ndarray, ...]]
+    used_tokens: int
+    loss_weight: float
 
 
-def pack_group(
-    group: Sequence[Microbatch],
-    bucket: Bucket,
-    samples: Samples,
-    *,
-    shapes: Shapes,
-    data_ranks: DataRanks,
-    spec: MediaSpec,
-    spread: bool = True,
-    ranks: Ranks | None = None,
-) -> PackedGroup:
-    """Fill one group of a schedule.
-
-    Args:
-      samples: by index, of the global batch those that the ranks hold a part of (see
-        `own_samples`); microbatches name its members by index.
-      shapes: of the whole global batch; a sample may be smaller than its shape, not larger.
-      spread: deal the items of a microbatch evenly over the encoder's ranks, in the order of its
-        samples; otherwise a sample's items stay on the encoder's rank of its LLM rank, and the two
-        modules must have equally many ranks.
-    """
-    ranks = ranks or Ranks.all(data_ranks)
-    encoders = [m for m in data_ranks if m != "llm" and bucket.items(m)]
-    n, llm_ranks = len(group), data_ranks["llm"]
-    rows = (n, llm_ranks * bucket.rows, bucket.tokens)
-    media = {m: _no_media(spec, m, n, data_ranks[m] * bucket.items(m)) for m in encoders}
-    llm = {
-        name: np.zeros(rows, np.int32) for name in ("tokens", "segment_ids", "positions", "targets")
-    }
-    llm |= {name: np.zeros(rows, bool) for name in ("is_visual", "is_newline")}
-    llm["weights"] = np.zeros(rows, np.float32)
-    sources = {m: _no_sources(rows, spec.sources if m == "vision" else 1) for m in encoders}
-    used = dict.fromkeys(data_ranks, 0)
-    for at, microbatch in enumerate(group):
-        slots = {
-            m: item_slots(microbatch, bucket, shapes, m, v, spread)
-            for m, v in data_ranks.items()
-            if m != "llm"
-        }
-        for m in encoders:
-            for i, slot in slots[m].items():
-                if isinstance(samples, Mapping) and i not in samples:
-                    continue
-                fields = samples[i].items(m)
-                # One that was replaced may have fewer.
-                slot = slot[: len(next(iter(fields.values())))]
-                here = _in_ranks(slot, bucket.items(m), ranks.fills[m])
-                for name, items in fields.items() if here.any() else ():
-                    media[m][name][at, slot[here]] = items[here]
-                used[m] += int(_in_ranks(slot[here], bucket.items(m), ranks.counts[m]).sum())
-        assert len(microbatch.rows) <= llm_ranks, (len(microbatch.rows), llm_ranks)
-        for rank in sorted(r for r in ranks.fills["llm"] if r < len(microbatch.rows)):
-            rank_rows = microbatch.rows[rank]
-            assert len(rank_rows) <= bucket.rows, (len(rank_rows), bucket)
-            for k, row in enumerate(rank_rows):
-                place = at, rank * bucket.rows + k
-                views = {name: array[place] for name, array in llm.items()}
-                taken = {m: tuple(a[place] for a in arrays) for m, arrays in sources.items()}
-                _pack_row(row, samples, slots, spec, views, taken)
-    counted = [r * bucket.rows + k for r in sorted(ranks.counts["llm"]) for k in range(bucket.rows)]
-    used["llm"] = int((llm["segment_ids"][:, counted] > 0).sum())
-    return PackedGroup(
-        fields={**media, "llm": llm},
-        sources=sources,
-        supervised_tokens=int(llm["weights"][:, counted].sum(dtype=np.float64)),
-        used=used,
-    )
-
-
-def _no_media(spec: MediaSpec, module: str, n: int, items: int) -> dict[str, np.ndarray]:
-    """An encoder's fields [n, items, ...] of microbatches that hold nothing."""
-    flat = spec.no_items(module, n * items)
-    return {name: a.reshape(n, items, *a.shape[1:]) for name, a in flat.items()}
-
-
-def _no_sources(rows: tuple[int, int, int], k: int) -> tuple[np.ndarray, ...]:
-    index = np.full((*rows, k), -1, np.int32)
-    return (index, np.zeros((*rows, k), np.float32)) if k > 1 else (index,)
-
-
-def _in_ranks(slots: np.ndarray, items: int, ranks: Collection[int]) -> np.ndarray:
-    """Whether each slot belongs to one of the ranks, of so many items each."""
-    return np.isin(slots // max(items, 1), list(ranks))
-
-
-def own_samples(
-    schedule: Schedule,
-    buckets: Sequence[Bucket],
-    shapes: Shapes,
-    data_ranks: DataRanks,
-    spread: bool,
-    ranks: Ranks,
-) -> list[int]:
-    """Which samples of the batch the ranks hold items or tokens of, sorted."""
+def own_samples(plan: Plan, schedule: Schedule, loads: Sequence[Load], ranks: Ranks) -> list[int]:
+    """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
     own: set[int] = set()
-    for group in schedule.groups:
-        for microbatch in group:
-            bucket = buckets[microbatch.bucket]
-            own |= {i for r, rows in enumerate(microbatch.rows) if r in ranks.fills["llm"]
-                    for row in rows for i in row}  # fmt: skip
-            for m, n in data_ranks.items():
-                if m != "llm":
-                    slots = item_slots(microbatch, bucket, shapes, m, n, spread)
-                    own |= {i for i, at in slots.items()
-                            if _in_ranks(at, bucket.items(m), ranks.fills[m]).any()}  # fmt: skip
+    for module in plan.modules:
+        first = np.array(first_pieces(loads, module))
+        for group in schedule.groups:
+            if group.module == module:
+                pieces = [
+                    piece
+                    for microbatch in group.rows
+                    for rank, rows in enumerate(microbatch)
+                    if rank in ranks.fills[module]
+                    for row in rows
+                    for piece in row
+                ]
+                own |= set((np.searchsorted(first, pieces, side="right") - 1).tolist())
     return sorted(own)
 
 
-def item_slots(
-    microbatch: Microbatch,
-    bucket: Bucket,
-    shapes: Shapes,
-    module: str,
-    n_ranks: int,
-    spread: bool,
-) -> dict[int, np.ndarray]:
-    """Where each sample's items go among the V*T of the microbatch: int [n items] each.
-
-    From shapes alone, so that every process knows it of samples that it does not decode.
-    """
-    items = {i: shapes[i].load(module) for i in microbatch.samples}
-    room = bucket.items(module)
-    if spread:
-        # as even as whole items allow: the first ranks hold one more
-        parts = np.array_split(np.arange(sum(items.values())), n_ranks)
-        counts = [len(part) for part in parts]
-        order = microbatch.samples
-    else:
-        assert len(microbatch.rows) <= n_ranks, "blind packing needs equally many ranks"
-        ranks = [[i for row in rank for i in row] for rank in microbatch.rows]
-        counts = [sum(items[i] for i in rank) for rank in ranks]
-        order = tuple(i for rank in ranks for i in rank)
-    assert max(counts, default=0) <= room, (counts, bucket)
-    free = [r * room + np.arange(count) for r, count in enumerate(counts)]
-    slots = np.concatenate([np.zeros(0, np.int64), *free])
-    ends = np.cumsum([items[i] for i in order], dtype=np.int64)
-    return dict(zip(order, np.split(slots, ends[:-1]), strict=True)) if order else {}
-
-
-def _pack_row(
-    row: Sequence[int],
+def pack_group(
+    plan: Plan,
+    schedule: Schedule,
+    group: int,
     samples: Samples,
-    slots: Mapping[str, Mapping[int, np.ndarray]],
-    spec: MediaSpec,
-    llm: Mapping[str, np.ndarray],
-    sources: Mapping[str, tuple[np.ndarray, ...]],
+    loads: Sequence[Load],
+    *,
+    model: MultimodalModel,
+    ranks: Ranks | None = None,
+) -> PackedGroup:
+    """Fill the group at a place of the schedule.
+
+    Args:
+      samples: by their place in the global batch, those that the ranks hold a part of (see
+        `own_samples`); one that was replaced may be smaller than its load, not larger.
+      loads: of the whole global batch.
+    """
+    ranks = ranks or Ranks.all(plan)
+    packed = schedule.groups[group]
+    module, rows = packed.module, packed.shape.rows
+    alone = module in model.piece_tokens
+    pieces = held(placement(packed, loads, alone=alone), module, samples, ranks.fills[module])
+    # Of the model, not the plan, which may leave out modules that the data does not use.
+    from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
+    reads = _reads(model.modules[module], from_edges, packed.shape.tokens)
+    n_rows = plan.data_ranks(module) * rows
+    fields = {
+        name: np.zeros((len(packed.rows), n_rows, *field.dims), field.dtype)
+        for name, field in reads.items()
+    }
+    for piece in pieces:
+        _fill(fields, reads, piece, module)
+    counts = sorted(ranks.counts[module])
+    weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
+    counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
+    return PackedGroup(
+        fields=fields,
+        places=places_of(plan, schedule, group, pieces, loads, model),
+        used_tokens=sum(p.length for p in pieces if p.rank in counts),
+        loss_weight=float(counted.sum(dtype=np.float64)),
+    )
+
+
+class _Field(NamedTuple):
+    """Whether a field has a value for every token, its dims after the rows, and its dtype."""
+
+    per_token: bool
+    dims: tuple[int, ...]
+    dtype: Any
+
+
+@lru_cache(maxsize=256)
+def _reads(module: Module, from_edges: tuple[str, ...], tokens: int) -> dict[str, _Field]:
+    """Return every field that the module reads and no edge brings."""
+    names = {name for fields in module.inputs.values() for name in fields} - {*from_edges}
+    reads = {}
+    for name in sorted(names):
+        spec, longer = (module.field_spec(name, 1, n) for n in (tokens, tokens + 1))
+        reads[name] = _Field(spec.shape != longer.shape, tuple(spec.shape[1:]), spec.dtype)
+    return reads
+
+
+def _fill(
+    fields: Mapping[str, np.ndarray], reads: Mapping[str, _Field], piece: Held, module: str
 ) -> None:
-    """Write the samples of a row one after another into the row's views [L] and [L, K]."""
-    start, length = 0, len(llm["tokens"])
-    for segment, i in enumerate(row, 1):
-        sample = samples[i]
-        stop = start + len(sample.tokens)
-        assert stop <= length, f"row {tuple(row)} overflows {length} tokens"
-        llm["tokens"][start:stop] = sample.tokens
-        llm["segment_ids"][start:stop] = segment
-        llm["positions"][start:stop] = np.arange(stop - start)
-        llm["targets"][start : stop - 1] = sample.tokens[1:]
-        llm["weights"][start : stop - 1] = sample.supervised[1:]
-        llm["is_visual"][start:stop] = sample.visual.used
-        llm["is_newline"][start:stop] = sample.visual.newline
-        for module, (index, *weight) in sources.items():
-            if module == "vision":
-                k = index.shape[1]
-                taken = np.where(sample.visual.weight > 0, sample.visual.index, -1)[:, :k]
-                for w in weight:
-                    w[start:stop] = sample.visual.weight
-            elif len(sample.audio):
-                taken = sample.audio[:, None]
-                llm["is_visual"][start:stop] |= sample.audio >= 0
-            else:
-                continue
-            index[start:stop] = _moved(taken, slots[module][i], spec.features_per_item(module))
-        start = stop
-
-
-def _moved(index: np.ndarray, slots: np.ndarray, features: int) -> np.ndarray:
-    """Places among a sample's features, as places among the microbatch's; -1 stays."""
-    if not len(slots):
-        return index
-    item, feature = np.divmod(np.maximum(index, 0), features)
-    return np.where(index >= 0, slots[item] * features + feature, -1)
+    """Write a piece into its row of every field."""
+    given = piece.sample.fields.get(module, {})
+    if lacks := reads.keys() - given.keys() - {SEGMENTS, POSITIONS}:
+        raise ValueError(f"a sample has no {', '.join(sorted(lacks))} for module {module!r}")
+    for name, field in reads.items():
+        array = fields[name]
+        if name == SEGMENTS:
+            array[piece.row][piece.room] = piece.segment
+        elif name == POSITIONS and name not in given:
+            array[piece.row][piece.room] = np.arange(piece.length)
+        elif field.per_token:
+            array[piece.row][piece.room] = given[name][piece.tokens]
+        else:
+            array[piece.row] = given[name][piece.order]

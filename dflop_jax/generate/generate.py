@@ -18,11 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.contract import Array, GeneratingModule, Module, MultimodalModel, Params
-from dflop_jax.data import MediaSpec, Tokenizer
+from dflop_jax.contract import (
+    Array,
+    GeneratingModule,
+    Module,
+    MultimodalModel,
+    Params,
+    edges_of,
+)
+from dflop_jax.data import Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.generate.prompt import prompt_row, prompt_sample
+from dflop_jax.generate.prompt import LLM, VISION, prompt_row, prompt_sample
 from dflop_jax.generate.sampling import Sampling, choose
 from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.train.load_params import load_params
@@ -71,8 +78,7 @@ class Generator:
     def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
         self._config = config
         self._model = adapted(build_model(config.model), config.train)
-        self._spec = MediaSpec.of(self._model.preprocessing)
-        llm: Any = self._model.modules["llm"]
+        llm: Any = self._model.modules[LLM]
         if not hasattr(llm, "prefill") or not hasattr(llm, "decode"):
             raise ValueError(
                 f"model.factory={config.model.factory!r}: its llm has no prefill and decode "
@@ -97,14 +103,14 @@ class Generator:
         """
         how = sampling or Sampling()
         sample = prompt_sample(prompt, image, self._config.data, self._model, self._tokenizer)
-        row = prompt_row(sample, self._spec, TOKEN_MULTIPLE)
+        row = prompt_row(sample, self._model, TOKEN_MULTIPLE)
         n = row.length
         slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
         key = jax.random.key(how.seed)
         draw = np.float32(how.temperature), np.float32(how.top_p)
         start = time.perf_counter()
         params = self._loaded.params
-        arrays = row.pixels, row.fields, row.sources
+        arrays = row.media, row.fields, row.places
         last = np.array([n - 1], np.int32)
         token, cache = self._prefill(params, *arrays, last, key, *draw, slots=slots)
         tokens = [int(token[0])]
@@ -115,8 +121,8 @@ class Generator:
             text.show(tokens)
             if len(tokens) == how.max_tokens:
                 break
-            at = np.array([n + len(tokens) - 1], np.int32)
-            token, cache = self._step(params["llm"], cache, token, at, key, *draw)
+            position = np.array([n + len(tokens) - 1], np.int32)
+            token, cache = self._step(params[LLM], cache, token, position, key, *draw)
             tokens.append(int(token[0]))
         further = len(tokens) - 1
         token_s = (time.perf_counter() - start - first_token_s) / further if further else 0.0
@@ -139,9 +145,9 @@ class Generator:
 def prefill(
     model: MultimodalModel,
     params: dict[str, Params],
-    pixels: Array,
+    media: dict[str, Array],
     fields: dict[str, Array],
-    sources: tuple[Array, ...],
+    places: tuple[Array, ...],
     last: Array,
     key: Array,
     temperature: Array,
@@ -149,20 +155,21 @@ def prefill(
     *,
     slots: int,
 ) -> tuple[Array, Any]:
-    """(first token int32 [1] of the answer, cache) of a `PromptRow`'s arrays."""
-    llm: Any = model.modules["llm"]
-    spec = llm.field_spec("visual", *fields["tokens"].shape)
-    visual = jnp.zeros(spec.shape, spec.dtype)
-    if len(pixels):
-        features = encode(model.modules["vision"], params["vision"], {"pixels": pixels})
-        visual = gather_features(features[None], *(a[None] for a in sources))[0]
-    batch = {**fields, "visual": visual}
-    logits, cache = llm.prefill(params["llm"], batch, last, slots)
+    """Return the first token, int32 [1], of the answer to a `PromptRow`'s arrays, and a cache."""
+    llm: Any = model.modules[LLM]
+    batch = dict(fields)
+    for edge in (e for e in edges_of(model) if e.target == LLM):
+        spec = llm.field_spec(edge.name, *fields["tokens"].shape)
+        batch.setdefault(edge.name, jnp.zeros(spec.shape, spec.dtype))
+        if edge.source == VISION and media:
+            features = encode(model.modules[VISION], params[VISION], media)
+            batch[edge.name] = gather_features(features[None], *(a[None] for a in places))[0]
+    logits, cache = llm.prefill(params[LLM], batch, last, slots)
     return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache
 
 
 def encode(module: Module, params: Params, batch: dict[str, Array]) -> Array:
-    """What an encoder makes of its fields: features [items, tokens_per_item, llm_width]."""
+    """Features [rows, features, width] that an encoder makes of its fields."""
     x, _ = jax.lax.scan(
         lambda x, p: (module.layer(p, x, batch), None),
         module.entry(params["entry"], batch),
@@ -181,7 +188,7 @@ def step(
     temperature: Array,
     top_p: Array,
 ) -> tuple[Array, Any]:
-    """(token int32 [1] after `token` at `position`, cache)."""
+    """Return the token, int32 [1], after `token` at `position`, and the cache."""
     logits, cache = llm.decode(params, cache, token, position)
     return choose(logits, jax.random.fold_in(key, position[0]), temperature, top_p), cache
 

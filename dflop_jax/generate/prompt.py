@@ -2,62 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dflop_jax.config import DataConfig
-from dflop_jax.contract import MultimodalModel
-from dflop_jax.data import MediaSpec, Sample, pack_group
+from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.compose import compose
-from dflop_jax.data.datasets.mixture_samples import preprocessing
+from dflop_jax.data.datasets.fitting import preprocessing
 from dflop_jax.data.media.decode import Pictures
 from dflop_jax.data.media.tiling import read_upright
+from dflop_jax.data.packing import pack_group
 from dflop_jax.data.sample import Limits
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import TAG, Tokenizer, chat_pieces
-from dflop_jax.records import Bucket, Microbatch
+from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 
 IMAGE = "<image>"
+VISION, LLM = "vision", "llm"  # the modules that answer about a picture
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRow:
     """A prompt as one row padded to `t` tokens, its tiles padded to a power of two.
 
-    fields: of the LLM's entry and layers, [1, t]; `length` of the tokens are no padding.
-    pixels: uint8 [n, px, px, 3], no tile without a picture; `tiles` of them are no padding.
-    sources: where visual tokens come from (`PackedGroup.sources`), [1, t, sources] each; empty
-      without a picture.
+    Attributes:
+      fields: of the LLM's entry and layers, [1, t]; `length` of the tokens are no padding.
+      media: fields of the encoder, a tile a row; empty without a picture. `tiles` rows of them are
+        no padding.
+      places: where features stand (`PackedGroup.places`), [1, t, K] each; empty without a picture.
     """
 
     fields: dict[str, np.ndarray]
-    pixels: np.ndarray
-    sources: tuple[np.ndarray, ...]
+    media: dict[str, np.ndarray]
+    places: tuple[np.ndarray, ...]
     length: int
     tiles: int
 
 
-def prompt_row(sample: Sample, spec: MediaSpec, token_multiple: int) -> PromptRow:
-    """The row of a sample, its tokens padded to a multiple."""
-    length, n = len(sample.tokens), len(sample.tiles)
-    bucket = Bucket(
-        tiles=1 << (n - 1).bit_length() if n else 0,
-        tokens=-(-length // token_multiple) * token_multiple,
+def prompt_row(sample: Sample, model: MultimodalModel, token_multiple: int) -> PromptRow:
+    """Return the row of a sample, its tokens padded to a multiple."""
+    length, tiles = sample.load.tokens(LLM), sample.load.lengths(VISION)
+    n = len(tiles)
+    row = Group(LLM, Shape(1, -(-length // token_multiple) * token_multiple), ((((0,),),),))
+    groups: tuple[Group, ...] = (row,)
+    if n:
+        padded = 1 << (n - 1).bit_length()
+        rows = tuple((k,) if k < n else () for k in range(padded))
+        groups = (Group(VISION, Shape(padded, max(tiles)), ((rows,),), feeds=(1,)), row)
+    plan, schedule = _whole(model, groups), Schedule(0, groups)
+    packed = [
+        pack_group(plan, schedule, g, [sample], [sample.load], model=model)
+        for g in range(len(groups))
+    ]
+    fields, media = ({k: a[0] for k, a in p.fields.items()} for p in (packed[-1], packed[0]))
+    places = tuple(a[0] for a in packed[-1].places.get(0, ())) if n else ()
+    return PromptRow(fields, media if n else {}, places, length, n)
+
+
+def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
+    """Return a plan of the whole model on one device, with the shapes of these groups."""
+    segments = (
+        SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
+        for name, module in model.modules.items()
     )
-    packed = pack_group(
-        [Microbatch(0, (((0,),),))],
-        bucket,
-        [sample],
-        shapes=[sample.shape],
-        data_ranks={"vision": 1, "llm": 1} if spec.tile_px else {"llm": 1},
-        spec=spec,
+    return Plan(
+        "prompt",
+        (SubmeshPlan("all", 0, 1, 1, 1),),
+        tuple(segments),
+        (Bucket.of({g.module: g.shape for g in groups}),),
+        edges_of(model),
     )
-    fields = {name: array[0] for name, array in packed.fields["llm"].items()}
-    pixels = packed.fields["vision"]["pixels"][0] if n else sample.tiles
-    sources = tuple(a[0] for a in packed.sources.get("vision", ()))
-    return PromptRow(fields, pixels, sources, length, n)
 
 
 def prompt_sample(
@@ -67,7 +85,7 @@ def prompt_sample(
     model: MultimodalModel,
     tokenizer: Tokenizer | ChatTokenizer,
 ) -> Sample:
-    """The turn of a user up to where the answer begins, prepared as in training.
+    """Return the turn of a user up to where the answer begins, prepared as in training.
 
     The picture stands where the prompt says <image>, before it where it does not.
 
@@ -80,7 +98,7 @@ def prompt_sample(
         pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
         pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer)[:-1]
-    spec = MediaSpec.of(model.preprocessing)
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     limits = Limits(data.max_tiles, data.max_frames, data.max_tokens)
     how = preprocessing(spec, limits)
     media = []
@@ -90,18 +108,20 @@ def prompt_sample(
         picture = read_upright(_file(image))
         media = [Pictures(how.vision.cut(picture, True), how.vision.place(*picture.size, True))]
     sample = compose(pieces, media, spec, placeholder=tokenizer.visual_id)
-    if len(sample.tokens) > data.max_tokens:
+    n_tokens = sample.load.tokens(LLM)
+    if n_tokens > data.max_tokens:
         seen = sum(len(m.tokens) for m in media)
         visual = f" (of the picture {seen})" if media else ""
         raise ValueError(
-            f"the prompt's {len(sample.tokens)} tokens{visual} exceed data.max_tokens="
+            f"the prompt's {n_tokens} tokens{visual} exceed data.max_tokens="
             f"{data.max_tokens}; shorten it, lower --data.max_tiles or raise --data.max_tokens"
         )
     return sample
 
 
 def tagged(prompt: str, image: str | Path | None) -> str:
-    """The prompt with exactly one <image> if there is a picture; ValueError if that cannot be."""
+    """Return the prompt with exactly one <image> if there is a picture; ValueError if that cannot
+    be."""
     tags = TAG.findall(prompt)
     if not TAG.sub("", prompt).strip():
         raise ValueError("the prompt is empty; ask something with --prompt TEXT")

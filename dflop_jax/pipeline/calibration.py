@@ -1,7 +1,7 @@
 """Times every task of a plan alone, on the compiled programs, before the first step.
 
 Each process notes its own part: how long its tasks took, and when what they sent had arrived with
-it. `merged` makes one table of all parts, for the simulator.
+it. `merged` makes one price list of all parts, for the simulator.
 """
 
 from __future__ import annotations
@@ -17,34 +17,53 @@ import jax.numpy as jnp
 import msgspec
 
 from dflop_jax.pipeline.communicator import Communicator, zeros
-from dflop_jax.pipeline.order import upstream
+from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
-from dflop_jax.pipeline.step import State, StepCall
-from dflop_jax.records import BACKWARD, FORWARD, UPDATE, Plan, Task
+from dflop_jax.pipeline.step import State, StepCall, share_tied
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    UPDATE,
+    Plan,
+    Price,
+    Prices,
+    ProgramId,
+    SendId,
+    Task,
+)
 
-Samples = dict[Task, list[float]]
+Runs = dict[ProgramId | Task, list[float]]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds that one process saw, a list of runs for each (segment, bucket index, direction) and
-    (segment, -1, REDUCE or UPDATE); runs of one number are the same run on every process.
+    """Seconds that one process saw, a list of runs for each program, and for each task that runs
+    once a step; runs of one number are the same run on every process.
 
     Attributes:
       took: until the outputs were made; only tasks on this process's devices.
       arrived: until everything under way had arrived here too; all tasks.
     """
 
-    took: Samples = field(default_factory=dict)
-    arrived: Samples = field(default_factory=dict)
+    took: Runs = field(default_factory=dict)
+    arrived: Runs = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        return msgspec.json.encode((list(self.took.items()), list(self.arrived.items())))
+        """Bytes that `decode` reads."""
+        tables: list[list[tuple[ProgramId | Task, list[float]]]] = []
+        for runs in (self.took, self.arrived):
+            tables.append([(k, v) for k, v in runs.items() if isinstance(k, ProgramId)])
+            tables.append([(k, v) for k, v in runs.items() if isinstance(k, Task)])
+        return msgspec.json.encode(tables)
 
     @staticmethod
     def decode(data: bytes) -> Calibration:
-        rows = list[tuple[Task, list[float]]]
-        return Calibration(*map(dict, msgspec.json.decode(data, type=tuple[rows, rows])))
+        programs = list[tuple[ProgramId, list[float]]]
+        tasks = list[tuple[Task, list[float]]]
+        tables = msgspec.json.decode(data, type=tuple[programs, tasks, programs, tasks])
+        return Calibration({**dict(tables[0]), **dict(tables[1])},
+                           {**dict(tables[2]), **dict(tables[3])})  # fmt: skip
 
 
 def calibrate(
@@ -62,33 +81,44 @@ def calibrate(
     `ends`: also the reductions and updates, these on copies of parameters and optimizer state.
     `sync` waits for the other processes, before every task.
     """
-    found = Calibration()
-    for b in range(len(programs.plan.buckets)):
-        group = programs.empty_group(b)
+    timed = Calibration()
+    plan, trainable = programs.plan, programs.trainable
+    for b in range(len(plan.buckets)):
+        groups, arrays = programs.empty_groups(b)
         for evaluate in (False, True) if programs.evaluates else (False,):
-            order = [t for t in programs.order([b], evaluate)[1] if t.group >= 0]
+            graph = step_graph(plan, groups, trainable, evaluate=evaluate)
+            order = [t for t in order_tasks(plan, graph, groups) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
-                into = found if repeat else Calibration()
-                call = StepCall(programs, state, communicator, [group], 0.0)
+                into = timed if repeat else Calibration()
+                call = StepCall(
+                    programs, state, communicator, groups, arrays, {}, evaluate=evaluate
+                )
                 for task in order:
-                    key = Task(task.segment, b, task.direction)
+                    key = ProgramId(task.segment, groups[task.group].shape, task.direction)
                     _time(call, task, key, into, sync)
     if ends:
+        graph = step_graph(plan, (), trainable)
         for repeat in range(repeats + 1):
-            into = found if repeat else Calibration()
-            call = StepCall(programs, state, communicator, [], 0.0)
-            for task in programs.order([], False)[1]:
-                held = _set_aside(state, programs, task)
+            into = timed if repeat else Calibration()
+            call = StepCall(programs, state, communicator, (), (), {})
+            for task in order_tasks(plan, graph, ()):
+                kept = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
-                if held:
-                    state.params[task.segment], state.opt_state[task.segment] = held
+                if kept:
+                    state.params[task.segment], state.opt_state[task.segment] = kept
+        for reader in programs.owner_of:  # what was sent came from the copies
+            share_tied(programs, state, communicator, reader)
     else:
         _send_norms(programs, communicator)
-    return found
+    return timed
 
 
 def _time(
-    call: StepCall, task: Task, key: Task, into: Calibration, sync: Callable[[], None]
+    call: StepCall,
+    task: Task,
+    key: ProgramId | Task,
+    into: Calibration,
+    sync: Callable[[], None],
 ) -> None:
     if task.direction == FORWARD:
         call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
@@ -108,9 +138,9 @@ def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, Any] 
     name = task.segment
     if task.direction != UPDATE or name not in programs.local:
         return None
-    held = state.params[name], state.opt_state[name]
-    state.params[name], state.opt_state[name] = jax.block_until_ready(jax.tree.map(jnp.copy, held))
-    return held
+    kept = state.params[name], state.opt_state[name]
+    state.params[name], state.opt_state[name] = jax.block_until_ready(jax.tree.map(jnp.copy, kept))
+    return kept
 
 
 def _send_norms(programs: Programs, communicator: Communicator) -> None:
@@ -123,16 +153,8 @@ def _send_norms(programs: Programs, communicator: Communicator) -> None:
             jax.block_until_ready(communicator.send(norm, there))
 
 
-@dataclass(frozen=True)
-class TaskSeconds:
-    """What the simulator takes: `seconds` of tasks and `sends` between submeshes."""
-
-    seconds: Mapping[Task, float]
-    sends: Mapping[Task, float]
-
-
-def merged(plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool) -> TaskSeconds:
-    """Medians over the runs, of the slowest process in each.
+def merged(plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool) -> Prices:
+    """Prices of the plan's own programs: medians over the runs, of the slowest process in each.
 
     Args:
       one_at_a_time: every task's sends are awaited before the next task, so they are part of it.
@@ -140,24 +162,40 @@ def merged(plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool) -> 
     took = _slowest([p.took for p in parts])
     arrived = _slowest([p.arrived for p in parts])
     if one_at_a_time:
-        return TaskSeconds({t: max(arrived[t], s) for t, s in took.items()}, {})
-    on = {s.name: s.submesh for s in plan.segments}
-    sends: dict[Task, float] = {}
-    for above in plan.segments:
-        for below in (u for u in upstream(plan, above) if on[u.name] != on[above.name]):
-            for b in range(len(plan.buckets)):
-                for task, producer in (
-                    (Task(below.name, b, FORWARD), Task(below.name, b, FORWARD)),
-                    (Task(below.name, b, BACKWARD), Task(above.name, b, BACKWARD)),
-                ):
-                    if task in took and producer in took:
-                        sends[task] = max(0.0, arrived[producer] - took[producer])
-    return TaskSeconds(took, sends)
+        took = {k: max(arrived[k], s) for k, s in took.items()}
+    return Prices(
+        {k: Price(s) for k, s in took.items() if isinstance(k, ProgramId)},
+        {k: s for k, s in took.items() if isinstance(k, Task)},
+        {} if one_at_a_time else _sends(plan, took, arrived),
+    )
 
 
-def _slowest(parts: Sequence[Samples]) -> dict[Task, float]:
-    found: dict[Task, list[list[float]]] = {}
+def _sends(
+    plan: Plan, took: Mapping[ProgramId | Task, float], arrived: Mapping[ProgramId | Task, float]
+) -> dict[SendId, float]:
+    """What a task's outputs need to arrive after they were made, by what they were sent for."""
+    segments = {s.name: s for s in plan.segments}
+    sends: dict[SendId, float] = {}
+    for link in links(plan):
+        low, high = segments[link.source], segments[link.target]
+        if low.submesh == high.submesh:
+            continue
+        for bucket in plan.buckets:
+            shapes = bucket.shape(low.module), bucket.shape(high.module)
+            if shapes[0] is None or shapes[1] is None:
+                continue
+            there, back = (ProgramId(low.name, shapes[0], d) for d in (FORWARD, BACKWARD))
+            sent_back = ProgramId(high.name, shapes[1], BACKWARD)
+            for receiver, producer in ((there, there), (back, sent_back)):
+                if receiver in took and producer in took:
+                    key = SendId(low.name, high.name, shapes[1], producer.direction)
+                    sends[key] = max(0.0, arrived[producer] - took[producer])
+    return sends
+
+
+def _slowest(parts: Sequence[Runs]) -> dict[ProgramId | Task, float]:
+    runs: dict[ProgramId | Task, list[list[float]]] = {}
     for part in parts:
-        for task, runs in part.items():
-            found.setdefault(task, []).append(runs)
-    return {t: median(map(max, zip(*runs, strict=True))) for t, runs in found.items()}
+        for key, seconds in part.items():
+            runs.setdefault(key, []).append(seconds)
+    return {k: median(map(max, zip(*seconds, strict=True))) for k, seconds in runs.items()}

@@ -1,13 +1,14 @@
-"""From encoder outputs to LLM rows and back: features move to where their samples were packed.
+"""What an edge carries: outputs of the source module move to the rows that read them, and back.
 
-Sample placement on encoder ranks and on LLM ranks is independent, so the exchange is one gather by
-an index from the packer; its gradient is the matching scatter-add. Output rows are the LLM's, with
-zeros where a position holds no visual token.
+Where the pieces of a sample lie on the ranks of the two modules is independent, so the exchange is
+one gather by an index from the packer; its gradient is the matching scatter-add. Output rows are
+the target's, with zeros where a place reads nothing.
 
-The two sides may have any data parallelism, V and D ranks. With g = gcd(V, D) the encoder's side
-holds the rows as c = D / g blocks, each split g ways: piece i of block j belongs to LLM rank
-i * c + j. So every device receives its own rows by plain buffer copies, which stay asynchronous;
-resharding between meshes of different size would go through the host and stop the dispatch.
+The two sides may have any data parallelism, V and D ranks. With g = gcd(V, D) the source's side
+holds the rows as c = D / g blocks, each split g ways: piece i of block j belongs to the target's
+rank i * c + j. So every device receives its own rows by plain buffer copies, which stay
+asynchronous; resharding between meshes of different size would go through the host and stop the
+dispatch.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from dflop_jax.pipeline.communicator import move, nearest, pieces_of
 
 
 def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
-    """features [M, items, tokens, width], index [M, rows, length, sources] ->
-    [M, rows, length, width].
+    """features [M, rows, tokens, width], index [M, places, length, sources] ->
+    [M, places, length, width].
 
-    `index` counts over the flattened (items, tokens) of its microbatch; -1 gives zeros. A place
+    `index` counts over the flattened (rows, tokens) of its microbatch; -1 gives zeros. A place
     with several sources is their sum, each times its `weight` (float32, of the index's shape).
     """
     flat = features.reshape(features.shape[0], -1, features.shape[-1])
@@ -45,21 +46,21 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
     return reduce(jnp.add, parts)
 
 
-def scatter_gradient(like: jax.ShapeDtypeStruct, dvisual: Array, *sources: Array) -> Array:
+def scatter_gradient(like: jax.ShapeDtypeStruct, dplaced: Array, *sources: Array) -> Array:
     """Transpose of `gather_features` for features of shape `like`."""
     zeros = jnp.zeros(like.shape, like.dtype)
-    return jax.linear_transpose(lambda f: gather_features(f, *sources), zeros)(dvisual)[0]
+    return jax.linear_transpose(lambda f: gather_features(f, *sources), zeros)(dplaced)[0]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange between an encoder's features and the LLM's `visual` input, at fixed shapes.
+    """Between a source's `features` and the `placed` input of its target, at fixed shapes.
 
-    `sources`: how many of the features a token is made of, with weights if several.
+    `sources`: how many of the features a place is made of, with weights if several.
     """
 
     features: jax.ShapeDtypeStruct
-    visual: jax.ShapeDtypeStruct
+    placed: jax.ShapeDtypeStruct
     sources: int = 1
 
     @property
@@ -69,19 +70,19 @@ class Exchange:
     @property
     def _ranks(self) -> tuple[int, int]:
         """(g, c): pieces of a block, and blocks."""
-        low, high = self._source.shape["data"], self.visual.sharding.mesh.shape["data"]
+        low, high = self._source.shape["data"], self.placed.sharding.mesh.shape["data"]
         g = gcd(low, high)
         return g, high // g
 
     @cached_property
     def block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The rows on the encoder's submesh: blocks [M, rows / c, length, width]."""
+        """The rows on the source's submesh: blocks [M, rows / c, length, width]."""
         g, c = self._ranks
         stage, data, model = self._source.devices.shape
         split = self._source.devices.reshape(stage, g, data // g, model)
         sharding = NamedSharding(Mesh(split, ("stage", "piece", "copy", "model")), P(None, "piece"))
-        m, rows, *rest = self.visual.shape
-        one = jax.ShapeDtypeStruct((m, rows // c, *rest), self.visual.dtype, sharding=sharding)
+        m, rows, *rest = self.placed.shape
+        one = jax.ShapeDtypeStruct((m, rows // c, *rest), self.placed.dtype, sharding=sharding)
         return (one,) * c
 
     def _sources_of(self, rows: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -92,18 +93,18 @@ class Exchange:
 
     @cached_property
     def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The packer's index (and weight) on the LLM's submesh, each data rank its own rows."""
-        return self._sources_of(self.visual)
+        """The packer's index (and weight) on the target's submesh, each data rank its own rows."""
+        return self._sources_of(self.placed)
 
     @cached_property
     def source_block_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
-        """The same as they arrive on the encoder's submesh: blocks of each."""
+        """The same as they arrive on the source's submesh: blocks of each."""
         return tuple(zip(*map(self._sources_of, self.block_structs), strict=True))
 
-    def _blocks(self, visual: Array) -> tuple[Array, ...]:
+    def _blocks(self, placed: Array) -> tuple[Array, ...]:
         g, c = self._ranks
-        m, rows, *rest = visual.shape
-        parts = visual.reshape(m, g, c, rows // (g * c), *rest)
+        m, rows, *rest = placed.shape
+        parts = placed.reshape(m, g, c, rows // (g * c), *rest)
         return tuple(parts[:, :, j].reshape(m, rows // c, *rest) for j in range(c))
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
@@ -114,7 +115,7 @@ class Exchange:
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
         """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
-        -> dfeatures; all on the encoder's submesh."""
+        -> dfeatures; all on the source's submesh."""
         sources = self.source_block_structs
         if backward:
             like = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
@@ -139,7 +140,7 @@ class Exchange:
 
     @cached_property
     def _deliveries(self) -> tuple[list[list[jax.Device]], list[list[jax.Device]]]:
-        """Per block (the devices that give, the devices of the LLM's side that get)."""
+        """Per block (the devices that give, the devices of the target's side that get)."""
         g, c = self._ranks
         per_piece = self._source.shape["data"] // g
         holders: dict[int, list[jax.Device]] = {}
@@ -147,7 +148,7 @@ class Exchange:
             holders.setdefault(rank // per_piece, []).append(device)
         sources: list[list[jax.Device]] = [[] for _ in range(c)]
         targets: list[list[jax.Device]] = [[] for _ in range(c)]
-        for device, rank in _data_ranks(self.visual.sharding.mesh):
+        for device, rank in _data_ranks(self.placed.sharding.mesh):
             # Among the devices that hold a piece, another one for each rank.
             sources[rank % c].append(nearest(holders[rank // c], device, rank))
             targets[rank % c].append(device)
@@ -159,7 +160,7 @@ class Exchange:
         g, c = self._ranks
         per_piece = self._source.shape["data"] // g
         holders: dict[int, list[jax.Device]] = {}
-        for device, rank in _data_ranks(self.visual.sharding.mesh):
+        for device, rank in _data_ranks(self.placed.sharding.mesh):
             holders.setdefault(rank, []).append(device)
         targets = _data_ranks(self._source)
         sources = [
@@ -169,23 +170,23 @@ class Exchange:
         return sources, [device for device, _ in targets]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
-        """Blocks on the encoder's side -> `visual` on the LLM's side; does not wait."""
-        m, rows, *rest = self.visual.shape
-        ranks = self.visual.sharding.mesh.shape["data"]
-        piece = jax.ShapeDtypeStruct((m, rows // ranks, *rest), self.visual.dtype)
+        """Blocks on the source's side -> `placed` on the target's side; does not wait."""
+        m, rows, *rest = self.placed.shape
+        ranks = self.placed.sharding.mesh.shape["data"]
+        piece = jax.ShapeDtypeStruct((m, rows // ranks, *rest), self.placed.dtype)
         parts: list[Array] = []
         for block, sources, targets in zip(blocks, *self._deliveries, strict=True):
             parts += move(pieces_of(block), sources, targets, piece)
         return jax.make_array_from_single_device_arrays(
-            self.visual.shape, self.visual.sharding, parts, dtype=self.visual.dtype
+            self.placed.shape, self.placed.sharding, parts, dtype=self.placed.dtype
         )
 
-    def collect(self, dvisual: Array) -> tuple[Array, ...]:
-        """Gradient of `visual` on the LLM's side -> blocks on the encoder's; does not wait."""
-        return self._collect(dvisual, self.block_structs)
+    def collect(self, dplaced: Array) -> tuple[Array, ...]:
+        """Gradient of `placed` on the target's side -> blocks on the source's; does not wait."""
+        return self._collect(dplaced, self.block_structs)
 
     def collect_sources(self, sources: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
-        """The packer's arrays, which only the LLM's side knows, to the encoder's."""
+        """The packer's arrays, which only the target's side knows, to the source's."""
         return tuple(map(self._collect, sources, self.source_block_structs))
 
     def _collect(

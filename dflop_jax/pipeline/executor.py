@@ -7,7 +7,9 @@ only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,12 +18,12 @@ import optax
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate
 from dflop_jax.pipeline.communicator import Communicator, absent, zeros
-from dflop_jax.pipeline.order import resources
+from dflop_jax.pipeline.order import order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.step import State, StepCall, StepHandle
+from dflop_jax.pipeline.step import State, StepCall, StepHandle, share_tied
 from dflop_jax.pipeline.watcher import Observation, Watcher
-from dflop_jax.records import UPDATE, Plan
+from dflop_jax.records import UPDATE, Plan, Schedule
 
 
 class Executor:
@@ -32,7 +34,7 @@ class Executor:
       freeze: names from the modules' `freeze_groups`.
       rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
         `tx`. Groups that are not named have that of `tx`.
-      evaluates: also compile the forward program of the LLM's end, for `run_evaluation`.
+      evaluates: also compile programs that give losses without gradients, for `run_evaluation`.
 
     Raises:
       ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
@@ -109,6 +111,12 @@ class Executor:
                 u = self.programs.updates[name]
                 self.state.opt_state[name] = u.init_state(self.state.params[name])
                 self.state.grads[name] = jax.tree.map(zeros, s.grad_structs())
+        self.share_tied()
+
+    def share_tied(self) -> None:
+        """Send tied parameters to the segments that read them; after `init` or a restore."""
+        for reader in self.programs.owner_of:
+            share_tied(self.programs, self.state, self.communicator, reader)
 
     def _init_absent(self, name: str) -> None:
         """A segment of other processes: its state without a piece of it."""
@@ -128,22 +136,45 @@ class Executor:
         waits for the other processes."""
         return self.programs.compile(on_progress, sync)
 
-    def run_step(self, step: int, groups: Sequence[GroupArrays], scale: float) -> StepHandle:
-        """Dispatch a training step; `scale` multiplies every token's loss. Does not wait."""
-        return self._run(step, groups, scale, evaluate=False)
+    def run_step(
+        self,
+        schedule: Schedule,
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+    ) -> StepHandle:
+        """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
+        the token losses of modules. Does not wait.
 
-    def run_evaluation(self, groups: Sequence[GroupArrays]) -> StepHandle:
+        Raises:
+          ValueError: the schedule's order is not one of its tasks, or groups are fed by more
+            groups than the plan allows.
+        """
+        return self._run(schedule, arrays, scales, evaluate=False)
+
+    def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
         """Dispatch the forward tasks of a batch: the same sums, no gradient."""
-        return self._run(-1, groups, 1.0, evaluate=True)
-
-    def _call(self, groups: Sequence[GroupArrays], scale: float) -> StepCall:
-        return StepCall(self.programs, self.state, self.communicator, groups, scale)
+        return self._run(replace(schedule, order=()), arrays, {}, evaluate=True)
 
     def _run(
-        self, step: int, groups: Sequence[GroupArrays], scale: float, *, evaluate: bool
+        self,
+        schedule: Schedule,
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        evaluate: bool,
     ) -> StepHandle:
-        graph, order = self.programs.order([g.bucket for g in groups], evaluate)
-        call = self._call(groups, scale)
+        groups = schedule.groups
+        fed = Counter((f, g.module) for g in groups for f in g.feeds)
+        if max(fed.values(), default=0) > self.plan.fan_in:
+            raise ValueError(
+                f"step {schedule.step}: {max(fed.values())} groups of a module feed one, the plan "
+                f"allows {self.plan.fan_in}; raise its fan_in"
+            )
+        graph = step_graph(self.plan, groups, self.trainable, evaluate=evaluate)
+        order = order_of(self.plan, schedule, graph)
+        call = StepCall(
+            self.programs, self.state, self.communicator, groups, arrays, scales, evaluate=evaluate
+        )
         seen: dict[int, Observation] = {}
         for i, task in enumerate(order):
             if task.direction == UPDATE:
@@ -163,7 +194,7 @@ class Executor:
                 seen[i].done.wait()
                 call.settle()
             self.after_task()
-        return StepHandle(step, call, graph, order, seen, self._free_s)
+        return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 
     def _crowded_resources(self) -> frozenset[int]:
         """Resources of several CPU devices of one process.

@@ -6,7 +6,7 @@ parameters. So arrays are laid end to end, up to `MOST_ELEMENTS` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -21,17 +21,23 @@ Tree = Any
 MOST_ELEMENTS = 1 << 25  # laid end to end: a copy, so not without end
 
 
-def sum_scatter(mesh: Mesh, grad_specs: Tree, shard_specs: Tree) -> Callable[[Tree], Tree]:
-    """(ranks' gradients [rank, ...]) -> (their sum, sharded over "data" as `shard_specs` say; the
-    sum of squares of all its elements).
+def sum_scatter(
+    mesh: Mesh, grad_specs: Tree, shard_specs: Tree, counted: Collection[str]
+) -> Callable[[Tree, Tree], Tree]:
+    """(ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their sum, sharded
+    over "data" as `shard_specs` say; the sum of squares of all elements of the `counted` parts).
 
-    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over.
+    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; what is to be
+    added is sharded as the sum.
     """
     specs, tree = jax.tree.flatten(shard_specs)
     ranks = [set(_names(s[0])) for s in jax.tree.leaves(grad_specs)]
     ways = mesh.shape["data"]
 
-    def body(grads: Tree) -> tuple[Tree, Array]:
+    counts = jax.tree.leaves({p: jax.tree.map(lambda _, p=p: p in counted, tree)
+                              for p, tree in shard_specs.items()})  # fmt: skip
+
+    def body(grads: Tree, more: Tree) -> tuple[Tree, Array]:
         local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
         over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
         if mesh.shape["stage"] > 1:
@@ -47,16 +53,26 @@ def sum_scatter(mesh: Mesh, grad_specs: Tree, shard_specs: Tree) -> Callable[[Tr
                 own = jax.lax.psum_scatter(flat, "data")
                 for i, piece in zip(part, _cut(own, [c.shape[1:] for c in chunks])):
                     local[i] = piece
+        total = jax.tree.unflatten(tree, local)
+        added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
+        total = {**total, **added}
+        local = jax.tree.leaves(total)
         # An element counts once, on however many devices it is.
         copies = [mesh.size // prod(mesh.shape[a] for d in s for a in _names(d)) for s in specs]
         squares = sum(
-            (jnp.sum(jnp.square(x)) / n for x, n in zip(local, copies)), start=jnp.float32(0)
+            (jnp.sum(jnp.square(x)) / n for x, n, yes in zip(local, copies, counts) if yes),
+            start=jnp.float32(0),
         )
-        return jax.tree.unflatten(tree, local), jax.lax.psum(squares, mesh.axis_names)
+        return total, jax.lax.psum(squares, mesh.axis_names)
 
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(grad_specs,), out_specs=(shard_specs, P()), check_vma=False
-    )
+    def add_up(grads: Tree, more: Tree) -> Tree:
+        ins = (grad_specs, {p: shard_specs[p] for p in more})
+        outs = (shard_specs, P())
+        return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(
+            grads, more
+        )
+
+    return add_up
 
 
 def gather(mesh: Mesh, shard_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:

@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
-from dflop_jax.pipeline.order import (
-    StepGraph,
-    downstream,
-    order_tasks,
-    resources,
-    step_graph,
-    with_backward,
-)
-from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.pipeline.order import Link, links, resources, tied_ends, with_backward
+from dflop_jax.pipeline.segment import EVALUATE, Kind
 from dflop_jax.pipeline.update import SegmentUpdate
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Plan, Task
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Shape
 
 Tree = Any
+Job = Callable[[], jax.stages.Lowered]
+Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class GroupArrays:
-    """Host arrays of one group: `fields[module][name]` are [M, ranks * items, ...]; of each encoder
-    that runs, `sources[module]` are the exchange's (index, or index and weight)."""
+    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and by the place in the
+    schedule of every group that feeds it where its outputs stand, `places[group]`: index, or index
+    and weight, [M, ranks * rows, tokens, sources]."""
 
-    bucket: int
-    fields: Mapping[str, Mapping[str, np.ndarray]]
-    sources: Mapping[str, tuple[np.ndarray, ...]]
-
-
-Job = Callable[[], jax.stages.Lowered]
-Program = Callable[..., Any]
+    fields: Mapping[str, np.ndarray]
+    places: Mapping[int, tuple[np.ndarray, ...]]
 
 
 @dataclass(frozen=True)
 class Signature:
     """What a segment takes and gives at one shape, as sharded structs."""
 
-    shape: ModuleShape
+    shape: Shape
     x: dict[str, jax.ShapeDtypeStruct]
     fields: dict[str, jax.ShapeDtypeStruct]
-    y: Tree
+    y: dict[str, Tree]
 
 
 class Programs:
     """Segments, updates and exchanges of a plan with their compiled programs.
 
-    Programs are compiled per distinct module shape, so K buckets cost at most K shapes a module.
+    A segment has programs for every shape of its module; an edge for every pair of shapes that the
+    plan's buckets join.
     """
 
     def __init__(
@@ -76,12 +70,22 @@ class Programs:
         self.segments = make_segments(model, plan, devices, freeze=freeze)
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
         self.backward = with_backward(plan, self.trainable)
+        self.owner_of = tied_ends(plan)
+        self.reader_of = {owner: reader for reader, owner in self.owner_of.items()}
         self.updates = {
-            n: SegmentUpdate(self.segments[n], tx, clip_norm, rate_factors) for n in self.trainable
+            n: SegmentUpdate(
+                self.segments[n],
+                tx,
+                clip_norm,
+                rate_factors,
+                adds_shared=self._trains_shared(self.reader_of.get(n)),
+            )
+            for n in self.trainable
         }
-        self.final = plan.segments[-1].name
         self.local = frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
-        self.downstream = {s.name: downstream(plan, s) for s in plan.segments}
+        every = links(plan)
+        self.into = {n: tuple(k for k in every if k.target == n) for n in self.segments}
+        self.out_of = {n: tuple(k for k in every if k.source == n) for n in self.segments}
         self.submesh = {s.name: s.submesh for s in plan.segments}
         of = resources(plan)
         self.resource = {s.name: of[s.submesh] for s in plan.segments}
@@ -90,31 +94,38 @@ class Programs:
         self.signature = cache(self._signature)
         self.exchange = cache(self._exchange)
         self._elsewhere = cache(self._skipped)
-        self._order = cache(self._ordered)
 
-    def _signature(self, segment: str, bucket: int) -> Signature:
+    def _trains_shared(self, reader: str | None) -> bool:
+        return reader is not None and "entry" in self.segments[reader].trainable
+
+    def _signature(self, segment: str, shape: Shape) -> Signature:
         s = self.segments[segment]
-        shape = self.plan.buckets[bucket].shape_of(s.plan.module, self.model.item_tokens)
         return Signature(shape, s.x_structs(shape), s.field_structs(shape), s.y_structs(shape))
 
-    def _exchange(self, below: str, bucket: int) -> Exchange:
-        above = self.downstream[below]
-        assert above is not None
-        module = self.segments[below].plan.module
+    def _exchange(self, link: Link, low: Shape, high: Shape) -> Exchange:
+        assert link.edge is not None
         return Exchange(
-            self.signature(below, bucket).y,
-            self.signature(above.name, bucket).x[module],
-            self.model.preprocessing[module].get("sources", 1),
+            self.segments[link.source].output_struct(link.edge, low),
+            self.signature(link.target, high).x[link.edge.name],
+            link.edge.sources,
         )
 
-    def leaves_module(self, segment: str) -> bool:
-        """Whether the segment's output goes to another module, through an exchange."""
-        above = self.downstream[segment]
-        return above is not None and above.module != self.segments[segment].plan.module
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
+        training."""
+        forward = (FORWARD,) if self.out_of[name] else ()
+        back = (BACKWARD,) if name in self.backward or not self.out_of[name] else ()
+        loss = (EVALUATE,) if self.evaluates and self.segments[name].has_loss else ()
+        return (*forward, *back, *loss)
 
-    def runs(self, segment: str, bucket: int) -> bool:
-        """Encoders do not run in buckets without their items."""
-        return self.plan.buckets[bucket].items(self.segments[segment].plan.module) > 0
+    def forward_kind(self, name: str, evaluate: bool) -> Kind:
+        return EVALUATE if evaluate and self.segments[name].has_loss else FORWARD
+
+    def _shape_pairs(self, link: Link) -> list[tuple[Shape, Shape]]:
+        """Shapes of a source and a target group that a bucket joins."""
+        low, high = (self.segments[n].plan.module for n in (link.source, link.target))
+        pairs = ((b.shape(low), b.shape(high)) for b in self.plan.buckets)
+        return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
     # ---- compiling ----
 
@@ -129,16 +140,8 @@ class Programs:
         Processes that run the same programs compile a part of them each; after `sync`, which waits
         for the others, they find the rest in the compilation cache, if there is one.
         """
-        jobs: dict[Any, Job] = {}
-        for b in range(len(self.plan.buckets)):
-            for name in self.segments:
-                if self.runs(name, b) and name in self.local:
-                    jobs |= self._bucket_jobs(name, b)
-        for name, u in self.updates.items():
-            if name not in self.local:
-                continue
-            jobs[name, REDUCE] = u.lower_reduce
-            jobs[name, UPDATE] = partial(u.lower_update, len(self.updates))
+        jobs = {k: job for name in self.segments if name in self.local
+                for k, job in self._jobs_of(name).items()}  # fmt: skip
         mine = {key for i, key in enumerate(jobs) if self._compiles_first(key, i)}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
@@ -153,85 +156,124 @@ class Programs:
 
     def _compiles_first(self, key: Any, i: int) -> bool:
         """Whether job number `i` is this one's among the processes that have it."""
-        name = key[1] if key[0] == "exchange" else key[0]
-        sharing = sorted({d.process_index for d in self.segments[name].mesh.devices.flat})
+        mesh = self.segments[key[0]].mesh
+        sharing = sorted({d.process_index for d in mesh.devices.flat})
         return sharing[i % len(sharing)] == jax.process_index()
 
-    def _bucket_jobs(self, name: str, b: int) -> dict[Any, Job]:
-        segment, shape = self.segments[name], self.signature(name, b).shape
-        directions = [FORWARD] if name != self.final or self.evaluates else []
-        directions += [BACKWARD] if name in self.backward else []
-        jobs: dict[Any, Job] = {
-            (name, shape, d): partial(segment.lower, shape, d) for d in directions
-        }
-        if self.leaves_module(name):
-            key, exchange = self._exchange_key(name, b), self.exchange(name, b)
-            for backward in (False, True) if name in self.backward else (False,):
-                jobs[*key, backward] = partial(exchange.lower, backward=backward)
+    def _jobs_of(self, name: str) -> dict[Any, Job]:
+        """Programs of a segment, by keys that begin with its name."""
+        segment = self.segments[name]
+        jobs: dict[Any, Job] = {}
+        for shape in self.plan.shapes(segment.plan.module):
+            for kind in self.kinds(name):
+                jobs[name, shape, kind] = partial(segment.lower, shape, kind)
+            for struct in self._summed(name, shape):
+                jobs[name, "sum", struct] = partial(_lower_sum, struct)
+        for link in self.out_of[name]:
+            if link.edge is None:
+                continue
+            for low, high in self._shape_pairs(link):
+                exchange = self.exchange(link, low, high)
+                for backward in (False, True) if name in self.backward else (False,):
+                    jobs[name, link, low, high, backward] = partial(
+                        exchange.lower, backward=backward
+                    )
+        if name in self.updates:
+            update = self.updates[name]
+            jobs[name, REDUCE] = update.lower_reduce
+            jobs[name, UPDATE] = partial(update.lower_update, len(self.updates))
         return jobs
 
-    def _exchange_key(self, below: str, bucket: int) -> tuple[Any, ...]:
-        above = self.downstream[below]
-        assert above is not None
-        low, high = self.signature(below, bucket).shape, self.signature(above.name, bucket).shape
-        return ("exchange", below, low, high)
+    def _summed(self, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
+        """What comes to a segment in several parts: an input that several modules, or several
+        groups of one, may bring, and the gradient of an output that several edges carry."""
+        segment = self.segments[name]
+        x = self.signature(name, shape).x
+        inputs = [k.edge.name for k in self.into[name] if k.edge]
+        found = [x[n] for n in dict.fromkeys(inputs) if self._in_parts(name, n)]
+        carried = [k.edge for k in self.out_of[name] if k.edge]
+        taps = [e.tap for e in carried]
+        found += [segment.output_struct(e, shape) for e in carried if taps.count(e.tap) > 1]
+        return list(dict.fromkeys(found))
+
+    def _in_parts(self, name: str, field: str) -> bool:
+        """Whether more than one group may bring an input."""
+        sources = {k.edge.source for k in self.into[name] if k.edge and k.edge.name == field}
+        return len(sources) > 1 or self.plan.fan_in > 1
 
     # A program on devices of other processes only is not run here: its outputs are arrays of which
     # this process holds nothing.
 
-    def of_segment(self, name: str, bucket: int, direction: str) -> Program:
+    def of_segment(self, name: str, shape: Shape, kind: Kind) -> Program:
         if name not in self.local:
-            return self._elsewhere(name, bucket, direction)
-        return self._compiled[name, self.signature(name, bucket).shape, direction]
+            return self._elsewhere(name, kind, shape)
+        return self._compiled[name, shape, kind]
 
-    def of_exchange(self, below: str, bucket: int, *, backward: bool) -> Program:
-        if below not in self.local:
-            return self._elsewhere(below, bucket, "scatter" if backward else "gather")
-        return self._compiled[*self._exchange_key(below, bucket), backward]
+    def of_exchange(self, link: Link, low: Shape, high: Shape, *, backward: bool) -> Program:
+        if link.source not in self.local:
+            return self._elsewhere(link, "scatter" if backward else "gather", (low, high))
+        return self._compiled[link.source, link, low, high, backward]
 
     def of_update(self, name: str, direction: str) -> Program:
         if name not in self.local:
-            return self._elsewhere(name, 0, direction)
+            return self._elsewhere(name, direction, None)
         return self._compiled[name, direction]
 
-    def _skipped(self, name: str, bucket: int, kind: str) -> Program:
+    def add(self, name: str, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
+        """The sum of arrays of a segment's submesh."""
+        total, *rest = parts
+        for part in rest:
+            if name in self.local:
+                total = self._compiled[name, "sum", struct](total, part)
+        return total
+
+    def _skipped(self, what: Any, kind: str, shapes: Any) -> Program:
         structs: Any
-        if kind in (FORWARD, BACKWARD):
-            structs = self.segments[name].output_structs(self.signature(name, bucket).shape, kind)
+        if kind in (FORWARD, BACKWARD, EVALUATE):
+            structs = self.segments[what].output_structs(shapes, kind)
         elif kind in (REDUCE, UPDATE):
-            update = self.updates[name]
+            update = self.updates[what]
             structs = update.reduced_structs() if kind == REDUCE else update.updated_structs()
         else:
-            exchange = self.exchange(name, bucket)
+            exchange = self.exchange(what, *shapes)
             structs = exchange.block_structs if kind == "gather" else exchange.features
         outputs = jax.tree.map(absent, structs)
         return lambda *_: outputs
 
-    # ---- steps ----
+    # ---- groups that hold no sample ----
 
-    def order(self, buckets: Sequence[int], evaluate: bool) -> tuple[StepGraph, tuple[Task, ...]]:
-        """Task graph of a step whose groups use `buckets`, and the order to dispatch it in."""
-        return self._order(tuple(buckets), evaluate)
+    def empty_groups(self, bucket: int) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
+        """One group of every module of a bucket, and arrays that hold nothing."""
+        shapes = dict(self.plan.buckets[bucket].shapes)
+        place = {m: i for i, m in enumerate(shapes)}
+        groups, arrays = [], []
+        for m, shape in shapes.items():
+            row: tuple[int, ...] = ()
+            ranks = ((row,) * shape.rows,) * self.plan.data_ranks(m)
+            feeds = tuple(place[t] for t in self.plan.targets(m) if t in place)
+            groups.append(Group(m, shape, (ranks,) * self.plan.group_size, feeds))
+            arrays.append(self._empty_arrays(m, shapes, place))
+        return tuple(groups), tuple(arrays)
 
-    def _ordered(
-        self, buckets: tuple[int, ...], evaluate: bool
-    ) -> tuple[StepGraph, tuple[Task, ...]]:
-        graph = step_graph(self.plan, buckets, self.trainable, evaluate=evaluate)
-        return graph, order_tasks(self.plan, graph)
-
-    def empty_group(self, bucket: int) -> GroupArrays:
-        """A group of microbatches that hold no sample."""
-        fields: dict[str, dict[str, np.ndarray]] = {}
-        sources: dict[str, tuple[np.ndarray, ...]] = {}
-        for name, s in self.segments.items():
-            if self.runs(name, bucket):
-                structs = self.signature(name, bucket).fields
-                fields.setdefault(s.plan.module, {}).update(
-                    {n: np.zeros(a.shape, a.dtype) for n, a in structs.items()}
+    def _empty_arrays(
+        self, module: str, shapes: Mapping[str, Shape], place: Mapping[str, int]
+    ) -> GroupArrays:
+        fields: dict[str, np.ndarray] = {}
+        places: dict[int, tuple[np.ndarray, ...]] = {}
+        for s in self.plan.segments_of(module):
+            structs = self.signature(s.name, shapes[module]).fields
+            fields |= {n: np.zeros(a.shape, a.dtype) for n, a in structs.items()}
+            for link in self.into[s.name]:
+                if link.edge is None or link.edge.source not in place:
+                    continue
+                exchange = self.exchange(link, shapes[link.edge.source], shapes[module])
+                places[place[link.edge.source]] = tuple(
+                    np.full(a.shape, -(a.dtype == np.int32), a.dtype)
+                    for a in exchange.source_structs
                 )
-                if self.leaves_module(name):
-                    sources[s.plan.module] = tuple(
-                        np.full(a.shape, -(a.dtype == np.int32), a.dtype)
-                        for a in self.exchange(name, bucket).source_structs
-                    )
-        return GroupArrays(bucket, fields, sources)
+        return GroupArrays(fields, places)
+
+
+def _lower_sum(struct: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
+    # Nothing is donated: what arrived may be the very buffer that was sent.
+    return jax.jit(jnp.add, out_shardings=struct.sharding).lower(struct, struct)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,66 +12,59 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import MODEL_SHARDED, Array, Module, MultimodalModel, Params
+from dflop_jax.contract import (
+    MODEL_SHARDED,
+    Array,
+    Module,
+    Params,
+    taps_of,
+)
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.order import upstream, with_backward
 from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
-from dflop_jax.records import BACKWARD, FORWARD, ModuleShape, Plan, SegmentPlan
+from dflop_jax.records import BACKWARD, Direction, Edge, SegmentPlan, Shape
 
 Tree = Any
+# Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
+Kind = Direction | Literal["evaluate"]
+EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
-
-
-def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
-    """The named submesh over its devices; ValueError when there are too few."""
-    m = plan.submesh(name)
-    if m.devices.stop > len(devices):
-        raise ValueError(
-            f"submesh {name!r} needs devices {m.first}..{m.devices.stop - 1} but only "
-            f"{len(devices)} exist; lower plan.devices or start with more devices"
-        )
-    block = devices[m.first : m.devices.stop]
-    if not can_join(block):
-        raise ValueError(
-            f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
-            "wait for each other; start one process per device (dflop launch -n N)"
-        )
-    return Mesh(np.array(block).reshape(m.shape), AXES)
-
-
-def can_join(devices: Sequence[jax.Device]) -> bool:
-    """Whether devices can form a submesh: CPU devices of several processes must be one of each."""
-    processes = [d.process_index for d in devices]
-    return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment's static facts; everything below is derived from them."""
+    """A segment's static facts; everything below is derived from them.
+
+    Attributes:
+      edges: of the model, those that leave from this segment or enter it.
+      trainable: parts of its own, and the shared one, that get gradients.
+      wants_gradient: names of its inputs that get one, because what they come from trains.
+      shares_entry: whether it reads the entry's parameters of its module, which another segment
+        owns (a tied head).
+    """
 
     plan: SegmentPlan
     module: Module
     mesh: Mesh
     microbatches: int
     trainable: frozenset[str]
-    sends_gradient: bool
-    encoders: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.module.tied and self.plan.last and not self.plan.first:
-            raise ValueError(
-                f"{self.plan.module!r} ties its head to its embedding, so both must lie in one "
-                "segment; use a stage axis instead of several segments, or untie the head"
-            )
+    wants_gradient: frozenset[str] = frozenset()
+    edges: tuple[Edge, ...] = ()
+    shares_entry: bool = False
 
     @property
     def name(self) -> str:
         return self.plan.name
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def own_parts(self) -> tuple[str, ...]:
+        """Parts that it updates and saves."""
         return parts_of(self.plan, self.module)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts that its programs read: its own, and the entry where that is shared."""
+        return (*self.own_parts, *(("entry",) if self.shares_entry else ()))
 
     @property
     def stages(self) -> int:
@@ -82,6 +74,39 @@ class Segment:
     def data_ranks(self) -> int:
         return self.mesh.shape["data"]
 
+    @cached_property
+    def outgoing(self) -> tuple[Edge, ...]:
+        return tuple(e for e in self.edges if self.plan.sends(e))
+
+    @cached_property
+    def entry_inputs(self) -> tuple[str, ...]:
+        """Names of the edges that the entry reads."""
+        here = (e.name for e in self.edges if e.enters < 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys(here))
+
+    @cached_property
+    def inlets(self) -> tuple[tuple[str, int], ...]:
+        """(name, layers of the segment that have run) of the edges that enter between layers."""
+        here = (e for e in self.edges if e.enters >= 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys((e.name, e.enters - self.plan.start) for e in here))
+
+    @cached_property
+    def taps(self) -> tuple[tuple[str, int], ...]:
+        """(name, layers of the segment that have run) of the taps that edges leave from."""
+        here = (e for e in self.outgoing if e.tap)
+        return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in here))
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it ends in a loss."""
+        return self.plan.last and bool(self._exit_keys)
+
+    @cached_property
+    def _exit_keys(self) -> tuple[str, ...]:
+        """Names of the loss's sums; () where the exit gives features. Any shape tells."""
+        out = self._exit_struct(Shape(1, 128))
+        return tuple(out) if isinstance(out, dict) else ()
+
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
 
@@ -90,9 +115,10 @@ class Segment:
     def init(self, key: Array) -> Params:
         """Initial parameters on the submesh; layer i of a module has the same in any plan."""
         specs, out = self.param_specs(), {}
-        for part in self.parts:
+        for part in self.own_parts:
             # Keys depend on the part's place in the model, never on the plan.
-            part_key = jax.random.fold_in(key, (*PARTS, ADAPTER).index(part))
+            names = (*PARTS, ADAPTER, *sorted(taps_of(self.module)))
+            part_key = jax.random.fold_in(key, names.index(part))
             if part in STACKED:
                 keys = jax.random.split(part_key, self.module.n_layers)
                 each = [
@@ -116,16 +142,21 @@ class Segment:
         structs = {p: self._part_struct(p) for p in self.parts}
         return {p: jax.tree.map(stacked, s) if p in STACKED else s for p, s in structs.items()}
 
-    def placed_structs(self) -> Params:
-        """`param_structs` with their shardings."""
+    def program_structs(self) -> Params:
+        """`param_structs` with their shardings: what programs read."""
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.sharding(*s)),
             self.param_structs(),
             self.param_specs(),
         )
 
+    def placed_structs(self) -> Params:
+        """`program_structs` of the segment's own parts: what it updates and saves."""
+        structs = self.program_structs()
+        return {part: structs[part] for part in self.own_parts}
+
     def _part_struct(self, part: str) -> Params:
-        return jax.eval_shape(partial(self.module.init, part), jax.random.key(0))
+        return _part_struct(self.module, part)
 
     def _specs(self, lead_layers: tuple[Any, ...], lead_ends: tuple[Any, ...]) -> Params:
         def spec(lead: tuple[Any, ...], axes: tuple[str | None, ...]) -> P:
@@ -134,7 +165,7 @@ class Segment:
         return {
             part: jax.tree.map(
                 partial(spec, lead_layers if part in STACKED else lead_ends),
-                self.module.logical_axes(part),
+                _logical_axes(self.module, part),
                 is_leaf=lambda a: isinstance(a, tuple),
             )
             for part in self.parts
@@ -178,121 +209,147 @@ class Segment:
     # ---- shapes of what flows ----
 
     def field_names(self) -> tuple[str, ...]:
-        names = [n for part in self.parts for n in self.module.inputs[part]]
-        return tuple(dict.fromkeys(n for n in names if n != "visual"))
+        """Fields that come from the packer; what edges bring is not among them."""
+        edges = {e.name for e in self.edges if e.target == self.plan.module}
+        names = [n for part in self.own_parts for n in self.module.inputs[part]]
+        return tuple(dict.fromkeys(n for n in names if n not in edges))
 
     def _global(self, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
-        items, *rest = struct.shape
-        shape = (self.microbatches, self.data_ranks * items, *rest)
+        rows, *rest = struct.shape
+        shape = (self.microbatches, self.data_ranks * rows, *rest)
         return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=self.sharding(*spec))
 
-    def field_structs(self, shape: ModuleShape) -> dict[str, jax.ShapeDtypeStruct]:
+    def field_structs(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            n: self._global(self.module.field_spec(n, shape.items, shape.tokens), None, "data")
+            n: self._global(self.module.field_spec(n, shape.rows, shape.tokens), None, "data")
             for n in self.field_names()
         }
 
-    def hidden_struct(self, shape: ModuleShape) -> jax.ShapeDtypeStruct:
+    def hidden_struct(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Hidden states between layers, on one data rank."""
-        fields = {
-            n: self.module.field_spec(n, shape.items, shape.tokens)
-            for n in self.module.inputs["entry"]
-        }
+        fields = self._fields("entry", shape)
         return jax.eval_shape(self.module.entry, self._part_struct("entry"), fields)
 
-    def x_structs(self, shape: ModuleShape) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the segment receives: nothing, {"hidden": ...} or features by encoder."""
-        if not self.plan.first:
-            return {"hidden": self._global(self.hidden_struct(shape), None, "data")}
-        if "visual" in self.module.inputs["entry"]:
-            spec = self.module.field_spec("visual", shape.items, shape.tokens)
-            return dict.fromkeys(self.encoders or ("visual",), self._global(spec, None, "data"))
-        return {}
+    def _fields(self, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        names = self.module.inputs.get(part, ())
+        return {n: self.module.field_spec(n, shape.rows, shape.tokens) for n in names}
 
-    def y_structs(self, shape: ModuleShape) -> Tree:
-        """What the segment sends: hidden states, features, or the LLM's dict of sums."""
+    def x_structs(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the segment receives: "hidden" from the one before it, and what edges bring."""
+        hidden = {} if self.plan.first else {"hidden": self.hidden_struct(shape)}
+        placed = {
+            name: self.module.field_spec(name, shape.rows, shape.tokens)
+            for name in (*self.entry_inputs, *(name for name, _ in self.inlets))
+        }
+        every = {**hidden, **placed}
+        return {name: self._global(struct, None, "data") for name, struct in every.items()}
+
+    def y_structs(self, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
+        """What the segment gives: "next", "exit", "taps", and its loss's "sums" if wanted."""
         hidden = self.hidden_struct(shape)
+        y: dict[str, Tree] = {}
+        if self.taps:
+            fields = self._fields("entry", shape) | self._fields("layers", shape)
+            y["taps"] = {
+                name: self._global(self._tap_struct(name, hidden, fields, shape), "stage", "data")
+                for name, _ in self.taps
+            }
         if not self.plan.last:
             # As the next segment takes it, so that the transfer is a copy of equal pieces.
-            return self._global(hidden, None, "data")
-        out = self._exit_struct(shape)
-        if isinstance(out, dict):
-            each = jax.ShapeDtypeStruct(
-                (self.microbatches, self.data_ranks),
-                jnp.float32,
-                sharding=self.sharding("stage", "data"),
-            )
-            return dict.fromkeys(out, each)
-        return self._global(out, "stage", "data")
+            return {**y, "next": self._global(hidden, None, "data")}
+        if not self.has_loss:
+            return {**y, "exit": self._global(self._exit_struct(shape), "stage", "data")}
+        if not sums:
+            return y
+        each = jax.ShapeDtypeStruct(
+            (self.microbatches, self.data_ranks),
+            jnp.float32,
+            sharding=self.sharding("stage", "data"),
+        )
+        return {**y, "sums": dict.fromkeys(self._exit_keys, each)}
 
-    def _exit_struct(self, shape: ModuleShape) -> Tree:
-        fields = {
-            n: self.module.field_spec(n, shape.items, shape.tokens)
-            for n in self.module.inputs["exit"]
-        }
+    def output_struct(self, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
+        """What an edge takes from the segment: features of its exit, or of a tap."""
+        y = self.y_structs(shape)
+        return y["taps"][edge.tap] if edge.tap else y["exit"]
+
+    def _tap_struct(
+        self, name: str, hidden: jax.ShapeDtypeStruct, fields: Tree, shape: Shape
+    ) -> jax.ShapeDtypeStruct:
+        fields = fields | self._fields(name, shape)
+        params = self._part_struct(name) if name in self.module.inputs else None
+        tap: Any = self.module.tap  # type: ignore[attr-defined]
+        return jax.eval_shape(partial(tap, name), params, hidden, fields)
+
+    def _exit_struct(self, shape: Shape) -> Tree:
+        fields = self._fields("exit", shape)
         entry = self._part_struct("entry") if self.module.tied else None
         hidden = self.hidden_struct(shape)
         return jax.eval_shape(self.module.exit, self._part_struct("exit"), hidden, fields, entry)
 
     # ---- programs ----
 
-    def loop(self, shape: ModuleShape) -> spmd_loop.SegmentLoop:
-        out = self._exit_struct(shape) if self.plan.last else None
+    def loop(self) -> spmd_loop.SegmentLoop:
         return spmd_loop.SegmentLoop(
             module=self.module,
             first=self.plan.first,
             last=self.plan.last,
             stages=self.stages,
             microbatches=self.microbatches,
+            taps=self.taps,
+            inlets=self.inlets,
+            entry_inputs=self.entry_inputs,
             trainable=self.trainable,
-            sends_gradient=self.sends_gradient,
+            wants_gradient=self.wants_gradient,
             remat=self.plan.remat,
-            exit_keys=tuple(out) if isinstance(out, dict) else (),
+            exit_keys=self._exit_keys if self.plan.last else (),
         )
 
-    def argument_structs(self, shape: ModuleShape, direction: str) -> tuple[Tree, ...]:
-        """forward: (params, x, fields); backward: (params, x, fields, dy, grads)."""
-        args = (self.placed_structs(), self.x_structs(shape), self.field_structs(shape))
-        if direction == FORWARD:
+    def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
+        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads)."""
+        args = (self.program_structs(), self.x_structs(shape), self.field_structs(shape))
+        if kind != BACKWARD:
             return args
-        scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.sharding())
-        dy = scale if self.loop(shape).is_llm_end else self.y_structs(shape)
+        dy = self.y_structs(shape)
+        if self.has_loss:
+            dy["sums"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.sharding())
         return (*args, dy, self.grad_structs())
 
-    def output_structs(self, shape: ModuleShape, direction: str) -> Tree:
-        """forward: y; backward: (sums of the LLM's end or {}, dx, grads, done)."""
-        y = self.y_structs(shape)
-        if direction == FORWARD:
-            return y
+    def output_structs(self, shape: Shape, kind: Kind) -> Tree:
+        """forward: y; evaluate: y with the loss's sums; backward: (sums, dx, grads, done)."""
+        if kind != BACKWARD:
+            return self.y_structs(shape, sums=kind == EVALUATE)
         ranks = (self.stages, self.data_ranks)
         done = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=self.sharding("stage", "data"))
-        dx = self.x_structs(shape) if self.sends_gradient else {}
-        return (y if self.loop(shape).is_llm_end else {}, dx, self.grad_structs(), done)
+        dx = {n: s for n, s in self.x_structs(shape).items() if n in self.wants_gradient}
+        sums = self.y_structs(shape, sums=True).get("sums", {})
+        return (sums, dx, self.grad_structs(), done)
 
-    def lower(self, shape: ModuleShape, direction: str) -> jax.stages.Lowered:
-        """Program of a direction at a per-rank shape, ready to be compiled; it maps
-        `argument_structs` to `output_structs`, and backward donates the gradients."""
-        loop = self.loop(shape)
-        args = self.argument_structs(shape, direction)
-        outs = self.output_structs(shape, direction)
+    def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
+        """Program of a kind at a per-rank shape, ready to be compiled; it maps `argument_structs`
+        to `output_structs`, and backward donates the gradients."""
+        args = self.argument_structs(shape, kind)
+        outs = self.output_structs(shape, kind)
         in_specs, out_specs = jax.tree.map(_manual, args), jax.tree.map(_manual, outs)
         # Inside, each stage holds its share of the outputs' microbatches.
         shared = P("stage", "data")
-        body: Any = spmd_loop.forward_program
-        if direction == FORWARD:
+        body: Any = partial(spmd_loop.forward_program, sums=kind == EVALUATE)
+        if kind != BACKWARD:
             out_specs = jax.tree.map(lambda _: shared, outs)
         else:
             body = spmd_loop.backward_program
-            in_specs = (*in_specs[:3], in_specs[3] if loop.is_llm_end else shared, in_specs[4])
+            dy = {k: P() if k == "sums" else jax.tree.map(lambda _: shared, v)
+                  for k, v in args[3].items()}  # fmt: skip
+            in_specs = (*in_specs[:3], dy, in_specs[4])
         mapped: Any = jax.shard_map(
-            partial(body, loop),
+            partial(body, self.loop()),
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names={"stage", "data"},
         )
         shardings = jax.tree.map(lambda a: a.sharding, outs)
-        donate = (4,) if direction == BACKWARD else ()
+        donate = (4,) if kind == BACKWARD else ()
         return jax.jit(mapped, out_shardings=shardings, donate_argnums=donate).lower(*args)
 
 
@@ -302,74 +359,26 @@ def _init(module: Module, part: str, key: Array) -> Params:
     return module.init(part, key)
 
 
+@lru_cache(maxsize=256)
+def _part_struct(module: Module, part: str) -> Params:
+    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
+
+
+@lru_cache(maxsize=256)
+def _logical_axes(module: Module, part: str) -> Params:
+    return module.logical_axes(part)
+
+
 def _manual(struct: jax.ShapeDtypeStruct) -> P:
     """The part of a sharding that `shard_map` handles: every axis but "model"."""
     spec = struct.sharding.spec
     return P(*(None if axis == "model" else axis for axis in spec))
 
 
-def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
-    """Freeze groups that train, in the order of the model.
-
-    Raises:
-      ValueError: unknown name in `freeze`, or everything frozen.
-    """
-    known = dict.fromkeys(g for m in model.modules.values() for g in m.freeze_groups.values())
-    if unknown := set(freeze) - set(known):
-        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
-    if set(freeze) >= set(known):
-        raise ValueError("every part of the model is frozen; nothing is left to train")
-    return tuple(g for g in known if g not in freeze)
-
-
-def make_segments(
-    model: MultimodalModel,
-    plan: Plan,
-    devices: list[jax.Device],
-    *,
-    freeze: tuple[str, ...] = (),
-) -> dict[str, Segment]:
-    """Segments of a plan by name, in topological order.
-
-    Raises:
-      ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
-        does not cover the model's layers.
-    """
-    trained_groups(model, freeze)
-    trains = {
-        s.name: frozenset(
-            part
-            for part in parts_of(s, model.modules[s.module])
-            if model.modules[s.module].freeze_groups[part] not in freeze
-        )
-        for s in plan.segments
-    }
-    backward = with_backward(plan, {n for n, parts in trains.items() if parts})
-    encoders = tuple(m for m in plan.modules if m != "llm")
-    segments: dict[str, Segment] = {}
-    for s in plan.segments:
-        if s.module not in model.modules:
-            raise ValueError(f"the plan has a module {s.module!r} that the model lacks")
-        module = model.modules[s.module]
-        if plan.segments_of(s.module)[-1].stop != module.n_layers:
-            raise ValueError(
-                f"the plan covers {plan.segments_of(s.module)[-1].stop} layers of {s.module!r}, "
-                f"the model has {module.n_layers}; it was made for another model"
-            )
-        segments[s.name] = Segment(
-            plan=s,
-            module=module,
-            mesh=make_mesh(plan, s.submesh, devices),
-            microbatches=plan.group_size,
-            trainable=trains[s.name],
-            sends_gradient=any(u.name in backward for u in upstream(plan, s)),
-            encoders=encoders,
-        )
-    return segments
-
-
 def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """Parts of its module that a segment holds."""
     here = {"entry": s.first, "layers": True, "exit": s.last}
+    for name, layers in taps_of(module).items():
+        here[name] = name in module.inputs and s.runs_to(layers)
     here[ADAPTER] = ADAPTER in module.freeze_groups
     return tuple(part for part, is_here in here.items() if is_here)

@@ -4,7 +4,10 @@ A group's microbatches flow through the stages: at tick t stage s works on micro
 passes its activations on with `ppermute`. The axis "model" stays automatic, so tensor parallelism
 comes from the parameters' shardings alone. With one stage the same code is a plain scan.
 
-Shapes: M microbatches in a group, S stages; x is [M, items, tokens, width] on a data rank.
+A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
+and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
+"exit": features, "taps": {name: features}, "sums": {name: scalars of the loss}}, as far as it has
+them. M counts microbatches in a group, S stages.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dflop_jax.contract import Array, Module, Params
+from dflop_jax.records import Remat
 
 Tree = Any
 PARTS = ("entry", "layers", "exit")  # of every module
@@ -36,21 +40,29 @@ REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 @dataclass(frozen=True)
 class SegmentLoop:
-    """What the loop has to know of a segment; `trainable` are parts that get gradients."""
+    """What the loop has to know of a segment.
+
+    Attributes:
+      taps: (name, layers of the segment that have run) of the taps that edges leave from here.
+      inlets: (name, layers of the segment that have run) of the edges that enter between layers.
+      entry_inputs: names of the edges that the entry reads.
+      trainable: parts that get gradients.
+      wants_gradient: names of the inputs that get one.
+      exit_keys: names of the loss's sums, () for a segment without a loss.
+    """
 
     module: Module
     first: bool
     last: bool
     stages: int
     microbatches: int
+    taps: tuple[tuple[str, int], ...]
+    inlets: tuple[tuple[str, int], ...]
+    entry_inputs: tuple[str, ...]
     trainable: frozenset[str]
-    sends_gradient: bool
-    remat: str
+    wants_gradient: frozenset[str]
+    remat: Remat
     exit_keys: tuple[str, ...]
-
-    @property
-    def is_llm_end(self) -> bool:
-        return "loss_sum" in self.exit_keys
 
 
 def _at(tree: Tree, i: Array) -> Tree:
@@ -62,25 +74,45 @@ def _varying(tree: Tree, *axes: str) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), tree)
 
 
-def _stack(loop: SegmentLoop, layers: Params, x: Array, fields: Tree) -> Array:
+def _scan_layers(loop: SegmentLoop, layers: Params, h: Array, fields: Tree) -> Array:
     layer = REMAT[loop.remat](loop.module.layer)
-    return lax.scan(lambda h, p: (layer(p, h, fields), None), x, layers)[0]
+    return lax.scan(lambda x, p: (layer(p, x, fields), None), h, layers)[0]
 
 
-def _layers(params: Params) -> Params:
+def _layer_params(params: Params) -> Params:
     """What a layer gets: its parameters, with its adapter among them."""
     if ADAPTER not in params:
         return params["layers"]
     return {**params["layers"], ADAPTER: params[ADAPTER]}
 
 
+def _run_layers(
+    loop: SegmentLoop, params: Params, h: Array, x: Tree, fields: Tree
+) -> tuple[Array, dict[str, Array]]:
+    """The segment's layers on hidden states: (hidden states, outputs of its taps)."""
+    layers = _layer_params(params)
+    tapped: dict[str, Array] = {}
+    if not (loop.taps or loop.inlets):
+        return _scan_layers(loop, layers, h, fields), tapped
+    n_layers = jax.tree.leaves(layers)[0].shape[0]
+    done = 0
+    for stop in sorted({n for _, n in (*loop.taps, *loop.inlets)} | {n_layers}):
+        if stop > done:
+            part = jax.tree.map(lambda a, lo=done, hi=stop: a[lo:hi], layers)
+            h, done = _scan_layers(loop, part, h, fields), stop
+        for name in (name for name, n in loop.taps if n == stop):
+            tapped[name] = loop.module.tap(name, params.get(name), h, fields)  # type: ignore[attr-defined]
+        for name in (name for name, n in loop.inlets if n == stop):
+            h = loop.module.inlet(name, h, x[name], fields)  # type: ignore[attr-defined]
+    return h, tapped
+
+
 def _first_input(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Array:
     """Hidden states at the top of the segment: the entry's, or those received."""
     if not loop.first:
         return x["hidden"]
-    if x:  # every encoder's tokens stand in places of their own, with zeros elsewhere
-        fields = {**fields, "visual": sum(x.values())}
-    return loop.module.entry(params["entry"], fields)
+    placed = {name: x[name] for name in loop.entry_inputs}
+    return loop.module.entry(params["entry"], {**fields, **placed})
 
 
 def _scatter_over_stages(loop: SegmentLoop, outs: Array) -> Array:
@@ -93,45 +125,50 @@ def _scatter_over_stages(loop: SegmentLoop, outs: Array) -> Array:
     return lax.psum_scatter(masked, "stage", scatter_dimension=0, tiled=True).astype(outs.dtype)
 
 
-def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
-    """Run a group; returns per-rank outputs with a leading dim of M / S microbatches.
-
-    Hidden states or features [M / S, items, tokens, width]; for the LLM's end a dict of sums
-    [M / S, 1]. `x` is {}, {"hidden": ...} or features by encoder, leading dim M.
-    """
+def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
+    """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
+    taps M; `sums` says whether the loss's sums [M / S, 1] are wanted."""
     m, s = loop.microbatches, loop.stages
     stage = lax.axis_index("stage")
 
-    def tick(carry: Array | None, t: Array) -> tuple[Array | None, Array]:
+    def tick(carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree]]:
         i = jnp.clip(t - stage, 0, m - 1)
-        now = _at(fields, i)
-        h = _first_input(loop, params, _at(x, i), now)
+        now, here = _at(fields, i), _at(x, i)
+        h = _first_input(loop, params, here, now)
         if carry is not None:
             h = jnp.where(stage == 0, h, carry)
-        h = _stack(loop, _layers(params), h, now)
+        h, tapped = _run_layers(loop, params, h, here, now)
         if carry is None:
-            return None, h
-        return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), h
+            return None, (h, tapped)
+        return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), (h, tapped)
 
-    if s == 1:
-        hs = lax.scan(tick, None, jnp.arange(m))[1] if m > 1 else tick(None, jnp.int32(0))[1][None]
+    if s == 1 and m == 1:
+        hs, tapped = jax.tree.map(lambda a: a[None], tick(None, jnp.int32(0))[1])
+    elif s == 1:
+        hs, tapped = lax.scan(tick, None, jnp.arange(m))[1]
     else:
         zero = jnp.int32(0)
         like = jax.eval_shape(lambda: _first_input(loop, params, _at(x, zero), _at(fields, zero)))
         start = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
-        hs = lax.scan(tick, start, jnp.arange(m + s - 1))[1][s - 1 :]
+        hs, tapped = lax.scan(tick, start, jnp.arange(m + s - 1))[1]
+        hs = hs[s - 1 :]
+    y: dict[str, Tree] = {"taps": tapped} if loop.taps else {}
     outs = _scatter_over_stages(loop, hs)
     if not loop.last:
-        return outs
+        return {**y, "next": outs}
+    if loop.exit_keys and not sums:
+        return y
     entry = params.get("entry") if loop.module.tied else None
     per_stage = m // s
     mine = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, stage * per_stage, per_stage), fields)
 
-    def finish(_: None, at: tuple[Array, Tree]) -> tuple[None, Tree]:
-        return None, loop.module.exit(params["exit"], at[0], at[1], entry)
+    def finish(_: None, now: tuple[Array, Tree]) -> tuple[None, Tree]:
+        return None, loop.module.exit(params["exit"], now[0], now[1], entry)
 
-    ys = lax.scan(finish, None, (outs, mine))[1]
-    return jax.tree.map(lambda a: a[:, None], ys) if loop.exit_keys else ys
+    ends = lax.scan(finish, None, (outs, mine))[1]
+    if loop.exit_keys:
+        return {**y, "sums": jax.tree.map(lambda a: a[:, None], ends)}
+    return {**y, "exit": ends}
 
 
 def _prepared(params: Params) -> Params:
@@ -146,38 +183,41 @@ def _enter(x: Tree) -> Tree:
     return _varying(x, "stage")
 
 
-def forward_program(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Tree:
-    return forward(loop, _prepared(params), _enter(x), _enter(fields))
+def forward_program(
+    loop: SegmentLoop, params: Params, x: Tree, fields: Tree, *, sums: bool
+) -> Tree:
+    return forward(loop, _prepared(params), _enter(x), _enter(fields), sums=sums)
 
 
 def backward_program(
     loop: SegmentLoop, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree
 ) -> tuple[Tree, Tree, Tree, Array]:
-    """Recompute the forward, then its gradient: (outputs, dx, grads + gradient, done).
+    """Recompute the forward, then its gradient: (sums, dx, grads + gradient, done).
 
-    `dy` is the cotangent of `forward`'s output; for the LLM's end it is a scalar scale of the loss
-    sum. `grads` has a leading dim of 1 here: gradients of ranks are kept apart until the step's
-    single reduction. `done` is a small output to wait for, since `grads` is donated onwards.
+    `dy` is the cotangent of `forward`'s output; for the loss's sums it is one scalar, the scale of
+    "loss_sum". `grads` has a leading dim of 1 here: gradients of ranks are kept apart until the
+    step's single reduction. `done` is a small output to wait for, since `grads` is donated onwards.
     """
     params, x, fields = _prepared(params), _enter(x), _enter(fields)
     frozen = {k: v for k, v in params.items() if k not in loop.trainable}
     free = {k: v for k, v in params.items() if k in loop.trainable}
-    wanted = x if loop.sends_gradient else {}
-    fixed = {} if loop.sends_gradient else x
+    wanted = {k: v for k, v in x.items() if k in loop.wants_gradient}
+    fixed = {k: v for k, v in x.items() if k not in loop.wants_gradient}
 
     def run(free: Params, wanted: Tree) -> Tree:
-        return forward(loop, {**frozen, **free}, {**fixed, **wanted}, fields)
+        return forward(loop, {**frozen, **free}, {**fixed, **wanted}, fields, sums=True)
 
     y, vjp = jax.vjp(run, free, wanted)
-    if loop.is_llm_end:
-        scale = _varying(dy, "stage", "data")
-        dy = {
+    if loop.exit_keys:
+        scale = _varying(dy["sums"], "stage", "data")
+        dsums = {
             k: jnp.broadcast_to(scale, v.shape) if k == "loss_sum" else jnp.zeros_like(v)
-            for k, v in y.items()
+            for k, v in y["sums"].items()
         }
+        dy = {**dy, "sums": dsums}
     dparams, dx = vjp(dy)
     grads = jax.tree.map(lambda a, g: a + g[None], grads, dparams)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
     dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
-    return (y if loop.is_llm_end else {}), dx, grads, done
+    return y.get("sums", {}), dx, grads, done

@@ -10,17 +10,18 @@ import jax
 import numpy as np
 
 from dflop_jax.pipeline.communicator import Communicator, place, zeros
-from dflop_jax.pipeline.order import StepGraph
+from dflop_jax.pipeline.order import Link, StepGraph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.watcher import Observation, to_events
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, ModuleShape, Task, Trace
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the batch by name ("loss_sum", ...), the global gradient norm and the trace."""
+    """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm
+    and the trace."""
 
     sums: dict[str, float]
     grad_norm: float
@@ -42,32 +43,64 @@ class LocalResult:
 
 @dataclass
 class State:
-    """What a run carries from step to step, by segment name; steps donate and replace it."""
+    """What a run carries from step to step, by segment name; steps donate and replace it.
+
+    `shared` are the entry's parameters of a tied module, as the segment that reads them has them.
+    """
 
     params: dict[str, Tree] = field(default_factory=dict)
     opt_state: dict[str, Tree] = field(default_factory=dict)
     grads: dict[str, Tree] = field(default_factory=dict)
-    zero_inputs: dict[tuple[str, ModuleShape, str], jax.Array] = field(default_factory=dict)
+    shared: dict[str, Tree] = field(default_factory=dict)
+    zeros: dict[jax.ShapeDtypeStruct, jax.Array] = field(default_factory=dict)
+
+    def program_params(self, name: str) -> Tree:
+        """What a segment's programs read."""
+        shared = self.shared.get(name)
+        return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
+
+    def zero(self, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        """Zeros that are never donated, kept."""
+        if struct not in self.zeros:
+            self.zeros[struct] = zeros(struct)
+        return self.zeros[struct]
 
 
 class StepCall:
-    """Dispatches the tasks of one step, in the order that it is given them."""
+    """Dispatches the tasks of one step, in the order that it is given them.
+
+    `scales` multiply the losses of modules; a module without one has none.
+    """
 
     def __init__(
         self,
         programs: Programs,
         state: State,
         communicator: Communicator,
-        groups: Sequence[GroupArrays],
-        scale: float,
+        groups: Sequence[Group],
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        evaluate: bool = False,
     ):
+        assert len(groups) == len(arrays), (len(groups), len(arrays))
         self.programs, self.state, self.communicator = programs, state, communicator
-        self.groups = groups
-        final = programs.segments[programs.final]
-        self.scale = place(np.asarray(scale, np.float32), final.sharding())
-        self.inbox: dict[tuple[str, int, str], Tree] = {}
+        self.groups, self.arrays, self.evaluate = groups, arrays, evaluate
+        self.scales = {
+            n: place(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
+            for n, s in programs.segments.items()
+            if s.has_loss
+        }
+        self.fed_by: dict[tuple[int, str], list[int]] = {}
+        for i, g in enumerate(groups):
+            for f in g.feeds:
+                self.fed_by.setdefault((f, g.module), []).append(i)
+        # (segment, group, input) -> parts that have arrived; (link, source group, target group) ->
+        # the gradient that came back; (segment, group) -> inputs kept for backward.
+        self.inbox: dict[tuple[str, int, str], list[jax.Array]] = {}
+        self.returned: dict[tuple[Link, int], Tree] = {}
         self.kept: dict[tuple[str, int], tuple[Tree, Tree]] = {}
-        self.sources: dict[tuple[str, int], Tree] = {}
+        self.places: dict[tuple[str, str, int], Tree] = {}
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
         self.norms: list[jax.Array] = []
@@ -84,117 +117,193 @@ class StepCall:
 
     def settle(self) -> None:
         """Wait until everything in flight is there."""
-        jax.block_until_ready((self.inbox, self.kept, self.sources, self.state.grads))
+        flying = (self.inbox, self.returned, self.kept, self.places)
+        jax.block_until_ready([[*by_key.values()] for by_key in flying])
+        jax.block_until_ready((self.state.grads, self.state.shared))
+
+    # ---- inputs ----
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
-        group = self.groups[g]
-        signature = self.programs.signature(name, group.bucket)
-        host = group.fields[self.programs.segments[name].plan.module]
+        signature = self.programs.signature(name, self.groups[g].shape)
+        host = self.arrays[g].fields
         fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
         x = {}
         for kind, struct in signature.x.items():
-            x[kind] = self.inbox.pop((name, g, kind), None)
-            if x[kind] is None:  # an encoder that did not run: the group has no such items
-                key = (name, signature.shape, kind)
-                if key not in self.state.zero_inputs:
-                    self.state.zero_inputs[key] = zeros(struct)
-                x[kind] = self.state.zero_inputs[key]
+            parts = self.inbox.pop((name, g, kind), [])
+            x[kind] = self.programs.add(name, parts, struct) if parts else self.state.zero(struct)
         return x, fields
 
+    def _fed(self, link: Link, g: int) -> int | None:
+        """The group that a link takes a group's output to; None: this group has none there."""
+        if link.edge is None:
+            return g
+        return next(
+            (f for f in self.groups[g].feeds if self.groups[f].module == link.edge.target), None
+        )
+
     def collect(self, name: str, g: int) -> None:
-        """Send the packer's arrays of a group to the encoder that its forward task will ask for
-        them; nothing if they are under way, or the segment leaves no module."""
-        programs = self.programs
-        if (name, g) in self.sources or not programs.leaves_module(name):
-            return
-        exchange = programs.exchange(name, self.groups[g].bucket)
-        hosts = self.groups[g].sources[programs.segments[name].plan.module]
-        packed = [
-            place(host, struct.sharding)
-            for host, struct in zip(hosts, exchange.source_structs, strict=True)
-        ]
-        self.sources[name, g] = exchange.collect_sources(packed)
+        """Send the packer's places of a group's outputs to the segment that its forward task will
+        ask for them; nothing that is under way already."""
+        for link in self.programs.out_of[name]:
+            fed = self._fed(link, g)
+            key = (name, link.target, g)
+            if link.edge is None or fed is None or key in self.places:
+                continue
+            exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
+            packed = [
+                place(host, struct.sharding)
+                for host, struct in zip(
+                    self.arrays[fed].places[g], exchange.source_structs, strict=True
+                )
+            ]
+            self.places[key] = exchange.collect_sources(packed)
+
+    # ---- tasks of groups ----
 
     def _forward(self, name: str, g: int) -> Tree:
-        programs, bucket = self.programs, self.groups[g].bucket
+        programs, group = self.programs, self.groups[g]
         x, fields = self._inputs(name, g)
-        y = programs.of_segment(name, bucket, FORWARD)(self.state.params[name], x, fields)
-        if name in programs.backward:
+        kind = programs.forward_kind(name, self.evaluate)
+        y = programs.of_segment(name, group.shape, kind)(self.state.program_params(name), x, fields)
+        if name in programs.backward and not self.evaluate:
             self.kept[name, g] = (x, fields)
-        above = programs.downstream[name]
-        if above is None:
-            self.sums.append(y)
-            return y
-        if programs.leaves_module(name):
-            self.collect(name, g)
-            exchange, module = programs.exchange(name, bucket), programs.segments[name].plan.module
-            sources = self.sources[name, g]
-            blocks = programs.of_exchange(name, bucket, backward=False)(y, sources)
-            self.inbox[above.name, g, module] = exchange.deliver(blocks)
-            return blocks
-        wanted = programs.signature(above.name, bucket).x["hidden"].sharding
-        self.inbox[above.name, g, "hidden"] = self.communicator.send(y, wanted)
-        return y
+        self._add_sums(name, y.pop("sums", None))
+        self.collect(name, g)
+        sent: list[Any] = [y]
+        for link in programs.out_of[name]:
+            fed = self._fed(link, g)
+            if fed is None:
+                continue
+            if link.edge is None:
+                wanted = programs.signature(link.target, group.shape).x["hidden"].sharding
+                self._deliver(link.target, fed, "hidden", self.communicator.send(y["next"], wanted))
+                continue
+            shapes = group.shape, self.groups[fed].shape
+            features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
+            gather = programs.of_exchange(link, *shapes, backward=False)
+            blocks = gather(features, self.places[name, link.target, g])
+            arrived = programs.exchange(link, *shapes).deliver(blocks)
+            self._deliver(link.target, fed, link.edge.name, arrived)
+            sent.append(blocks)
+        return sent
+
+    def _deliver(self, name: str, g: int, kind: str, array: jax.Array) -> None:
+        self.inbox.setdefault((name, g, kind), []).append(array)
 
     def _backward(self, name: str, g: int) -> Tree:
-        bucket, state = self.groups[g].bucket, self.state
-        if name == self.programs.final:
-            (x, fields), dy = self._inputs(name, g), self.scale
-        else:
-            (x, fields), dy = self.kept.pop((name, g)), self._gradient_of_output(name, g)
-        program = self.programs.of_segment(name, bucket, BACKWARD)
+        shape, state = self.groups[g].shape, self.state
+        kept = self.kept.pop((name, g), None)
+        x, fields = self._inputs(name, g) if kept is None else kept
+        program = self.programs.of_segment(name, shape, BACKWARD)
         sums, dx, grads, done = program(
-            state.params[name], x, fields, dy, state.grads.get(name, {})
+            state.program_params(name),
+            x,
+            fields,
+            self._gradient_of_output(name, g),
+            state.grads.get(name, {}),
         )
         if name in state.grads:
             state.grads[name] = grads
-        if sums:
-            self.sums.append(sums)
-        for kind, array in dx.items():
-            self._send_gradient(name, g, kind, array)
+        self._add_sums(name, sums)
+        for link in self.programs.into[name]:
+            if link.source in self.programs.backward:
+                self._send_gradient(link, g, dx)
         return done
 
-    def _gradient_of_output(self, name: str, g: int) -> jax.Array:
-        received = self.inbox.pop((name, g, "dy"))
-        if not self.programs.leaves_module(name):
-            return received
-        program = self.programs.of_exchange(name, self.groups[g].bucket, backward=True)
-        return program(received, self.sources.pop((name, g)))
+    def _add_sums(self, name: str, sums: Tree) -> None:
+        module = self.programs.segments[name].plan.module
+        if sums:
+            self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
-    def _send_gradient(self, name: str, g: int, kind: str, dx: jax.Array) -> None:
-        """The gradient of what came from below: hidden states, or an encoder's features."""
-        programs, bucket = self.programs, self.groups[g].bucket
-        for below in programs.backward:
-            above = programs.downstream[below]
-            if above is None or above.name != name or not programs.runs(below, bucket):
+    def _gradient_of_output(self, name: str, g: int) -> Tree:
+        """Cotangents of what the segment gives, zeros where this group's output is not read."""
+        programs, shape = self.programs, self.groups[g].shape
+        dy: Tree = {}
+        if name in self.scales:
+            dy["sums"] = self.scales[name]
+        by_output: dict[str, list[jax.Array]] = {}
+        for link in programs.out_of[name]:
+            fed = self._fed(link, g)
+            if fed is None:
                 continue
-            dy: Tree
-            if programs.leaves_module(below):
-                if programs.segments[below].plan.module != kind:
-                    continue
-                dy = programs.exchange(below, bucket).collect(dx)
-            else:
-                dy = self.communicator.send(dx, programs.signature(below, bucket).y.sharding)
-            self.inbox[below, g, "dy"] = dy
+            received = self.returned.pop((link, g))
+            if link.edge is None:
+                dy["next"] = received
+                continue
+            scatter = programs.of_exchange(link, shape, self.groups[fed].shape, backward=True)
+            part = scatter(received, self.places[name, link.target, g])
+            by_output.setdefault(link.edge.tap, []).append(part)
+        for key in [k for k in self.places if k[0] == name and k[2] == g]:
+            del self.places[key]
+        structs = programs.signature(name, shape).y
+        for kind, struct in structs.get("taps", {}).items():
+            dy.setdefault("taps", {})[kind] = self._total(name, by_output.get(kind), struct)
+        if "exit" in structs:
+            dy["exit"] = self._total(name, by_output.get(""), structs["exit"])
+        return dy
+
+    def _total(
+        self, name: str, parts: list[jax.Array] | None, struct: jax.ShapeDtypeStruct
+    ) -> jax.Array:
+        return self.programs.add(name, parts, struct) if parts else self.state.zero(struct)
+
+    def _send_gradient(self, link: Link, g: int, dx: Tree) -> None:
+        """The gradient of what a link brought, to all groups that it came from."""
+        programs, shape = self.programs, self.groups[g].shape
+        if link.edge is None:
+            wanted = programs.signature(link.source, shape).y["next"].sharding
+            self.returned[link, g] = self.communicator.send(dx["hidden"], wanted)
+            return
+        for source in self.fed_by.get((g, link.edge.source), []):
+            exchange = programs.exchange(link, self.groups[source].shape, shape)
+            self.returned[link, source] = exchange.collect(dx[link.edge.name])
+
+    # ---- the step's end ----
 
     def _reduce(self, name: str) -> Tree:
-        program = self.programs.of_update(name, REDUCE)
-        grads, squares, self.state.grads[name] = program(self.state.grads[name])
+        programs, state = self.programs, self.state
+        more: Tree = {}
+        reader = programs.reader_of.get(name)
+        if reader is not None and programs.updates[name].adds_shared:
+            wanted = programs.updates[name].shard_structs()["entry"]
+            more = {
+                "entry": jax.tree.map(
+                    lambda g, w: self.communicator.send(g, w.sharding),
+                    self.reduced[reader][0]["entry"],
+                    wanted,
+                )
+            }
+        program = programs.of_update(name, REDUCE)
+        grads, squares, state.grads[name] = program(state.grads[name], more)
         self.reduced[name] = (grads, squares)
         return squares
 
     def _update(self, name: str) -> Tree:
-        state, segment = self.state, self.programs.segments[name]
+        state, segment, update = self.state, self.programs.segments[name], self.programs.updates
         here = segment.sharding()
         squares = tuple(self.communicator.send(sq, here) for _, sq in self.reduced.values())
         params = state.params[name]
-        free = {p: tree for p, tree in params.items() if p in segment.trainable}
-        new, state.opt_state[name], norm = self.programs.of_update(name, UPDATE)(
-            free, state.opt_state[name], self.reduced[name][0], squares
-        )
-        state.params[name] = {**params, **new}
-        self.norms.append(norm)
-        return norm
+        own = [p for p in segment.own_parts if p in segment.trainable]
+        grads = {p: self.reduced[name][0][p] for p in own}
+        if own:
+            new, state.opt_state[name], norm = self.programs.of_update(name, UPDATE)(
+                {p: params[p] for p in own}, state.opt_state[name], grads, squares
+            )
+            state.params[name] = {**params, **new}
+            self.norms.append(norm)
+        if update[name].shared:
+            share_tied(self.programs, state, self.communicator, name)
+        return state.shared[name] if not own else norm
+
+
+def share_tied(programs: Programs, state: State, communicator: Communicator, reader: str) -> None:
+    """Send the entry's parameters of a tied module from their owner to the segment that reads
+    them."""
+    structs = programs.segments[reader].program_structs()["entry"]
+    entry = state.params[programs.owner_of[reader]]["entry"]
+    state.shared[reader] = jax.tree.map(
+        lambda a, s: communicator.send(a, s.sharding), entry, structs
+    )
 
 
 class StepHandle:

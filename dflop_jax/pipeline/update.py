@@ -48,6 +48,8 @@ class SegmentUpdate:
     """Reduce and update programs of one segment's trainable parameters.
 
     `rate_factors` multiply the steps of freeze groups; the optimizer's own rate holds for the rest.
+    Where a tied parameter is read by another segment, that one reduces its gradient without
+    counting it in the norm, and the owner (`adds_shared`) adds it to its own.
     """
 
     def __init__(
@@ -56,17 +58,26 @@ class SegmentUpdate:
         tx: optax.GradientTransformation,
         clip_norm: float,
         rate_factors: Mapping[str, float] = MappingProxyType({}),
+        *,
+        adds_shared: bool = False,
     ):
         self.segment, self.tx, self.clip_norm = segment, tx, clip_norm
+        self.adds_shared = adds_shared
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
-        structs, specs = segment.placed_structs(), segment.param_specs()
-        free = [p for p in segment.parts if p in segment.trainable]
-        self._params = {p: structs[p] for p in free}
+        structs, specs = segment.program_structs(), segment.param_specs()
+        trained = {p: structs[p] for p in segment.parts if p in segment.trainable}
+        self._params = {p: s for p, s in trained.items() if p in segment.own_parts}
         self._shard = {
-            p: jax.tree.map(partial(_spread, segment.mesh), structs[p], specs[p]) for p in free
+            p: jax.tree.map(partial(_spread, segment.mesh), s, specs[p]) for p, s in trained.items()
         }
+        self._trained = trained
         self.state_structs = self._state_structs()
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Parts whose gradient another segment's update takes."""
+        return tuple(p for p in self._trained if p not in self._params)
 
     def _state_structs(self) -> Tree:
         everywhere = self.segment.sharding()
@@ -78,7 +89,7 @@ class SegmentUpdate:
             self.tx,
             sharded,
             jax.eval_shape(self.tx.init, self._params),
-            self._shard,
+            self._own(self._shard),
             transform_non_params=lambda leaf: sharded(leaf, everywhere),
         )
 
@@ -100,10 +111,14 @@ class SegmentUpdate:
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
-    def _shard_structs(self) -> Tree:
+    def _own(self, by_part: Tree) -> Tree:
+        return {p: tree for p, tree in by_part.items() if p in self._params}
+
+    def shard_structs(self) -> Tree:
+        """Reduced gradients, each data rank its shard; shared parts included."""
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
-            self._params,
+            self._trained,
             self._shard,
         )
 
@@ -112,29 +127,36 @@ class SegmentUpdate:
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
-        return self._shard_structs(), self._scalar(), self.segment.grad_structs()
+        return self.shard_structs(), self._scalar(), self.segment.grad_structs()
 
     def updated_structs(self) -> tuple[Tree, Tree, jax.ShapeDtypeStruct]:
         """Outputs of the update."""
         return self._params, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
-        """(grads of ranks) -> (gradient shards, sum of squares, zeroed grads); input donated."""
-        grads = self.segment.grad_structs()
-        add_up = fused.sum_scatter(self.segment.mesh, _specs(grads), self._shard_specs())
+        """(grads of ranks, gradient shards of the shared part's reader) -> (gradient shards, sum of
+        squares of the own parts, zeroed grads); grads donated. The reader's shards are {} but for
+        the owner of a tied parameter."""
+        grads, shards = self.segment.grad_structs(), self.shard_structs()
+        add_up = fused.sum_scatter(
+            self.segment.mesh, _specs(grads), self._shard_specs(), counted=tuple(self._params)
+        )
+        more = {"entry": shards["entry"]} if self.adds_shared else {}
 
-        def reduce(grads: Tree) -> tuple[Tree, Array, Tree]:
-            total, squares = add_up(grads)
+        def reduce(grads: Tree, more: Tree) -> tuple[Tree, Array, Tree]:
+            total, squares = add_up(grads, more)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
         outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
-        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads)
+        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, more)
 
     def lower_update(self, n_norms: int) -> jax.stages.Lowered:
         """(params, state, gradient shards, sums of squares of all segments) ->
         (params, state, global norm before clipping); params and state donated."""
-        shards, scalar = self._shard_structs(), self._scalar()
-        whole = fused.gather(self.segment.mesh, self._shard_specs(), _specs(self._params))
+        shards, scalar = self._own(self.shard_structs()), self._scalar()
+        whole = fused.gather(
+            self.segment.mesh, self._own(self._shard_specs()), _specs(self._params)
+        )
 
         def update(
             params: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]

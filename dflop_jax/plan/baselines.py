@@ -2,8 +2,8 @@
 
 All give the whole model one (data, model) per pipeline stage and take samples in the order in which
 they arrive; they differ in how layers are dealt to stages. `pytorch` and `megatron` put a pipeline
-stage on consecutive devices, with tensor parallelism inside, and a stage that holds layers of two
-modules on one submesh. `blind` keeps encoders and LLM on submeshes of their own.
+stage on consecutive devices, with tensor parallelism inside, and a stage that holds layers of
+several modules on one submesh. `blind` keeps the last module on submeshes of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dflop_jax.plan.placement import (
     Form,
     Outline,
     Placement,
-    encoders_of,
     factors,
     lay_out,
     split_layers,
@@ -28,67 +27,49 @@ Stages = Sequence[Sequence[tuple[str, int, int]]]
 
 
 def blind(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    tied: bool,
+    n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Placement]:
-    """The encoders are the first pipeline stage and the LLM's layers fill the others evenly; with
-    one stage everything shares all devices."""
-    encoders = encoders_of(n_layers)
+    """The modules before the last share the first pipeline stage and the last module's layers fill
+    the others evenly; with one stage everything shares all devices."""
+    *before, last = n_layers
     for stages in factors(n_devices, max_stage):
-        llm_stages = stages - bool(encoders) if stages > 1 else 1
-        if llm_stages < 1 or llm_stages > n_layers["llm"] or (tied and llm_stages > 1):
+        last_stages = stages - bool(before) if stages > 1 else 1
+        if last_stages < 1 or last_stages > n_layers[last]:
             continue
         for tp in factors(n_devices // stages, max_model):
             mesh = (1, n_devices // stages // tp, tp)
-            first = n_devices // stages if encoders and stages > 1 else 0
-            outline = Outline(tuple(Form(mesh) for _ in encoders), Form(mesh, llm_stages), first)
-            yield lay_out(outline, n_layers)
+            first = n_devices // stages if before and stages > 1 else 0
+            forms = (*(Form(mesh) for _ in before), Form(mesh, last_stages))
+            yield lay_out(Outline(forms, (*(0 for _ in before), first)), n_layers)
 
 
 def pytorch(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    tied: bool,
+    n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Placement]:
-    """PyTorch-like: the layers of the whole model, encoders first, dealt evenly by count over
+    """PyTorch-like: the layers of the whole model, module by module, dealt evenly by count over
     pipeline stages of one (data, model)."""
     for stages, tp in _degrees(n_devices, max_model, max_stage):
         if stages <= sum(n_layers.values()):
-            found = _placed(_dealt(n_layers, stages), n_devices, tp, n_layers)
-            if _allowed(found, tied):
-                yield found
+            yield _placed(_dealt(n_layers, stages), n_devices, tp, n_layers)
 
 
 def megatron(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    tied: bool,
+    n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Placement]:
-    """Megatron-LM-like: encoders on the first `e` pipeline stages, the LLM's layers evenly over the
-    rest; with e = 0 the encoders share the first stage with its part of the LLM."""
-    encoders = {m: n_layers[m] for m in encoders_of(n_layers)}
+    """Megatron-LM-like: the modules before the last on the first `e` pipeline stages, the last
+    module's layers evenly over the rest; with e = 0 all share the first stage with its part of the
+    last module."""
+    *names, last = n_layers
+    before = {m: n_layers[m] for m in names}
     for stages, tp in _degrees(n_devices, max_model, max_stage):
-        for e in range(min(stages - 1, sum(encoders.values())) + 1):
-            if stages - e > n_layers["llm"] or (e and not encoders):
+        for e in range(min(stages - 1, sum(before.values())) + 1):
+            if stages - e > n_layers[last]:
                 continue
-            front = _dealt(encoders, e) if e else []
-            runs = split_layers(n_layers["llm"], stages - e)
-            llm = [[("llm", a, b)] for a, b in runs]
+            front = _dealt(before, e) if e else []
+            rest = [[(last, a, b)] for a, b in split_layers(n_layers[last], stages - e)]
             if not e:
-                llm[0] = [*((m, 0, n) for m, n in encoders.items()), *llm[0]]
-            found = _placed([*front, *llm], n_devices, tp, n_layers)
-            if _allowed(found, tied):
-                yield found
+                rest[0] = [*((m, 0, n) for m, n in before.items()), *rest[0]]
+            yield _placed([*front, *rest], n_devices, tp, n_layers)
 
 
 def _degrees(n_devices: int, max_model: int, max_stage: int) -> list[tuple[int, int]]:
@@ -115,20 +96,16 @@ def _dealt(n_layers: Mapping[str, int], stages: int) -> list[list[tuple[str, int
 
 def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]) -> Placement:
     """Stages on consecutive blocks of devices."""
-    each = n_devices // len(stages)
+    size = n_devices // len(stages)
     submeshes, segments = [], []
     for i, runs in enumerate(stages):
         name = "+".join(m for m, _, _ in runs) + str(i)
-        submeshes.append(SubmeshPlan(name, i * each, 1, each // tp, tp))
+        submeshes.append(SubmeshPlan(name, i * size, 1, size // tp, tp))
         segments += [
             SegmentPlan(f"{m}{a}", m, a, b, name, a == 0, b == n_layers[m]) for m, a, b in runs
         ]
     in_order = sorted(segments, key=lambda s: list(n_layers).index(s.module))
     return Placement(tuple(submeshes), tuple(in_order), 1)
-
-
-def _allowed(placement: Placement, tied: bool) -> bool:
-    return not tied or sum(s.module == "llm" for s in placement.segments) == 1
 
 
 BASELINES = {"blind": blind, "megatron": megatron, "pytorch": pytorch}

@@ -3,59 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.pipeline.order import in_flight_limit
+from dflop_jax.pipeline.order import in_flight_limit, most_in_flight, resources
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.links import send_seconds, step_end_seconds
 from dflop_jax.plan.placement import Placement
-from dflop_jax.records import Bucket, Plan, SampleShape, Task, Trace
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.cover import demand
-from dflop_jax.schedule.online import capacity_of, schedule_batch
-from dflop_jax.schedule.shapes.choose import arrival_buckets, choose_buckets
+from dflop_jax.plan.pricing import prices_of
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Group,
+    Load,
+    Plan,
+    Predicted,
+    Price,
+    Prices,
+    ProgramId,
+    Remat,
+    Schedule,
+    SegmentPlan,
+    SubmeshPlan,
+    Trace,
+)
+from dflop_jax.schedule import (
+    WORK_PER_S,
+    BucketSpec,
+    Capacity,
+    arrival_buckets,
+    capacity_of,
+    choose_buckets,
+    schedule_batch,
+)
 from dflop_jax.sim import memory
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.sim.predict import bucket_costs
+from dflop_jax.sim.pipeline import simulate_step, with_order
 
+TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
-_RANK_ROUNDS = 400  # pairs of rows priced for a batch of a plan that is ranked
+_RANK_WORK = 200  # units for a batch of a plan that is ranked
+_EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
+_SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
 
 def sample_batches(
-    shapes: Sequence[SampleShape], global_batch: int, n: int, seed: int = 0
-) -> list[list[SampleShape]]:
-    """`n` global batches drawn from the profile's shapes, without repeats where it has enough."""
+    loads: Sequence[Load], global_batch: int, n: int, seed: int = 0
+) -> list[list[Load]]:
+    """`n` global batches drawn from the profile's loads, without repeats where it has enough."""
     rng = np.random.default_rng(seed)
-    pick = [rng.choice(len(shapes), global_batch, replace=global_batch > len(shapes))]
-    for _ in range(n - 1):
-        pick.append(rng.choice(len(shapes), global_batch, replace=global_batch > len(shapes)))
-    return [[shapes[int(i)] for i in row] for row in pick]
+    repeats = global_batch > len(loads)
+    picks = [rng.choice(len(loads), global_batch, replace=repeats) for _ in range(n)]
+    return [[loads[int(i)] for i in pick] for pick in picks]
 
 
 def as_plan(
     placement: Placement,
     policy: str,
     buckets: Sequence[Bucket],
-    remat: Mapping[str, str] | None = None,
+    rules: Rules,
+    remat: Mapping[str, Remat] | None = None,
 ) -> Plan:
-    """`remat` by module; None: none."""
+    """The plan of a placement; `remat` by module, None: none."""
     segments = tuple(
         replace(s, remat=(remat or {}).get(s.module, "none")) for s in placement.segments
     )
-    return Plan(
-        policy,
-        placement.submeshes,
-        segments,
-        tuple(buckets),
-        group_size=placement.group_size,
+    return replace(
+        rules.structure(placement, policy),
+        segments=segments,
+        buckets=tuple(buckets),
         grouping="arrival" if policy in BASELINES else "balanced",
     )
+
+
+def work_budget(step_s: float) -> int:
+    """Units of the scheduler's work that a step of so many seconds hides."""
+    return max(1, int(_SOLVER_SHARE * step_s * WORK_PER_S))
+
+
+def uniform_groups(plan: Plan, pairs: Mapping[str, int], n: int) -> tuple[Group, ...]:
+    """`n` groups of the plan's only bucket, each of every module that it has a shape of, with the
+    same content; it is not said which pieces they hold."""
+    (bucket,) = plan.buckets
+    shapes = [(m, s) for m in plan.modules if (s := bucket.shape(m)) is not None]
+    place = {m: i for i, (m, _) in enumerate(shapes)}
+    groups: list[Group] = []
+    for i in range(n):
+        for m, shape in shapes:
+            feeds = (i * len(shapes) + place[t] for t in plan.targets(m) if t in place)
+            groups.append(Group(m, shape, ((),) * plan.group_size, tuple(feeds), pairs[m]))
+    return tuple(groups)
+
+
+@dataclass
+class Uniform:
+    """Makespans of a plan with one bucket by its number of groups, each simulated once."""
+
+    plan: Plan
+    pairs: Mapping[str, int]
+    prices: Prices
+    trainable: Sequence[str]
+    _traces: dict[int, Trace] = field(default_factory=dict)
+
+    def trace(self, n: int) -> Trace:
+        if n not in self._traces:
+            schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n))
+            self._traces[n] = simulate_step(self.plan, schedule, self.prices, self.trainable)
+        return self._traces[n]
+
+    def makespan_s(self, n_groups: Sequence[int]) -> float:
+        """Mean over batches that take so many groups."""
+        return float(np.mean([self.trace(n).makespan_s for n in n_groups]))
 
 
 class Evaluator:
@@ -64,54 +125,72 @@ class Evaluator:
     def __init__(
         self,
         rules: Rules,
-        shapes: Sequence[SampleShape],
-        batches: Sequence[Sequence[SampleShape]],
+        loads: Sequence[Load],
+        batches: Sequence[Sequence[Load]],
         config: PlanConfig,
         global_batch: int,
     ):
-        self.rules, self.shapes, self.batches = rules, shapes, batches
+        self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
         self._groups: dict[tuple[object, ...], int] = {}
 
-    def priced(self, plan: Plan) -> Priced:
-        return Priced(plan, self.rules)
+    def prices(self, plan: Plan) -> Prices:
+        return prices_of(plan, self.rules.costs, self.rules.hardware)
 
-    def peak_bytes(self, plan: Plan) -> float:
-        """Of the device that needs the most memory."""
-        return max(self.priced(plan).peak_bytes().values())
+    def trainable(self, plan: Plan) -> list[str]:
+        return [s.name for s in plan.segments if self.rules.trains(s)]
+
+    def uniform(self, plan: Plan, pairs: Mapping[str, int]) -> Uniform:
+        return Uniform(plan, pairs, self.prices(plan), self.trainable(plan))
+
+    def most_bytes(self, plan: Plan) -> float:
+        """Bytes of the device that needs the most, however many groups a batch takes."""
+        return max(self._peak_bytes(plan, in_flight_limit(plan)).values())
+
+    def _peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+        return memory.peak_bytes(plan, self.rules.costs, in_flight, self.trainable(plan))
 
     def fits(self, plan: Plan) -> bool:
         limit = self.rules.memory_bytes
-        return not limit or self.peak_bytes(plan) <= limit
+        return not limit or self.most_bytes(plan) <= limit
 
-    def n_groups(self, plan: Plan, prices: BucketCosts, batch: int) -> int:
-        """Groups of a batch under a plan of one bucket, which decide its makespan."""
+    def n_groups(self, plan: Plan, batch: int) -> int:
+        """Groups that the scheduler makes of a batch under a plan of one bucket.
+
+        They are counted on a plan of whole modules and textbook prices, so that the answer is the
+        same for all placements of the same data ranks.
+        """
         capacity = capacity_of(plan)
-        key = (plan.grouping, capacity, plan.buckets, batch)
+        key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
-            schedule = schedule_batch(
-                self.batches[batch], plan, prices, max_rounds=_RANK_ROUNDS, time_limit_s=60.0
-            )
-            self._groups[key] = len(schedule.groups)
+            whole, prices = _whole(plan, capacity)
+            counts = []
+            for work in (0, _RANK_WORK):
+                schedule = schedule_batch(self.batches[batch], whole, prices, (), work=work)
+                modules = [g.module for g in schedule.groups]
+                counts.append(max(map(modules.count, set(modules))))
+                if counts[0] == self._least_groups(plan, batch):
+                    break
+            self._groups[key] = min(counts)
         return self._groups[key]
 
-    def least_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that a batch needs at least under a plan of one bucket."""
-        wanted = demand(self.batches[batch], plan.buckets, capacity_of(plan))
-        return int(np.ceil((wanted.need_D / wanted.room_DC[:, 0]).max(initial=1.0)))
+    def _least_groups(self, plan: Plan, batch: int) -> int:
+        """Groups that the volume of a batch takes at least under a plan of one bucket."""
+        least = 1
+        for module, shape in plan.buckets[0].shapes:
+            amount = self.rules.volumes[module].batches[batch]
+            each = shape.rows if module in self.rules.profile.piece_tokens else shape.size
+            room = each * plan.data_ranks(module) * plan.group_size
+            least = max(least, int(np.ceil(amount / room - 1e-9)))
+        return least
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
-        """A plan of the blind baseline, whose buckets are quantiles of what arrives."""
-        draft = as_plan(placement, policy, (Bucket(1, 1),))
-        ranks = capacity_of(draft).llm_ranks
-        buckets = arrival_buckets(
-            self.shapes,
-            max(1, -(-self.global_batch // (ranks * cap))),
-            n_buckets=self.config.buckets,
-            data_ranks=ranks,
-            token_multiple=self.rules.token_multiple,
-        )
-        return replace(draft, buckets=buckets)
+        """A baseline's plan, whose buckets are quantiles of what arrives."""
+        plan = as_plan(placement, policy, self.rules.structure(placement).buckets, self.rules)
+        ranks = capacity_of(plan).ranks
+        per_rank = max(1, -(-self.global_batch // (ranks[plan.modules[-1]] * cap)))
+        spec = self._spec(plan, None, self.config.max_microbatches, "quick")
+        return replace(plan, buckets=arrival_buckets(self.loads, spec, per_rank))
 
     def with_buckets(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> Plan:
         """The plan with the buckets that suit it best, none larger than `most`, cutting an average
@@ -120,78 +199,98 @@ class Evaluator:
         Raises:
           ValueError: the largest sample needs a larger one.
         """
-        room = capacity_of(plan)
+        choice = choose_buckets(self.loads, self._spec(plan, most, finest, effort))
+        return replace(plan, buckets=tuple(choice.buckets))
 
-        def seconds(bucket: Bucket) -> tuple[float, ...]:
-            return self.priced(replace(plan, buckets=(bucket,))).buckets.seconds[0]
-
-        buckets = choose_buckets(
-            self.shapes,
+    def _spec(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> BucketSpec:
+        capacity, of = capacity_of(plan), resources(plan)
+        return BucketSpec(
             global_batch=self.global_batch,
+            ranks=dict(capacity.ranks),
+            edges=plan.edges,
+            piece_tokens=self.rules.profile.piece_tokens,
             n_buckets=self.config.buckets,
-            vision_ranks=room.vision_ranks,
-            llm_ranks=room.llm_ranks,
-            audio_ranks=room.audio_ranks,
             group_size=plan.group_size,
-            seconds=seconds,
+            seconds=lambda bucket: self._module_seconds(replace(plan, buckets=(bucket,))),
             token_multiple=self.rules.token_multiple,
-            max_tiles=most.tiles if most else None,
-            max_tokens=most.rows * most.tokens if most else None,
+            max_tokens={m: s.size for m, s in most.shapes} if most else {},
             max_microbatches=finest,
             effort=effort,
-        ).buckets
-        return replace(plan, buckets=tuple(buckets))
-
-    def evaluate(self, plan: Plan) -> Plan:
-        """The plan with its predicted figures, and with the lookahead that makes it fastest."""
-        prices = self.priced(plan).buckets
-        schedules = [schedule_batch(b, plan, prices, step=i) for i, b in enumerate(self.batches)]
-        runs = [[g[0].bucket for g in schedule.groups] for schedule in schedules]
-        best = self._predicted(plan, runs)
-        for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
-            other = self._predicted(replace(plan, lookahead=lookahead), runs)
-            fits = self.fits(other)
-            worth = (1 - _WORTH_MEMORY) * best.predicted["makespan_s"]
-            best = other if fits and other.predicted["makespan_s"] < worth else best
-        return best
-
-    def _predicted(self, plan: Plan, runs: Sequence[Sequence[int]]) -> Plan:
-        priced = self.priced(plan)
-        traces = [priced.simulate(buckets) for buckets in runs]
-        busy = [trace.busy_fraction() for trace in traces]
-        figures = {"makespan_s": float(np.mean([t.makespan_s for t in traces]))}
-        for m in plan.submeshes:
-            if found := [b[m.name] for b in busy if m.name in b]:
-                figures[f"busy_fraction.{m.name}"] = float(np.mean(found))
-        figures |= {f"peak_bytes.{n}": v for n, v in priced.peak_bytes().items()}
-        return replace(plan, predicted=figures)
-
-
-class Priced:
-    """A plan with the seconds of its tasks, sends and collectives."""
-
-    def __init__(self, plan: Plan, rules: Rules):
-        self.plan, self.rules = plan, rules
-        self.trainable = [s.name for s in plan.segments if rules.trains(s)]
-        self.tasks: dict[Task, float] = rules.costs.task_seconds(plan)
-        self.ends = step_end_seconds(plan, rules.costs.profile, rules.hardware)
-        self.sends = send_seconds(plan, rules.costs, rules.hardware)
-
-    @property
-    def buckets(self) -> BucketCosts:
-        return bucket_costs(self.plan, self.tasks, self.trainable)
-
-    def simulate(self, buckets: Sequence[int]) -> Trace:
-        """A step whose groups have these buckets."""
-        return simulate_step(
-            self.plan,
-            buckets,
-            {**self.tasks, **self.ends},
-            self.trainable,
-            concurrency=self.rules.costs.profile.concurrency,
-            sends=self.sends,
+            devices={m: of[plan.segments_of(m)[0].submesh] for m in plan.modules},
         )
 
-    def peak_bytes(self) -> dict[str, float]:
-        limits = in_flight_limit(self.plan)
-        return memory.peak_bytes(self.plan, self.rules.costs, limits, self.trainable)
+    def _module_seconds(self, plan: Plan) -> dict[str, float]:
+        """Seconds of one group of each module of a plan with one bucket, forward and backward, on
+        the busiest of its devices."""
+        prices = self.prices(plan).programs
+        seconds: dict[str, float] = {}
+        for s in plan.segments:
+            if (shape := plan.buckets[0].shape(s.module)) is not None:
+                programs = (ProgramId(s.name, shape, d) for d in (FORWARD, BACKWARD))
+                took_s = sum(prices[p].static_s for p in programs)
+                seconds[s.module] = max(seconds.get(s.module, 0.0), took_s)
+        return seconds
+
+    def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
+        """The plan with its predicted figures and budget of work, and with the lookahead that makes
+        it fastest.
+
+        Args:
+          about_s: what a step takes about, which says how much work hides behind it.
+          prices: of the plan's own programs; None: by the profile.
+        """
+        prices = prices or self.prices(plan)
+        trainable = self.trainable(plan)
+        schedules = self._schedules(plan, prices, min(work_budget(about_s), _EVALUATE_WORK))
+        best = self._predicted(plan, schedules, prices)
+        for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
+            longer = replace(plan, lookahead=lookahead)
+            if not self.fits(longer):
+                break
+            unordered = [replace(s, order=()) for s in schedules]
+            ordered = [with_order(longer, s, prices, trainable)[0] for s in unordered]
+            other = self._predicted(longer, ordered, prices)
+            worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
+            best = other if other.predicted.makespan_s < worth_s else best
+        return replace(best, work_budget=work_budget(best.predicted.makespan_s))
+
+    def _schedules(self, plan: Plan, prices: Prices, work: int) -> list[Schedule]:
+        trainable = self.trainable(plan)
+        return [
+            schedule_batch(b, plan, prices, trainable, step=i, work=work)
+            for i, b in enumerate(self.batches)
+        ]
+
+    def _predicted(self, plan: Plan, schedules: Sequence[Schedule], prices: Prices) -> Plan:
+        trainable = self.trainable(plan)
+        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+        busy = [trace.busy_fraction() for trace in traces]
+        depths = [most_in_flight(s.order) for s in schedules]
+        in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}
+        makespan_s = float(np.mean([t.makespan_s for t in traces]))
+        predicted = Predicted(
+            makespan_s=makespan_s,
+            busy_fraction={
+                m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
+            },
+            peak_bytes=self._peak_bytes(plan, in_flight),
+            chosen_by_s=makespan_s,
+        )
+        return replace(plan, predicted=predicted)
+
+
+def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:
+    """A plan of whole modules on as many data ranks, and textbook prices: a backward costs two
+    forwards."""
+    submeshes, segments, first = [], [], 0
+    programs: dict[ProgramId, Price] = {}
+    for m in plan.modules:
+        submeshes.append(SubmeshPlan(m, first, 1, capacity.ranks[m], 1))
+        first += capacity.ranks[m]
+        n_layers = plan.segments_of(m)[-1].stop
+        segments.append(SegmentPlan(m, m, 0, n_layers, m, True, True))
+        for shape in plan.shapes(m):
+            programs[ProgramId(m, shape, FORWARD)] = Price(1.0)
+            programs[ProgramId(m, shape, BACKWARD)] = Price(2.0)
+    whole = replace(plan, submeshes=tuple(submeshes), segments=tuple(segments))
+    return whole, Prices(programs)

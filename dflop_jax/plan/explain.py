@@ -7,7 +7,7 @@ from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.ranking import Candidate
-from dflop_jax.plan.space import outlines
+from dflop_jax.plan.space import families
 
 _GIB = 2**30
 _MOST_TIMES = 64  # as many devices
@@ -29,18 +29,16 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
     return f"{behind}even {most}, the busiest, waits {waits:.0%}"
 
 
-def why_nothing_fits(
-    rules: Rules, n_devices: int, config: PlanConfig, tied: bool, least_bytes: float
-) -> str:
+def why_nothing_fits(rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float) -> str:
     """One line: by how much the smallest placement exceeds a device, and what would hold it."""
     if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
         return "no placement: the devices at hand cannot form its submeshes; use another number"
     over = (least_bytes - rules.memory_bytes) / _GIB
-    more = _devices_that_fit(rules, n_devices, config, tied)
-    held = [h.name for h in HARDWARE.values() if h.memory_bytes * USABLE_MEMORY >= least_bytes]
+    more = _devices_that_fit(rules, n_devices, config)
+    larger = [h.name for h in HARDWARE.values() if h.memory_bytes * USABLE_MEMORY >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
-    if held and rules.hardware:
-        known = " or ".join(held)
+    if larger and rules.hardware:
+        known = " or ".join(larger)
         ways.append(f"so would {known}" if more else f"{known} would do")
     ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
     return (
@@ -49,12 +47,11 @@ def why_nothing_fits(
     )
 
 
-def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> int | None:
+def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int | None:
     """The least doubling of the devices that holds a plan."""
     times = 2
     while times <= _MOST_TIMES:
-        found = outlines(rules, times * n_devices, config, tied)
-        for space in found.values():
+        for space in families(rules, times * n_devices, config).values():
             for bounds in all_bounds(space, rules):
                 if (bounds.peak_bytes <= rules.memory_bytes).any():
                     return times * n_devices

@@ -35,29 +35,28 @@ class Placement:
     @property
     def name(self) -> str:
         """Short and unique: module=stage x data x model on how many segments."""
-        seen: dict[str, list[SegmentPlan]] = {}
+        by_module: dict[str, list[SegmentPlan]] = {}
         for s in self.segments:
-            seen.setdefault(s.module, []).append(s)
+            by_module.setdefault(s.module, []).append(s)
         parts = []
-        for module, segs in seen.items():
-            m = self.mesh_of(segs[0])
-            many = f"{len(segs)}*" if len(segs) > 1 else ""
+        for module, segments in by_module.items():
+            m = self.mesh_of(segments[0])
+            many = f"{len(segments)}*" if len(segments) > 1 else ""
             parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
         return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A placement in brief: the encoders' forms on the first devices, which they share, and the
-    LLM's form from device `llm_first` on."""
+    """A placement in brief: every module's form and the first of its devices, in topological order.
+    Modules that begin on the same device share all of their devices."""
 
-    encoders: tuple[Form, ...]
-    llm: Form
-    llm_first: int
+    forms: tuple[Form, ...]
+    firsts: tuple[int, ...]
 
     @property
     def group_size(self) -> int:
-        return max(f.mesh[0] for f in (*self.encoders, self.llm))
+        return max(f.mesh[0] for f in self.forms)
 
 
 def lay_out(
@@ -68,19 +67,17 @@ def lay_out(
     """The placement of an outline.
 
     Args:
-      n_layers: of every module, encoders first and the LLM last.
+      n_layers: of every module, in topological order.
       ends: by (module, tensor-parallel degree), what entry and exit cost in layers, which segments
         are balanced by; None: nothing.
     """
-    firsts = [*(0 for _ in outline.encoders), outline.llm_first]
-    forms = [*outline.encoders, outline.llm]
     meshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
-    for (module, n), first, form in zip(n_layers.items(), firsts, forms, strict=True):
-        more = module_segments(
-            module, n, first, form, (ends or {}).get((module, form.mesh[2]), (0.0, 0.0))
-        )
-        meshes, segments = meshes + more[0], segments + more[1]
+    modules = zip(n_layers.items(), outline.firsts, outline.forms, strict=True)
+    for (module, n), first, form in modules:
+        module_ends = (ends or {}).get((module, form.mesh[2]), (0.0, 0.0))
+        more_meshes, more_segments = module_segments(module, n, first, form, module_ends)
+        meshes, segments = meshes + more_meshes, segments + more_segments
     return Placement(meshes, segments, outline.group_size)
 
 
@@ -92,8 +89,8 @@ def module_segments(
     ends: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
     """A module in a form, from device `first` on."""
-    size = form.n_devices // form.n_segments
     n = form.n_segments
+    size = form.n_devices // n
     names = [module if n == 1 else f"{module}{i}" for i in range(n)]
     runs = split_layers(n_layers, n, ends)
     return (
@@ -111,15 +108,15 @@ def split_layers(
     """[start, stop) of `parts` runs of at least a layer whose dearest is as cheap as whole layers
     allow; `ends` are the costs of entry and exit in layers, in the first and the last run."""
     assert 1 <= parts <= n_layers, (parts, n_layers)
-    held = [1] * parts
+    counts = [1] * parts
     extra = [0.0] * parts
     extra[0] += ends[0]
     extra[-1] += ends[1]
     for _ in range(n_layers - parts):  # each layer goes to the cheapest run, the first of several
-        cheapest = min(range(parts), key=lambda i: (held[i] + extra[i], i))
-        held[cheapest] += 1
+        cheapest = min(range(parts), key=lambda i: (counts[i] + extra[i], i))
+        counts[cheapest] += 1
     cuts = [0]
-    for n in held:
+    for n in counts:
         cuts.append(cuts[-1] + n)
     return list(pairwise(cuts))
 
@@ -129,16 +126,13 @@ def factors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def encoders_of(n_layers: Mapping[str, int]) -> list[str]:
-    return [m for m in n_layers if m != "llm"]
-
-
 def ends_in_layers(profile: ModelProfile) -> dict[tuple[str, int], tuple[float, float]]:
     """By (module, degree), what entry and exit cost at the largest shape timed, in layers."""
-    found = {}
+    by_degree = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         layer_s = t.layer_forward_s + t.layer_backward_s
         both = (t.ends_forward_s + t.ends_backward_s) / layer_s if layer_s else 0.0
         share = profile.entry_share[t.module]
-        found[t.module, t.model] = (both * share, both * (1 - share))
-    return found
+        # Bits of a timing must not move a layer from one segment to another.
+        by_degree[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
+    return by_degree

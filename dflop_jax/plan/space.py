@@ -1,47 +1,74 @@
-"""Which devices and parallelism a plan may give to encoder and LLM: the search space, as data."""
+"""Which devices and parallelism a plan may give to its modules: the search space, as data.
+
+A layout puts the modules into blocks; a block has consecutive devices of its own, which its modules
+share, each with a (data, model) of its own. A module that is alone in its block may be a pipeline.
+Outlines that differ in sizes only form a family, whose numbers are arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
-from typing import TypedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import NamedTuple, TypedDict
+
+import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import Form, Outline, Placement, encoders_of, factors
+from dflop_jax.plan.placement import Form, Outline, Placement
+
+_FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
+_GRAINS = 16  # at least, into which the devices are divided for more blocks
 
 
-def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int, cut: bool) -> list[Form]:
-    """Every form of a module on so many devices. A pipeline of depth s comes as one segment with
-    stage=s and, if the module may be `cut`, as s segments."""
-    found = []
-    for stages in factors(n_devices, min(max_stage, n_layers)):
-        for tp in factors(n_devices // stages, max_model):
-            data = n_devices // stages // tp
-            if n_layers % stages == 0:
-                found.append(Form((stages, data, tp)))
-            if stages > 1 and cut:
-                found.append(Form((1, data, tp), stages))
-    return found
+class Kind(NamedTuple):
+    """What a module's form is but for its data degree."""
+
+    n_segments: int
+    stage: int
+    model: int
+
+    @property
+    def size(self) -> int:
+        """Devices of one data rank."""
+        return self.n_segments * self.stage * self.model
+
+    def form(self, data: int) -> Form:
+        return Form((self.stage, data, self.model), self.n_segments)
 
 
-def _encoder_forms(
-    n_layers: Mapping[str, int], n_devices: int, max_model: int, max_stage: int
-) -> list[tuple[Form, ...]]:
-    """Forms of the encoders on devices that they share, each with a degree of its own; only a
-    single one is a pipeline."""
-    names = encoders_of(n_layers)
-    if len(names) == 1:
-        return [(f,) for f in _forms(n_devices, n_layers[names[0]], max_model, max_stage, True)]
-    degrees = product(factors(n_devices, max_model), repeat=len(names))
-    return [tuple(Form((1, n_devices // tp, tp)) for tp in tps) for tps in degrees]
+@dataclass(frozen=True)
+class Family:
+    """Outlines that differ in sizes only.
 
+    kinds, blocks: of every module. data, first: degree and first device, [n_outlines, n_modules].
+    """
 
-def _compatible(outline: Outline) -> bool:
-    """Whether a group of microbatches can be one of every segment's."""
-    forms = (*outline.encoders, outline.llm)
-    return all(outline.group_size % f.mesh[0] == 0 for f in forms)
+    kinds: tuple[Kind, ...]
+    blocks: tuple[int, ...]
+    data: np.ndarray
+    first: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def group_size(self) -> int:
+        return max(k.stage for k in self.kinds)
+
+    @property
+    def alone(self) -> tuple[bool, ...]:
+        """Of every module, whether it has its devices for itself."""
+        return tuple(self.blocks.count(b) == 1 for b in self.blocks)
+
+    def outline(self, i: int) -> Outline:
+        forms = zip(self.kinds, self.data[i].tolist(), strict=True)
+        return Outline(tuple(k.form(d) for k, d in forms), tuple(self.first[i].tolist()))
+
+    def rows(self, keep: np.ndarray) -> Family:
+        return replace(self, data=self.data[keep], first=self.first[keep])
 
 
 def separate(
@@ -50,20 +77,33 @@ def separate(
     *,
     max_model: int,
     max_stage: int,
-    tied: bool,
-) -> Iterator[Outline]:
-    """DFLOP: encoders and LLM on disjoint devices, each with its own (stage, data, model).
+    unstaged: Collection[str] = (),
+    degrees: Mapping[str, Sequence[int]] | None = None,
+) -> Iterator[Family]:
+    """DFLOP: modules in two blocks at least, each with its own (stage, data, model); a model of
+    one module has all devices for it.
 
-    With head and embedding tied, the LLM stays in one segment. A model without encoder gets all
-    devices for the LLM.
+    Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
+    Modules that are `unstaged` are pipelines of segments only, never of stages. `degrees` are the
+    tensor-parallel degrees by module; None: all up to `max_model`.
     """
-    for below in range(1, n_devices) if encoders_of(n_layers) else (0,):
-        low = _encoder_forms(n_layers, below, max_model, max_stage) if below else [()]
-        high = _forms(n_devices - below, n_layers["llm"], max_model, max_stage, not tied)
-        for encoders, llm in product(low, high):
-            outline = Outline(encoders, llm, below)
-            if _compatible(outline):
-                yield outline
+    n_blocks_at_least = min(2, len(n_layers))
+    models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
+    for blocks in _partitions(len(n_layers)):
+        n_blocks = max(blocks) + 1
+        if n_blocks < n_blocks_at_least or n_blocks > n_devices:
+            continue
+        sizes = _splits(n_devices, n_blocks)
+        kinds = [
+            _kinds(n, n_devices, models[m], max_stage, m not in unstaged)
+            if blocks.count(b) == 1
+            else _kinds(n, n_devices, models[m], 1, False)
+            for (m, n), b in zip(n_layers.items(), blocks, strict=True)
+        ]
+        most_pipelines = len(n_layers) if n_blocks <= _FEW_BLOCKS else 1
+        for chosen in product(*kinds):
+            if sum(k.n_segments * k.stage > 1 for k in chosen) <= most_pipelines:
+                yield from _family(chosen, blocks, sizes)
 
 
 def shared(
@@ -72,25 +112,75 @@ def shared(
     *,
     max_model: int,
     max_stage: int,
-    tied: bool,
-) -> Iterator[Outline]:
-    """OrchMLLM: every module on all devices, each with its own parallelism, one after the other.
-
-    The encoders' items and the LLM's rows are balanced over the ranks separately.
-    """
-    del tied  # the LLM is one segment anyway
-    low = _encoder_forms(n_layers, n_devices, max_model, 1) if encoders_of(n_layers) else [()]
-    high = _forms(n_devices, n_layers["llm"], max_model, max_stage, False)
-    for encoders, llm in product(low, high):
-        yield Outline(encoders, llm, 0)
+    unstaged: Collection[str] = (),
+    degrees: Mapping[str, Sequence[int]] | None = None,
+) -> Iterator[Family]:
+    """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
+    the last module may be a loop of stages. Each module is balanced over its own data ranks."""
+    models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
+    *others, last = n_layers
+    kinds = [_kinds(n_layers[m], n_devices, models[m], 1, False) for m in others]
+    loops = _kinds(n_layers[last], n_devices, models[last], max_stage, last not in unstaged)
+    kinds.append([k for k in loops if k.n_segments == 1])
+    for chosen in product(*kinds):
+        yield from _family(chosen, (0,) * len(n_layers), np.array([[n_devices]]))
 
 
 SPACES = {"dflop": separate, "orch": shared}
 
 
-def outlines(
-    rules: Rules, n_devices: int, config: PlanConfig, tied: bool
-) -> dict[str, list[Outline]]:
+def _partitions(n: int) -> Iterator[tuple[int, ...]]:
+    """Every way to put `n` modules into blocks, as the block of each; blocks count from 0 in the
+    order of their first modules."""
+    if n == 0:
+        yield ()
+        return
+    for before in _partitions(n - 1):
+        for block in range(max(before, default=-1) + 2):
+            yield (*before, block)
+
+
+def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
+    """Devices of every block, [n_splits, n_blocks]. For many blocks, cuts lie on multiples of a
+    power of two of which the devices hold 16 at least."""
+    grain = 1
+    while n_blocks > _FEW_BLOCKS and 2 * grain * _GRAINS <= n_devices:
+        grain *= 2
+    cuts = combinations(range(grain, n_devices, grain), n_blocks - 1)
+    ends = np.array([(0, *c, n_devices) for c in cuts]).reshape(-1, n_blocks + 1)
+    return np.diff(ends, axis=1)
+
+
+def _kinds(
+    n_layers: int, n_devices: int, models: Sequence[int], max_stage: int, stages: bool
+) -> list[Kind]:
+    """Kinds of a module. A pipeline of depth s comes as s segments, and as one segment with stage=s
+    where `stages` are allowed and divide its layers."""
+    kinds = []
+    for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
+        for model in (m for m in models if depth * m <= n_devices):
+            if depth == 1 or (stages and n_layers % depth == 0):
+                kinds.append(Kind(1, depth, model))
+            if depth > 1:
+                kinds.append(Kind(depth, 1, model))
+    return kinds
+
+
+def _family(kinds: Sequence[Kind], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
+    """The family of these kinds on the splits that they divide, unless it is empty or no group of
+    microbatches can be one of every segment's."""
+    most = max(k.stage for k in kinds)
+    if any(most % k.stage for k in kinds):
+        return
+    own = sizes[:, list(blocks)]
+    unit = np.array([k.size for k in kinds])
+    fits = (own % unit == 0).all(axis=1)
+    if fits.any():
+        firsts = (np.cumsum(sizes, axis=1) - sizes)[:, list(blocks)]
+        yield Family(tuple(kinds), blocks, (own // unit)[fits], firsts[fits])
+
+
+def families(rules: Rules, n_devices: int, config: PlanConfig) -> dict[str, list[Family]]:
     """By searched policy, the configured space, as far as the profile has timings of its
     tensor-parallel degrees and these stay inside a node; none for a baseline.
 
@@ -98,76 +188,90 @@ def outlines(
       ValueError: nothing is left.
     """
     wanted = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    usable = _usable(rules, n_devices)
-
-    def lies_well(o: Outline) -> bool:
-        forms = zip(rules.n_layers, (*o.encoders, o.llm), strict=True)
-        return all(
-            usable(m, 0 if f is not o.llm else o.llm_first, f.n_devices, f.mesh[2])
-            for m, f in forms
-        )
-
-    limits = _limits(rules, n_devices, config, tied)
-    found = {
-        p: [o for o in SPACES[p](n_devices, rules.n_layers, **limits) if lies_well(o)]
-        for p in wanted
-        if p in SPACES
+    limits = _limits(rules, n_devices, config)
+    crossing = _crossing(rules, n_devices)
+    timed = {(t.module, t.model) for t in rules.profile.timings}
+    degrees = {
+        m: [k for k in range(1, limits["max_model"] + 1) if (m, k) in timed] for m in rules.n_layers
     }
-    if found and not any(found.values()):
+    spaces: dict[str, list[Family]] = {}
+    for policy in wanted:
+        if policy not in SPACES:
+            continue
+        kept = spaces.setdefault(policy, [])
+        for family in SPACES[policy](
+            n_devices, rules.n_layers, **limits, unstaged=rules.unstaged, degrees=degrees
+        ):
+            inside = np.ones(len(family), bool)
+            for m, kind in enumerate(family.kinds):
+                ranks = family.data[:, m] * kind.n_segments * kind.stage
+                inside &= ranks <= crossing(kind.model)[family.first[:, m] % rules.node(n_devices)]
+            if inside.any():
+                kept.append(family.rows(inside))
+    if spaces and not any(spaces.values()):
         raise ValueError(_none(config, n_devices))
-    return found
+    return spaces
 
 
-def baseline(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> list[Placement]:
-    """Placements of a baseline policy, as far as `outlines` would take them; none for others.
+def baseline(rules: Rules, n_devices: int, config: PlanConfig) -> list[Placement]:
+    """Placements of a baseline policy, as far as `families` would take them; none for others.
 
     Raises:
       ValueError: nothing is left.
     """
     if config.policy not in BASELINES:
         return []
-    usable = _usable(rules, n_devices)
+    timed = {(t.module, t.model) for t in rules.profile.timings}
+    crossing, node = _crossing(rules, n_devices), rules.node(n_devices)
 
     def lies_well(p: Placement) -> bool:
         segments = ((s.module, p.mesh_of(s)) for s in p.segments)
-        return all(usable(module, m.first, m.n_devices, m.model) for module, m in segments)
+        return all(
+            (module, m.model) in timed
+            and m.n_devices // m.model <= crossing(m.model)[m.first % node]
+            for module, m in segments
+        )
 
     space = BASELINES[config.policy]
-    limits = _limits(rules, n_devices, config, tied)
-    found = [p for p in space(n_devices, rules.n_layers, **limits) if lies_well(p)]
-    if not found:
+    kept = list(
+        filter(lies_well, space(n_devices, rules.n_layers, **_limits(rules, n_devices, config)))
+    )
+    if not kept:
         raise ValueError(_none(config, n_devices))
-    return found
+    return kept
 
 
 class _Limits(TypedDict):
     max_model: int
     max_stage: int
-    tied: bool
 
 
-def _limits(rules: Rules, n_devices: int, config: PlanConfig, tied: bool) -> _Limits:
-    node = rules.hardware.devices_per_node if rules.hardware else n_devices
-    return {"max_model": min(config.max_model, node), "max_stage": config.max_stage, "tied": tied}
+def _limits(rules: Rules, n_devices: int, config: PlanConfig) -> _Limits:
+    return {
+        "max_model": min(config.max_model, rules.node(n_devices)),
+        "max_stage": config.max_stage,
+    }
 
 
-def _usable(rules: Rules, n_devices: int) -> Callable[[str, int, int, int], bool]:
-    """Whether a module may lie on so many devices from the first on, in this tensor-parallel
-    degree: it is timed and each group of its devices lies in one node."""
-    timed = {(t.module, t.model) for t in rules.costs.profile.timings}
-    node = rules.hardware.devices_per_node if rules.hardware else n_devices
+def _crossing(rules: Rules, n_devices: int) -> Callable[[int], np.ndarray]:
+    """For a tensor-parallel degree: by the place in a node where a module begins, how many groups
+    of so many devices it may have before one crosses into the next node."""
+    node = rules.node(n_devices)
+    known: dict[int, np.ndarray] = {}
 
-    def usable(module: str, first: int, n: int, tp: int) -> bool:
-        inside = (first % tp == 0 and node % tp == 0) or all(
-            d % node + tp <= node for d in range(first, first + n, tp)
-        )
-        return inside and (module, tp) in timed
+    def of(model: int) -> np.ndarray:
+        if model not in known:
+            whole = np.arange(node)[:, None] + np.arange(node + 1) * model
+            crosses = whole % node + model > node
+            first = np.where(crosses.any(axis=1), crosses.argmax(axis=1), np.iinfo(int).max)
+            known[model] = first
+        return known[model]
 
-    return usable
+    return of
 
 
 def _none(config: PlanConfig, n_devices: int) -> str:
     return (
-        f"policy {config.policy} has no placement on {n_devices} devices: separate encoder and LLM "
-        "submeshes need two; raise plan.devices or use plan.policy auto"
+        f"policy {config.policy} has no placement on {n_devices} devices: modules on devices of "
+        "their own need one each; raise plan.devices or use plan.policy auto"
     )

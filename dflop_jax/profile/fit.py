@@ -1,15 +1,20 @@
-"""From timings at a few shapes to seconds and bytes at any shapes, for any plan's tasks.
+"""From timings at a few shapes to seconds and bytes at any shapes, for any plan's segments.
 
-Time is fitted as overhead + a * size + b * size * tokens (size = items * tokens): launch cost, the
-linear parts and attention over a row. Coefficients are not negative and errors are relative, so
-small shapes count as much as large ones. Where only the number of items varies (an encoder's
-tiles), what the fit misses is interpolated between the timings: caches make large shapes dearer.
+A quantity is fitted as overhead + a * size + b * size * tokens (size = rows * tokens): launch cost,
+the linear parts and attention over a row, or fewer of these terms where the timings cannot tell
+them apart. Coefficients are not negative and errors are relative, so small shapes count as much as
+large ones. Where only the number of rows varies (a module that takes one piece a row), what the fit
+misses is interpolated between the timings: caches make large shapes dearer.
 
-Shapes are `items` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
+Fitted numbers keep 24 bits (seven digits): the last bits of a least-squares fit differ from one
+linear algebra library to the next, and no plan may hang on them.
+
+Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,15 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    LayerTiming,
-    ModelProfile,
-    Plan,
-    SegmentPlan,
-    Task,
-)
+from dflop_jax.records import BACKWARD, LayerTiming, ModelProfile, SegmentPlan
 
 _KINDS = {
     "layer_forward": "layer_forward_s",
@@ -36,7 +33,7 @@ _KINDS = {
     "ends_temp": "ends_temp_bytes",
     "hidden": "hidden_bytes",
 }
-
+_KEPT_BITS = 24
 
 Array = Any  # a float array, or one number
 Mesh = tuple[int, Array, int]  # (stage, data, model)
@@ -45,10 +42,37 @@ Mesh = tuple[int, Array, int]  # (stage, data, model)
 _REPEATED = {"none": 0.0, "layers": 1.0, "dots": 1.0}
 
 
-def _features(items: Array, tokens: Array) -> np.ndarray:
-    """[..., 3] of shapes."""
-    size = np.asarray(items, float) * tokens
+def rounded(values: Array) -> Array:
+    """The values with their first 24 bits, the same on every machine."""
+    mantissa, exponent = np.frexp(np.asarray(values, float))
+    return np.ldexp(np.rint(mantissa * 2.0**_KEPT_BITS), exponent - _KEPT_BITS)
+
+
+def _features(rows: Array, tokens: Array) -> np.ndarray:
+    """What a fit's terms multiply, by shape: [..., 3]."""
+    size = np.asarray(rows, float) * tokens
     return np.stack([np.ones_like(size), size, size * tokens], -1)
+
+
+def _terms(timings: Sequence[LayerTiming]) -> list[int]:
+    """Terms that timings can tell apart: size alone from one shape, an overhead from two, attention
+    from three shapes whose rows differ in length."""
+    shapes = {t.shape for t in timings}
+    lengths = {s.tokens for s in shapes}
+    if len(shapes) < 2:
+        return [1]
+    return [0, 1, 2] if len(shapes) > 2 and len(lengths) > 1 else [0, 1]
+
+
+def parameter_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
+    """Bytes of a segment's parameters on one device. Each end counts as half of both; where the
+    ends are tied and apart, both segments hold what they share, so each counts as both."""
+    stages, _, model = mesh
+    layers = profile.layer_param_bytes[segment.module] * segment.n_layers / stages
+    ends = (segment.first + segment.last) / 2
+    if segment.module in profile.tied:
+        ends = float(segment.first or segment.last)
+    return (layers + profile.ends_param_bytes[segment.module] * ends) / model
 
 
 @dataclass(frozen=True)
@@ -66,54 +90,78 @@ class CostModel:
 
     def __init__(self, profile: ModelProfile):
         self.profile = profile
+        self._timings = cache(self._timings_uncached)
         self._fit = cache(self._fit_uncached)
         self._missed = cache(self._missed_uncached)
+        self.pair_s = cache(self._pair_s_uncached)
 
-    def _rows(self, module: str, model: int) -> list[LayerTiming]:
-        return [t for t in self.profile.timings if t.module == module and t.model == model]
-
-    def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
-        rows = self._rows(module, model)
-        if not rows:
+    def _timings_uncached(self, module: str, model: int) -> list[LayerTiming]:
+        timings = [t for t in self.profile.timings if t.module == module and t.model == model]
+        if not timings:
             known = sorted({t.model for t in self.profile.timings if t.module == module})
             raise ValueError(
                 f"the profile has no timing of {module!r} at tensor-parallel degree {model} "
                 f"(it has {known}); profile again with a larger plan.max_model"
             )
-        values = np.array([getattr(t, _KINDS[kind]) for t in rows])
+        return sorted(timings, key=lambda t: (t.shape.size, t.shape))
+
+    def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
+        """The three coefficients, 0 of terms that are left out."""
+        timings = self._timings(module, model)
+        terms = _terms(timings)
+        values = np.array([getattr(t, _KINDS[kind]) for t in timings])
         weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
-        features = np.array([_features(t.shape.items, t.shape.tokens) for t in rows])
+        features = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])[:, terms]
         scale = features.max(axis=0)
         solution, _ = nnls(features / scale * weights[:, None], values * weights)
-        return solution / scale
+        solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+        coefficients = np.zeros(3)
+        coefficients[terms] = rounded(solution / scale)
+        return coefficients
+
+    def _fitted(self, module: str, model: int, kind: str, features: np.ndarray) -> np.ndarray:
+        overhead, linear, quadratic = self._fit(module, model, kind)
+        return overhead + linear * features[..., 1] + quadratic * features[..., 2]
 
     def _missed_uncached(self, module: str, model: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """(log sizes, rising; timed over fitted at each), a single 1 where tokens vary."""
-        rows = self._rows(module, model)
-        if len({t.shape.tokens for t in rows}) > 1:
+        timings = self._timings(module, model)
+        if len({t.shape.tokens for t in timings}) > 1:
             return np.zeros(1), np.ones(1)
-        rows.sort(key=lambda t: t.shape.size)
-        features = np.array([_features(t.shape.items, t.shape.tokens) for t in rows])
-        fitted = features @ self._fit(module, model, kind)
-        values = np.array([getattr(t, _KINDS[kind]) for t in rows])
-        ratio = np.divide(values, fitted, out=np.ones(len(rows)), where=fitted > 0)
-        return np.log([float(t.shape.size) for t in rows]), ratio
+        features = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])
+        fitted = self._fitted(module, model, kind, features)
+        values = np.array([getattr(t, _KINDS[kind]) for t in timings])
+        ratio = np.divide(values, fitted, out=np.ones(len(timings)), where=fitted > 0)
+        return np.log([float(t.shape.size) for t in timings]), rounded(ratio)
 
-    def predict(self, module: str, model: int, items: Array, tokens: Array, kind: str) -> Array:
-        """A quantity (seconds or bytes) of one layer, or of both ends, at shapes; 0 without
-        items."""
-        features = _features(items, tokens)
+    def _pair_s_uncached(self, module: str, model: int, direction: str) -> float:
+        """Seconds of one layer for each pair of tokens of one piece; large shapes, of which noise
+        hides little, count most."""
+        timings = self._timings(module, model)
+        kind = "pair_backward_s" if direction == BACKWARD else "pair_forward_s"
+        weights = [float(t.shape.size * t.shape.tokens) for t in timings]
+        total_s = sum(getattr(t, kind) * w for t, w in zip(timings, weights, strict=True))
+        return float(rounded(total_s / sum(weights)))
+
+    def predict(self, module: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
+        """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes;
+        0 without rows."""
+        features = _features(rows, tokens)
         sizes, ratio = self._missed(module, model, kind)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
-        return np.where(size > 0, features @ self._fit(module, model, kind) * factor, 0.0)
+        return np.where(size > 0, self._fitted(module, model, kind, features) * factor, 0.0)
 
     def work(self, module: str, model: int, kind: str, lengths: np.ndarray) -> float:
-        """Seconds of items of these token counts if nothing were padded or launched twice: a
+        """Seconds of pieces of these token counts if nothing were padded or launched twice: a
         floor of what any packing of them into rows costs on one rank."""
         _, linear, quadratic = self._fit(module, model, kind)
         least = self._missed(module, model, kind)[1].min()
-        return float(least * (linear * lengths.sum() + quadratic * (lengths**2).sum()))
+        pairs = float((lengths**2).sum())
+        content_s = 0.0
+        if kind in ("layer_forward", "layer_backward"):
+            content_s = self.pair_s(module, model, kind.removeprefix("layer_")) * pairs
+        return float(least * (linear * lengths.sum() + quadratic * pairs)) + content_s
 
     def slowdown(self, mesh: Mesh) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
@@ -128,74 +176,83 @@ class CostModel:
         segment: SegmentPlan,
         mesh: Mesh,
         group_size: int,
-        items: Array,
+        rows: Array,
         tokens: Array,
         direction: str,
     ) -> Array:
         """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone; 0 without items.
+        alone and without content (see `group_pair_s`); 0 without rows.
 
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
         stages.
         """
         module, back, (stages, _, model) = segment.module, direction == BACKWARD, mesh
         kind = "backward" if back else "forward"
-        layer_s = self.predict(module, model, items, tokens, f"layer_{kind}")
+        layer_s = self.predict(module, model, rows, tokens, f"layer_{kind}")
         if back and (again := _REPEATED[segment.remat]):
-            layer_s = layer_s + again * self.predict(module, model, items, tokens, "layer_forward")
-        ends_s = self.predict(module, model, items, tokens, f"ends_{kind}")
+            layer_s = layer_s + again * self.predict(module, model, rows, tokens, "layer_forward")
+        ends_s = self.predict(module, model, rows, tokens, f"ends_{kind}")
         ends_s = ends_s * self.ends_share(segment)
         ticks = group_size + stages - 1
         alone = (ticks * segment.n_layers * layer_s + group_size * ends_s) / stages
         one = self.profile.task_overhead_s + alone * self.slowdown(mesh)
-        return np.where(np.asarray(items) > 0, one, 0.0)
+        return np.where(np.asarray(rows) > 0, one, 0.0)
+
+    def group_pair_s(
+        self, segment: SegmentPlan, mesh: Mesh, group_size: int, direction: str
+    ) -> Array:
+        """Seconds that a group's task takes more for each of the group's `pairs`.
+
+        A stage sees every microbatch once, and S - 1 more times one of mean content: what it
+        computes while the pipeline inside the segment fills and drains.
+        """
+        stages, _, model = mesh
+        layer_s = self.pair_s(segment.module, model, direction)
+        if direction == BACKWARD and (again := _REPEATED[segment.remat]):
+            layer_s += again * self.pair_s(segment.module, model, "forward")
+        ticks = group_size + stages - 1
+        return layer_s * segment.n_layers / stages * ticks / group_size * self.slowdown(mesh)
 
     def ends_share(self, segment: SegmentPlan) -> float:
         """Share of the time of a module's ends that falls to the segment."""
         share = self.profile.entry_share[segment.module]
         return share * segment.first + (1.0 - share) * segment.last
 
-    def task_seconds(self, plan: Plan) -> dict[Task, float]:
-        """Seconds of every (segment, bucket, direction); a task's `group` is the bucket's index."""
-        found: dict[Task, float] = {}
-        for s in plan.segments:
-            shapes = [b.shape_of(s.module, self.profile.item_tokens) for b in plan.buckets]
-            items, tokens = np.array([(a.items, a.tokens) for a in shapes]).T
-            mesh = plan.submesh(s.submesh).shape
-            for d in (FORWARD, BACKWARD):
-                every = self.group_s(s, mesh, plan.group_size, items, tokens, d)
-                found |= {Task(s.name, b, d): float(v) for b, v in enumerate(every)}
-        return found
+    def inputs_kept(self, segment: SegmentPlan) -> int:
+        """Arrays of the hidden states' size that a segment keeps from forward to backward: what
+        every edge brings, and the hidden states of the segment before it; of a first segment that
+        no edge enters, its fields."""
+        entering = sum(segment.reads(e) for e in self.profile.edges)
+        return max(1, entering + (not segment.first))
 
     def segment_bytes(
         self,
         segment: SegmentPlan,
         mesh: Mesh,
         group_size: int,
-        items: Array,
+        rows: Array,
         tokens: Array,
         *,
         trained: bool = True,
     ) -> SegmentBytes:
-        """Bytes per device of a segment whose buckets have these shapes."""
+        """Bytes per device of a segment, by shape."""
         module, (stages, data, model) = segment.module, mesh
         layer = self.profile.layer_param_bytes[module] / model
-        ends = self.profile.ends_param_bytes[module] / model
-        held = layer * segment.n_layers / stages + ends * (segment.first + segment.last) / 2
+        parameters = parameter_bytes(segment, mesh, self.profile)
 
         def bytes_of(kind: str) -> Array:
-            return self.predict(module, model, items, tokens, kind)
+            return self.predict(module, model, rows, tokens, kind)
 
         ticks = group_size + stages - 1
         copies = ticks + (ticks > 1)  # a tick's temporaries are copied into those of all
-        layer_temp, kept = bytes_of("layer_temp"), bytes_of("hidden")
+        layer_temp, hidden = bytes_of("layer_temp"), bytes_of("hidden")
         gradients = np.minimum(layer * trained, layer_temp)  # are there once, whatever the ticks
         own = layer_temp - gradients
         once = bytes_of("ends_temp")
         if segment.remat == "layers":  # a layer keeps its input; one at a time is computed again
-            once, own = once + own, kept
+            once, own = once + own, hidden
         return SegmentBytes(
-            state=held * (1.0 + trained * (1.0 + 2.0 / data)),
-            kept=kept * group_size,
+            state=parameters * (1.0 + trained * (1.0 + 2.0 / data)),
+            kept=hidden * group_size * self.inputs_kept(segment),
             temporaries=(own * copies + gradients) * segment.n_layers / stages + once,
         )

@@ -2,7 +2,13 @@
 
 Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
 one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
-programs, so that recomputation, casts and the loss are counted as they run).
+programs, so that recomputation, casts and the loss are counted as they run). What leaves or enters
+between layers is counted with the ends.
+
+Programs run on random values, parameters included: a device that multiplies zeros draws little
+power and clocks higher. Rows are packed with pieces, without padding. Where a module's attention
+kernel skips what is not in a piece (`pair_flops`), programs are timed with whole rows of one piece
+and with rows of short ones; the difference is the cost of pairs.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,25 +26,32 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import MultimodalModel
-from dflop_jax.pipeline.communicator import zeros
-from dflop_jax.pipeline.segment import AXES, Segment
-from dflop_jax.pipeline.spmd_loop import PARTS
+from dflop_jax.contract import Module, MultimodalModel, edges_of, pair_flops_of, taps_of
+from dflop_jax.pipeline.communicator import place, zeros
+from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
+from dflop_jax.pipeline.spmd_loop import ADAPTER
+from dflop_jax.profile.parts import part_names
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
     ModelProfile,
-    ModuleShape,
     SegmentPlan,
+    Shape,
 )
 
 Progress = Callable[[int, int], None]
 _DEPTHS = (1, 3)
+_PACKED = 4  # pieces in a row where their number makes no difference
+_SHORT = 16  # pieces in a row of short ones
+_SCALE = 0.05  # of random parameters and activations
+_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
 
 
 @dataclass(frozen=True)
 class _Measured:
+    """Seconds of a segment's programs and bytes that they need."""
+
     forward_s: float
     backward_s: float
     temp_bytes: float
@@ -48,7 +61,7 @@ class _Measured:
 def profile_key(
     model: MultimodalModel,
     devices: Sequence[jax.Device],
-    shapes: Mapping[str, Sequence[ModuleShape]],
+    shapes: Mapping[str, Sequence[Shape]],
     *more: Any,
 ) -> str:
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
@@ -70,7 +83,7 @@ def profile_key(
 
 def time_layers(
     model: MultimodalModel,
-    shapes: Mapping[str, Sequence[ModuleShape]],
+    shapes: Mapping[str, Sequence[Shape]],
     model_degrees: Sequence[int],
     devices: Sequence[jax.Device],
     *,
@@ -102,7 +115,7 @@ def time_layers(
 
 def model_profile(
     model: MultimodalModel,
-    shapes: Mapping[str, Sequence[ModuleShape]],
+    shapes: Mapping[str, Sequence[Shape]],
     timings: Sequence[LayerTiming],
     devices: Sequence[jax.Device],
     *,
@@ -122,7 +135,7 @@ def model_profile(
 
 def assembled(
     model: MultimodalModel,
-    shapes: Mapping[str, Sequence[ModuleShape]],
+    shapes: Mapping[str, Sequence[Shape]],
     timings: Sequence[LayerTiming],
     *,
     key: str,
@@ -132,17 +145,15 @@ def assembled(
 ) -> ModelProfile:
     """A profile of timings from anywhere, with the model's sizes."""
     layer_bytes, ends_bytes, entry_share = {}, {}, {}
-    for name, spec in model.modules.items():
-        entry, exit_ = (
-            spec.flops(p, shapes[name][-1].items, shapes[name][-1].tokens)
-            for p in ("entry", "exit")
-        )
+    for name, module in model.modules.items():
+        largest = shapes[name][-1]
+        entry, exit_ = (module.flops(p, largest.rows, largest.tokens) for p in ("entry", "exit"))
         entry_share[name] = entry / max(entry + exit_, 1.0)
-        sizes = {
-            p: _nbytes(jax.eval_shape(partial(spec.init, p), jax.random.key(0))) for p in PARTS
-        }
-        layer_bytes[name] = sizes["layers"]
-        ends_bytes[name] = sizes["entry"] + sizes["exit"]
+        sizes = {p: _part_bytes(module, p) for p in part_names(module)}
+        layer_bytes[name] = sizes.pop("layers")
+        if ADAPTER in module.freeze_groups:
+            layer_bytes[name] += _part_bytes(module, ADAPTER)
+        ends_bytes[name] = sum(sizes.values())
     return ModelProfile(
         key=key,
         device=device,
@@ -151,9 +162,11 @@ def assembled(
         ends_param_bytes=ends_bytes,
         n_layers={n: m.n_layers for n, m in model.modules.items()},
         entry_share=entry_share,
-        item_tokens=dict(model.item_tokens),
         concurrency=concurrency,
         task_overhead_s=task_overhead_s,
+        edges=edges_of(model),
+        tied=tuple(n for n, m in model.modules.items() if m.tied),
+        piece_tokens=dict(model.piece_tokens),
     )
 
 
@@ -168,8 +181,26 @@ def time_s(run: Callable[[], Any], repeats: int) -> float:
     return best
 
 
+def _part_bytes(module: Module, part: str) -> int:
+    return _nbytes(jax.eval_shape(partial(module.init, part), jax.random.key(0)))
+
+
 def _nbytes(tree: Any) -> int:
     return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True)
+class _Shallow:
+    """A module whose taps all leave after the first layer at the latest."""
+
+    module: Module
+
+    @property
+    def taps(self) -> dict[str, int]:
+        return {name: min(leaves, 1) for name, leaves in taps_of(self.module).items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _segment(
@@ -179,80 +210,163 @@ def _segment(
     devices: Sequence[jax.Device],
     mesh_shape: tuple[int, int, int],
 ) -> Segment:
+    """The first `depth` layers of a module with all that leaves and enters it."""
+    # What lies deeper is moved to the first layer, so that every depth runs it once.
+    edges = tuple(
+        replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
+    )
+    plan = SegmentPlan(module, module, 0, depth, module, True, True)
+    spec: Any = model.modules[module]
+    spec = _Shallow(spec) if taps_of(spec) else spec
     return Segment(
-        plan=SegmentPlan(module, module, 0, depth, module, True, True),
-        module=model.modules[module],
+        plan=plan,
+        module=spec,
         mesh=Mesh(np.array(devices[: prod(mesh_shape)]).reshape(mesh_shape), AXES),
         microbatches=1,
-        trainable=frozenset(PARTS),
-        sends_gradient=True,
+        trainable=frozenset(parts_of(plan, spec)),
+        wants_gradient=frozenset(e.name for e in edges if plan.reads(e)),
+        edges=tuple(e for e in edges if plan.reads(e) or plan.sends(e)),
     )
 
 
-def _measure(segment: Segment, shape: ModuleShape, repeats: int) -> _Measured:
-    structs = segment.argument_structs(shape, BACKWARD)
-    forward = segment.lower(shape, FORWARD).compile()
+def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
+    """Values of a struct's shape and dtype, integers from 0 to `below`."""
+    rng = np.random.default_rng(0)
+    kind = struct.dtype.kind
+    values: Any
+    if kind == "b":
+        values = rng.random(_VALUES) < 0.5
+    elif kind in "iu":
+        values = rng.integers(0, min(below, np.iinfo(struct.dtype).max + 1), _VALUES)
+    else:  # bfloat16 too
+        values = rng.standard_normal(_VALUES) * _SCALE
+    return place(np.resize(values.astype(struct.dtype), struct.shape), struct.sharding)
+
+
+def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int) -> Any:
+    """Fields of rows that are full of about so many pieces of equal length each."""
+    batch = {}
+    for name, struct in fields.items():
+        if name not in ("segment_ids", "positions", "weights"):
+            batch[name] = _random(struct, below)
+            continue
+        tokens = struct.shape[2]  # after microbatches and rows
+        length = -(-tokens // pieces)
+        row = {
+            "segment_ids": np.arange(tokens) // length + 1,
+            "positions": np.arange(tokens) % length,
+            "weights": np.ones(tokens),
+        }[name]
+        row = row.reshape(tokens, *[1] * (len(struct.shape) - 3)).astype(struct.dtype)
+        batch[name] = place(np.broadcast_to(row, struct.shape), struct.sharding)
+    return batch
+
+
+def _measure(
+    segment: Segment, shape: Shape, repeats: int, below: int, pieces: Sequence[int]
+) -> list[_Measured]:
+    """What the segment takes with rows of each number of pieces."""
+    params, x, fields, dy, grads = segment.argument_structs(shape, BACKWARD)
+    kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
+    forward = segment.lower(shape, kind).compile()
     backward = segment.lower(shape, BACKWARD).compile()
-    params, x, fields, dy, grads = jax.tree.map(zeros, structs)
-    forward_s = time_s(lambda: forward(params, x, fields), repeats)
-    held = [grads]  # donated by each call, and given back
-
-    def run_backward() -> Any:
-        _, dx, held[0], done = backward(params, x, fields, dy, held[0])
-        return dx, done
-
-    backward_s = time_s(run_backward, repeats)
+    params, x, dy = jax.tree.map(partial(_random, below=below), (params, x, dy))
+    sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = segment.hidden_struct(shape)
-    return _Measured(forward_s, backward_s, float(temp), _nbytes(hidden))
+    hidden = _nbytes(segment.hidden_struct(shape))
+    measured = []
+    for n in pieces:
+        batch = _packed(fields, n, below)
+
+        def run_backward(batch: Any = batch) -> Any:
+            _, dx, sums[0], done = backward(params, x, batch, dy, sums[0])
+            return dx, done
+
+        forward_s = time_s(partial(forward, params, x, batch), repeats)
+        measured.append(_Measured(forward_s, time_s(run_backward, repeats), float(temp), hidden))
+    return measured
+
+
+def _split(shallow: float, deep: float) -> tuple[float, float]:
+    """(one layer, both ends) of what programs of the two depths take."""
+    step = _DEPTHS[1] - _DEPTHS[0]
+    # Noise can make the deeper program look faster; a layer never costs less than nothing.
+    layer = max(deep - shallow, 0.02 * deep) / step
+    return layer, max(shallow - _DEPTHS[0] * layer, 0.0)
+
+
+def _apart(layer_s: tuple[float, float], pairs: Sequence[float]) -> tuple[float, float]:
+    """(seconds without content, seconds of a pair) of a layer that was timed with many pairs and
+    with few."""
+    pair_s = max(layer_s[0] - layer_s[1], 0.0) / max(pairs[0] - pairs[1], 1.0)
+    return max(layer_s[0] - pair_s * pairs[0], 0.0), pair_s
 
 
 def _time_layer(
     model: MultimodalModel,
     module: str,
-    shape: ModuleShape,
+    shape: Shape,
     devices: Sequence[jax.Device],
     tp: int,
     repeats: int,
 ) -> LayerTiming:
+    skips = pair_flops_of(model.modules[module]) > 0
+    pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
     low, high = (
-        _measure(_segment(model, module, d, devices, (1, 1, tp)), shape, repeats) for d in _DEPTHS
+        _measure(
+            _segment(model, module, depth, devices, (1, 1, tp)),
+            shape,
+            repeats,
+            model.vocab_size,
+            pieces,
+        )
+        for depth in _DEPTHS
     )
-    step = _DEPTHS[1] - _DEPTHS[0]
-
-    def split(shallow: float, deep: float) -> tuple[float, float]:
-        # Noise can make the deeper program look faster; a layer never costs less than nothing.
-        layer = max(deep - shallow, 0.02 * deep) / step
-        return layer, max(shallow - _DEPTHS[0] * layer, 0.0)
-
-    layer_f, ends_f = split(low.forward_s, high.forward_s)
-    layer_b, ends_b = split(low.backward_s, high.backward_s)
-    layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / step
-    ends_m = max(low.temp_bytes - _DEPTHS[0] * layer_m, 0.0)
+    layer_f, ends_f = _split(low[0].forward_s, high[0].forward_s)
+    layer_b, ends_b = _split(low[0].backward_s, high[0].backward_s)
+    pair_f = pair_b = 0.0
+    if skips:
+        pairs = [_pairs(shape, n) for n in pieces]
+        short_f, _ = _split(low[1].forward_s, high[1].forward_s)
+        short_b, _ = _split(low[1].backward_s, high[1].backward_s)
+        layer_f, pair_f = _apart((layer_f, short_f), pairs)
+        layer_b, pair_b = _apart((layer_b, short_b), pairs)
+    layer_m = max(high[0].temp_bytes - low[0].temp_bytes, 0.0) / (_DEPTHS[1] - _DEPTHS[0])
     return LayerTiming(
-        module,
-        tp,
-        shape,
-        layer_f,
-        layer_b,
-        ends_f,
-        ends_b,
-        layer_m,
-        ends_m,
-        low.hidden_bytes,
+        module=module,
+        model=tp,
+        shape=shape,
+        layer_forward_s=layer_f,
+        layer_backward_s=layer_b,
+        ends_forward_s=ends_f,
+        ends_backward_s=ends_b,
+        layer_temp_bytes=layer_m,
+        ends_temp_bytes=max(low[0].temp_bytes - _DEPTHS[0] * layer_m, 0.0),
+        hidden_bytes=low[0].hidden_bytes,
+        pair_forward_s=pair_f,
+        pair_backward_s=pair_b,
     )
+
+
+def _pairs(shape: Shape, pieces: int) -> float:
+    """Sum of p^2 over the pieces of rows that `_packed` fills."""
+    length = -(-shape.tokens // pieces)
+    whole, rest = divmod(shape.tokens, length)
+    return float(shape.rows * (whole * length**2 + rest**2))
 
 
 def together(
-    model: MultimodalModel, shape: ModuleShape, devices: Sequence[jax.Device], repeats: int = 3
+    model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device], repeats: int = 3
 ) -> float:
-    """Programs per second of `devices` that all run the same one-layer LLM backward at once.
+    """Programs per second of `devices` that all run the same one-layer backward of the last module
+    at once, each at `shape`.
 
     Against the same of one device alone it tells how many devices really compute concurrently:
     fewer than there are where pretended CPU devices share cores.
     """
-    n = len(devices)
-    return n / _measure(_segment(model, "llm", 1, devices, (1, n, 1)), shape, repeats).backward_s
+    last, n = list(model.modules)[-1], len(devices)
+    segment = _segment(model, last, 1, devices, (1, n, 1))
+    return n / _measure(segment, shape, repeats, model.vocab_size, [_PACKED])[0].backward_s
 
 
 def _overhead_s(device: jax.Device) -> float:

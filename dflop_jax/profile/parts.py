@@ -1,7 +1,9 @@
 """The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
 
-Backward is what the runtime runs: the forward again, its gradient, and the sum into the float32
-accumulators (`dflop_jax.pipeline.spmd_loop`).
+A part is "entry", "layers" (one layer), "exit" or the name of a tap. Backward is what the runtime
+runs: the forward again, its gradient, and the sum into the float32 accumulators
+(`dflop_jax.pipeline.spmd_loop`). `placed` names the fields of the entry that edges fill: they get a
+gradient too. What enters between layers is added to the hidden states there, and is not counted.
 """
 
 from __future__ import annotations
@@ -15,36 +17,44 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import MODEL_SHARDED, Module
+from dflop_jax.contract import MODEL_SHARDED, Module, taps_of
 from dflop_jax.pipeline.spmd_loop import PARTS
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Value, sources, trace
-from dflop_jax.records import BACKWARD, FORWARD, ModuleShape
+from dflop_jax.records import BACKWARD, FORWARD, Shape
 
 Tree = Any
 ENDS = ("entry", "exit")
 
 
+Names = tuple[str, ...]
+
+
+def part_names(module: Module) -> Names:
+    """Parts that hold a module's parameters, but for adapters."""
+    return (*PARTS, *(tap for tap in taps_of(module) if tap in module.inputs))
+
+
+def end_names(module: Module) -> Names:
+    """Parts that run once for all layers: the ends, and taps, which are counted with them."""
+    return (*ENDS, *taps_of(module))
+
+
 @lru_cache(maxsize=4096)
 def part_kernels(
-    module: Module, part: str, direction: str, shape: ModuleShape, ways: int
+    module: Module, part: str, direction: str, shape: Shape, ways: int, placed: Names = ()
 ) -> tuple[Kernel, ...]:
-    """Kernels of a part on one of `ways` tensor-parallel devices.
-
-    Args:
-      part: "entry", "layers" (one layer) or "exit".
-      shape: per data rank.
-    """
-    closed, dims = _traced(module, part, direction, shape)
+    """Kernels of a part at a per-rank shape, on one of `ways` tensor-parallel devices."""
+    closed, dims = _traced(module, part, direction, shape, placed)
     return tuple(kernels_of(trace(closed, dims, ways)))
 
 
 @lru_cache(maxsize=1024)
 def _traced(
-    module: Module, part: str, direction: str, shape: ModuleShape
+    module: Module, part: str, direction: str, shape: Shape, placed: Names
 ) -> tuple[core.ClosedJaxpr, tuple[int | None, ...]]:
     """Jaxpr of a part, and which dim of each input tensor parallelism splits."""
-    params, x, fields = _arguments(module, part, shape)
+    params, x, fields = _arguments(module, part, shape, placed)
     forward = partial(_forward, module, part)
     of_params = [
         next((i for i, axis in enumerate(axes) if axis in MODEL_SHARDED), None)
@@ -67,19 +77,25 @@ def part_structs(module: Module, part: str) -> Tree:
     return jax.eval_shape(partial(module.init, part), jax.random.key(0))
 
 
-def _arguments(module: Module, part: str, shape: ModuleShape) -> tuple[Tree, Tree, Tree]:
+def _arguments(
+    module: Module, part: str, shape: Shape, placed: Names = ()
+) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
 
     init = partial(part_structs, module)
 
     def read(p: str) -> dict[str, jax.ShapeDtypeStruct]:
-        return {n: module.field_spec(n, shape.items, shape.tokens) for n in module.inputs[p]}
+        names = module.inputs.get(p, ())
+        return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}
 
     fields = read(part)
     if part == "entry":
-        x = {n: fields.pop(n) for n in ("visual",) if n in fields}
+        x = {n: fields.pop(n) for n in placed if n in fields}
         return {"entry": init("entry")}, x, fields
     hidden = jax.eval_shape(module.entry, init("entry"), read("entry"))
+    if part in taps_of(module):
+        own = {part: init(part)} if part in module.inputs else {}
+        return own, {"hidden": hidden}, {**read("entry"), **read("layers"), **fields}
     parts = ("entry", "exit") if part == "exit" and module.tied else (part,)
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
@@ -89,17 +105,20 @@ def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> 
         return module.entry(params["entry"], {**fields, **x})
     if part == "layers":
         return module.layer(params["layers"], x["hidden"], fields)
-    return module.exit(params["exit"], x["hidden"], fields, params.get("entry"))
+    if part == "exit":
+        return module.exit(params["exit"], x["hidden"], fields, params.get("entry"))
+    tap: Any = module.tap  # type: ignore[attr-defined]
+    return tap(part, params.get(part), x["hidden"], fields)
 
 
 def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
     y, vjp = jax.vjp(lambda p, x: forward(p, x, fields), params, x)
     dparams, dx = vjp(dy)
-    sums = y if isinstance(y, dict) else ()  # the LLM's end also says its loss
+    sums = y if isinstance(y, dict) else ()  # a loss also says its sums
     return sums, dx, jax.tree.map(jnp.add, grads, dparams)
 
 
-def hidden_bytes(module: Module, shape: ModuleShape, half_bytes: int = 2) -> float:
+def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
     hidden = _arguments(module, "layers", shape)[1]["hidden"]
     return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
@@ -116,20 +135,24 @@ class Kept:
 
 
 @lru_cache(maxsize=1024)
-def part_kept(module: Module, part: str, shape: ModuleShape, ways: int, half_bytes: int) -> Kept:
-    """What backward of a part needs beside its inputs; `half_bytes` as in `quick_bytes`."""
+def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: int) -> Kept:
+    """Bytes that backward of a part needs beside its inputs; `half_bytes` as in `value_bytes`."""
     closed, marks = _residuals(module, part, shape)
-    region = trace(closed, _traced(module, part, FORWARD, shape)[1], ways)
+    region = trace(closed, _traced(module, part, FORWARD, shape, ())[1], ways)
     comes_from = sources(region, marks)
-    held = {op.outs[0]: op.ins[0] for op in region.ops if op.name in LAYOUT}
+    original = {op.outs[0]: op.ins[0] for op in region.ops if op.name in LAYOUT}
     total = dict.fromkeys(("activations", "parameters", "fields"), 0.0)
     for v in dict.fromkeys(region.outs):
-        of = comes_from.get(v, frozenset())
-        while v in held:
-            v = held[v]
-        if not of or v in region.ins:
+        origins = comes_from.get(v, frozenset())
+        while v in original:
+            v = original[v]
+        if not origins or v in region.ins:
             continue  # a constant is made again, an input is there anyway
-        kind = "activations" if "x" in of else "fields" if "fields" in of else "parameters"
+        kind = "parameters"
+        if "x" in origins:
+            kind = "activations"
+        elif "fields" in origins:
+            kind = "fields"
         total[kind] += value_bytes(v, half_bytes)
     if part == "entry":  # its fields are its activations
         total["activations"] += total.pop("fields")
@@ -138,9 +161,7 @@ def part_kept(module: Module, part: str, shape: ModuleShape, ways: int, half_byt
 
 
 @lru_cache(maxsize=1024)
-def _residuals(
-    module: Module, part: str, shape: ModuleShape
-) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
+def _residuals(module: Module, part: str, shape: Shape) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
     """Jaxpr of what a part's gradient keeps, and where each input comes from."""
     params, x, fields = _arguments(module, part, shape)
     forward = partial(_forward, module, part)
@@ -155,10 +176,16 @@ def _residuals(
 
 @lru_cache(maxsize=4096)
 def part_work(
-    module: Module, part: str, direction: str, shape: ModuleShape, ways: int, half_bytes: int
+    module: Module,
+    part: str,
+    direction: str,
+    shape: Shape,
+    ways: int,
+    half_bytes: int,
+    placed: Names = (),
 ) -> float:
     """Most bytes on one device that a part has alive at once beside its inputs."""
-    closed, dims = _traced(module, part, direction, shape)
+    closed, dims = _traced(module, part, direction, shape, placed)
     return working_bytes(trace(closed, dims, ways), partial(value_bytes, half_bytes=half_bytes))
 
 
@@ -189,7 +216,7 @@ def divides(module: Module, ways: int) -> bool:
     """Whether every dim that tensor parallelism splits divides over `ways` devices."""
     return not any(
         size % ways
-        for part in PARTS
+        for part in part_names(module)
         for leaf, names in _leaves(module, part)
         for size, name in zip(leaf.shape, names, strict=True)
         if name in MODEL_SHARDED

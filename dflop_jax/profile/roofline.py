@@ -3,29 +3,37 @@
 A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch;
 kernels come from the module's own functions (`parts`, `kernels`), so any model works. A product
 reaches less of the peak the fewer rows, columns or depth it has on one device, which is what small
-encoder batches and high degrees of tensor parallelism cost. `fit_efficiency` takes the constants
-from a profile that was measured.
+batches and high degrees of tensor parallelism cost. Attention whose kernel skips what is not in a
+piece costs its pairs' FLOPs, at the share of the peak that attention reaches.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from dflop_jax.contract import Module, MultimodalModel
+from dflop_jax.contract import Module, MultimodalModel, edges_of, pair_flops_of
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.profile.kernels import ATTENTION, MATMUL, Kernel
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.memory import work_of
-from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
-from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, ModuleShape
+from dflop_jax.profile.parts import (
+    ENDS,
+    Names,
+    divides,
+    end_names,
+    hidden_bytes,
+    part_kernels,
+)
+from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, Shape
 
 
 def roofline_profile(
     model: MultimodalModel,
     hardware: Hardware,
-    shapes: Mapping[str, Sequence[ModuleShape]],
+    shapes: Mapping[str, Sequence[Shape]],
     model_degrees: Sequence[int],
     *,
     n_devices: int,
@@ -63,13 +71,12 @@ def roofline_profile(
                 f"none of the tensor-parallel degrees {list(model_degrees)} divides the sizes of "
                 f"{name!r} and fits into a node of {hardware.devices_per_node}; add 1"
             )
-        for ways in degrees:
-            one = _Predictor(module, ways, hardware, e)
-            timings += [one.timing(name, shape) for shape in shapes[name]]
-        entry_share[name] = _Predictor(module, degrees[0], hardware, e).entry_share(
-            shapes[name][-1]
-        )
-    facts = (model.modules, asdict(hardware), asdict(e), sorted(shapes.items()))
+        into = (edge for edge in edges_of(model) if edge.target == name and edge.enters < 0)
+        placed = tuple(dict.fromkeys(edge.name for edge in into))
+        predictors = [_Predictor(module, placed, ways, hardware, e) for ways in degrees]
+        timings += [p.timing(name, shape) for p in predictors for shape in shapes[name]]
+        entry_share[name] = predictors[0].entry_share(shapes[name][-1])
+    facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
     profile = assembled(
         model,
         shapes,
@@ -82,39 +89,67 @@ def roofline_profile(
     return replace(profile, entry_share=entry_share)
 
 
+_ROW = 128  # tokens of rows so short that attention over them hardly counts
+# Backward of attention: its forward's two products again, and five more (arXiv 2205.14135).
+_PAIR_BACKWARD = 3.5
+
+
 @dataclass(frozen=True)
 class _Predictor:
-    """Seconds and bytes of one module at one tensor-parallel degree."""
+    """Seconds and bytes of one module at one tensor-parallel degree; edges fill the fields `placed`
+    of its entry."""
 
     module: Module
+    placed: Names
     ways: int
     hardware: Hardware
     efficiency: Efficiency
 
-    def part_s(self, part: str, direction: str, shape: ModuleShape) -> float:
-        kernels = part_kernels(self.module, part, direction, shape, self.ways)
+    def part_s(self, part: str, direction: str, shape: Shape) -> float:
+        kernels = part_kernels(self.module, part, direction, shape, self.ways, self.placed)
+        return self._kernels_s(kernels)
+
+    def _kernels_s(self, kernels: Iterable[Kernel]) -> float:
         table = Table.of([kernels], [self.ways], self.hardware)
         return float(table.seconds(self.efficiency)[0])
 
-    def entry_share(self, shape: ModuleShape) -> float:
+    def layer_s(self, direction: str, shape: Shape) -> float:
+        """Seconds of a layer; without attention over whole rows where its kernel skips that."""
+        if not pair_flops_of(self.module):
+            return self.part_s("layers", direction, shape)
+        if shape.tokens > _ROW:  # what else a layer does with scores of whole rows goes, too
+            shape = Shape(-(-shape.size // _ROW), _ROW)
+        kernels = part_kernels(self.module, "layers", direction, shape, self.ways)
+        return self._kernels_s(k for k in kernels if k.kind != ATTENTION)
+
+    def pair_s(self, shape: Shape) -> float:
+        """Seconds of forward attention for a pair of tokens of one piece."""
+        flops = pair_flops_of(self.module) / self.ways
+        kernels = part_kernels(self.module, "layers", FORWARD, shape, self.ways)
+        dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
+        return flops / (self.hardware.peak_flops(dtype) * self.efficiency.attention)
+
+    def entry_share(self, shape: Shape) -> float:
         entry, exit_ = (self.part_s(p, BACKWARD, shape) for p in ENDS)
         return entry / (entry + exit_)
 
-    def timing(self, name: str, shape: ModuleShape) -> LayerTiming:
-        if shape.items == 0:
-            raise ValueError(f"a shape of {name!r} without items takes no time; leave it out")
-        layer_f, layer_b = (self.part_s("layers", d, shape) for d in (FORWARD, BACKWARD))
-        ends_f, ends_b = (sum(self.part_s(p, d, shape) for p in ENDS) for d in (FORWARD, BACKWARD))
-        work = work_of(self.module, shape, self.ways)
+    def ends_s(self, direction: str, shape: Shape) -> float:
+        return sum(self.part_s(p, direction, shape) for p in end_names(self.module))
+
+    def timing(self, name: str, shape: Shape) -> LayerTiming:
+        work = work_of(self.module, shape, self.ways, placed=self.placed)
+        pair_s = self.pair_s(shape)
         return LayerTiming(
             module=name,
             model=self.ways,
             shape=shape,
-            layer_forward_s=layer_f,
-            layer_backward_s=layer_b,
-            ends_forward_s=ends_f,
-            ends_backward_s=ends_b,
+            layer_forward_s=self.layer_s(FORWARD, shape),
+            layer_backward_s=self.layer_s(BACKWARD, shape),
+            ends_forward_s=self.ends_s(FORWARD, shape),
+            ends_backward_s=self.ends_s(BACKWARD, shape),
             layer_temp_bytes=work.activations + work.casts + work.gradients,
             ends_temp_bytes=work.alive,
             hidden_bytes=hidden_bytes(self.module, shape),
+            pair_forward_s=pair_s,
+            pair_backward_s=_PAIR_BACKWARD * pair_s,
         )

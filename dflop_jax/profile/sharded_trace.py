@@ -31,7 +31,7 @@ class Value:
 
     @property
     def n_bytes(self) -> float:
-        """On one device."""
+        """Bytes on one device."""
         whole = prod(self.shape) * self.dtype.itemsize if self.shape else 0
         return whole / (self.ways if self.dim is not None else 1)
 
@@ -63,7 +63,7 @@ class Region:
 
 
 def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], ways: int) -> Region:
-    """What a jaxpr does on one of `ways` devices.
+    """The operations of a jaxpr on one of `ways` devices.
 
     Args:
       dims: for each input the dim that is sharded, if any.
@@ -237,7 +237,7 @@ def _without_dead(region: Region) -> Region:
 
 
 def sources(region: Region, marks: Sequence[str]) -> dict[Value, frozenset[str]]:
-    """From which inputs each value comes, by the inputs' marks; constants come from none."""
+    """Marks of the inputs that each value comes from; constants come from none."""
     found = {v: frozenset((mark,)) for v, mark in zip(region.ins, marks, strict=True)}
     for op in region.ops:
         of = frozenset[str]().union(*(found.get(v, frozenset()) for v in op.ins))

@@ -101,11 +101,11 @@ def _labels(cells: Sequence[dict[str, str]]) -> list[str]:
     """All labels, in the runs' own order: one that a run adds follows its neighbour there."""
     order: list[str] = []
     for cell in cells:
-        at = 0
+        place = 0
         for label in cell:
             if label not in order:
-                order.insert(at, label)
-            at = order.index(label) + 1
+                order.insert(place, label)
+            place = order.index(label) + 1
     return order
 
 

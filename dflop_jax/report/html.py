@@ -17,48 +17,25 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
+from dflop_jax.report.colours import DARK, INK, luminance
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.run_folder import SIMULATED, TRACE, has_steps, read_plan
-from dflop_jax.report.summary import RunSummary, bucket_text, number, summarise
+from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, number, summarise
 from dflop_jax.report.timeline import (
-    INK,
     Panel,
     label_of,
     legend_entries,
-    luminance,
     rows_of,
     segment_modules,
 )
 from dflop_jax.report.trace import read_labelled
 
-# Memory of a run's trace: (folder, plan, trace, bucket name of each group) -> submesh -> points
+# Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
 Memory = Callable[
     [Path, Plan, Trace, Mapping[int, str]], Mapping[str, Sequence[tuple[float, float]]]
 ]
-
-# Each colour of a timeline -> the one that stands for it on a dark page.
-_DARK = {
-    "#7fcdbb": "#2c7d6f",
-    "#1b8a7a": "#5fd0bb",
-    "#fdd49e": "#8f6026",
-    "#d98324": "#f2ab4c",
-    "#d4b9da": "#6f4383",
-    "#8e44ad": "#c78fe2",
-    "#9ecae1": "#32659c",
-    "#2b6cb0": "#7db6f2",
-    "#c7d59f": "#5f7628",
-    "#6b8e23": "#abcf55",
-    "#f4b6c2": "#8e3d50",
-    "#c2455f": "#f08ba2",
-    "#d9c7b0": "#715535",
-    "#8c6239": "#cfa878",
-    "#e0a100": "#e6b83c",
-    "#52606d": "#9aa7b4",
-    "#b3bcc8": "#4c5662",
-    "#8793a3": "#717d8b",
-}
 
 
 @dataclass(frozen=True)
@@ -96,11 +73,11 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
       ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
     """
     runs = [_read(name, folder) for name, folder in run_names(folders).items()]
-    shown = [(run, panel, buckets) for run in runs for panel, buckets in run.traces]
+    shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
     colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
     index = {c["label"]: i for i, c in enumerate(colours)}
-    panels = [_panel(run, panel, buckets, index, memory) for run, panel, buckets in shown]
+    panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in shown]
     stepped = [run for run in runs if run.summary is not None]
     summaries = [run.summary for run in stepped if run.summary is not None]
     heading = _joined([run.name for run in runs])
@@ -129,18 +106,18 @@ def _source(name: str) -> str:
 
 def _read(name: str, folder: Path) -> _Run:
     titles = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
-    found = [file for file in titles if (folder / file).exists()]
+    files = [file for file in titles if (folder / file).exists()]
     # Without a trace there is nothing to show of a run without steps: the error says what to do.
-    summary = summarise(folder) if not found or has_steps(folder) else None
+    summary = summarise(folder) if not files or has_steps(folder) else None
     plan = read_plan(folder)
     submeshes = [m.name for m in plan.submeshes]
     traces = []
-    for file in found:
-        for trace, buckets in read_labelled(folder / file):
+    for file in files:
+        for trace, labels in read_labelled(folder / file):
             title = titles[file].format(name=name, step=trace.step, source=trace.source)
             panel = Panel(title, trace, segment_modules(plan), submeshes)
             if trace.makespan_s > 0:
-                traces.append((panel, buckets))
+                traces.append((panel, labels))
     return _Run(name, folder, plan, summary, traces)
 
 
@@ -171,7 +148,7 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
 
 def _plan(run: _Run) -> dict[str, Any]:
     plan = run.plan
-    held = {
+    layers = {
         m.name: [
             f"{s.module} {_span(s.start, s.stop)}" for s in plan.segments if s.submesh == m.name
         ]
@@ -186,7 +163,7 @@ def _plan(run: _Run) -> dict[str, Any]:
                 m.name,
                 _span(m.first, m.devices.stop),
                 " × ".join(map(str, m.shape)),
-                ", ".join(held[m.name]) or "none",
+                ", ".join(layers[m.name]) or "none",
             )
             for m in plan.submeshes
         ],
@@ -201,18 +178,18 @@ def _span(first: int, stop: int) -> str:
 def _panel(
     run: _Run,
     panel: Panel,
-    buckets: Mapping[int, str],
+    labels: Mapping[int, str],
     colours: Mapping[str, int],
     memory: Memory | None,
 ) -> dict[str, Any]:
     """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
     group, bucket]."""
     trace, rows = panel.trace, _rows(panel)
-    at = {name: i for i, name in enumerate(rows)}
+    row_number = {name: i for i, name in enumerate(rows)}
     busy, links = trace.busy_fraction(), _links(trace)
-    texts = {b.name: bucket_text(b) for b in run.plan.buckets}
+    texts = label_texts(run.plan)
     shade = {e: colours[label_of(e, panel.modules)] for e in trace.events}
-    curves, note = _memory(run, trace, buckets, memory)
+    curves, note = _memory(run, trace, labels, memory)
     return {
         "title": panel.title,
         "makespan_s": trace.makespan_s,
@@ -223,14 +200,14 @@ def _panel(
         ],
         "tasks": [
             [
-                at[e.submesh],
+                row_number[e.submesh],
                 e.start_s,
                 e.end_s,
                 shade[e],
                 e.segment,
                 e.direction,
                 e.group,
-                texts.get(buckets.get(e.group, ""), buckets.get(e.group, "")),
+                texts.get(labels.get(e.group, ""), labels.get(e.group, "")),
             ]
             for e in trace.events
         ],
@@ -238,9 +215,9 @@ def _panel(
             {
                 "name": name,
                 "colour": _main_colour([e for e in trace.events if e.submesh == name], shade),
-                "peak": max(held for _, held in points),
+                "peak": max(n_bytes for _, n_bytes in points),
                 "times_s": [time_s for time_s, _ in points],
-                "bytes": [held for _, held in points],
+                "bytes": [n_bytes for _, n_bytes in points],
             }
             for name, points in curves.items()
         ],
@@ -265,13 +242,13 @@ def _links(trace: Trace) -> dict[str, str]:
 
 
 def _memory(
-    run: _Run, trace: Trace, buckets: Mapping[int, str], memory: Memory | None
+    run: _Run, trace: Trace, labels: Mapping[int, str], memory: Memory | None
 ) -> tuple[Mapping[str, Sequence[tuple[float, float]]], str]:
-    """(curves, "") or (none, why)."""
+    """Return the curves, or none of them and why."""
     if memory is None:
         return {}, ""
     try:
-        return memory(run.folder, run.plan, trace, buckets), ""
+        return memory(run.folder, run.plan, trace, labels), ""
     except ValueError as e:
         return {}, f"memory over time is not known: {' '.join(str(e).split())}"
 
@@ -285,7 +262,7 @@ def _main_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
 
 
 def _colour(label: str, light: str) -> dict[str, str]:
-    dark = _DARK[light]
+    dark = DARK[light]
     ink = {c: "#ffffff" if luminance(c) < 0.55 else INK for c in (light, dark)}
     return {
         "label": label,

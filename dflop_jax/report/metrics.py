@@ -17,16 +17,18 @@ WARMUP_STEPS = 2
 class StepMetrics:
     """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
 
-    `loss` is per supervised token of the global batch. `tokens_per_s` counts LLM tokens of samples,
-    not padding. `learning_rates` are those of the parts that train (`learning_rate` that of parts
-    without one of their own). `busy_fraction` is per submesh, `padding_fraction` per module (share
-    of executed tiles or tokens that are padding), `groups` counts the groups of each bucket (tiles
-    x rows x tokens). `compiles` counts programs compiled during this step. `schedule_s` is the
-    solver's time off the training path, `schedule_wait_s` what the step waited for it,
-    `save_wait_s` what it waited for a checkpoint; `makespan_s` and `lower_bound_s` are the
-    schedule's. `n_bad` counts samples of this batch that could not be decoded and were replaced.
-    `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
-    sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample.
+    `loss` is per supervised token of the global batch, added up over the modules that have one.
+    `losses` has it by module, each without its weight in that sum. `tokens_per_s` counts tokens of
+    samples, not padding, in the last module. `learning_rates` are those of the parts that train
+    (`learning_rate` that of parts without one of their own). `busy_fraction` is per submesh,
+    `padding_fraction` per module (share of executed tokens that are padding), `groups` counts the
+    groups of each module and shape (MODULE:ROWSxTOKENS). `compiles` counts programs compiled
+    during this step. `schedule_s` is the solver's time off the training path, `schedule_wait_s`
+    what the step waited for it, `save_wait_s` what it waited for a checkpoint; `makespan_s` and
+    `lower_bound_s` are the schedule's. `n_bad` counts samples of this batch that could not be
+    decoded and were replaced. `correction` (empty unless predictions are corrected) holds
+    `sampling` (1: task times are being sampled), `farthest_factor`, `predicted_gain_s` and
+    `overhead_s` of the last sample.
     """
 
     step: int
@@ -48,6 +50,7 @@ class StepMetrics:
     save_wait_s: float = 0.0
     correction: Mapping[str, float] = field(default_factory=dict)
     learning_rates: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

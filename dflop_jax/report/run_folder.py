@@ -156,11 +156,9 @@ class RunFolder:
         with (self.path / EVALUATIONS).open("ab") as f:
             f.write(_line(msgspec.to_builtins(row)))
 
-    def write_trace(
-        self, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
-    ) -> None:
-        """trace.json; `buckets` names the bucket of each group of the traced schedule."""
-        write_trace(self.path / TRACE, traces, buckets)
+    def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
+        """Write trace.json; `labels` are those of the traced schedule's groups."""
+        write_trace(self.path / TRACE, traces, labels)
 
 
 def _keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:

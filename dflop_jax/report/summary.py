@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import Bucket, Plan, SubmeshPlan
+from dflop_jax.records import Bucket, Plan, Shape, SubmeshPlan
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
 from dflop_jax.report.run_folder import (
     LOSS,
@@ -33,8 +33,10 @@ from dflop_jax.report.timeline import Panel, draw_losses, draw_timeline, segment
 class RunSummary:
     """Figures of one run; nan where the run did not measure one.
 
-    `busy_predicted` is the planner's, `busy_measured` the run's, per submesh. `makespan_over_bound`
-    is the median over steps of the schedule's makespan over its lower bound.
+    `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
+    `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
+    `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
+    schedule's makespan over its lower bound.
     """
 
     name: str
@@ -46,6 +48,7 @@ class RunSummary:
     padding_fraction: dict[str, float]
     busy_predicted: dict[str, float]
     busy_measured: dict[str, float]
+    makespan_chosen_by_s: float
     makespan_predicted_s: float
     makespan_s: float
     makespan_over_bound: float
@@ -85,9 +88,10 @@ def summarise(folder: str | Path) -> RunSummary:
         step_s=spread(column(after, "step_s")),
         tokens_per_s=median("tokens_per_s"),
         padding_fraction=medians("padding_fraction"),
-        busy_predicted=_predicted(plan, "busy_fraction."),
+        busy_predicted=plan.predicted.busy_fraction,
         busy_measured=medians("busy_fraction"),
-        makespan_predicted_s=plan.predicted.get("makespan_s", math.nan),
+        makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
+        makespan_predicted_s=plan.predicted.makespan_s or math.nan,
         makespan_s=median("makespan_s"),
         makespan_over_bound=spread(m / b for m, b in pairs if b > 0).median,
         # Not `after`: a short run keeps its warm-up rows there, and those may compile.
@@ -102,20 +106,28 @@ def summarise(folder: str | Path) -> RunSummary:
     )
 
 
-def _predicted(plan: Plan, prefix: str) -> dict[str, float]:
-    return {k.removeprefix(prefix): v for k, v in plan.predicted.items() if k.startswith(prefix)}
+def shape_text(module: str, shape: Shape) -> str:
+    """Rows and tokens of a module's microbatch on one data rank."""
+    return f"{module} {shape.rows} x {shape.tokens}"
 
 
-def bucket_text(b: Bucket) -> str:
-    sound = f"{b.windows} windows, " if b.windows else ""
-    return f"{b.tiles} tiles, {sound}{b.rows} x {b.tokens} tokens"
+def label_texts(plan: Plan) -> dict[str, str]:
+    """What the labels of groups (see `report.trace`) say at length."""
+    return {
+        f"{m}:{s.name}": f"{shape_text(m, s)} tokens" for m in plan.modules for s in plan.shapes(m)
+    }
+
+
+def bucket_text(bucket: Bucket) -> str:
+    """Rows and tokens of every module of a bucket."""
+    return ", ".join(shape_text(m, s) for m, s in bucket.shapes) + " tokens"
 
 
 def _submesh(plan: Plan, m: SubmeshPlan) -> str:
-    held = [f"{s.module} {s.start}-{s.stop - 1}" for s in plan.segments if s.submesh == m.name]
+    layers = [f"{s.module} {s.start}-{s.stop - 1}" for s in plan.segments if s.submesh == m.name]
     return (
         f"{m.name}: devices {m.first}-{m.devices.stop - 1} as stage {m.stage} x data {m.data} "
-        f"x model {m.model}, layers {', '.join(held) or 'none'}"
+        f"x model {m.model}, layers {', '.join(layers) or 'none'}"
     )
 
 
@@ -128,7 +140,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("steps", str(s.n_steps)),
         ("step time, median", f"{number(t.median * ms)} ms"),
         ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
-        ("LLM tokens / s", number(s.tokens_per_s)),
+        ("tokens / s", number(s.tokens_per_s)),
     ]
     rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
     for name in dict.fromkeys([*s.busy_predicted, *s.busy_measured]):
@@ -136,7 +148,8 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         rows.append((f"busy {name}, predicted / measured", " / ".join(both)))
     return [
         *rows,
-        ("makespan, planned", f"{number(s.makespan_predicted_s * ms)} ms"),
+        ("step predicted, chosen by", f"{number(s.makespan_chosen_by_s * ms)} ms"),
+        ("step predicted, own programs", f"{number(s.makespan_predicted_s * ms)} ms"),
         ("makespan, scheduled", f"{number(s.makespan_s * ms)} ms"),
         ("makespan / lower bound", number(s.makespan_over_bound, digits=4)),
         ("compiles after warm-up", str(s.compiles_after_warmup)),
@@ -169,8 +182,8 @@ def summary_table(s: RunSummary) -> Group:
         table.add_row(escape(label), escape(text))
     lines = [f"submesh {text}" for text in s.submeshes]
     lines += [f"bucket {text} per data rank" for text in s.buckets]
-    found = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
-    lines += [str(path) for path in found if path.exists()]
+    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
+    lines += [str(path) for path in files if path.exists()]
     return Group(table, *(Text(line) for line in lines))
 
 

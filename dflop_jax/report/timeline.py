@@ -15,29 +15,27 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Plan, Trace
+from dflop_jax.report.colours import (
+    DIRECTION_COLOURS,
+    FAINT,
+    IDLE,
+    INK,
+    MODULE_COLOURS,
+    Palette,
+    luminance,
+    palette,
+)
 
 WIDTH_PX, DPI = 1400, 100
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
 LEFT_IN, RIGHT_IN = 1.35, 0.85
 LEGEND_COLUMNS = 8
 BAR = 0.80  # height of a bar in a row of height 1
-IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
-# (forward, backward) per module; hues that colour-blind readers tell apart.
-MODULE_COLOURS = {
-    "vision": ("#7fcdbb", "#1b8a7a"),
-    "audio": ("#fdd49e", "#d98324"),
-    "generator": ("#d4b9da", "#8e44ad"),
-    "llm": ("#9ecae1", "#2b6cb0"),
-}
-OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
-# Of tasks that look alike whatever their module.
-DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
 
 
@@ -121,11 +119,12 @@ def _draw_panels(fig: Figure, panels: Sequence[Panel], bottom_in: float) -> None
     if span <= 0:
         raise ValueError("no trace with events to draw; train with a traced step first")
     unit, per_s = next(((u, k) for u, k in (("s", 1.0), ("ms", 1e3)) if span * k >= 1), ("µs", 1e6))
+    colours = palette(modules_of(panels))
     for i, panel in enumerate(reversed(panels)):
         height = len(rows_of(panel)) * ROW_IN
         ax = _axes(fig, bottom_in, height)
         ax.set_xlim(0, span * per_s)
-        _draw_panel(ax, panel, per_s, unit, px_per_unit=_inner_px() / (span * per_s))
+        _draw_panel(ax, panel, colours, per_s, unit, px_per_unit=_inner_px() / (span * per_s))
         bottom = i == 0
         ax.tick_params(axis="x", bottom=bottom, labelbottom=bottom, colors=FAINT, labelsize=9)
         if bottom:
@@ -137,14 +136,17 @@ def _inner_px() -> float:
     return WIDTH_PX - (LEFT_IN + RIGHT_IN) * DPI
 
 
-def _draw_panel(ax: Axes, panel: Panel, per_s: float, unit: str, px_per_unit: float) -> None:
+def _draw_panel(
+    ax: Axes, panel: Panel, colours: Palette, per_s: float, unit: str, px_per_unit: float
+) -> None:
     trace, names = panel.trace, rows_of(panel)
     makespan, busy = trace.makespan_s * per_s, trace.busy_fraction()
     for row, name in enumerate(names):
         top = row - BAR / 2
         ax.add_patch(Rectangle((0, top), makespan, BAR, facecolor=IDLE, edgecolor="none", zorder=0))
         mine = [e for e in trace.events if e.submesh == name]
-        _draw_bars(ax, mine, row, panel.modules, per_s, px_per_unit)
+        shades = {e: colour_of(e, panel.modules, colours) for e in mine}
+        _draw_bars(ax, shades, row, per_s, px_per_unit)
         share, side = f"{busy.get(name, 0.0):.0%}", ax.get_yaxis_transform()
         style: dict[str, Any] = {"color": INK, "fontsize": 11, "weight": "bold"}
         ax.text(1.008, row, share, transform=side, va="center", **style)
@@ -174,16 +176,14 @@ def _head(ax: Axes, x: float, text: str, **style: Any) -> None:
 
 def _draw_bars(
     ax: Axes,
-    events: Sequence[Event],
+    shades: Mapping[Event, str],
     row: int,
-    modules: Mapping[str, str],
     per_s: float,
     px_per_unit: float,
 ) -> None:
     boxes, colours = [], []
-    for e in events:
+    for e, colour in shades.items():
         x, width = e.start_s * per_s, (e.end_s - e.start_s) * per_s
-        colour = colour_of(e, modules)
         boxes.append(Rectangle((x, row - BAR / 2), width, BAR))
         colours.append(colour)
         label = str(e.group) if e.group >= 0 else ""
@@ -199,24 +199,24 @@ def _draw_bars(
 
 
 def module_of(segment: str, modules: Mapping[str, str]) -> str:
-    """The segment's module; without a plan, the known module its name starts with."""
+    """Return the segment's module; without a plan, the known module its name starts with."""
     if segment in modules:
         return modules[segment]
     return next((m for m in MODULE_COLOURS if segment.startswith(m)), segment)
 
 
-def colour_of(e: Event, modules: Mapping[str, str]) -> str:
+def modules_of(panels: Sequence[Panel]) -> list[str]:
+    """Modules of all panels in the order of their plans, then those that only traces name."""
+    planned = [m for p in panels for m in p.modules.values()]
+    traced = [module_of(e.segment, p.modules) for p in panels for e in p.trace.events]
+    return list(dict.fromkeys([*planned, *traced]))
+
+
+def colour_of(e: Event, modules: Mapping[str, str], colours: Palette) -> str:
+    """Return the colour of a task's bar."""
     if e.direction in DIRECTION_COLOURS:
         return DIRECTION_COLOURS[e.direction]
-    module = module_of(e.segment, modules)
-    # A module without a colour of its own takes one by its name, the same in every picture.
-    spare = OTHER_COLOURS[sum(module.encode()) % len(OTHER_COLOURS)]
-    return MODULE_COLOURS.get(module, spare)[e.direction == BACKWARD]
-
-
-def luminance(colour: str) -> float:
-    r, g, b = to_rgb(colour)
-    return 0.299 * r + 0.587 * g + 0.114 * b
+    return colours[module_of(e.segment, modules)][e.direction == BACKWARD]
 
 
 def _number(value: float) -> str:
@@ -224,21 +224,26 @@ def _number(value: float) -> str:
 
 
 def label_of(e: Event, modules: Mapping[str, str]) -> str:
-    """What the legend calls a task."""
+    """Return what the legend calls a task."""
     if e.direction in DIRECTION_COLOURS:
         return e.direction
     return f"{module_of(e.segment, modules)} {e.direction}"
 
 
 def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Label -> colour of all that is drawn: encoders, llm, sends and per-step tasks, idle."""
-    entries: dict[str, str] = {}
-    rank = {d: i for i, d in enumerate((FORWARD, BACKWARD, SEND, RETURN, REDUCE, UPDATE))}
-    for p in panels:
-        for e in sorted(p.trace.events, key=lambda e: rank.get(e.direction, len(rank))):
-            entries.setdefault(label_of(e, p.modules), colour_of(e, p.modules))
-    order = sorted(entries, key=lambda x: (rank.get(x, 0), x.startswith("llm ")))
-    return {label: entries[label] for label in order} | {"idle": IDLE}
+    """Label -> colour of all that is drawn: modules in their order, sends and per-step tasks,
+    idle."""
+    colours = palette(modules_of(panels))
+    labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
+    rank = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
+    entries = {
+        label_of(e, p.modules): colour_of(e, p.modules, colours)
+        for p in panels
+        for e in p.trace.events
+    }
+    return {label: entries[label] for label in sorted(entries, key=lambda x: rank.get(x, -1))} | {
+        "idle": IDLE
+    }
 
 
 def _foot_height(panels: Sequence[Panel]) -> float:

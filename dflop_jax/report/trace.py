@@ -6,13 +6,24 @@ tasks of a segment share one colour. Times are rounded to nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Trace
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    REDUCE,
+    RETURN,
+    SEND,
+    UPDATE,
+    Event,
+    Group,
+    Schedule,
+    Trace,
+)
 
 # Colour names of chrome://tracing, which ignores slice names.
 _COLOURS = {
@@ -25,8 +36,18 @@ _COLOURS = {
 }
 
 
-def to_chrome(traces: Sequence[Trace], buckets: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Chrome trace object of several traces; `buckets` names the bucket of each group."""
+def group_label(group: Group) -> str:
+    """How pictures, tables and memory curves call a group: its module and its shape."""
+    return f"{group.module}:{group.shape.name}"
+
+
+def group_labels(schedules: Iterable[Schedule]) -> dict[int, str]:
+    """Label of every group, by its number in a trace of these schedules one after another."""
+    return dict(enumerate(group_label(g) for s in schedules for g in s.groups))
+
+
+def to_chrome(traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Return the Chrome trace object of several traces; `labels` are those of their groups."""
     events: list[dict[str, Any]] = []
     for pid, trace in enumerate(traces):
         label = {"name": f"{trace.source}, step {trace.step}"}
@@ -39,16 +60,16 @@ def to_chrome(traces: Sequence[Trace], buckets: Mapping[int, str] | None = None)
             thread: dict[str, Any] = {"ph": "M", "pid": pid, "tid": tid}
             events.append(thread | {"name": "thread_name", "args": {"name": name}})
             events.append(thread | {"name": "thread_sort_index", "args": {"sort_index": tid}})
-        events += [_slice(pid, submeshes.index(e.submesh), e, buckets or {}) for e in trace.events]
+        events += [_slice(pid, submeshes.index(e.submesh), e, labels or {}) for e in trace.events]
     heads = [{"step": t.step, "source": t.source} for t in traces]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
 
 
-def _slice(pid: int, tid: int, e: Event, buckets: Mapping[int, str]) -> dict[str, Any]:
+def _slice(pid: int, tid: int, e: Event, labels: Mapping[int, str]) -> dict[str, Any]:
     start_ns, end_ns = round(e.start_s * 1e9), round(e.end_s * 1e9)
     args: dict[str, Any] = {"segment": e.segment, "direction": e.direction, "group": e.group}
-    if e.group in buckets:
-        args["bucket"] = buckets[e.group]
+    if e.group in labels:
+        args["bucket"] = labels[e.group]
     return {
         "ph": "X",
         "pid": pid,
@@ -63,7 +84,7 @@ def _slice(pid: int, tid: int, e: Event, buckets: Mapping[int, str]) -> dict[str
 
 
 def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
-    """The traces that `to_chrome` wrote; times come back to within a nanosecond.
+    """Return the traces that `to_chrome` wrote; times come back to within a nanosecond.
 
     Raises:
       KeyError, TypeError: the object is not one of ours.
@@ -78,14 +99,14 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
     for e in obj["traceEvents"]:
         if e["ph"] != "X":
             continue
-        a = e["args"]
+        task = e["args"]
         start_ns, end_ns = round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)
         events[e["pid"]].append(
             Event(
                 submesh=names[e["pid"], e["tid"]],
-                segment=a["segment"],
-                group=a["group"],
-                direction=a["direction"],
+                segment=task["segment"],
+                group=task["group"],
+                direction=task["direction"],
                 start_s=start_ns / 1e9,
                 end_s=end_ns / 1e9,
             )
@@ -93,33 +114,35 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
     return [Trace(h["step"], h["source"], tuple(ev)) for h, ev in zip(heads, events, strict=True)]
 
 
-def buckets_of(obj: Mapping[str, Any]) -> list[dict[int, str]]:
-    """Per trace that `to_chrome` wrote, the names of its groups' buckets, as far as it had them."""
-    names: list[dict[int, str]] = [{} for _ in obj["otherData"]["traces"]]
+def labels_of(obj: Mapping[str, Any]) -> list[dict[int, str]]:
+    """Return the labels of the groups of every trace that `to_chrome` wrote, as far as it had
+    them."""
+    labels: list[dict[int, str]] = [{} for _ in obj["otherData"]["traces"]]
     for e in obj["traceEvents"]:
         if "bucket" in e["args"]:
-            names[e["pid"]][e["args"]["group"]] = e["args"]["bucket"]
-    return names
+            labels[e["pid"]][e["args"]["group"]] = e["args"]["bucket"]
+    return labels
 
 
 def write_trace(
-    path: str | Path, traces: Sequence[Trace], buckets: Mapping[int, str] | None = None
+    path: str | Path, traces: Sequence[Trace], labels: Mapping[int, str] | None = None
 ) -> None:
     """Write traces as one file that Perfetto opens."""
-    Path(path).write_bytes(msgspec.json.encode(to_chrome(traces, buckets)))
+    Path(path).write_bytes(msgspec.json.encode(to_chrome(traces, labels)))
 
 
 def read_trace(path: str | Path) -> list[Trace]:
-    """The traces of a trace.json; ValueError when the file is missing or not one of ours."""
+    """Return the traces of a trace.json; ValueError when it is missing or not one of ours."""
     return [trace for trace, _ in read_labelled(path)]
 
 
 def read_labelled(path: str | Path) -> list[tuple[Trace, dict[int, str]]]:
-    """(trace, bucket name of each group) of a trace.json; ValueError as `read_trace`."""
+    """Return the traces of a trace.json, each with the labels of its groups; ValueError as
+    `read_trace`."""
     remedy = "train again, or delete it to report without a timeline"
     try:
         obj = msgspec.json.decode(Path(path).read_bytes())
-        return list(zip(from_chrome(obj), buckets_of(obj), strict=True))
+        return list(zip(from_chrome(obj), labels_of(obj), strict=True))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except (msgspec.DecodeError, KeyError, TypeError, IndexError, ValueError) as e:

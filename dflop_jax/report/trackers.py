@@ -61,12 +61,12 @@ def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
     Raises:
       ValueError: a package is missing, or W&B does not start.
     """
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if config.train.wandb_project:
-        found.append(WeightsAndBiases(config, folder))
+        trackers.append(WeightsAndBiases(config, folder))
     if config.train.tensorboard:
-        found.append(TensorBoard(folder / TENSORBOARD, start))
-    return found
+        trackers.append(TensorBoard(folder / TENSORBOARD, start))
+    return trackers
 
 
 class TensorBoard:

@@ -1,30 +1,30 @@
+from dflop_jax.schedule.batch import Capacity, capacity_of, oversize
 from dflop_jax.schedule.correction import Correction, Monitor
-from dflop_jax.schedule.costs import BucketCosts, pipeline_makespan
-from dflop_jax.schedule.cover import Capacity
-from dflop_jax.schedule.groups import oversize
-from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.online import WORK_PER_S, schedule_batch
 from dflop_jax.schedule.shapes.choose import (
     BucketChoice,
     arrival_buckets,
     choose_buckets,
     evaluate_buckets,
 )
+from dflop_jax.schedule.shapes.sizes import BucketSpec
 from dflop_jax.schedule.solver.balance import Assignment, balance
 from dflop_jax.schedule.worker import ScheduleWorker
 
 __all__ = [
+    "WORK_PER_S",
     "Assignment",
     "BucketChoice",
-    "BucketCosts",
+    "BucketSpec",
     "Capacity",
     "Correction",
     "Monitor",
     "ScheduleWorker",
     "arrival_buckets",
     "balance",
+    "capacity_of",
     "choose_buckets",
     "evaluate_buckets",
     "oversize",
-    "pipeline_makespan",
     "schedule_batch",
 ]

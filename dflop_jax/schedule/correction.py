@@ -2,20 +2,30 @@
 
 DFLOP (arXiv 2603.25120, Adaptive Correction) penalises shapes that deviate from their profile and
 keeps monitoring on only while the predicted gain exceeds its overhead; the exact rules were not
-available. Here a factor per (segment, its static shape, direction) follows the median ratio of each
-sampled step, and `Monitor` decides by the rule stated there. State goes in and out; all pure.
+available. Here a factor per program (segment, static shape, direction) follows the median ratio of
+each sampled step, and `Monitor` decides by the rule stated there. State goes in and out; all pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import median
 
-from dflop_jax.records import BACKWARD, FORWARD, Plan, SampleShape, Task, Trace
-from dflop_jax.schedule.costs import BucketCosts
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Load,
+    Plan,
+    Price,
+    Prices,
+    ProgramId,
+    Schedule,
+    Trace,
+)
 from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.sim.pipeline import simulate_step
 
 _MEMORY = 9  # sampled steps that a factor remembers
 _DOUBT = 2  # steps in which a prediction was right, imagined before the first sample
@@ -23,7 +33,7 @@ _DOUBT = 2  # steps in which a prediction was right, imagined before the first s
 
 @dataclass(frozen=True)
 class Correction:
-    """For each program (`program_of`), log(observed / predicted) of the last sampled steps that ran
+    """For each program (`name_of`), log(observed / predicted) of the last sampled steps that ran
     it, oldest first; a program without any is trusted as predicted."""
 
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -43,72 +53,72 @@ class Correction:
         return exp(max((abs(self.log_factor(p)) for p in self.logs), default=0.0)) - 1
 
 
-def program_of(plan: Plan, task: Task) -> str:
-    """Name of the program of (segment, bucket index, direction): buckets that share a module's
-    shape share its program, and what was learnt of it."""
-    bucket = plan.buckets[task.group]
-    module = next(s.module for s in plan.segments if s.name == task.segment)
-    shape = f"{bucket.rows}x{bucket.tokens}" if module == "llm" else f"{bucket.items(module)}"
-    return f"{task.segment}/{shape}/{task.direction}"
+def name_of(program: ProgramId) -> str:
+    """Key of a program in the state's JSON. Buckets that share a module's shape share its program,
+    and what was learnt of it."""
+    return f"{program.segment}/{program.shape.name}/{program.direction}"
 
 
-def task_times(trace: Trace, group_buckets: Sequence[int]) -> dict[Task, tuple[float, ...]]:
-    """Seconds of each (segment, bucket index, direction) that a step's trace shows."""
-    found: dict[Task, tuple[float, ...]] = {}
+def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float, ...]]:
+    """Seconds of every run of each program that a step's trace shows."""
+    times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
-        if e.direction in (FORWARD, BACKWARD):
-            key = Task(e.segment, group_buckets[e.group], e.direction)
-            found[key] = (*found.get(key, ()), e.end_s - e.start_s)
-    return found
+        if e.direction == FORWARD or e.direction == BACKWARD:
+            shape = schedule.groups[e.group].shape
+            program = ProgramId(e.segment, shape, FORWARD if e.direction == FORWARD else BACKWARD)
+            times[program] = (*times.get(program, ()), e.end_s - e.start_s)
+    return times
 
 
 def observe(
     state: Correction,
     plan: Plan,
-    observed: Mapping[Task, Sequence[float]],
-    predicted: Mapping[Task, float],
+    observed: Mapping[ProgramId, Sequence[float]],
+    predicted: Mapping[ProgramId, float],
 ) -> Correction:
-    """The state after one sampled step.
+    """The state after one sampled step; programs of segments that the plan lacks are left out.
 
     Args:
-      observed: seconds of each (segment, bucket index, direction), one entry per run in the step.
+      observed: seconds of each program, one entry per run in the step.
       predicted: uncorrected seconds of the same.
 
     A step counts once for a program, with the median of its runs; see `Correction.log_factor`.
     """
-    ratios: dict[str, list[float]] = {}
-    for task, runs in observed.items():
-        if predicted.get(task, 0.0) > 0:
-            logs = [log(r / predicted[task]) for r in runs if r > 0]
-            ratios.setdefault(program_of(plan, task), []).extend(logs)
-    seen = {
-        p: (*state.logs.get(p, ()), median(logs))[-_MEMORY:] for p, logs in ratios.items() if logs
-    }
-    return Correction(state.logs | seen)
+    segments = {s.name for s in plan.segments}
+    logs = dict(state.logs)
+    for program, runs in observed.items():
+        predicted_s = predicted.get(program, 0.0)
+        ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]
+        if ratios and program.segment in segments:
+            name = name_of(program)
+            logs[name] = (*logs.get(name, ()), median(ratios))[-_MEMORY:]
+    return Correction(logs)
 
 
-def corrected(seconds: Mapping[Task, float], plan: Plan, state: Correction) -> dict[Task, float]:
-    """Predicted seconds of (segment, bucket index, direction) with what was learnt applied."""
-    return {
-        t: s * state.factor(program_of(plan, t)) if t.direction in (FORWARD, BACKWARD) else s
-        for t, s in seconds.items()
-    }
+def corrected(prices: Prices, state: Correction) -> Prices:
+    """The prices with what was learnt of each program applied."""
+    programs = {}
+    for program, price in prices.programs.items():
+        factor = state.factor(name_of(program))
+        programs[program] = Price(price.static_s * factor, price.pair_s * factor)
+    return replace(prices, programs=programs)
 
 
 def predicted_gain_s(
-    shapes: Sequence[SampleShape],
+    loads: Sequence[Load],
     plan: Plan,
-    before: BucketCosts,
-    after: BucketCosts,
+    before: Prices,
+    after: Prices,
+    trainable: Collection[str],
     *,
-    max_rounds: int = 1000,
+    work: int = 400,
 ) -> float:
     """Seconds that scheduling a global batch by `after` instead of `before` saves, both schedules
-    timed by `after` (the corrected costs). Takes two schedules, about 20 ms for 64 samples."""
+    simulated by `after` (the corrected prices)."""
 
-    def under_after(costs: BucketCosts) -> float:
-        groups = schedule_batch(shapes, plan, costs, max_rounds=max_rounds).groups
-        return after.predict_s([m.bucket for group in groups for m in group])
+    def under_after(prices: Prices) -> float:
+        schedule = schedule_batch(loads, plan, prices, trainable, work=work)
+        return simulate_step(plan, schedule, after, trainable).makespan_s
 
     return max(0.0, under_after(before) - under_after(after))
 

@@ -1,71 +1,125 @@
-"""What a bucket costs, and how long a pipeline of buckets takes."""
+"""What groups cost, by resource: read from the price list, never modelled here.
+
+Sums of these are costs that order choices within a search and bounds that are proved; the only
+makespan is the simulator's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-_FORWARD_SHARE = 1 / 3  # of forward and backward
+import numpy as np
+
+from dflop_jax.pipeline.order import links, resources, with_backward
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Direction,
+    Plan,
+    Prices,
+    ProgramId,
+    SegmentPlan,
+    Shape,
+)
+from dflop_jax.schedule.solver.problem import Floats, Ints
+
+_TICKS = 10_000_000  # whole units into which the dearest bucket's seconds are rounded
+
+
+def directions(plan: Plan, trainable: Collection[str]) -> dict[str, tuple[Direction, ...]]:
+    """Tasks that a group has in each segment, as `order.step_graph` lists them."""
+    backward = with_backward(plan, trainable)
+    senders = {link.source for link in links(plan)}
+    tasks: dict[str, tuple[Direction, ...]] = {}
+    for s in plan.segments:
+        forward: tuple[Direction, ...] = (FORWARD, BACKWARD) if s.name in backward else (FORWARD,)
+        tasks[s.name] = forward if s.name in senders else (BACKWARD,)
+    return tasks
 
 
 @dataclass(frozen=True)
-class BucketCosts:
-    """Seconds of one microbatch of each bucket: `seconds[bucket][station]`.
+class GroupCosts:
+    """Seconds that a group of a module and shape takes on each resource [R]: for its shape
+    (`static_s`) and for every pair of tokens (`pair_s`)."""
 
-    A station is a module, or several that share devices and run one after the other; the LLM's is
-    the last. Its seconds are those of its slowest pipeline stage, forward and backward, at the
-    bucket's padded shape. `makespan_s`, if given,
-    maps the buckets of a schedule's microbatches, in order, to seconds (a simulator); otherwise
-    `pipeline_makespan` does.
-    """
+    static_s: dict[tuple[str, Shape], Floats]
+    pair_s: dict[tuple[str, Shape], Floats]
+    n_resources: int
 
-    seconds: tuple[tuple[float, ...], ...]
-    makespan_s: Callable[[Sequence[int]], float] | None = None
+    def bucket_s(self, bucket: Bucket) -> Floats:
+        """[R]: static seconds of one group of each of the bucket's modules."""
+        none = np.zeros(self.n_resources)
+        return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
-    def __post_init__(self) -> None:
-        if not self.seconds or len({len(row) for row in self.seconds}) != 1:
-            raise ValueError("bucket costs need one row per bucket, one entry per station in each")
-        if not all(0 <= s < float("inf") for row in self.seconds for s in row):
-            raise ValueError(f"bucket costs must be finite and >= 0, got {self.seconds}")
-
-    def predict_s(self, buckets: Sequence[int]) -> float:
-        """Makespan of microbatches of these buckets, in this order."""
-        if self.makespan_s is not None:
-            return self.makespan_s(buckets)
-        return pipeline_makespan([self.seconds[b] for b in buckets])
+    def has_pairs(self, module: str) -> bool:
+        """Whether any program of the module costs something by its content."""
+        return any(bool(v.any()) for (m, _), v in self.pair_s.items() if m == module)
 
 
-def pipeline_makespan(seconds: Sequence[Sequence[float]]) -> float:
-    """Steady pipeline: each microbatch takes its slowest station's time; the first one also fills
-    the pipeline, which adds its other stations' times. 0 for no microbatches."""
-    if not seconds:
-        return 0.0
-    return sum(map(max, seconds)) + sum(seconds[0]) - max(seconds[0])
+def group_costs(plan: Plan, prices: Prices, trainable: Collection[str]) -> GroupCosts:
+    """Costs of the groups of all the plan's shapes."""
+    tasks = directions(plan, trainable)
+    resource_of = resources(plan)
+    ids = sorted({resource_of[s.submesh] for s in plan.segments})
+
+    def summed(segment: SegmentPlan, shape: Shape) -> tuple[float, float]:
+        programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
+        known = [prices.programs[p] for p in programs if p in prices.programs]
+        return sum(p.static_s for p in known), sum(p.pair_s for p in known)
+
+    static: dict[tuple[str, Shape], Floats] = {}
+    pair: dict[tuple[str, Shape], Floats] = {}
+    for module in plan.modules:
+        for shape in plan.shapes(module):
+            static[module, shape] = np.zeros(len(ids))
+            pair[module, shape] = np.zeros(len(ids))
+            for segment in plan.segments_of(module):
+                r = ids.index(resource_of[segment.submesh])
+                static_s, pair_s = summed(segment, shape)
+                static[module, shape][r] += static_s
+                pair[module, shape][r] += pair_s
+    return GroupCosts(static, pair, len(ids))
 
 
-def overlapped_makespan(seconds: Sequence[Sequence[float]]) -> float:
-    """1F1B of encoder and LLM with at most two microbatches in flight, simulated: also sees what
-    `pipeline_makespan` does not, that neighbours of unlike size leave bubbles and a large last
-    microbatch drains slowly. Encoders count as one (the slowest), a backward as two forwards."""
-    encoder_M = [max(s[:-1], default=0.0) for s in seconds]
-    with_tiles = [i for i, e in enumerate(encoder_M) if e > 0]
-    made_M = [0.0] * len(seconds)  # when each microbatch's features are there
-    encoder_free = llm_free = 0.0
+@dataclass(frozen=True)
+class Ticks:
+    """Costs of buckets as whole numbers, so that sums are exact in any order and equal costs are
+    equal: a choice does not hang on the last bit of a fit. `dearest_C` is the resource that a group
+    keeps busy longest; `rest_C` all others together; `sum_C` both."""
 
-    def forward(nth: int) -> None:
-        nonlocal encoder_free
-        if nth < len(with_tiles):
-            i = with_tiles[nth]
-            encoder_free += _FORWARD_SHARE * encoder_M[i]
-            made_M[i] = encoder_free
+    dearest_C: Ints
+    rest_C: Ints
 
-    forward(0)
-    forward(1)
-    nth = 0
-    for i, row in enumerate(seconds):
-        llm_free = max(llm_free, made_M[i]) + row[-1]
-        if encoder_M[i] > 0:  # its backward waits for the LLM's
-            encoder_free = max(encoder_free, llm_free) + (1 - _FORWARD_SHARE) * encoder_M[i]
-            nth += 1
-            forward(nth + 1)
-    return max(encoder_free, llm_free)
+    @property
+    def sum_C(self) -> Ints:
+        return self.dearest_C + self.rest_C
+
+    def pipeline(self, chosen: Sequence[int]) -> int:
+        """A cost of running these buckets, which the search minimises: each keeps the dearest
+        resource busy, and the one that fills the pipeline fastest runs first."""
+        picked = list(chosen)
+        if not picked:
+            return 0
+        return int(self.dearest_C[picked].sum() + self.rest_C[picked].min())
+
+
+def ticks_of(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
+    seconds_CR = np.array([costs.bucket_s(b) for b in buckets])
+    unit = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS
+    ticks_CR = np.maximum(1, np.rint(seconds_CR / unit)).astype(np.int64)
+    ticks_CR[seconds_CR <= 0] = 0
+    dearest_C = ticks_CR.max(axis=1)
+    return Ticks(np.maximum(dearest_C, 1), ticks_CR.sum(axis=1) - dearest_C)
+
+
+def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:
+    """Places of `chosen` in running order: the bucket that fills the pipeline fastest first, then
+    the heavier before the lighter (a short last one drains fastest); ties by bucket, then place."""
+    ranked = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
+    if len(ranked) > 1:
+        first = min(ranked, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))
+        ranked.remove(first)
+        ranked.insert(0, first)
+    return ranked

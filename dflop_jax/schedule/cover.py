@@ -1,67 +1,28 @@
 """How many groups of each bucket could hold a global batch: all cheap answers, in order of cost.
 
-A count vector says how many groups of each bucket run. Necessary conditions (volume of tokens and
-of encoder items, in total and of the samples that only some buckets hold) are checked for all cheap
+A count vector says how many groups of each bucket run. Necessary conditions (volume of tokens of
+every module, in total and of the samples that only some buckets hold) are checked for all cheap
 vectors at once; whether the samples really pack is for `packing.py` to find out.
 
-Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors.
+Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors, N samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, SampleShape
+from dflop_jax.records import Bucket
+from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_MAX_VECTORS = 200_000
+_MAX_VECTORS = 20_000
 _UNREACHABLE = 1e200
 _VOLUME_STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _SHARES = (0.5, 0.95)
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Room of one group of microbatches: what a bucket holds, times ranks, rows and group size.
-
-    Ranks are 0 for an encoder that the plan lacks: its items then take no room.
-    """
-
-    vision_ranks: int
-    llm_ranks: int
-    group_size: int = 1
-    audio_ranks: int = 0
-
-    @cached_property
-    def encoders(self) -> dict[str, int]:
-        """Data ranks of the encoders that the plan has, in the order of its modules."""
-        ranks = {"vision": self.vision_ranks, "audio": self.audio_ranks}
-        return {module: n for module, n in ranks.items() if n}
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return (*self.encoders, "llm")
-
-    def items(self, bucket: Bucket, module: str) -> int:
-        """Items of an encoder that one microbatch holds on all its ranks."""
-        return bucket.items(module) * self.encoders[module]
-
-    def room(self, bucket: Bucket, module: str) -> int:
-        """What a group holds: items of an encoder, tokens of the LLM (`SampleShape.load`)."""
-        if module == "llm":
-            return bucket.tokens * bucket.rows * self.llm_ranks * self.group_size
-        return self.items(bucket, module) * self.group_size
-
-    def holds(self, bucket: Bucket, shape: SampleShape) -> bool:
-        """Whether a microbatch of this bucket can hold the sample at all (in one row)."""
-        return shape.llm_tokens <= bucket.tokens and all(
-            shape.load(m) <= self.items(bucket, m) for m in self.encoders
-        )
 
 
 @dataclass(frozen=True)
@@ -72,47 +33,54 @@ class Demand:
     need_D: Floats
 
 
-def demand(shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity) -> Demand:
-    """Conditions on tokens (a row is a bin) and on encoder items (a microbatch is a bin).
+def demand(
+    batch: Batch,
+    buckets: Sequence[Bucket],
+    capacity: Capacity,
+    modules: Sequence[str] | None = None,
+) -> Demand:
+    """Conditions that hold for pieces in rows, and for whole samples in microbatches.
 
     - For each capacity x among the buckets: the samples larger than x must fit, in volume, into
-      the buckets larger than x (x = 0: all samples, all buckets).
+      the buckets larger than x (x = 0: all samples with pieces of the module, all buckets with it).
     - For a superadditive u, what a bin holds obeys sum u(size) <= u(capacity): so the sum over
-      all samples is at most the sum over all bins. `_superadditive` counts whole multiples of a
-      common sample size, which is what large samples waste.
+      all pieces is at most the sum over all rows, and that over samples the one over microbatches.
+      `_superadditive` counts whole multiples of a common size, which is what large ones waste.
+
+    `modules` restricts the conditions to what these modules ask; None: all.
     """
-    bins = [  # of each module: sizes of the samples, size of a bucket's bins, how many it has
-        (
-            np.fromiter((s.load(m) for s in shapes), float, len(shapes)),
-            np.array([b.tokens if m == "llm" else capacity.items(b, m) for b in buckets], float),
-            np.array([b.rows * capacity.llm_ranks if m == "llm" else 1 for b in buckets], float),
-        )
-        for m in capacity.modules
-    ]
-    room, need = [], []
-    for size_N, bin_C, _ in bins:
-        for limit in [0.0, *np.unique(bin_C)[:-1]]:
-            needs, able = size_N > limit, bin_C > limit
-            room += [each_C * count_C * able for _, each_C, count_C in bins]
-            need += [each_N[needs].sum() for each_N, _, _ in bins]
-    for size_N, bin_C, bins_C in bins:
-        for unit, share in product(_common_sizes(size_N), _SHARES):
-            room.append(_superadditive(bin_C, unit, share) * bins_C)
-            need.append(_superadditive(size_N, unit, share).sum())
-    need_D = np.array(need) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
-    return Demand(*_distinct(np.array(room) * capacity.group_size, need_D))
+    modules = batch.modules if modules is None else modules
+    room_MC = {m: np.array([batch.room(b, m, capacity) for b in buckets], float) for m in modules}
+    rows, needs = [], []
+    for module in modules:
+        row_C = np.array([batch.row_room(b.shape(module), module) for b in buckets], float)
+        count_C = np.array([capacity.rows(b, module) for b in buckets], float)
+        bins = [(batch.longest[module], batch.lengths[module], row_C, count_C)]
+        if batch.count[module].max(initial=0) > 1:
+            totals_N = batch.tokens[module]
+            bins.append((totals_N, totals_N, room_MC[module], (count_C > 0).astype(float)))
+        for size_N, packed, bin_C, bins_C in bins:
+            for limit in [0.0, *np.unique(bin_C)[:-1]]:
+                large_N, able_C = size_N > limit, bin_C > limit
+                rows += [room_MC[m] * able_C for m in modules]
+                needs += [float(batch.tokens[m][large_N].sum()) for m in modules]
+            for unit, share in product(_common_sizes(packed), _SHARES):
+                rows.append(_superadditive(bin_C, unit, share) * bins_C)
+                needs.append(float(_superadditive(packed, unit, share).sum()))
+    need_D = np.array(needs) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
+    return Demand(*_distinct(np.array(rows) * capacity.group_size, need_D))
 
 
-def _common_sizes(size_N: Floats) -> Floats:
+def _common_sizes(size_N: Ints) -> Floats:
     """Sizes at even steps of the volume."""
-    ordered = np.sort(size_N[size_N > 0])
+    ordered = np.sort(size_N[size_N > 0]).astype(float)
     if len(ordered) == 0:
         return ordered
     share = np.cumsum(ordered) / ordered.sum()
     return np.unique(ordered[np.searchsorted(share, _VOLUME_STEPS)])
 
 
-def _superadditive(size: Floats, unit: float, share: float) -> Floats:
+def _superadditive(size: Floats | Ints, unit: float, share: float) -> Floats:
     """Whole multiples of `unit`, plus what of the rest exceeds `share` of a unit, rescaled
     (Gomory's rounding function): u(x) + u(y) <= u(x + y)."""
     whole = np.floor(size / unit + ROUNDING)
@@ -122,9 +90,9 @@ def _superadditive(size: Floats, unit: float, share: float) -> Floats:
 
 def _distinct(room_DC: Floats, need_D: Floats) -> tuple[Floats, Floats]:
     """Each left-hand side once, with its largest need."""
-    rooms, of = np.unique(room_DC, axis=0, return_inverse=True)
+    rooms, place_D = np.unique(room_DC, axis=0, return_inverse=True)
     needs = np.zeros(len(rooms))
-    np.maximum.at(needs, of.ravel(), need_D)
+    np.maximum.at(needs, place_D.ravel(), need_D)
     return rooms[needs > 0], needs[needs > 0]
 
 
@@ -151,10 +119,11 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
         promise_X = cost_X + _cheapest(left_XD, room_DC[:, c + 1 :], cost_C[c + 1 :])
         keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
         if len(keep) > _MAX_VECTORS:
-            keep = keep[np.argsort(promise_X[keep], kind="stable")[:_MAX_VECTORS]]
+            share_X = np.round(promise_X[keep] / max(ceiling, 1e-30), 9)
+            keep = keep[np.argsort(share_X, kind="stable")[:_MAX_VECTORS]]
             complete = False
         counts_XC, cost_X = counts_XC[keep], cost_X[keep]
-    room_X = (counts_XC @ room_DC.T).sum(axis=1)
+    room_X = np.round((counts_XC @ room_DC.T).sum(axis=1), 3)
     order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))
     return counts_XC[order], complete
 

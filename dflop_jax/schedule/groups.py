@@ -1,177 +1,306 @@
-"""Groups of microbatches: the greedy answer, the arrival-order baseline, and their order."""
+"""Samples that run together, as groups of every module: the greedy answer, the arrival-order
+baseline, and the groups of a schedule made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from dflop_jax.records import ITEMS, Bucket, SampleShape
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.cover import Capacity
-from dflop_jax.schedule.packing import Packed, first_fit, rows_per_microbatch
+import numpy as np
 
-# A schedule in the making: (bucket, rows of each of the group's microbatches).
-Groups = list[tuple[int, Packed]]
-
-
-def oversize(
-    shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity
-) -> list[int]:
-    """Indices of the samples that no bucket can hold; what to do with them is the caller's."""
-    return [i for i, s in enumerate(shapes) if not any(capacity.holds(b, s) for b in buckets)]
-
-
-def check_fits(
-    shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity
-) -> None:
-    bad = oversize(shapes, buckets, capacity)
-    if bad:
-        shape = shapes[bad[0]]
-        largest = max(buckets, key=lambda b: (b.tokens, b.tiles, b.windows))
-        has = "".join(f", {shape.load(m)} {ITEMS[m]}" for m in capacity.encoders)
-        room = "".join(f", {capacity.items(largest, m)} {ITEMS[m]}" for m in capacity.encoders)
-        raise ValueError(
-            f"sample {bad[0]} of the batch has {shape.llm_tokens} LLM tokens{has}; the largest "
-            f"bucket {largest.name} holds {largest.tokens} tokens a row{room}: drop or truncate "
-            "it (data.oversize) or plan with a bigger bucket"
-        )
+from dflop_jax.records import Bucket, Group, Plan, Shape
+from dflop_jax.schedule.batch import Batch, Capacity, check_fits
+from dflop_jax.schedule.costs import Ticks, running_order
+from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
+from dflop_jax.schedule.placing import (
+    Content,
+    Placed,
+    as_rows,
+    balance_content,
+    place,
+    rank_pairs,
+)
+from dflop_jax.schedule.solver.budget import Budget
 
 
-def predict_s(groups: Groups, costs: BucketCosts) -> float:
-    return costs.predict_s([b for b, held in groups for _ in held])
+@dataclass
+class Together:
+    """One group of each of a bucket's modules, for the same samples. `bucket` is a place in the
+    list of buckets at hand; `placed` has the rows of every module with pieces, by microbatch."""
+
+    bucket: int
+    microbatches: Packed
+    placed: dict[str, list[Placed]] = field(default_factory=dict)
 
 
-def running_order(buckets: Sequence[int], costs: BucketCosts) -> list[int]:
-    """Buckets of the groups in running order: the one that fills the pipeline fastest first, then
-    the heavier before the lighter (a short last one drains fastest)."""
+@dataclass(frozen=True)
+class Room:
+    """What a batch is packed into: buckets with their costs, times ranks and group size; `priced`
+    are the modules whose programs cost something by their content."""
 
-    def fill_s(b: int) -> float:
-        return sum(costs.seconds[b]) - max(costs.seconds[b])
+    batch: Batch
+    buckets: tuple[Bucket, ...]
+    capacity: Capacity
+    ticks: Ticks
+    priced: frozenset[str] = frozenset()
 
-    ranked = sorted(buckets, key=lambda b: (-sum(costs.seconds[b]), b))
-    if len(ranked) > 1:
-        first = min(ranked, key=lambda b: (fill_s(b), b))
-        ranked.remove(first)
-        ranked.insert(0, first)
-    return ranked
+    def cost(self, answer: Sequence[Together]) -> int:
+        return self.ticks.pipeline([t.bucket for t in answer])
+
+    def in_order(self, answer: Sequence[Together]) -> list[Together]:
+        return [answer[i] for i in running_order([t.bucket for t in answer], self.ticks)]
+
+    def together(self, bucket: int, microbatches: Packed, budget: Budget) -> Together | None:
+        """The groups of these microbatches, padded with empty ones; None if some pieces fit no
+        row."""
+        width = width_of(self.buckets[bucket], self.batch, self.capacity)
+        missing = self.capacity.group_size - len(microbatches)
+        empty: Packed = [[[] for _ in range(width)] for _ in range(missing)]
+        padded = [*microbatches, *empty]
+        placed: dict[str, list[Placed]] = {}
+        for module in self.batch.modules:
+            each = []
+            for microbatch in padded:
+                one = place(
+                    self.batch, self.buckets[bucket], microbatch, module, self.capacity, budget
+                )
+                if one is None:
+                    return None
+                each.append(one)
+            if any(len(p.pieces) for p in each):
+                placed[module] = each
+        return Together(bucket, padded, placed)
+
+    def shrunk(self, answer: Together, budget: Budget) -> Together:
+        """The same microbatches in the cheapest bucket that holds them."""
+        width = len(answer.microbatches[0])
+        for b in self.by_cost:
+            if b == answer.bucket:
+                return answer
+            if self._may_hold(b, answer.microbatches, width):
+                other = self.together(b, answer.microbatches, budget)
+                if other is not None:
+                    return other
+        return answer
+
+    @cached_property
+    def by_cost(self) -> list[int]:
+        """Buckets, the cheapest first."""
+        cost = self.ticks
+        places = range(len(self.buckets))
+        return sorted(places, key=lambda b: (cost.dearest_C[b], cost.sum_C[b], b))
+
+    @cached_property
+    def place_by_cost(self) -> dict[int, int]:
+        return {b: place for place, b in enumerate(self.by_cost)}
+
+    def _may_hold(self, b: int, microbatches: Packed, width: int) -> bool:
+        """Whether volumes allow these microbatches of `width` rows in bucket b."""
+        bucket, batch = self.buckets[b], self.batch
+        if width_of(bucket, batch, self.capacity) != width:
+            return False
+        for m in batch.modules:
+            shape = bucket.shape(m)
+            row, room = batch.row_room(shape, m), batch.room(bucket, m, self.capacity)
+            for rows in microbatches:
+                samples = [i for r in rows for i in r]
+                if batch.tokens[m][samples].sum() > room:
+                    return False
+                if batch.longest[m][samples].max(initial=0) > row:
+                    return False
+                if m == batch.anchor and any(batch.tokens[m][r].sum() > row for r in rows):
+                    return False
+        return True
 
 
-def in_order(groups: Groups, costs: BucketCosts) -> Groups:
-    waiting: dict[int, list[Packed]] = {}
-    for b, held in groups:
-        waiting.setdefault(b, []).append(held)
-    return [(b, waiting[b].pop(0)) for b in running_order([b for b, _ in groups], costs)]
-
-
-def as_group(
-    microbatches: Packed,
-    shapes: Sequence[SampleShape],
-    buckets: Sequence[Bucket],
-    capacity: Capacity,
-    costs: BucketCosts,
-    own_rank: bool = False,
-) -> tuple[int, Packed] | None:
-    """A group of these microbatches, padded with empty ones to the group size, and its cheapest
-    bucket of as many rows; None if no bucket holds them. With `own_rank` the encoder items of an
-    LLM rank's samples must fit the encoder's rank of the same index."""
-    width = len(microbatches[0])
-    per = width // capacity.llm_ranks if own_rank else width
-    tokens = max(sum(shapes[i].llm_tokens for i in row) for rows in microbatches for row in rows)
-    items = {
-        m: max(
-            sum(shapes[i].load(m) for row in rows[lo : lo + per] for i in row)
-            for rows in microbatches
-            for lo in range(0, width, per)
-        )
-        for m in capacity.encoders
-    }
-    able = [
-        b
-        for b, bucket in enumerate(buckets)
-        if rows_per_microbatch(bucket, capacity) == width
-        and tokens <= bucket.tokens
-        and all(
-            n <= (bucket.items(m) if own_rank else capacity.items(bucket, m))
-            for m, n in items.items()
-        )
-    ]
-    if not able:
-        return None
-    missing = capacity.group_size - len(microbatches)
-    empty: Packed = [[[] for _ in range(width)] for _ in range(missing)]
-    best = min(able, key=lambda b: (max(costs.seconds[b]), sum(costs.seconds[b]), b))
-    return best, microbatches + empty
-
-
-def greedy_groups(
-    shapes: Sequence[SampleShape],
-    buckets: Sequence[Bucket],
-    capacity: Capacity,
-    costs: BucketCosts,
-) -> Groups:
+def greedy_answer(room: Room, mains: int) -> list[Together]:
     """First fit, fullest first, into one main bucket (what it cannot hold into the cheapest other
-    one), each group then shrunk to its cheapest bucket; the best choice of main bucket."""
-
-    def fill(i: int, bucket: Bucket) -> float:
-        rooms = {m: capacity.items(bucket, m) for m in capacity.encoders}
-        items = (shapes[i].load(m) / room for m, room in rooms.items() if room)
-        return max(shapes[i].llm_tokens / bucket.tokens, *items, 0.0)
-
-    able_N = [
-        [b for b in range(len(buckets)) if capacity.holds(buckets[b], shape)] for shape in shapes
-    ]
-    best: Groups = []
-    for main in range(len(buckets)):
-        homes: dict[int, list[int]] = {}
-        for i, able in enumerate(able_N):
-            home = main if main in able else min(able, key=lambda b: (max(costs.seconds[b]), b))
-            homes.setdefault(home, []).append(i)
-        groups: Groups = []
-        for b, members in sorted(homes.items()):
-            order = sorted(members, key=lambda i: (-fill(i, buckets[b]), i))
-            packed = first_fit(shapes, order, buckets[b], capacity)
-            for lo in range(0, len(packed), capacity.group_size):
-                part = packed[lo : lo + capacity.group_size]
-                group = as_group(part, shapes, buckets, capacity, costs)
-                assert group is not None, "a bucket holds what was packed into it"
-                groups.append(group)
-        groups = in_order(groups, costs)
-        if not best or predict_s(groups, costs) < predict_s(best, costs):
-            best = groups
-    return best
+    one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
+    buckets as the main one."""
+    budget = Budget(0)
+    able_N = _able(room)
+    ranked = [min(able, key=lambda b: room.place_by_cost[b]) for able in able_N]
+    best: list[Together] | None = None
+    tried: set[tuple[int, ...]] = set()
+    for main in range(mains):
+        homes = tuple(main if main in able else b for able, b in zip(able_N, ranked))
+        if homes in tried:
+            continue
+        tried.add(homes)
+        answer: list[Together] = []
+        for b in sorted(set(homes)):
+            members = [i for i, home in enumerate(homes) if home == b]
+            answer += _first_fitted(room, b, members, budget)
+        if best is None or room.cost(answer) < room.cost(best):
+            best = answer
+    return room.in_order(best or [])
 
 
-def arrival_groups(
-    shapes: Sequence[SampleShape],
-    buckets: Sequence[Bucket],
-    capacity: Capacity,
-    costs: BucketCosts,
-) -> Groups:
-    """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds
-    its longest sample and, on each rank, the encoder items of that rank's own samples."""
-    for module, ranks in capacity.encoders.items():
-        if ranks != capacity.llm_ranks:
-            raise ValueError(
-                f"arrival grouping needs equal data ranks, got {module} {ranks} and llm "
-                f"{capacity.llm_ranks}; plan all modules alike or use balanced grouping"
+def _able(room: Room) -> list[frozenset[int]]:
+    """Buckets that can hold each sample; alike samples are looked at once."""
+    seen: dict[tuple[tuple[int, ...], ...], frozenset[int]] = {}
+    able_N = []
+    for load in room.batch.loads:
+        key = tuple(load.lengths(m) for m in room.batch.modules)
+        if key not in seen:
+            seen[key] = frozenset(
+                b for b, bucket in enumerate(room.buckets) if room.capacity.holds(bucket, load)
             )
-    own = replace(
-        capacity,
-        vision_ranks=min(capacity.vision_ranks, 1),
-        audio_ranks=min(capacity.audio_ranks, 1),
-    )
-    check_fits(shapes, buckets, own)
-    width = rows_per_microbatch(buckets[0], capacity)
-    groups: Groups = []
+        able_N.append(seen[key])
+    return able_N
+
+
+def _first_fitted(room: Room, b: int, members: Sequence[int], budget: Budget) -> list[Together]:
+    """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
+    then fit no row are packed again."""
+    batch, capacity, bucket = room.batch, room.capacity, room.buckets[b]
+
+    fill_N = np.zeros(batch.n)
+    for m in batch.modules:
+        whole = batch.room(bucket, m, capacity)
+        whole = batch.row_room(bucket.shape(m), m) if m == batch.anchor else whole
+        np.maximum(fill_N, batch.tokens[m] / max(whole, 1), out=fill_N)
+    waiting = sorted(members, key=lambda i: (-fill_N[i], i))
+    microbatches: Packed = []
+    while waiting:
+        packed = first_fit(batch, waiting, bucket, capacity)
+        waiting = []
+        for microbatch in packed:
+            waiting += _taken_out(room, b, microbatch, budget)
+        microbatches += packed
+    answer = []
+    for lo in range(0, len(microbatches), capacity.group_size):
+        together = room.together(b, microbatches[lo : lo + capacity.group_size], budget)
+        assert together is not None, "a bucket holds what was packed into it"
+        answer.append(room.shrunk(together, budget))
+    return answer
+
+
+def _taken_out(room: Room, b: int, microbatch: Microbatch, budget: Budget) -> list[int]:
+    """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
+    out: list[int] = []
+    modules = [m for m in room.batch.modules if m != room.batch.anchor]
+    bucket = room.buckets[b]
+    while any(
+        place(room.batch, bucket, microbatch, m, room.capacity, budget) is None for m in modules
+    ):
+        fullest = max(range(len(microbatch)), key=lambda r: (len(microbatch[r]), -r))
+        out.append(microbatch[fullest].pop())
+    return sorted(out)
+
+
+def arrival_answer(room: Room) -> list[Together]:
+    """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds,
+    on each rank, the pieces of that rank's own samples.
+
+    Raises:
+      ValueError: modules differ in data ranks, or a sample fits no bucket on one rank.
+    """
+    batch, ranks = room.batch, room.capacity.ranks
+    last = batch.modules[-1]
+    if len(set(ranks.values())) > 1:
+        raise ValueError(
+            f"arrival grouping needs equal data ranks, got {dict(ranks)}; plan all modules alike "
+            "or use balanced grouping"
+        )
+    own_rank = Capacity(dict.fromkeys(ranks, 1))
+    check_fits(batch.loads, room.buckets, own_rank)
+    shape = room.buckets[0].shape(last)
+    per_rank = shape.rows if shape else 1
+    width = per_rank * ranks[last]
+    answer: list[Together] = []
     start = 0
-    while start < len(shapes):
-        for count in range(min(width * capacity.group_size, len(shapes) - start), 0, -1):
-            rows = [[start + k] if k < count else [] for k in range(-(-count // width) * width)]
-            part = [rows[i : i + width] for i in range(0, len(rows), width)]
-            group = as_group(part, shapes, buckets, capacity, costs, own_rank=True)
-            if group is not None:
+    while start < batch.n:
+        for count in range(min(width * room.capacity.group_size, batch.n - start), 0, -1):
+            together = _in_arrival(room, range(start, start + count), per_rank)
+            if together is not None:
                 break
-        assert group is not None, "one sample fits (checked)"
-        groups.append(group)
+        assert together is not None, "one sample fits (checked)"
+        answer.append(together)
         start += count
-    return groups
+    return answer
+
+
+def _in_arrival(room: Room, samples: range, per_rank: int) -> Together | None:
+    """The cheapest groups for samples in order; None if no bucket holds them so."""
+    last, n_ranks = room.batch.modules[-1], next(iter(room.capacity.ranks.values()))
+    width, size = per_rank * n_ranks, room.capacity.group_size
+    ranks_MD = [
+        [
+            list(samples[(k * n_ranks + d) * per_rank : (k * n_ranks + d + 1) * per_rank])
+            for d in range(n_ranks)
+        ]
+        for k in range(size)
+    ]
+    for b in room.by_cost:
+        bucket = room.buckets[b]
+        placed: dict[str, list[Placed]] = {}
+        for m in room.batch.modules:
+            each = [_on_own_ranks(room.batch, ranks_D, m, bucket.shape(m), m == last)
+                    for ranks_D in ranks_MD]  # fmt: skip
+            if any(p is None for p in each):
+                break
+            if any(p is not None and len(p.pieces) for p in each):
+                placed[m] = [p for p in each if p is not None]
+        else:
+            rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
+            return Together(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], placed)
+    return None
+
+
+def _on_own_ranks(
+    batch: Batch, ranks_D: Sequence[Sequence[int]], module: str, shape: Shape | None, row_each: bool
+) -> Placed | None:
+    """Pieces on the ranks of their samples: a sample's in a row of their own (`row_each`), else by
+    first fit; None if they do not fit."""
+    pieces: list[int] = []
+    places: list[int] = []
+    for d, samples in enumerate(ranks_D):
+        free = [shape.tokens] * shape.rows if shape else []
+        for slot, i in enumerate(samples):
+            for piece in batch.pieces(module, [i]).tolist():
+                n = int(batch.lengths[module][piece])
+                rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
+                row = next((r for r in rows if free[r] >= n), None)
+                if row is None or shape is None:
+                    return None
+                free[row] -= n
+                pieces.append(piece)
+                places.append(d * shape.rows + row)
+    return Placed(np.array(pieces, np.int64), np.array(places, np.int64))
+
+
+def schedule_groups(room: Room, answer: Sequence[Together], plan: Plan) -> tuple[Group, ...]:
+    """The schedule's groups in running order: of every bucket's run its modules, producers first,
+    each feeding those of the same run that read it."""
+    groups: list[Group] = []
+    for together in answer:
+        names = list(together.placed)
+        place_of = {m: len(groups) + k for k, m in enumerate(names)}
+        for module in names:
+            shape = room.buckets[together.bucket].shape(module)
+            assert shape is not None, "pieces are placed in a shape"
+            ranks, placed = room.capacity.ranks[module], together.placed[module]
+            pairs_D = sum(rank_pairs(p, room.batch, module, shape, ranks) for p in placed)
+            groups.append(
+                Group(
+                    module,
+                    shape,
+                    tuple(as_rows(p, shape, ranks) for p in placed),
+                    tuple(place_of[t] for t in plan.targets(module) if t in place_of),
+                    int(max(pairs_D)),  # type: ignore[arg-type]
+                )
+            )
+    return tuple(groups)
+
+
+def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> None:
+    """Even out the content of the modules whose programs it costs something, in place."""
+    priced = [m for m in room.batch.modules if m in room.priced]
+    for left, m in zip(range(len(priced), 0, -1), priced):
+        runs = [t for t in answer if m in t.placed]
+        shapes = [room.buckets[t.bucket].shape(m) for t in runs]
+        known = [s for s in shapes if s is not None]
+        content = Content(m, room.capacity.ranks[m], known, [t.placed[m] for t in runs])
+        balance_content(content, room.batch, budget.part(budget.left / left), seed)

@@ -1,102 +1,117 @@
-"""The schedule of one global batch: how many microbatches of which bucket, and what each holds.
+"""The schedule of one global batch: which groups of which shapes run, and what each holds.
 
-"balanced": the cheapest set of buckets into which the samples pack (the executed cost of a
-microbatch is its bucket's). "arrival": the baseline, samples in order, one a row.
+"balanced": the cheapest set of buckets into which the samples pack (what a group costs is its
+shape's), then the content of every group evened out over its ranks. "arrival": the baseline,
+samples in order, one a row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-import numpy as np
+from dflop_jax.records import Load, Plan, Prices, Schedule, Status
+from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
+from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.groups import (
+    Room,
+    arrival_answer,
+    even_content,
+    greedy_answer,
+    schedule_groups,
+)
+from dflop_jax.schedule.search import improved
+from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.sim.pipeline import with_order
 
-from dflop_jax.records import Bucket, Microbatch, Plan, SampleShape, Schedule
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.cover import Capacity, demand, fractional_cost
-from dflop_jax.schedule.groups import arrival_groups, check_fits, predict_s
-from dflop_jax.schedule.search import best_groups
-
-ROUNDS_PER_S = 20_000  # pairs of rows priced in a nominal second
-_CAP = 20  # times the time limit, at which the clock does stop the search
-
-
-def capacity_of(plan: Plan) -> Capacity:
-    ranks = {m: plan.data_ranks(m) for m in plan.modules}
-    return Capacity(ranks.get("vision", 0), ranks["llm"], plan.group_size, ranks.get("audio", 0))
+WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
+DEFAULT_WORK = 4_000
+_MOST_BUCKETS = 10  # among which a set is searched, those without a module included
+_PACKING_SHARE = 0.5  # of the work, at most; the rest evens out content
 
 
 def schedule_batch(
-    shapes: Sequence[SampleShape],
+    loads: Sequence[Load],
     plan: Plan,
-    costs: BucketCosts,
+    prices: Prices,
+    trainable: Collection[str],
     *,
     step: int = 0,
-    time_limit_s: float = 0.2,
-    max_rounds: int | None = None,
+    work: int | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """Cut a global batch into groups of microbatches under the plan's buckets.
+    """Cut a global batch into groups of the plan's shapes, in a running order.
 
-    `time_limit_s` is turned into work (`ROUNDS_PER_S`, or `max_rounds` if given), so the answer is
-    a pure function of the arguments on a fast or a busy machine; the clock stops the search only
-    at 20 times the limit. `max_rounds=0` gives the greedy answer (status "greedy"). Status
-    "optimal": no choice of buckets is cheaper under `pipeline_makespan`. `lower_bound_s` holds for
-    every choice of buckets and every packing.
+    The makespan is the simulator's. The search minimises what it is made of: the static seconds of
+    the groups on the resource that each keeps busy longest, then, for every group, the content of
+    its busiest rank, for which the others wait. The answer depends on the arguments alone: work is
+    counted and no clock is read, choices compare whole numbers or with a tolerance, and ties go to
+    the earlier bucket, row and piece.
+
+    Args:
+      trainable: names of the segments that train.
+      work: units that the solver may spend (`solver.budget`); 0 gives the greedy answer, None the
+        plan's `work_budget`, or `DEFAULT_WORK` where it has none.
+
+    Returns:
+      A schedule with its order. Status "optimal": the makespan equals `lower_bound_s`, which holds
+      for every choice of groups.
 
     Raises:
-      ValueError: a sample that fits no bucket, or costs that do not match the plan.
+      ValueError: a sample that fits no bucket, or arrival grouping with unequal data ranks.
     """
     start_s = time.perf_counter()
-    if len(costs.seconds) != len(plan.buckets):
-        raise ValueError(
-            f"costs of {len(costs.seconds)} buckets for a plan of {len(plan.buckets)}; "
-            "predict them from the same plan"
-        )
-    if not 1 <= len(costs.seconds[0]) <= len(plan.modules):
-        raise ValueError(
-            f"bucket costs name {len(costs.seconds[0])} modules, the plan has {plan.modules}"
-        )
-    capacity = capacity_of(plan)
-    bound_s, status = _volume_bound_s(shapes, plan.buckets, capacity, costs), "greedy"
-    if plan.grouping == "arrival":
-        groups = arrival_groups(shapes, plan.buckets, capacity, costs)
-    else:
-        check_fits(shapes, plan.buckets, capacity)
-        groups, found_s, status = best_groups(
-            shapes,
-            plan.buckets,
-            capacity,
-            costs,
-            max_rounds=int(time_limit_s * ROUNDS_PER_S) if max_rounds is None else max_rounds,
-            deadline_s=start_s + _CAP * time_limit_s,
-            seed=seed,
-        )
-        bound_s = max(bound_s, found_s)
-    makespan_s = predict_s(groups, costs)
-    return Schedule(
+    work = (plan.work_budget or DEFAULT_WORK) if work is None else work
+    batch = Batch(loads, plan.modules)
+    if plan.grouping == "balanced":
+        check_fits(loads, plan.buckets, capacity_of(plan))
+    schedule, spent = solve(batch, plan, prices, trainable, work, seed)
+    bound_s = lower_bound_s(batch, plan, capacity_of(plan), prices, trainable)
+    status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
+    if schedule.makespan_s <= bound_s * (1 + ROUNDING):
+        status = "optimal"
+    return replace(
+        schedule,
         step=step,
-        groups=tuple(tuple(_microbatch(b, rows, capacity) for rows in held) for b, held in groups),
-        makespan_s=makespan_s,
-        lower_bound_s=min(bound_s, makespan_s),
+        lower_bound_s=min(bound_s, schedule.makespan_s),
         status=status,
+        work=round(spent),
         elapsed_s=time.perf_counter() - start_s,
     )
 
 
-def _microbatch(bucket: int, rows: list[list[int]], capacity: Capacity) -> Microbatch:
-    per_rank = len(rows) // capacity.llm_ranks
-    ranks = [rows[i : i + per_rank] for i in range(0, len(rows), per_rank)]
-    return Microbatch(bucket, tuple(tuple(tuple(row) for row in rank) for rank in ranks))
-
-
-def _volume_bound_s(
-    shapes: Sequence[SampleShape],
-    buckets: Sequence[Bucket],
-    capacity: Capacity,
-    costs: BucketCosts,
-) -> float:
-    """Each station must work off the whole volume, at the best price per token and item."""
-    wanted = demand(shapes, buckets, capacity)
-    by_module = np.array(costs.seconds).T * capacity.group_size
-    return max(fractional_cost(wanted, cost_C) for cost_C in by_module)
+def solve(
+    batch: Batch,
+    plan: Plan,
+    prices: Prices,
+    trainable: Collection[str],
+    work: float,
+    seed: int,
+) -> tuple[Schedule, float]:
+    """(the schedule with its order and makespan, units of work spent); every sample must fit."""
+    capacity, costs, budget = capacity_of(plan), group_costs(plan, prices, trainable), Budget(work)
+    balanced = plan.grouping == "balanced"
+    buckets = variants(plan.buckets, batch, _MOST_BUCKETS) if balanced else plan.buckets
+    priced = frozenset(m for m in plan.modules if costs.has_pairs(m))
+    room = Room(batch, buckets, capacity, ticks_of(costs, buckets), priced)
+    if not balanced:
+        answers = [arrival_answer(room)]
+    else:
+        answers = [greedy_answer(room, len(plan.buckets))]
+        if work > 0:
+            better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
+            answers = [better, *answers]
+    best: Schedule | None = None
+    for place, answer in enumerate(answers):
+        alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope
+        share = budget.left / (len(answers) - place) if alike and balanced else 0
+        even_content(room, answer, budget.part(share), seed)
+        draft = Schedule(0, schedule_groups(room, answer, plan))
+        schedule, _ = with_order(plan, draft, prices, trainable)
+        if best is None or schedule.makespan_s < best.makespan_s * (1 - ROUNDING):
+            best = schedule
+    assert best is not None, "there is at least the greedy answer"
+    return best, budget.spent

@@ -1,8 +1,8 @@
-"""Packing samples into the rows of given microbatches: vector bin packing with unequal bins.
+"""Packing samples into microbatches: vector bin packing with unequal bins.
 
-A row holds `tokens` of its bucket; a microbatch, all its rows together, holds the bucket's items
-on every rank of an encoder. The fill (use over room) is balanced as a makespan is; a largest fill
-of at most 1 is a packing.
+The bins are the rows of the batch's anchor module; what a microbatch has room for in the other
+modules is shared by its rows. (Without an anchor the bins are the microbatches.) The fill, use over
+room, is balanced as a makespan is; a largest fill of at most 1 is a packing.
 """
 
 from __future__ import annotations
@@ -11,69 +11,66 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop_jax.records import Bucket, SampleShape
-from dflop_jax.schedule.cover import Capacity
+from dflop_jax.records import Bucket
+from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
-from dflop_jax.schedule.solver.local_search import State, descend, resplit
+from dflop_jax.schedule.solver.improve import Improver
+from dflop_jax.schedule.solver.local_search import State, descend
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
 _NO_ROOM = 1e-6  # stands for a capacity of 0, so that fills stay finite
-_EVEN_ROUNDS = 64  # pairs priced to even out the fill once everything fits
+_EVEN_WORK = 64  # pairs priced to even out the fill once everything fits
 
-Packed = list[list[list[int]]]  # [microbatch][row] -> sample indices
+Microbatch = list[list[int]]  # samples of each row of the anchor
+Packed = list[Microbatch]
 
 
-def rows_per_microbatch(bucket: Bucket, capacity: Capacity) -> int:
-    return bucket.rows * capacity.llm_ranks
+def width_of(bucket: Bucket, batch: Batch, capacity: Capacity) -> int:
+    """Rows of a microbatch into which samples are packed; 1 if the bucket lacks the anchor."""
+    return capacity.rows(bucket, batch.anchor) or 1 if batch.anchor else 1
 
 
 def pack(
-    shapes: Sequence[SampleShape],
+    batch: Batch,
     buckets: Sequence[Bucket],
     capacity: Capacity,
-    *,
-    rounds: int,
-    deadline_s: float,
-    seed: int,
-) -> tuple[Packed | None, int]:
-    """(rows of each microbatch, or None if no packing was found; rounds left over).
-
-    `buckets` has one entry per microbatch.
-    """
-    widths = [rows_per_microbatch(b, capacity) for b in buckets]
+    budget: Budget,
+    rng: np.random.Generator,
+) -> Packed | None:
+    """Rows of each microbatch, one bucket for each; None if no packing was found."""
+    widths = [width_of(b, batch, capacity) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
-    problem = _fill_problem(shapes, buckets, capacity, width)
+    problem = _fill_problem(batch, buckets, capacity, widths, width)
+    budget.spend(1 + problem.n * problem.n_bins / 2000)
     state = State(problem, lpt(problem, by_size(problem.sizes_RN * _mean_scale(problem))))
-    target = 1 + ROUNDING
-    rounds = descend(state, target, deadline_s, rounds)
-    rng = np.random.default_rng(seed)
-    while state.makespan > target and rounds > 0:
-        rounds = resplit(state, target, deadline_s, rounds, rng)
-        rounds = descend(state, target, deadline_s, rounds)
-    if state.makespan > target:
-        return None, rounds
-    descend(state, 0.0, deadline_s, _EVEN_ROUNDS)
-    rows = [sorted(held.tolist()) for held in state.members]
-    return [rows[m * width : m * width + n] for m, n in enumerate(widths)], rounds
+    search = Improver(state, 0.0, 1 + ROUNDING, budget, rng)
+    search.run()
+    if search.state.makespan > 1 + ROUNDING:
+        return None
+    descend(search.state, 0.0, budget.part(_EVEN_WORK))
+    rows = [sorted(samples.tolist()) for samples in search.state.members]
+    return [rows[m * width : m * width + n] for m, n in enumerate(widths)]
 
 
 def _fill_problem(
-    shapes: Sequence[SampleShape], buckets: Sequence[Bucket], capacity: Capacity, width: int
+    batch: Batch, buckets: Sequence[Bucket], capacity: Capacity, widths: Sequence[int], width: int
 ) -> Problem:
-    encoders = tuple(capacity.encoders)
-    row_room = np.concatenate(
-        [np.arange(width) < rows_per_microbatch(b, capacity) for b in buckets]
-    ) * np.repeat([float(b.tokens) for b in buckets], width)
-    item_room = [np.repeat([float(capacity.items(b, m)) for b in buckets], width) for m in encoders]
-    n = 1 + len(encoders)
+    shared = [m for m in batch.modules if m != batch.anchor]
+    room = [np.repeat([float(batch.room(b, m, capacity)) for b in buckets], width) for m in shared]
+    if batch.anchor:
+        row_B = [float(batch.row_room(b.shape(batch.anchor), batch.anchor)) for b in buckets]
+        is_row = np.concatenate([np.arange(width) < n for n in widths])
+        room.insert(0, is_row * np.repeat(row_B, width))
+    order = ([batch.anchor] if batch.anchor else []) + shared
     return Problem(
-        sizes_RN=np.array([[s.load(m) for s in shapes] for m in ("llm", *encoders)], float),
-        n_costs=n,
-        limits_R=np.full(n, np.inf),
-        n_bins=len(row_room),
+        sizes_RN=np.array([batch.tokens[m] for m in order], float).reshape(len(order), batch.n),
+        n_costs=len(order),
+        limits_R=np.full(len(order), np.inf),
+        n_bins=width * len(buckets),
         group=width,
-        grouped_R=(False, *(True for _ in encoders)),
-        scale_RB=1 / np.maximum(np.stack([row_room, *item_room]), _NO_ROOM),
+        grouped_R=tuple(m != batch.anchor for m in order),
+        scale_RB=1 / np.maximum(np.stack(room), _NO_ROOM),
     )
 
 
@@ -84,32 +81,57 @@ def _mean_scale(problem: Problem) -> Floats:
     return 1 / np.maximum(room_R, _NO_ROOM)
 
 
-def first_fit(
-    shapes: Sequence[SampleShape],
-    order: Sequence[int],
-    bucket: Bucket,
-    capacity: Capacity,
-) -> Packed:
+def gathered(
+    batch: Batch, buckets: Sequence[Bucket], packed: Packed, capacity: Capacity
+) -> Packed | None:
+    """The same rows with long pieces next to each other: microbatches of one bucket get them by
+    their longest piece, as far as there is room in the other modules. A group waits for its busiest
+    rank, so its long pieces cost least where others are as long. None: some row finds no room."""
+    shared = [m for m in batch.modules if m != batch.anchor]
+    result: Packed = [[] for _ in packed]
+    for bucket in dict.fromkeys(buckets):
+        places = [k for k, b in enumerate(buckets) if b == bucket]
+        width = len(packed[places[0]])
+        free_KM = np.array([[batch.room(bucket, m, capacity) for m in shared] for _ in places])
+        rows = [row for k in places for row in packed[k]]
+        assert batch.anchor is not None, "rows are the anchor's"
+        length_N = batch.longest[batch.anchor]
+        peaks = [max((int(length_N[i]) for i in row), default=0) for row in rows]
+        for r in sorted(range(len(rows)), key=lambda r: (-peaks[r], r)):
+            asks = [int(batch.tokens[m][rows[r]].sum()) for m in shared]
+            for k, free in zip(places, free_KM):
+                if len(result[k]) < width and (free >= asks).all():
+                    result[k].append(rows[r])
+                    free -= asks
+                    break
+            else:
+                return None
+    return result
+
+
+def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packed:
     """As many microbatches of one bucket as first fit opens for the samples, in the given order.
 
     Every sample must fit an empty microbatch (`capacity.holds`).
     """
-    width = rows_per_microbatch(bucket, capacity)
-    encoders = tuple(capacity.encoders)
-    item_room = np.array([[capacity.items(bucket, m) for m in encoders]], np.int64)
+    width = width_of(bucket, batch, capacity)
+    shared = [m for m in batch.modules if m != batch.anchor]
+    room_M = np.array([[batch.room(bucket, m, capacity) for m in shared]], np.int64)
+    row_room = batch.row_room(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
+    asks_NM = np.stack([batch.tokens[m] for m in shared] or [np.zeros(batch.n, np.int64)], axis=1)
+    asks_NM = asks_NM[:, : len(shared)]
     row_free: Ints = np.zeros(0, np.int64)
-    item_free: Ints = np.zeros((0, len(encoders)), np.int64)
+    free_GM: Ints = np.zeros((0, len(shared)), np.int64)
     packed: Packed = []
     for i in order:
-        tokens = shapes[i].llm_tokens
-        items = np.array([shapes[i].load(m) for m in encoders], np.int64)
-        fits = (row_free >= tokens) & np.repeat((item_free >= items).all(axis=1), width)
-        at = int(fits.argmax()) if fits.any() else len(row_free)
-        if at == len(row_free):
-            row_free = np.append(row_free, np.full(width, bucket.tokens))
-            item_free = np.concatenate([item_free, item_room])
+        tokens = int(batch.tokens[batch.anchor][i]) if batch.anchor else 0
+        fits = (row_free >= tokens) & np.repeat((free_GM >= asks_NM[i]).all(axis=1), width)
+        row = int(fits.argmax()) if fits.any() else len(row_free)
+        if row == len(row_free):
+            row_free = np.append(row_free, np.full(width, row_room))
+            free_GM = np.concatenate([free_GM, room_M])
             packed.append([[] for _ in range(width)])
-        row_free[at] -= tokens
-        item_free[at // width] -= items
-        packed[at // width][at % width].append(i)
+        row_free[row] -= tokens
+        free_GM[row // width] -= asks_NM[i]
+        packed[row // width][row % width].append(i)
     return packed

@@ -4,8 +4,8 @@ The parent keeps `ahead` batches requested; one thread per worker passes a reque
 and waits for its answer on a pipe (no solving under the parent's GIL). Requests are JSON lines
 over stdin/stdout of `python -c`, so scripts need no `__main__` guard and nothing is pickled.
 
-A schedule depends on (shapes, costs, step, seed) only, however late it comes. The greedy answer
-solved inline, when the child is dead or out of grace, differs from the child's: a run is
+A schedule depends on (loads, prices, step, work, seed) only, however late it comes. The greedy
+answer solved inline, when the child is dead or out of grace, differs from the child's: a run is
 reproducible bit for bit as long as `fallbacks` stays 0.
 """
 
@@ -17,15 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from dflop_jax.records import Plan, SampleShape, Schedule
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.worker_main import Reply, Request, Setup, answer
+from dflop_jax.records import Load, Plan, Prices, Schedule
+from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
 
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -37,31 +37,30 @@ class ScheduleWorker:
     """`get(step)` returns the schedule of a global batch, solved ahead in a child process.
 
     Args:
-      shapes_of: step -> the sample shapes of its global batch; called in the parent, in order.
-      plan, costs: as for `schedule_batch`; costs without a `makespan_s` (a function cannot be
-        sent to the child).
+      loads_of: step -> the loads of its global batch; called in the parent, in order.
+      plan, prices, trainable: as for `schedule_batch`.
       first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
       ahead: batches requested ahead of the one asked for.
-      time_limit_s, max_rounds: work of one solve, as for `schedule_batch`.
+      work: units of one solve, as for `schedule_batch`.
       grace_s: longest wait for a living child before the greedy answer is used.
     """
 
     def __init__(
         self,
-        shapes_of: Callable[[int], Sequence[SampleShape]],
+        loads_of: Callable[[int], Sequence[Load]],
         plan: Plan,
-        costs: BucketCosts,
+        prices: Prices,
+        trainable: Collection[str],
         *,
         first_step: int = 0,
         stop_step: int | None = None,
         ahead: int = 4,
-        time_limit_s: float = 0.2,
-        max_rounds: int | None = None,
+        work: int | None = None,
         grace_s: float = 30.0,
         seed: int = 0,
     ):
-        self._shapes_of, self._ahead, self._grace_s = shapes_of, ahead, grace_s
-        self._setup = Setup(plan, time_limit_s, max_rounds, seed)
+        self._loads_of, self._ahead, self._grace_s = loads_of, ahead, grace_s
+        self._setup = Setup(plan, tuple(trainable), work, seed)
         self._next_step, self._stop_step = first_step, stop_step
         self._changed = threading.Condition()
         self._requests: dict[int, Request] = {}
@@ -71,7 +70,7 @@ class ScheduleWorker:
         self._child: subprocess.Popen[bytes] | None = None
         self.deaths = 0
         self.fallbacks = 0
-        self.update_costs(costs)
+        self.update_prices(prices)
         self._request_until(first_step + ahead)
         self._thread = threading.Thread(target=self._serve, name="schedule-worker", daemon=True)
         self._thread.start()
@@ -82,11 +81,9 @@ class ScheduleWorker:
         child = self._child
         return child.pid if child is not None and child.poll() is None else None
 
-    def update_costs(self, costs: BucketCosts) -> None:
-        """Use these costs for the batches requested from now on (`ahead` steps from here)."""
-        if costs.makespan_s is not None:
-            raise ValueError("a makespan_s function cannot be sent to the schedule worker")
-        self._seconds = costs.seconds
+    def update_prices(self, prices: Prices) -> None:
+        """Use these prices for the batches requested from now on (`ahead` steps from here)."""
+        self._prices = PriceList.of(prices)
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
@@ -104,7 +101,8 @@ class ScheduleWorker:
             request, reply = self._requests.pop(step), self._replies.pop(step, None)
         if reply is None:
             self.fallbacks += 1
-            reply = answer(self._setup, request, max_rounds=0)
+            assert request.prices is not None, "the parent keeps them with every request"
+            reply = answer(self._setup, request, request.prices.prices, work=0)
         if reply.schedule is None:
             raise ValueError(f"step {step}: {reply.error}")
         return reply.schedule, 0.0 if ready else time.perf_counter() - start_s
@@ -133,7 +131,7 @@ class ScheduleWorker:
     def _request_until(self, stop: int) -> None:
         stop = stop if self._stop_step is None else min(stop, self._stop_step)
         for step in range(self._next_step, stop):
-            request = Request(step, tuple(self._shapes_of(step)), self._seconds)
+            request = Request(step, tuple(self._loads_of(step)), self._prices)
             with self._changed:
                 self._requests[step] = request
                 self._next_step = step + 1
@@ -174,10 +172,14 @@ class ScheduleWorker:
         were answered."""
         assert child.stdin is not None
         assert child.stdout is not None
-        answered = 0
+        answered, known = 0, None
         try:
             child.stdin.write(msgspec.json.encode(self._setup) + b"\n")
             while (request := self._next_request()) is not None:
+                if request.prices is known:  # most of the bytes of a request
+                    request = replace(request, prices=None)
+                else:
+                    known = request.prices
                 child.stdin.write(msgspec.json.encode(request) + b"\n")
                 child.stdin.flush()
                 line = child.stdout.readline()

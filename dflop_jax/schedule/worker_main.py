@@ -6,15 +6,39 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from dataclasses import dataclass
 
 import msgspec
 
-from dflop_jax.records import Plan, SampleShape, Schedule
-from dflop_jax.schedule.costs import BucketCosts
+from dflop_jax.records import Load, Plan, Price, Prices, ProgramId, Schedule, SendId, Task
 from dflop_jax.schedule.online import schedule_batch
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """`Prices` as pairs, for JSON has no keys but strings; no concurrency stands for any."""
+
+    programs: tuple[tuple[ProgramId, Price], ...]
+    step_end: tuple[tuple[Task, float], ...]
+    sends: tuple[tuple[SendId, float], ...]
+    concurrency: float | None
+
+    @classmethod
+    def of(cls, prices: Prices) -> PriceList:
+        return cls(
+            tuple(prices.programs.items()),
+            tuple(prices.step_end.items()),
+            tuple(prices.sends.items()),
+            None if prices.concurrency == math.inf else prices.concurrency,
+        )
+
+    @property
+    def prices(self) -> Prices:
+        concurrency = math.inf if self.concurrency is None else self.concurrency
+        return Prices(dict(self.programs), dict(self.step_end), dict(self.sends), concurrency)
 
 
 @dataclass(frozen=True)
@@ -22,18 +46,18 @@ class Setup:
     """First line: what all requests share."""
 
     plan: Plan
-    time_limit_s: float
-    max_rounds: int | None
+    trainable: tuple[str, ...]
+    work: int | None
     seed: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """A global batch to schedule; `seconds` are the bucket costs to use for it."""
+    """A global batch to schedule; `prices` where they are not those of the request before."""
 
     step: int
-    shapes: tuple[SampleShape, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    loads: tuple[Load, ...]
+    prices: PriceList | None = None
 
 
 @dataclass(frozen=True)
@@ -45,16 +69,16 @@ class Reply:
     error: str = ""
 
 
-def answer(setup: Setup, request: Request, max_rounds: int | None) -> Reply:
-    """Solve one request; `max_rounds=0` gives the greedy answer."""
+def answer(setup: Setup, request: Request, prices: Prices, work: int | None) -> Reply:
+    """Solve one request; `work=0` gives the greedy answer."""
     try:
         schedule = schedule_batch(
-            request.shapes,
+            request.loads,
             setup.plan,
-            BucketCosts(request.seconds),
+            prices,
+            setup.trainable,
             step=request.step,
-            time_limit_s=setup.time_limit_s,
-            max_rounds=max_rounds,
+            work=work,
             seed=setup.seed,
         )
     except ValueError as e:
@@ -68,8 +92,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines, out = sys.stdin.buffer, sys.stdout.buffer
     setup = msgspec.json.decode(lines.readline(), type=Setup)
+    prices = Prices({})
     for line in lines:
         request = msgspec.json.decode(line, type=Request)
-        reply = answer(setup, request, setup.max_rounds)
+        prices = request.prices.prices if request.prices else prices
+        reply = answer(setup, request, prices, setup.work)
         out.write(msgspec.json.encode(reply) + b"\n")
         out.flush()

@@ -1,3 +1,1 @@
-from dflop_jax.sim.predict import simulate
-
-__all__ = ["simulate"]
+"""Simulation of steps on the runtime's own task lists."""

@@ -1,15 +1,15 @@
-"""Memory of each submesh over time, from a trace of either source and a table of bytes."""
+"""Memory of each submesh: its peak by counting, and its course over a trace of either source."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.pipeline.order import resources, upstream
+from dflop_jax.pipeline.order import links, resources
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Trace
+from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
@@ -20,11 +20,11 @@ class ByteTable:
     """Bytes per device.
 
     `constant` of each submesh: parameters, gradients, optimizer state and the largest program's
-    temporaries. `kept` by (segment, bucket index): the input that a group of that bucket holds.
+    temporaries. `kept` by (segment, shape): the input that a group of that shape holds.
     """
 
     constant: Mapping[str, float]
-    kept: Mapping[tuple[str, int], float]
+    kept: Mapping[tuple[str, Shape], float]
 
 
 def peak_bytes(
@@ -33,23 +33,27 @@ def peak_bytes(
     in_flight: Mapping[str, int],
     trainable: Collection[str] | None = None,
 ) -> dict[str, float]:
-    """Most bytes per device of each submesh, with `in_flight[segment]` groups kept.
+    """Peak bytes per device of each submesh, with `in_flight[segment]` groups kept.
 
-    Submeshes that share devices hold what all of them hold, and the temporaries of one program
-    at a time. `trainable` as for `simulate`.
+    The groups in flight are those of an order (`pipeline.order.most_in_flight`), each of the
+    module's largest shape. Submeshes that share devices hold what all of them hold, and the
+    temporaries of one program at a time. `trainable` names the segments that train; None: all.
     """
-    of = resources(plan)
-    steady: dict[int, float] = dict.fromkeys(of.values(), 0.0)
+    resource_of = resources(plan)
+    steady: dict[int, float] = dict.fromkeys(resource_of.values(), 0.0)
     work = dict(steady)
     for s in plan.segments:
-        shapes = [b.shape_of(s.module, costs.profile.item_tokens) for b in plan.buckets]
-        items, tokens = np.array([(a.items, a.tokens) for a in shapes]).T
+        resource = resource_of[s.submesh]
+        shapes = plan.shapes(s.module)
+        rows = np.array([shape.rows for shape in shapes])
+        tokens = np.array([shape.tokens for shape in shapes])
         trained = trainable is None or s.name in trainable
         mesh = plan.submesh(s.submesh).shape
-        found = costs.segment_bytes(s, mesh, plan.group_size, items, tokens, trained=trained)
-        steady[of[s.submesh]] += float(found.state + found.kept.max() * in_flight[s.name])
-        work[of[s.submesh]] = max(work[of[s.submesh]], float(found.temporaries.max()))
-    return {name: steady[r] + work[r] for name, r in of.items()}
+        needs = costs.segment_bytes(s, mesh, plan.group_size, rows, tokens, trained=trained)
+        kept = float(needs.kept.max(initial=0.0))
+        steady[resource] += float(needs.state) + kept * in_flight.get(s.name, 0)
+        work[resource] = max(work[resource], float(needs.temporaries.max(initial=0.0)))
+    return {name: steady[resource] + work[resource] for name, resource in resource_of.items()}
 
 
 def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
@@ -59,20 +63,21 @@ def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
       ValueError: the profile lacks a module or degree that the plan uses.
     """
     costs = CostModel(profile)
-    names = [s.name for s in plan.segments]
-    kept: dict[tuple[str, int], float] = {}
+    kept: dict[tuple[str, Shape], float] = {}
     for s in plan.segments:
-        for b, bucket in enumerate(plan.buckets):
-            shape = bucket.shape_of(s.module, profile.item_tokens)
-            if shape.items:
-                model = plan.submesh(s.submesh).model
-                one = float(costs.predict(s.module, model, shape.items, shape.tokens, "hidden"))
-                kept[s.name, b] = one * plan.group_size
-    return ByteTable(peak_bytes(plan, costs, dict.fromkeys(names, 0)), kept)
+        mesh = plan.submesh(s.submesh).shape
+        for shape in plan.shapes(s.module):
+            needs = costs.segment_bytes(s, mesh, plan.group_size, shape.rows, shape.tokens)
+            kept[s.name, shape] = float(needs.kept)
+    return ByteTable(peak_bytes(plan, costs, {}), kept)
 
 
 def memory_over_time(
-    plan: Plan, trace: Trace, buckets: Mapping[int, int], table: ByteTable
+    plan: Plan,
+    trace: Trace,
+    shapes: Mapping[int, Shape],
+    table: ByteTable,
+    feeds: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, StepFunction]:
     """Bytes per device of each submesh of the plan while the trace runs.
 
@@ -81,24 +86,44 @@ def memory_over_time(
     forward where it runs no backward.
 
     Args:
-      buckets: index of the bucket of each group of the trace; groups that are absent hold nothing.
+      shapes: shape of each group of the trace; groups that are absent hold nothing.
+      feeds: groups that each group's output goes to. A trace does not name them: without, what
+        other modules send counts from when it is read.
     """
     submesh = {s.name: s.submesh for s in plan.segments}
-    below = {s.name: [u.name for u in upstream(plan, s)] for s in plan.segments}
-    spans = {(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
+    module = {s.name: s.module for s in plan.segments}
+    senders: dict[str, list[str]] = {s.name: [] for s in plan.segments}
+    for link in links(plan):
+        senders[link.target].append(link.source)
+    fed_by: dict[int, list[int]] = {}
+    for producer, fed in (feeds or {}).items():
+        for group in fed:
+            fed_by.setdefault(group, []).append(producer)
+    ends: dict[tuple[str, int], float] = {}  # of forwards
+    sent: dict[tuple[str, str, int], float] = {}  # first arrival on a link
+    for e in trace.events:
+        if e.direction == FORWARD:
+            ends[e.segment, e.group] = e.end_s
+        elif e.direction == SEND:
+            sent.setdefault((e.submesh, e.segment, e.group), e.end_s)
     changes: dict[str, dict[float, float]] = {m.name: {0.0: 0.0} for m in plan.submeshes}
+    spans = {(e.segment, e.group, e.direction): e for e in trace.events}
     for name, group in dict.fromkeys((e.segment, e.group) for e in trace.events):
         runs = [spans[k] for d in (FORWARD, BACKWARD) if (k := (name, group, d)) in spans]
-        size = table.kept.get((name, buckets[group]), 0.0) if group in buckets else 0.0
+        size = table.kept.get((name, shapes[group]), 0.0) if group in shapes else 0.0
         if not runs or not size:
             continue
         arrivals = [
-            spans.get((u, group, SEND), spans[u, group, FORWARD])[1]
-            for u in below[name]
-            if (u, group, FORWARD) in spans
+            sent.get(
+                (f"{submesh[sender]} → {submesh[name]}", sender, producer), ends[sender, producer]
+            )
+            for sender in senders[name]
+            for producer in ([group] if module[sender] == module[name] else fed_by.get(group, ()))
+            if (sender, producer) in ends
         ]
         change = changes[submesh[name]]
-        for time_s, by in ((min(arrivals, default=runs[0][0]), size), (runs[-1][1], -size)):
+        first_s = min(arrivals, default=runs[0].start_s)
+        for time_s, by in ((first_s, size), (runs[-1].end_s, -size)):
             change[time_s] = change.get(time_s, 0.0) + by
     return {
         name: _accumulated(change, table.constant.get(name, 0.0), trace.makespan_s)
@@ -107,33 +132,36 @@ def memory_over_time(
 
 
 def memory_of_run(
-    plan: Plan, profile: ModelProfile, trace: Trace, buckets: Mapping[int, str]
+    plan: Plan,
+    profile: ModelProfile,
+    trace: Trace,
+    shapes_by_name: Mapping[int, str],
+    feeds: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, StepFunction]:
-    """`memory_over_time` of a saved trace, whose groups' buckets are known by name.
+    """`memory_over_time` of a saved trace, whose groups' shapes are known as "module:ROWSxTOKENS".
 
     Raises:
-      ValueError: a group's bucket is not known, or the profile is not of this plan.
+      ValueError: a group's shape is not known, or the profile is not of this plan.
     """
-    index = {bucket.name: b for b, bucket in enumerate(plan.buckets)}
+    known = {f"{m}:{shape.name}": shape for m in plan.modules for shape in plan.shapes(m)}
     groups = {e.group for e in trace.events if e.group >= 0}
-    if any(buckets.get(g) not in index for g in groups):
-        raise ValueError("the trace does not name a bucket of the plan for every group")
+    if any(shapes_by_name.get(g) not in known for g in groups):
+        raise ValueError("the trace does not name a shape of the plan for every group")
     if {e.segment for e in trace.events} - {s.name for s in plan.segments}:
         raise ValueError("the trace is of another plan")
-    return memory_over_time(
-        plan, trace, {g: index[buckets[g]] for g in groups}, byte_table(plan, profile)
-    )
+    shapes = {g: known[shapes_by_name[g]] for g in groups}
+    return memory_over_time(plan, trace, shapes, byte_table(plan, profile), feeds)
 
 
 def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:
     points: list[tuple[float, float]] = []
-    held = 0.0
+    inputs = 0.0
     for time_s in sorted(changes):
-        held += changes[time_s]
-        points.append((time_s, start + max(0.0, held)))
+        inputs += changes[time_s]
+        points.append((time_s, start + max(0.0, inputs)))
     return (*points, (end_s, points[-1][1])) if points[-1][0] < end_s else tuple(points)
 
 
 def peaks(curves: Mapping[str, StepFunction]) -> dict[str, float]:
     """Most bytes per device that each submesh holds at any time."""
-    return {name: max(held for _, held in points) for name, points in curves.items()}
+    return {name: max(n_bytes for _, n_bytes in points) for name, points in curves.items()}

@@ -9,26 +9,40 @@ has a link of its own per direction, which carries one send at a time, in dispat
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflop_jax.pipeline.order import StepGraph, order_tasks, resources, step_graph, upstream
+from dflop_jax.pipeline.order import (
+    StepGraph,
+    links,
+    order_of,
+    order_tasks,
+    resources,
+    step_graph,
+)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    NO_GROUP,
     RETURN,
     SEND,
     Event,
     Plan,
+    Price,
+    Prices,
+    ProgramId,
     Schedule,
+    SendId,
+    Shape,
     Task,
     Trace,
 )
 from dflop_jax.sim.engine import Job, run
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
+_ROUNDING = 1e-9  # makespans that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -55,98 +69,144 @@ class Noise:
 
 def simulate_step(
     plan: Plan,
-    buckets: Sequence[int],
-    seconds: Mapping[Task, float],
+    schedule: Schedule,
+    prices: Prices,
     trainable: Collection[str],
     *,
-    concurrency: float = float("inf"),
-    step: int = 0,
-    sends: Mapping[Task, float] | None = None,
     noise: Noise | None = None,
     awaited: Collection[str] = (),
 ) -> Trace:
-    """Trace of one step whose groups use `buckets`.
+    """Trace of one step.
+
+    What crosses from a segment to another submesh are events SEND of that segment and group, and
+    RETURN for the gradients that come back to it, on a submesh named "from → to".
 
     Args:
-      seconds: duration of (segment, bucket index, direction) when run alone, and of the
-        collectives of the step's end, (segment, -1, REDUCE or UPDATE); absent ones are 0.
-      concurrency: devices that really compute at once.
-      sends: duration of what crosses from a segment's submesh to another, by (segment, bucket
-        index, FORWARD): its activations, or (segment, bucket index, BACKWARD): the gradients that
-        come back to it. Absent ones take no time. In the trace they are events SEND and RETURN of
-        that segment, on a submesh named "from → to".
+      trainable: names of the segments that train.
       noise: factors on all durations; None: none.
       awaited: submeshes that are given a task only when the one before it on their devices has
         ended. One thread dispatches all tasks in order, so later tasks of any submesh wait too.
 
     Raises:
-      ValueError: a duration is negative or not finite, or a straggler is no submesh of the plan.
+      ValueError: the schedule's order is none of this step, or a straggler is no submesh.
     """
-    where = {s.name: s.submesh for s in plan.segments}
-    _check({**seconds, **(sends or {})}, noise, [m.name for m in plan.submeshes])
-    graph = step_graph(plan, buckets, trainable)
-    order = order_tasks(plan, graph)
-    of = resources(plan)
-    size = {m.name: m.n_devices for m in plan.submeshes}
-    factors = _factors(len(order), noise, step, 0)
+    _check(noise, [m.name for m in plan.submeshes])
+    graph = step_graph(plan, schedule.groups, trainable)
+    order = order_of(plan, schedule, graph)
+    return _simulated(plan, schedule, graph, order, prices, noise, awaited)
+
+
+def _simulated(
+    plan: Plan,
+    schedule: Schedule,
+    graph: StepGraph,
+    order: Sequence[Task],
+    prices: Prices,
+    noise: Noise | None = None,
+    awaited: Collection[str] = (),
+) -> Trace:
+    """`simulate_step` by an order that is known to be one of the graph."""
+    submesh = {s.name: s.submesh for s in plan.segments}
+    resource = resources(plan)
+    n_devices = {m.name: m.n_devices for m in plan.submeshes}
     slower = noise.stragglers if noise else {}
-    links = _links(plan, graph, buckets, sends or {})
-    late = _factors(sum(map(len, links.values())), noise, step, 1)
+    seconds = _seconds(plan, schedule, prices)
+    sends = _sends(plan, schedule, graph, prices)
+    factors = _factors(len(order), noise, schedule.step, 0)
+    send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
 
     jobs: list[Job] = []
-    drawn: list[tuple[str, Task] | None] = []  # what each job is in the trace, None: nothing
-    held: dict[int, int] = {}  # resource that is awaited -> its last task's job
+    shown: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
+    last_job: dict[int, int] = {}  # of each resource
     gate: tuple[int, ...] = ()  # the last of dispatch's waits
-    arrives: dict[tuple[Task, str], int] = {}  # (producer, receiving segment) -> its send's job
-    number: dict[Task, int] = {}
+    sent: dict[Task, dict[Task, int]] = {}  # reader -> producer -> the send's job
+    job_of: dict[Task, int] = {}
     for task, factor in zip(order, factors):
-        on = where[task.segment]
-        key = task if task.group < 0 else Task(task.segment, buckets[task.group], task.direction)
-        alone = seconds.get(key, 0.0) * factor * slower.get(on, 1.0)
-        waits = tuple(arrives.get((d, task.segment), number[d]) for d in graph.waits_for[task])
-        if on in awaited and of[on] in held:
-            gate, before = (len(jobs),), held[of[on]]
-            jobs.append(Job(_DISPATCH, 0.0, (before,)))
-            drawn.append(None)
-        number[task] = held[of[on]] = len(jobs)
-        jobs.append(Job(of[on], alone, waits + gate, size[on]))
-        drawn.append((on, task))
-        for to, shown, send_s in links.get(task, ()):
-            link: Hashable = (on, where[to])
-            arrives[task, to] = len(jobs)
-            jobs.append(Job(link, send_s * next(late), (number[task],)))
-            drawn.append((f"{on} → {where[to]}", shown))
-    done = run(jobs, concurrency)
+        name = submesh[task.segment]
+        on = resource[name]
+        came = sent.get(task, {})
+        waits = [came[t] if t in came else job_of[t] for t in graph.waits_for[task]]
+        if name in awaited and on in last_job:
+            gate, ended = (len(jobs),), last_job[on]
+            jobs.append(Job(_DISPATCH, 0.0, (ended,)))
+            shown.append(None)
+        job_of[task] = last_job[on] = len(jobs)
+        alone_s = seconds(task) * factor * slower.get(name, 1.0)
+        jobs.append(Job(on, alone_s, (*waits, *gate), n_devices[name]))
+        shown.append((name, task.segment, task.group, task.direction))
+        for send in sends.get(task, ()):
+            to = submesh[send.reader.segment]
+            sent.setdefault(send.reader, {})[task] = len(jobs)
+            jobs.append(Job((name, to), send.seconds * next(send_factors), (job_of[task],)))
+            shown.append((f"{name} → {to}", *send.shown))
+    done = run(jobs, prices.concurrency)
     events = tuple(
-        Event(row[0], row[1].segment, row[1].group, row[1].direction, start, end)
-        for row, start, end in zip(drawn, done.start_s, done.end_s)
-        if row
+        Event(*row, start, end)
+        for row, start, end in zip(shown, done.start_s, done.end_s)
+        if row is not None
     )
-    return Trace(step, "simulated", events)
+    return Trace(schedule.step, "simulated", events)
 
 
-def _links(
-    plan: Plan, graph: StepGraph, buckets: Sequence[int], sends: Mapping[Task, float]
-) -> dict[Task, list[tuple[str, Task, float]]]:
-    """Producing task -> (receiving segment, the send as a task of the trace, seconds)."""
-    where = {s.name: s.submesh for s in plan.segments}
-    crossing = [
-        (u.name, s.name)
-        for s in plan.segments
-        for u in upstream(plan, s)
-        if where[u.name] != where[s.name]
-    ]
-    links: dict[Task, list[tuple[str, Task, float]]] = {}
-    for g, b in enumerate(buckets):
-        for below, above in crossing:
-            forward, backward = Task(below, g, FORWARD), Task(below, g, BACKWARD)
-            there, back = sends.get(Task(below, b, FORWARD)), sends.get(Task(below, b, BACKWARD))
-            if there and forward in graph.waits_for:
-                links.setdefault(forward, []).append((above, Task(below, g, SEND), there))
-            if back and backward in graph.waits_for:
-                producer = Task(above, g, BACKWARD)
-                links.setdefault(producer, []).append((below, Task(below, g, RETURN), back))
-    return links
+def _seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
+    """`prices.task_s` of this schedule's tasks, which looks every program up once."""
+    first: dict[Shape, int] = {}
+    shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
+    programs: dict[tuple[str, int, str], Price | None] = {}
+
+    def seconds(task: Task) -> float:
+        if task.group == NO_GROUP:
+            return prices.step_end.get(task, 0.0)
+        key = task.segment, shapes[task.group], task.direction
+        if key not in programs:
+            shape = schedule.groups[task.group].shape
+            programs[key] = prices.programs.get(ProgramId(task.segment, shape, task.direction))
+        price = programs[key]
+        return price.of(schedule.groups[task.group].pairs) if price else 0.0
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class _Send:
+    """What a task sends to a reader; `shown` is its (segment, group, direction) in the trace."""
+
+    reader: Task
+    shown: tuple[str, int, str]
+    seconds: float
+
+
+def _sends(
+    plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
+) -> dict[Task, list[_Send]]:
+    """What each task sends to other submeshes; sizes are those of the group that reads the
+    activations."""
+    submesh = {s.name: s.submesh for s in plan.segments}
+    joined = {(k.source, k.target) for k in links(plan) if submesh[k.source] != submesh[k.target]}
+    first: dict[Shape, int] = {}
+    shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
+    known: dict[tuple[str, str, int, str], float] = {}
+    sends: dict[Task, list[_Send]] = {}
+    for reader in graph.tasks if joined and prices.sends else ():
+        for producer in graph.waits_for[reader]:
+            if producer.direction == FORWARD:
+                source, target = producer, reader
+            elif producer.direction == BACKWARD:
+                source, target = reader, producer
+            else:
+                continue
+            if (source.segment, target.segment) not in joined:
+                continue
+            key = source.segment, target.segment, shapes[target.group], producer.direction
+            if key not in known:
+                shape = schedule.groups[target.group].shape
+                send = SendId(source.segment, target.segment, shape, producer.direction)
+                known[key] = prices.sends.get(send, 0.0)
+            if known[key]:
+                direction = SEND if producer is source else RETURN
+                shown = source.segment, source.group, direction
+                sends.setdefault(producer, []).append(_Send(reader, shown, known[key]))
+    return sends
 
 
 def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
@@ -157,13 +217,7 @@ def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[floa
     return iter(np.exp(noise.sigma * z - noise.sigma**2 / 2).tolist())
 
 
-def _check(seconds: Mapping[Task, float], noise: Noise | None, submeshes: Sequence[str]) -> None:
-    bad = next((k for k, v in seconds.items() if not 0 <= v < math.inf), None)
-    if bad is not None:
-        raise ValueError(
-            f"{bad} takes {seconds[bad]} s; durations must be finite and not negative: "
-            "profile again, or mend the table"
-        )
+def _check(noise: Noise | None, submeshes: Sequence[str]) -> None:
     unknown = next((m for m in (noise.stragglers if noise else {}) if m not in submeshes), None)
     if unknown is not None:
         raise ValueError(
@@ -174,11 +228,9 @@ def _check(seconds: Mapping[Task, float], noise: Noise | None, submeshes: Sequen
 def simulate_schedules(
     plan: Plan,
     schedules: Sequence[Schedule],
-    seconds: Mapping[Task, float],
+    prices: Prices,
     trainable: Collection[str],
     *,
-    concurrency: float = float("inf"),
-    sends: Mapping[Task, float] | None = None,
     noise: Noise | None = None,
     awaited: Collection[str] = (),
 ) -> Trace:
@@ -186,27 +238,36 @@ def simulate_schedules(
     events: list[Event] = []
     offset, first_group = 0.0, 0
     for schedule in schedules:
-        buckets = [group[0].bucket for group in schedule.groups]
-        one = simulate_step(
-            plan,
-            buckets,
-            seconds,
-            trainable,
-            concurrency=concurrency,
-            step=schedule.step,
-            sends=sends,
-            noise=noise,
-            awaited=awaited,
-        )
+        one = simulate_step(plan, schedule, prices, trainable, noise=noise, awaited=awaited)
         events += [
             replace(
                 e,
-                group=e.group + first_group if e.group >= 0 else e.group,
+                group=e.group + first_group if e.group != NO_GROUP else e.group,
                 start_s=e.start_s + offset,
                 end_s=e.end_s + offset,
             )
             for e in one.events
         ]
         offset += one.makespan_s
-        first_group += len(buckets)
+        first_group += len(schedule.groups)
     return Trace(schedules[0].step if schedules else 0, "simulated", tuple(events))
+
+
+def with_order(
+    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
+) -> tuple[Schedule, Trace]:
+    """The schedule with the order of tasks that is fastest in simulation, and its trace.
+
+    List scheduling by textbook durations is compared with list scheduling by the prices, which does
+    not always beat it: the first choice of a greedy rule may be wrong with the right numbers. The
+    second is taken where it is faster by more than rounding.
+    """
+    graph = step_graph(plan, schedule.groups, trainable)
+    order = order_tasks(plan, graph, schedule.groups)
+    trace = _simulated(plan, schedule, graph, order, prices)
+    priced = order_tasks(plan, graph, schedule.groups, _seconds(plan, schedule, prices))
+    if priced != order:
+        other = _simulated(plan, schedule, graph, priced, prices)
+        if other.makespan_s < trace.makespan_s * (1 - _ROUNDING):
+            order, trace = priced, other
+    return replace(schedule, order=order, makespan_s=trace.makespan_s), trace

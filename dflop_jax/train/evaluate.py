@@ -2,55 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflop_jax.config import Config
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.schedule.costs import BucketCosts
+from dflop_jax.records import Prices
 from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.train.feed import Batch, Packer
+from dflop_jax.train.feed import Packer, ReadyBatch
+from dflop_jax.train.losses import BatchLoss
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss and accuracy of the supervised held-out tokens after `step` steps."""
+    """Loss of the held-out samples after `step` steps, and mean accuracy of the supervised tokens
+    of the last module with a loss."""
 
     step: int
     loss: float
     accuracy: float
 
 
-class Evaluator:
+class HeldOut:
     """Packs the held-out batches once and runs them when asked, on all processes together."""
 
     def __init__(
-        self, config: Config, source: Source, ex: Executor, costs: BucketCosts, packer: Packer
+        self, config: Config, source: Source, ex: Executor, prices: Prices, packer: Packer
     ):
-        self._ex, self._peers = ex, packer.peers
+        self._ex, self._peers, self._prices = ex, packer.peers, prices
         n = min(config.train.eval_samples, len(source))
         size = min(n, config.train.global_batch)
         self._batches = [
-            self._pack(source, range(first, min(first + size, n)), costs, packer)
+            self._pack(source, range(first, min(first + size, n)), packer)
             for first in range(0, n, size)
         ]
 
-    @staticmethod
-    def _pack(source: Source, which: range, costs: BucketCosts, packer: Packer) -> Batch:
-        shapes = [source.shape(i) for i in which]
-        schedule = schedule_batch(shapes, packer.plan, costs)
-        samples = {k: source.sample(which[k]) for k in packer.own(schedule, shapes)}
-        return packer.pack(schedule, shapes, samples, key=f"evaluation/{which.start}")
+    def _pack(self, source: Source, which: range, packer: Packer) -> ReadyBatch:
+        loads = [source.load(i) for i in which]
+        schedule = schedule_batch(loads, packer.plan, self._prices, self._ex.trainable)
+        samples = {k: source.sample(which[k]) for k in packer.own(schedule, loads)}
+        return packer.pack(schedule, loads, samples, key=f"evaluation/{which.start}")
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the current parameters."""
-        sums: dict[str, float] = {}
-        for batch in self._batches:
-            part = self._ex.run_evaluation(batch.groups).local()
-            for k, v in part.sums.items():
-                sums[k] = sums.get(k, 0.0) + v
-        loss, correct = self._peers.sums(
-            f"evaluated/{step}", [sums.get("loss_sum", 0.0), sums.get("correct", 0.0)]
-        )
-        count = max(sum(b.supervised_tokens for b in self._batches), 1)
-        return Evaluation(step, loss / count, correct / count)
+        parts = [self._ex.run_evaluation(b.schedule, b.groups).local().sums for b in self._batches]
+        own = _added(parts)
+        denominators = _added([b.loss.denominators for b in self._batches])
+        whole = BatchLoss.of(self._ex.model, denominators)
+        names = [f"{m}.{name}" for m in denominators for name in ("loss_sum", "correct")]
+        totals = self._peers.sums(f"evaluated/{step}", [own.get(n, 0.0) for n in names])
+        sums = dict(zip(names, totals, strict=True))
+        accuracy = list(whole.means(sums, "correct").values())[-1] if denominators else 0.0
+        return Evaluation(step, whole.total(sums), accuracy)
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    names = dict.fromkeys(n for part in parts for n in part)
+    return {n: sum(part.get(n, 0.0) for part in parts) for n in names}

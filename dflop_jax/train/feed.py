@@ -12,49 +12,61 @@ import jax
 import msgspec
 
 from dflop_jax.cluster.peers import Peers, RunFailed
-from dflop_jax.data import Loader, MediaSpec, Sample
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.data import Loader, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.records import Plan, SampleShape, Schedule
-from dflop_jax.schedule.online import capacity_of
+from dflop_jax.records import Load, Plan, Schedule
+from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.train.losses import BatchLoss, modules_with_loss
 
 _FEED = "feed/"  # begins the keys of what is sent ahead of the steps
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReadyBatch:
     """A global batch as the executor takes it, and what it cost to make.
 
-    `groups` hold this process's part; the counts are of the whole batch.
+    `groups` hold this process's part, one for every group of the schedule; the counts are of the
+    whole batch. `used_tokens` are those of pieces, by module.
     """
 
     step: int
-    shapes: tuple[SampleShape, ...]
+    loads: tuple[Load, ...]
     schedule: Schedule
     groups: tuple[GroupArrays, ...]
-    supervised_tokens: int
-    llm_tokens: int
+    loss: BatchLoss
+    used_tokens: dict[str, int]
     padding_fraction: dict[str, float]
     groups_run: dict[str, int]
     n_bad: int
 
 
+@dataclass(frozen=True)
+class _Counts:
+    """What the processes add up of a batch."""
+
+    n_bad: int
+    used_tokens: dict[str, int]
+    loss_weights: dict[str, float]
+
+
 def own_ranks(programs: Programs) -> Ranks:
     """The data ranks that lie on this process's devices."""
     here = jax.process_index()
-    held: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
+    filled: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
     counted: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
     for s in programs.segments.values():
         module, devices = s.plan.module, s.mesh.devices
         for rank in range(s.data_ranks):
             if any(d.process_index == here for d in devices[:, rank].flat):
-                held[module].add(rank)
+                filled[module].add(rank)
         if s.plan.first:
             counted[module] |= {
                 r for r in range(s.data_ranks) if devices[0, r, 0].process_index == here
             }
-    return Ranks(held, counted)
+    return Ranks(filled, counted)
 
 
 @dataclass(frozen=True)
@@ -62,100 +74,87 @@ class Packer:
     """Packs this process's part of scheduled batches."""
 
     plan: Plan
-    spec: MediaSpec
+    model: MultimodalModel
     ranks: Ranks
     peers: Peers
 
-    def own(self, schedule: Schedule, shapes: Sequence[SampleShape]) -> list[int]:
+    def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
-        spread = self.plan.grouping == "balanced"
-        return own_samples(
-            schedule, self.plan.buckets, shapes, self._data_ranks, spread, self.ranks
-        )
-
-    @property
-    def _data_ranks(self) -> dict[str, int]:
-        return {m: self.plan.data_ranks(m) for m in self.plan.modules}
+        return own_samples(self.plan, schedule, loads, self.ranks)
 
     def pack(
         self,
         schedule: Schedule,
-        shapes: Sequence[SampleShape],
+        loads: Sequence[Load],
         samples: Mapping[int, Sample],
         *,
         key: str,
         n_bad: int = 0,
-    ) -> Batch:
-        """Host arrays of a scheduled batch; `key` names it among the processes.
+    ) -> ReadyBatch:
+        """Return the host arrays of a scheduled batch; `key` names it among the processes.
 
         Raises:
           RunFailed: the processes hold different schedules.
         """
-        plan, room = self.plan, capacity_of(self.plan)
-        packed: list[tuple[int, PackedGroup]] = []
-        capacity = dict.fromkeys(plan.modules, 0)
-        for group in schedule.groups:
-            index = group[0].bucket
-            bucket = plan.buckets[index]
-            arrays = pack_group(
-                group,
-                bucket,
-                samples,
-                shapes=shapes,
-                data_ranks=self._data_ranks,
-                spec=self.spec,
-                spread=plan.grouping == "balanced",
-                ranks=self.ranks,
-            )
-            packed.append((index, arrays))
-            for m in plan.modules:
-                capacity[m] += room.room(bucket, m)
-        counts = _agree(
-            self.peers,
-            key,
-            schedule,
-            (
-                n_bad,
-                sum(p.supervised_tokens for _, p in packed),
-                *(sum(p.used[m] for _, p in packed) for m in plan.modules),
-            ),
-        )
-        used = dict(zip(plan.modules, counts[2:], strict=True))
-        return Batch(
+        packed = [
+            pack_group(self.plan, schedule, g, samples, loads, model=self.model, ranks=self.ranks)
+            for g in range(len(schedule.groups))
+        ]
+        total = _agree(self.peers, key, schedule, self._counts(schedule, packed, n_bad))
+        executed = dict.fromkeys(self.plan.modules, 0)
+        for g in schedule.groups:
+            ranks = self.plan.data_ranks(g.module)
+            executed[g.module] += len(g.rows) * ranks * g.shape.size
+        return ReadyBatch(
             step=schedule.step,
-            shapes=tuple(shapes),
+            loads=tuple(loads),
             schedule=schedule,
-            groups=tuple(GroupArrays(b, p.fields, p.sources) for b, p in packed),
-            supervised_tokens=counts[1],
-            llm_tokens=used["llm"],
+            groups=tuple(GroupArrays(p.fields, p.places) for p in packed),
+            loss=BatchLoss.of(self.model, total.loss_weights),
+            used_tokens=total.used_tokens,
             padding_fraction={
-                m: 1.0 - used[m] / capacity[m] if capacity[m] else 0.0 for m in plan.modules
+                m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
             },
-            groups_run=dict(Counter(plan.buckets[b].name for b, _ in packed)),
-            n_bad=counts[0],
+            groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
+            n_bad=total.n_bad,
         )
+
+    def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
+        """This process's part of what is counted."""
+        used = dict.fromkeys(self.plan.modules, 0)
+        weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
+        for group, arrays in zip(schedule.groups, packed, strict=True):
+            used[group.module] += arrays.used_tokens
+            if group.module in weights:
+                weights[group.module] += arrays.loss_weight
+        return _Counts(n_bad, used, weights)
 
 
 def digest(schedule: Schedule) -> str:
     """Equal for schedules that run alike."""
-    return hashlib.sha256(msgspec.json.encode(schedule.groups)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode((schedule.groups, schedule.order))).hexdigest()[:16]
 
 
-def _agree(peers: Peers, key: str, schedule: Schedule, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Everybody's counts added up, after a check that all run the same schedule."""
-    found = peers.gather(f"{key}/counts", msgspec.json.encode((digest(schedule), counts)))
+def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Counts:
+    """Add up everybody's counts, after a check that all run the same schedule."""
+    parts = peers.gather(f"{key}/counts", msgspec.json.encode((digest(schedule), counts)))
     total = counts
     if peers.is_hub:
-        rows = [msgspec.json.decode(v, type=tuple[str, tuple[int, ...]]) for v in found]
+        rows = [msgspec.json.decode(v, type=tuple[str, _Counts]) for v in parts]
         for process, (theirs, _) in enumerate(rows):
             if theirs != rows[0][0]:
                 raise RunFailed(
                     f"step {schedule.step}: process {process} has schedule {theirs}, process 0 "
                     f"has {rows[0][0]}; all must run the same program on the same data"
                 )
-        total = tuple(sum(column) for column in zip(*(c for _, c in rows)))
+        every = [c for _, c in rows]
+        total = _Counts(
+            sum(c.n_bad for c in every),
+            {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
+            {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
+        )
     shared = peers.share(f"{key}/total", msgspec.json.encode(total))
-    return msgspec.json.decode(shared, type=tuple[int, ...])
+    return msgspec.json.decode(shared, type=_Counts)
 
 
 class Schedules:
@@ -165,7 +164,8 @@ class Schedules:
         self._peers, self._worker = peers, worker
 
     def get(self, step: int) -> tuple[Schedule, float]:
-        """(schedule, seconds waited for its solver); ValueError when it cannot be scheduled."""
+        """Return the schedule of a step and the seconds waited for its solver; ValueError when it
+        cannot be scheduled."""
         key = f"{_FEED}schedule/{step}"
         if self._worker is None:
             data, wait_s = self._peers.share(key), 0.0
@@ -177,32 +177,33 @@ class Schedules:
 
 def feed(
     loader: Loader, schedules: Schedules, packer: Packer, steps: range
-) -> Generator[tuple[Batch, float], None, None]:
-    """(batch, seconds that training waited for its schedule) of each of the steps."""
+) -> Generator[tuple[ReadyBatch, float], None, None]:
+    """Yield the batch of each of the steps, with the seconds that training waited for its
+    schedule."""
     bad_before = 0
-    scheduled: dict[int, tuple[Schedule, float, list[SampleShape]]] = {}
+    scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
     def select(step: int) -> list[int]:
         schedule, wait_s = schedules.get(step)
-        shapes = loader.shapes(step)
-        scheduled[step] = schedule, wait_s, shapes
-        return packer.own(schedule, shapes)
+        loads = loader.loads(step)
+        scheduled[step] = schedule, wait_s, loads
+        return packer.own(schedule, loads)
 
-    def prepare(step: int, samples: dict[int, Sample]) -> tuple[Batch, float]:
+    def prepare(step: int, samples: dict[int, Sample]) -> tuple[ReadyBatch, float]:
         nonlocal bad_before
-        schedule, wait_s, shapes = scheduled.pop(step)
+        schedule, wait_s, loads = scheduled.pop(step)
         bad, bad_before = loader.bad - bad_before, loader.bad
         key = f"{_FEED}batch/{step}"
-        batch = packer.pack(schedule, shapes, samples, key=key, n_bad=bad)
+        batch = packer.pack(schedule, loads, samples, key=key, n_bad=bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)
     try:
-        asked = time.perf_counter()
+        asked_s = time.perf_counter()
         for batch, wait_s in batches:
             # The solver only costs training what was not hidden behind the batches ready ahead.
-            yield batch, min(wait_s, time.perf_counter() - asked)
-            asked = time.perf_counter()
+            yield batch, min(wait_s, time.perf_counter() - asked_s)
+            asked_s = time.perf_counter()
     finally:
         packer.peers.abandon(_FEED)  # the others may have stopped before they sent all
         batches.close()

@@ -14,7 +14,7 @@ Initial = Callable[[Segment, Callable[[], Params]], Params]
 
 
 def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
-    """How to begin with the checkpoints of `weights`, checked to fit; None for none.
+    """Return how to begin with the checkpoints of `weights`, checked to fit; None for none.
 
     Args:
       weights: one folder of transformers for the whole model, or MODULE=FOLDER for some modules;
@@ -40,16 +40,16 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
 
 
 def _map(model: MultimodalModel, module: str, alone: bool) -> Any:
-    """Where a checkpoint has the parameters of a module, or ("") of the whole model."""
+    """Return where a checkpoint has the parameters of a module, or ("") of the whole model."""
     if not module:
         if not alone:
             raise ValueError("model.weights: one folder of the whole model, or MODULE=FOLDER each")
-        found = getattr(model, "weights", None)
-        if found is None:
+        whole = getattr(model, "weights", None)
+        if whole is None:
             raise ValueError(
                 "model.weights: this model has no published form; give MODULE=FOLDER for its parts"
             )
-        return found
+        return whole
     parts = getattr(model, "part_weights", {})
     if module not in parts:
         known = ", ".join(parts) or "none"

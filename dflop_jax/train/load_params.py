@@ -28,7 +28,8 @@ class Loaded:
 
 
 def load_params(run: str | Path, model: MultimodalModel, device: jax.Device) -> Loaded:
-    """Those of the newest whole checkpoint of a run folder, or of the checkpoint folder given.
+    """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
+    given.
 
     A damaged one is named in the log and the one before it is taken.
 
@@ -51,7 +52,7 @@ def load_params(run: str | Path, model: MultimodalModel, device: jax.Device) -> 
 
 
 def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
-    """The store that `path` is or lies in, and the steps to try, newest first."""
+    """Return the store that `path` is or lies in, and the steps to try, newest first."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such run folder; check --checkpoint, or train it first")
     if path.name.isdigit():
@@ -71,9 +72,9 @@ def _read_module(
     reader: Reader, name: str, module: Module, device: jax.Device, folder: Path
 ) -> Params:
     def structs(part: str) -> Params:
-        found = jax.eval_shape(partial(module.init, part), jax.random.key(0))
+        fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
         lead = (module.n_layers,) if part in STACKED else ()
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), found)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
 
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
         array = f"params/{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"

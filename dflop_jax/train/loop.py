@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -16,22 +16,21 @@ from dflop_jax.config import Config
 from dflop_jax.data import Loader, Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
-from dflop_jax.records import Profile, Task
+from dflop_jax.records import Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.sim.predict import bucket_costs
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
-from dflop_jax.train.evaluate import Evaluation, Evaluator
-from dflop_jax.train.feed import Batch, Packer, Schedules, feed, own_ranks
-from dflop_jax.train.prepare import Setup
+from dflop_jax.train.evaluate import Evaluation, HeldOut
+from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
+from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.step_log import StepLog
 
 
 def make_loader(config: Config, source: Source) -> Loader:
-    """The run's batches of a source."""
+    """Return the run's batches of a source."""
     return Loader(
         source,
         global_batch=config.train.global_batch,
@@ -59,20 +58,19 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        setup: Setup,
+        place: Workplace,
         source: Source,
         profile: Profile,
         ex: Executor,
-        seconds: Mapping[Task, float],
+        prices: Prices,
         saver: Checkpointer,
         folder: RunFolder | None,
         progress: Progress,
     ):
-        self.config, self.setup, self.peers = config, setup, setup.peers
+        self.config, self.place, self.peers = config, place, place.peers
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
-        self.source, self.profile, self.seconds = source, profile, seconds
-        self.costs = bucket_costs(ex.plan, seconds, ex.trainable)
-        self.packer = Packer(ex.plan, source.spec, own_ranks(ex.programs), self.peers)
+        self.source, self.profile, self.prices = source, profile, prices
+        self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers)
         self.loader = make_loader(config, source)
         self._corrector: Corrector | None = None
         self._stalled_s = 0.0
@@ -86,14 +84,14 @@ class Loop:
         worker = self._start_worker(stack, start)
         if worker and config.schedule.correct:
             self._corrector = Corrector(
-                self.ex.plan, self.seconds, self.ex.trainable, worker, self.progress
+                self.ex.plan, self.prices, self.ex.trainable, worker, self.progress
             )
             if resumed and resumed.meta.correction and resumed.meta.monitor:
                 self._corrector.restore(resumed.meta.correction, resumed.meta.monitor)
-        evaluator = None
+        held_out = None
         if config.train.eval_samples:
-            held_out = self.setup.source("eval")
-            evaluator = Evaluator(config, held_out, self.ex, self.costs, self.packer)
+            source = self.place.source("eval")
+            held_out = HeldOut(config, source, self.ex, self.prices, self.packer)
         counter = CompileCounter()
         stack.callback(counter.close)
         self.log = StepLog(
@@ -104,22 +102,22 @@ class Loop:
             self.progress,
             counter,
             self._corrector,
-            self.setup.trained.rates,
+            self.place.trained.rates,
         )
         steps = range(start, config.train.steps)
         every = config.train.eval_every
-        if evaluator and resumed and every and steps and start % every == 0:
-            self._evaluate(evaluator, start)  # the run may have ended before it did
+        if held_out and resumed and every and steps and start % every == 0:
+            self._evaluate(held_out, start)  # the run may have ended before it did
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption() as asked:
             with closing(batches):
-                preempted = self._steps(batches, evaluator, asked)
+                preempted = self._steps(batches, held_out, asked)
             done = self._done
             self._save(done)
             self.saver.wait()
         evaluation = None
-        if evaluator and not preempted:
-            evaluation = self._evaluate(evaluator, done)
+        if held_out and not preempted:
+            evaluation = self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
             saved = "continue with --resume auto" if config.checkpoint.every else "nothing is saved"
@@ -134,24 +132,25 @@ class Loop:
             return None
         return stack.enter_context(
             ScheduleWorker(
-                self.loader.shapes,
+                self.loader.loads,
                 self.ex.plan,
-                self.costs,
+                self.prices,
+                self.ex.trainable,
                 first_step=start,
                 stop_step=self.config.train.steps,
                 ahead=self.config.schedule.ahead,
-                time_limit_s=self.config.schedule.time_limit_s,
+                work=self.config.schedule.work or None,
             )
         )
 
     def _steps(
         self,
-        batches: Iterator[tuple[Batch, float]],
-        evaluator: Evaluator | None,
+        batches: Iterator[tuple[ReadyBatch, float]],
+        held_out: HeldOut | None,
         asked: threading.Event,
     ) -> bool:
         """Whether the steps were cut short."""
-        pending: tuple[StepHandle, Batch, float] | None = None
+        pending: tuple[StepHandle, ReadyBatch, float] | None = None
         stop = False
 
         def finish() -> None:
@@ -168,30 +167,29 @@ class Loop:
                 self._unlogged.pop(0)[1].set()
 
         for batch, wait_s in batches:
-            scale = 1.0 / max(batch.supervised_tokens, 1)
-            handle = self.ex.run_step(batch.step, batch.groups, scale)
+            handle = self.ex.run_step(batch.schedule, batch.groups, batch.loss.scales)
             # The step before is awaited only now, so that the devices never wait for the host.
             finish()
             pending = (handle, batch, wait_s)
             if stop:
                 break
-            self._after(batch.step + 1, evaluator, finish)
+            self._after(batch.step + 1, held_out, finish)
         finish()
         return stop and self._done < self.config.train.steps
 
-    def _after(self, done: int, evaluator: Evaluator | None, finish: Callable[[], None]) -> None:
-        """What is due after `done` steps."""
+    def _after(self, done: int, held_out: HeldOut | None, finish: Callable[[], None]) -> None:
+        """Do what is due after `done` steps."""
         every, evaluate = self.config.checkpoint.every, self.config.train.eval_every
         last = done == self.config.train.steps
         if every and done % every == 0 and not last:
             self._save(done)
-        if evaluator and evaluate and done % evaluate == 0 and not last:
+        if held_out and evaluate and done % evaluate == 0 and not last:
             finish()
-            self._evaluate(evaluator, done)
+            self._evaluate(held_out, done)
             self.log.pause()
 
-    def _evaluate(self, evaluator: Evaluator, done: int) -> Evaluation:
-        row = evaluator.run(done)
+    def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
+        row = held_out.run(done)
         self.progress.log(
             f"after step {done}: held-out loss {row.loss:.4f}, token accuracy {row.accuracy:.3f}"
         )
@@ -218,7 +216,7 @@ class Loop:
             self.ex.plan,
             self.profile,
             self.peers.count,
-            len(self.setup.devices),
+            len(self.place.devices),
             self._corrector.state if self._corrector else None,
             self._corrector.monitor if self._corrector else None,
         )

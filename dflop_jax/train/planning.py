@@ -1,4 +1,4 @@
-"""From a setup and its profile to the plan, and to what could be better."""
+"""From a workplace and its profile to the plan, and to what could be better."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from typing import Any
 
 from dflop_jax.config import Config
 from dflop_jax.hardware import USABLE_MEMORY
-from dflop_jax.pipeline.segment import can_join, parts_of
+from dflop_jax.pipeline.layout import can_join
+from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.records import ModelProfile, Profile, SegmentPlan, SubmeshPlan
-from dflop_jax.train.prepare import OnProgress, Setup
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.profiling import OnProgress
 
 SHOWN = 10  # placements that an explanation compares
 
 
 def make_plan(
-    setup: Setup, profile: Profile, on_progress: OnProgress | None = None, **options: Any
+    place: Workplace, profile: Profile, on_progress: OnProgress | None = None, **options: Any
 ) -> SearchResult:
-    """The policy's best plan for this model, data and devices; `options` are `search_plan`'s.
+    """Return the policy's best plan for this model, data and devices; `options` are
+    `search_plan`'s.
 
     Raises:
       ValueError: the profile is of another model, or no plan fits.
     """
     return search_plan(
-        profile.model, profile.data, **{**_arguments(setup, profile), **options},
+        profile.model, profile.data, **{**_arguments(place, profile), **options},
         on_progress=on_progress,
     )  # fmt: skip
 
 
-def _arguments(setup: Setup, profile: Profile) -> dict[str, Any]:
-    config, model, devices = setup.config, setup.model, setup.devices
+def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
+    config, model, devices = place.config, place.model, place.devices
     layers = {name: m.n_layers for name, m in model.modules.items()}
     if profile.model.n_layers != layers:
         raise ValueError(
             f"the profile is of a model with layers {profile.model.n_layers}, this one has "
             f"{layers}; profile again"
         )
-    frozen = setup.trained.frozen
+    frozen = place.trained.frozen
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]
@@ -47,24 +50,23 @@ def _arguments(setup: Setup, profile: Profile) -> dict[str, Any]:
         return not devices or can_join(devices[m.first : m.devices.stop])
 
     return {
-        "n_devices": setup.n_devices,
+        "n_devices": place.n_devices,
         "global_batch": config.train.global_batch,
         "config": config.plan,
-        "memory_bytes": config.plan.memory_bytes or _memory_bytes(setup),
-        "hardware": setup.hardware,
+        "memory_bytes": config.plan.memory_bytes or _memory_bytes(place),
+        "hardware": place.hardware,
         "remat": config.train.remat,
-        "tied": model.modules["llm"].tied,
-        "token_multiple": setup.token_multiple,
+        "token_multiple": place.token_multiple,
         "trains": trains,
         "allowed": allowed,
     }
 
 
-def _memory_bytes(setup: Setup) -> float:
-    """What a device may use; 0 where the backend does not say (CPU)."""
-    if setup.hardware:
-        return USABLE_MEMORY * setup.hardware.memory_bytes
-    stats = setup.devices[0].memory_stats() or {}
+def _memory_bytes(place: Workplace) -> float:
+    """Bytes that a device may use; 0 where the backend does not say (CPU)."""
+    if place.hardware:
+        return USABLE_MEMORY * place.hardware.memory_bytes
+    stats = place.devices[0].memory_stats() or {}
     return float(stats.get("bytes_limit", 0))
 
 
@@ -77,11 +79,11 @@ class WhatIf:
     makespan_s: float | None
 
 
-def what_would_help(setup: Setup, profile: Profile) -> list[WhatIf]:
-    """Searches with one thing changed each, the present state first."""
-    given = _arguments(setup, profile)
+def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
+    """Return what searches with one thing changed each come to, the present state first."""
+    given = _arguments(place, profile)
     batch, memory_bytes = given["global_batch"], given["memory_bytes"]
-    encoders = [m for m in profile.model.n_layers if m != "llm"]
+    sources = list(profile.model.n_layers)[:-1]
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
     if memory_bytes:
         changes.append(("twice the memory", {"memory_bytes": 2 * memory_bytes}, profile.model))
@@ -92,26 +94,26 @@ def what_would_help(setup: Setup, profile: Profile) -> list[WhatIf]:
             network_bandwidth=8 * hardware.network_bandwidth,
         )
         changes.append(("links between submeshes 8x", {"hardware": fast}, profile.model))
-    for m in encoders:
+    for m in sources:
         changes.append((f"half the work in {m}", {}, _cheaper(profile.model, m)))
     changes.append(("twice the global batch", {"global_batch": 2 * batch}, profile.model))
     changes.append(("twice the devices", {"n_devices": 2 * given["n_devices"]}, profile.model))
-    found = []
+    answers = []
     for change, options, model in changes:
-        if "n_devices" in options and setup.devices:
+        if "n_devices" in options and place.devices:
             options = {**options, "allowed": lambda _: True}
             model = replace(model, concurrency=2 * model.concurrency)
         try:
             best = search_plan(model, profile.data, **{**given, **options}, shown=1, refine=False)
             scale = batch / options.get("global_batch", batch)
-            found.append(WhatIf(change, scale * best.candidates[0].makespan_s))
+            answers.append(WhatIf(change, scale * best.candidates[0].makespan_s))
         except ValueError:
-            found.append(WhatIf(change, None))
-    return found
+            answers.append(WhatIf(change, None))
+    return answers
 
 
 def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
-    """With half the seconds in a module."""
+    """Return the profile with half the seconds in a module."""
     timings = tuple(
         replace(
             t,
@@ -119,6 +121,8 @@ def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
             layer_backward_s=t.layer_backward_s / 2,
             ends_forward_s=t.ends_forward_s / 2,
             ends_backward_s=t.ends_backward_s / 2,
+            pair_forward_s=t.pair_forward_s / 2,
+            pair_backward_s=t.pair_backward_s / 2,
         )
         if t.module == module
         else t

@@ -1,49 +1,34 @@
-"""Everything before the first step: devices, model, profiles and plan, each usable alone."""
+"""What a run works on: devices, model and data of a configuration, and the other processes."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
-import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 from jax._src import compilation_cache, compiler
 
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.config import Config, ModelConfig, PlanConfig
+from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.data.build import uses_index
 from dflop_jax.hardware import Hardware, find_hardware
-from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
-from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.record_files import load, save
-from dflop_jax.records import (
-    DataProfile,
-    LayerTiming,
-    ModelProfile,
-    ModuleShape,
-    Profile,
-)
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
-OnProgress = Callable[[int, int], None]
-DEGREES = (1, 2, 4, 8)  # of tensor parallelism
 
 
 def use_devices(n: int) -> list[jax.Device]:
-    """The first `n` devices, all for 0; pretends `n` CPU devices where only the CPU is there.
+    """Return the first `n` devices, all for 0; pretends `n` CPU devices where only the CPU is
+    there.
 
     Raises:
       ValueError: fewer exist.
@@ -53,13 +38,13 @@ def use_devices(n: int) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", n)
         except RuntimeError:
             log.debug("devices are in use already; their number stays as it is")
-    found = jax.devices()
-    if n > len(found):
+    devices = jax.devices()
+    if n > len(devices):
         raise ValueError(
-            f"plan.devices={n} but only {len(found)} {found[0].platform} devices exist; lower it "
-            "(0 takes all)"
+            f"plan.devices={n} but only {len(devices)} {devices[0].platform} devices exist; lower "
+            "it (0 takes all)"
         )
-    return found[:n] if n else found
+    return devices[:n] if n else devices
 
 
 def use_cache(folder: str | Path) -> None:
@@ -80,19 +65,24 @@ def _cache_write(
             compilation_cache.put_executable_and_time(key, name, executable, backend, int(took_s))
 
 
+def imported(flag: str, path: str) -> Callable[..., Any]:
+    """Return what an import path MODULE:FUNCTION names; ValueError, naming the flag, if nothing."""
+    module, _, function = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ValueError(
+            f"{flag}={path!r}: {e}; give MODULE:FUNCTION, importable from here"
+        ) from None
+
+
 def build_model(config: ModelConfig) -> MultimodalModel:
-    """The model that `config.factory` (MODULE:FUNCTION) builds.
+    """Return the model that `config.factory` (MODULE:FUNCTION) builds.
 
     Raises:
       ValueError: no such module or function, or a size or attention kernel that it does not know.
     """
-    module, _, function = config.factory.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
-            f"model.factory={config.factory!r}: {e}; give MODULE:FUNCTION, importable from here"
-        ) from None
+    factory = imported("model.factory", config.factory)
     kernel = config.attention_kernel
     if kernel == "auto":
         return factory(config.size, config.dtype)  # which need not know of kernels
@@ -109,14 +99,17 @@ def build_model(config: ModelConfig) -> MultimodalModel:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What every stage of a run works on."""
+class Workplace:
+    """What every stage of a run works on.
+
+    `hardware` is what is planned for where it is not at hand; then there are no devices.
+    """
 
     config: Config
     model: MultimodalModel
     devices: list[jax.Device]
     peers: Peers
-    hardware: Hardware | None = None  # what is planned for, where it is not at hand
+    hardware: Hardware | None = None
 
     @property
     def n_devices(self) -> int:
@@ -139,8 +132,16 @@ class Setup:
         return 0.1 if self.config.train.eval_samples else 0.0
 
     def source(self, split: str = "train") -> Source:
-        """The dataset, as the model wants its media and tokens; for all processes together."""
-        spec = MediaSpec.of(self.model.preprocessing)
+        """Return the dataset, as the model wants its media and tokens; for all processes
+        together.
+
+        Raises:
+          ValueError: data that cannot be read, or a `data.factory` that cannot be imported.
+        """
+        if self.config.data.factory:
+            factory = imported("data.factory", self.config.data.factory)
+            return factory(self.config.data, self.model, split)
+        spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
         make = partial(
             make_source,
             self.config.data,
@@ -150,16 +151,16 @@ class Setup:
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )
-        if not uses_index(self.config.data, spec):
+        if not self.config.data.path:  # scenes, which have no index
             return make()
         first = make() if self.peers.is_hub else None
         self.peers.barrier(f"source/{split}")  # the others find the index that process 0 made
         return first or make()
 
 
-def set_up(config: Config) -> Setup:
-    """Devices and model of a configuration, with the compilation cache in place; joins the other
-    processes of the run, where there are some.
+def set_up(config: Config) -> Workplace:
+    """Return the devices and the model of a configuration, with the compilation cache in place;
+    joins the other processes of the run, where there are some.
 
     Raises:
       ValueError: the model cannot be built, has no part that the training stage or the learning
@@ -173,13 +174,13 @@ def set_up(config: Config) -> Setup:
     devices = use_devices(n) if member.number == 1 else run_devices(n, member)
     peers = _peers(member, config.distributed.peer_timeout_s)
     model = adapted(build_model(config.model), config.train)
-    setup = Setup(config, model, devices, peers)
-    assert setup.trained.rates  # raises for a stage or rates that the model does not have
-    return setup
+    place = Workplace(config, model, devices, peers)
+    assert place.trained.rates  # raises for a stage or rates that the model does not have
+    return place
 
 
-def _set_up_elsewhere(config: Config) -> Setup:
-    """For planning only: no device is touched."""
+def _set_up_elsewhere(config: Config) -> Workplace:
+    """Return a workplace for planning only; no device is touched."""
     hardware = find_hardware(config.plan.hardware)
     if config.plan.devices < 1:
         raise ValueError(
@@ -187,123 +188,9 @@ def _set_up_elsewhere(config: Config) -> Setup:
             f"{hardware.devices_per_node})"
         )
     model = adapted(build_model(config.model), config.train)
-    return Setup(config, model, [], _peers(Membership(), 30.0), hardware)
+    return Workplace(config, model, [], _peers(Membership(), 30.0), hardware)
 
 
 @cache
 def _peers(member: Membership, timeout_s: float) -> Peers:
     return Peers(member.index, member.number, member.links, timeout_s=timeout_s)
-
-
-def profile_data(config: PlanConfig, source: Source) -> DataProfile:
-    """Shapes of up to `profile_samples` samples, evenly spread over the dataset."""
-    n = min(len(source), config.profile_samples)
-    if n == 0:
-        raise ValueError(f"{source.name}: the dataset is empty")
-    picked = [i * len(source) // n for i in range(n)]
-    return DataProfile(source.name, len(source), tuple(source.shape(i) for i in picked))
-
-
-def profile_shapes(
-    data: DataProfile, model: MultimodalModel, multiple: int
-) -> dict[str, list[ModuleShape]]:
-    """Per-rank shapes worth timing: from a few items to what a large microbatch may hold."""
-
-    def up(value: float) -> int:
-        return max(multiple, -(-int(value) // multiple) * multiple)
-
-    longest = up(max(s.llm_tokens for s in data.shapes))
-    rows = sorted({up(longest / 4), up(longest), up(longest * 2)})
-    shapes = {}
-    for m, tokens in model.item_tokens.items():
-        most = max(s.load(m) for s in data.shapes)
-        counts = {max(1, most // 8), max(2, most // 2), max(3, most), max(4, 2 * most)}
-        shapes[m] = [ModuleShape(n, tokens) for n in sorted(counts)]
-    shapes["llm"] = [ModuleShape(1, t) for t in rows]
-    shapes["llm"] += [ModuleShape(4, rows[0]), ModuleShape(2, longest)]
-    return shapes
-
-
-def profile_model(
-    setup: Setup, data: DataProfile, on_progress: OnProgress | None = None
-) -> ModelProfile:
-    """The model's timings, from the cache when its programs, devices, shapes and versions are the
-    same.
-
-    Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
-    devices compute at once is measured by all together.
-    """
-    config, model, peers = setup.config, setup.model, setup.peers
-    shapes = profile_shapes(data, model, setup.token_multiple)
-    if setup.hardware:
-        most = min(config.plan.max_model, setup.hardware.devices_per_node)
-        degrees = [d for d in DEGREES if d <= most]
-        return roofline_profile(model, setup.hardware, shapes, degrees, n_devices=setup.n_devices)
-    devices = [d for d in setup.devices if d.process_index == peers.process]
-    # Tensor parallelism stays inside a process.
-    degrees = [d for d in DEGREES if d <= min(config.plan.max_model, max(len(devices), 1))]
-    known = b""
-    if peers.is_hub:
-        n = len(setup.devices)
-        key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
-        cached = Path(config.cache_dir) / f"profile-{key}.json"
-        if cached.exists():
-            known = msgspec.json.encode(load(ModelProfile, cached))
-    known = peers.share("profile/cached", known)
-    if known:
-        return msgspec.json.decode(known, type=ModelProfile)
-    apart = _compute_apart(devices, peers)
-    timings: list[LayerTiming] = []
-    if apart or peers.is_hub:
-        part = (peers.process, peers.count) if apart else (0, 1)
-        timings = time_layers(model, shapes, degrees, devices, share=part, on_progress=on_progress)
-    found = peers.gather("profile/timings", msgspec.json.encode(timings))
-    concurrency = _concurrency(model, shapes["llm"][-1], setup.devices, devices, peers)
-    profile = None
-    if peers.is_hub:
-        timings = [t for part in found for t in msgspec.json.decode(part, type=list[LayerTiming])]
-        profile = model_profile(model, shapes, timings, devices, key=key)
-        profile = replace(profile, concurrency=concurrency)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        save(profile, cached)
-    encoded = peers.share("profile", msgspec.json.encode(profile))
-    return msgspec.json.decode(encoded, type=ModelProfile)
-
-
-def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
-    """Whether no two processes compute with the same cores: accelerators, hosts of their own or
-    pinned processes."""
-    if not devices or devices[0].platform != "cpu":
-        own: list[str] = []
-    elif hasattr(os, "sched_getaffinity"):
-        own = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
-    else:
-        own = [socket.gethostname()]
-    every = [
-        msgspec.json.decode(v) for v in peers.gather("profile/cores", msgspec.json.encode(own))
-    ]
-    cores = [core for cores in every for core in cores]
-    return peers.share("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
-
-
-def _concurrency(
-    model: MultimodalModel,
-    shape: ModuleShape,
-    every: Sequence[jax.Device],
-    local: Sequence[jax.Device],
-    peers: Peers,
-) -> float:
-    """Devices that really compute at once: the rate of all against that of one alone."""
-    if len(every) == 1 or every[0].platform != "cpu":
-        return float(len(every))
-    alone = together(model, shape, local[:1]) if peers.is_hub else 0.0
-    peers.barrier("profile/together")
-    mine = together(model, shape, local) if local else 0.0
-    alone, rate = peers.sums("profile/rates", [alone, mine])
-    return min(float(len(every)), max(1.0, rate / alone))
-
-
-def make_profile(setup: Setup, source: Source, on_progress: OnProgress | None = None) -> Profile:
-    """Data profile of a source and model profile on the devices at hand."""
-    data = profile_data(setup.config.plan, source)
-    return Profile(profile_model(setup, data, on_progress), data)

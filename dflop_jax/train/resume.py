@@ -49,8 +49,8 @@ class Resumed:
 
 
 def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Resumed | None:
-    """The newest whole checkpoint (before step `below`) that every process can open; None if
-    there is none. One that is damaged is named and left out.
+    """Return the newest whole checkpoint (before step `below`) that every process can open; None
+    if there is none. One that is damaged is named and left out.
 
     Raises:
       ValueError: none of those that are there is whole.
@@ -61,14 +61,14 @@ def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Res
     key = f"checkpoints/{below}"
     shared = peers.share(key, msgspec.json.encode(steps))
     for step in msgspec.json.decode(shared, type=list[int]):
-        found, trouble = None, ""
+        resumed, trouble = None, ""
         try:
             reader = store.open(step)
-            found = Resumed(msgspec.convert(reader.meta, Meta), reader)
+            resumed = Resumed(msgspec.convert(reader.meta, Meta), reader)
         except (CorruptCheckpoint, msgspec.ValidationError) as e:
             trouble = f"checkpoint of step {step} is damaged, using an older one: {e}"
         if not any_trouble(peers, f"{key}/{step}", trouble):
-            return found
+            return resumed
     if shared != b"[]" and below is None:
         raise ValueError(f"{folder}: no checkpoint is whole; start again with --overwrite")
     return None

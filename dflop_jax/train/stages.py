@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig, named_rates
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.pipeline.segment import trained_groups
+from dflop_jax.pipeline.layout import trained_groups
 
 LORA = "lora"  # the freeze group of a model's adapters
 

@@ -14,15 +14,16 @@ from dflop_jax.records import Plan, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.trace import group_labels
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
-from dflop_jax.train.feed import Batch
+from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.optimizer import learning_rates
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What a process tells process 0 of a finished step."""
+    """What a process tells process 0 about a finished step."""
 
     part: LocalResult
     compiles: int
@@ -31,9 +32,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What process 0 tells all of a finished step."""
+    """What process 0 tells all about a finished step; `losses` are by module."""
 
     loss: float
+    losses: dict[str, float]
     compiles: int
     stop: bool
 
@@ -42,7 +44,8 @@ class StepLog:
     """Gathers what the processes saw of each step; process 0 (which has a `folder`) writes
     metrics.jsonl, the progress bar and, at the end, trace.json.
 
-    `rates` are the peak learning rates of the parts that train.
+    Args:
+      rates: peak learning rates of the parts that train.
     """
 
     def __init__(
@@ -65,10 +68,10 @@ class StepLog:
         self._counter, self._compiled = counter, counter.read()
         self._last_step = config.steps - 1
         self._ended_s: float | None = None
-        self._kept: tuple[Trace, Batch] | None = None
+        self._kept: tuple[Trace, ReadyBatch] | None = None
 
     def finish(
-        self, handle: StepHandle, batch: Batch, waits_s: tuple[float, float], stop: bool
+        self, handle: StepHandle, batch: ReadyBatch, waits_s: tuple[float, float], stop: bool
     ) -> Verdict:
         """Wait for a step on every process, log it and learn from it.
 
@@ -79,15 +82,19 @@ class StepLog:
         compiled = self._counter.read()
         report = _Report(part, compiled - self._compiled, stop)
         self._compiled = compiled
-        found = self.peers.gather(f"step/{batch.step}", msgspec.json.encode(report))
+        gathered = self.peers.gather(f"step/{batch.step}", msgspec.json.encode(report))
         answer = b""
         if self.peers.is_hub:
-            reports = [msgspec.json.decode(v, type=_Report) for v in found]
+            reports = [msgspec.json.decode(v, type=_Report) for v in gathered]
             parts = [_shifted(r.part, self.peers.offset_s(p)) for p, r in enumerate(reports)]
             result = handle.result(parts)
-            loss = result.sums["loss_sum"] / max(batch.supervised_tokens, 1)
-            compiles = sum(r.compiles for r in reports)
-            answer = msgspec.json.encode(Verdict(loss, compiles, any(r.stop for r in reports)))
+            decided = Verdict(
+                batch.loss.total(result.sums),
+                batch.loss.means(result.sums),
+                sum(r.compiles for r in reports),
+                any(r.stop for r in reports),
+            )
+            answer = msgspec.json.encode(decided)
         verdict = msgspec.json.decode(
             self.peers.share(f"verdict/{batch.step}", answer), type=Verdict
         )
@@ -102,20 +109,21 @@ class StepLog:
     def _log(
         self,
         result: StepResult,
-        batch: Batch,
+        batch: ReadyBatch,
         waits_s: tuple[float, float],
         verdict: Verdict,
     ) -> None:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
-        rate = float(self.rates[batch.step])
+        rate, last = float(self.rates[batch.step]), self.plan.modules[-1]
         row = StepMetrics(
             step=batch.step,
             loss=verdict.loss,
-            supervised_tokens=batch.supervised_tokens,
+            losses=verdict.losses,
+            supervised_tokens=batch.loss.supervised_tokens,
             step_s=step_s,
-            tokens_per_s=batch.llm_tokens / step_s if step_s > 0 else 0.0,
+            tokens_per_s=batch.used_tokens[last] / step_s if step_s > 0 else 0.0,
             learning_rate=rate,
             learning_rates={g: rate * factor for g, factor in self._factors.items()},
             grad_norm=result.grad_norm,
@@ -143,17 +151,14 @@ class StepLog:
         self._ended_s = None
 
     def write_trace(self) -> None:
+        """Write the trace that was kept, if there is one."""
         if self._kept is None or self.folder is None:
             return
         trace, batch = self._kept
-        names = {
-            g: self.plan.buckets[group[0].bucket].name
-            for g, group in enumerate(batch.schedule.groups)
-        }
-        self.folder.write_trace([trace], names)
+        self.folder.write_trace([trace], group_labels([batch.schedule]))
 
 
 def _shifted(part: LocalResult, by_s: float) -> LocalResult:
-    """A part in process 0's clock."""
+    """Return a part in process 0's clock."""
     spans = tuple((i, d + by_s, e + by_s) for i, d, e in part.spans)
     return LocalResult(spans, part.sums, part.grad_norm)

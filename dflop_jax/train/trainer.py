@@ -7,35 +7,34 @@ profile, the plan, the schedules, and when to stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from statistics import mean
+from typing import Literal
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source
-from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import Plan, Profile, Task, with_remat
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
-from dflop_jax.sim.predict import bucket_costs
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, make_loader
-from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.planning import check_trainable, make_plan
-from dflop_jax.train.prepare import Setup, make_profile, set_up
+from dflop_jax.train.prepare import Workplace, set_up
+from dflop_jax.train.profiling import make_profile
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
+from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
 
 
 @dataclass(frozen=True)
@@ -81,31 +80,22 @@ class Trainer:
     ):
         self.config, self._existing = config, existing
         check_trainable(config)
-        self.setup: Setup = set_up(config)
-        self.peers = self.setup.peers
+        self.place: Workplace = set_up(config)
+        self.peers = self.place.peers
         try:
-            self._begin = published(self.setup.model, config.model.weights)
+            self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:
                 check_trackers(config)
-            self.source: Source = self.setup.source()
+            self.source: Source = self.place.source()
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
+            self._timed: Timed | None = None
         except BaseException as e:
             self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise
 
     def _make_executor(self, plan: Plan) -> Executor:
-        train, trained = self.config.train, self.setup.trained
-        return Executor(
-            self.setup.model,
-            plan,
-            make_optimizer(train),
-            devices=self.setup.devices,
-            clip_norm=train.clip_norm,
-            freeze=trained.frozen,
-            rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
-            evaluates=train.eval_samples > 0,
-        )
+        return make_executor(self.place, plan)
 
     def fit(self) -> FitResult:
         """Train to the last step and write the run folder; SIGTERM saves and ends it earlier.
@@ -153,12 +143,12 @@ class Trainer:
             folder.write_profile(self.profile)
         # Prices come from the saved profile, not from this run's clock: the same seed gives the
         # same schedules, so the same losses bit for bit.
-        seconds = CostModel(self.profile.model).task_seconds(ex.plan)
-        measured = self._warm_up(ex, progress)
+        prices = plan_prices(ex.plan, self.profile.model)
+        timed = self._timed or self._warm_up(ex, progress)
         if folder:
-            folder.write_plan(self._predicted(ex, seconds, measured))
+            folder.write_plan(self._predicted(ex.plan, prices, timed))
         loop = Loop(
-            config, self.setup, self.source, self.profile, ex, seconds, saver, folder, progress
+            config, self.place, self.source, self.profile, ex, prices, saver, folder, progress
         )
         result = loop.run(stack, resumed)
         if folder and result.losses:
@@ -195,7 +185,7 @@ class Trainer:
             self.profile = resumed.meta.profile
         if resumed and plan is None:
             was = resumed.meta.processes, resumed.meta.devices, resumed.meta.policy
-            now = self.peers.count, len(self.setup.devices), self.config.plan.policy
+            now = self.peers.count, len(self.place.devices), self.config.plan.policy
             if was == now:
                 plan = resumed.meta.plan
             else:
@@ -206,14 +196,12 @@ class Trainer:
         self.profile, plan = msgspec.json.decode(given, type=tuple[Profile | None, Plan | None])
         if self.profile is None:
             progress.log("profiling model and data")
-            self.profile = make_profile(self.setup, self.source)
+            self.profile = make_profile(self.place, self.source)
             shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
             self.profile = msgspec.json.decode(shared, type=Profile)
         if plan is None:
             progress.log("planning")
-            found: Any = make_plan(self.setup, self.profile).plan if self.peers.is_hub else None
-            shared = self.peers.share("plan", msgspec.json.encode(found))
-            plan = msgspec.json.decode(shared, type=Plan)
+            plan = self._search(self.profile, progress)
         elif self.config.train.remat != "auto":
             plan = with_remat(plan, self.config.train.remat)
         if self._executor is None or self._executor.plan != plan:
@@ -225,38 +213,45 @@ class Trainer:
         )
         return self._executor
 
-    def _warm_up(self, ex: Executor, progress: Progress) -> list[Calibration]:
-        """Compile and time everything, all processes together; what each of them saw."""
-        start = time.perf_counter()
-        n = ex.compile(sync=lambda: self.peers.barrier("compiled"))
-        mine = ex.calibrate(sync=lambda: self.peers.barrier("calibrate"))
-        found = self.peers.gather("calibrated", mine.encode())
-        progress.log(f"compiled {n} programs in {time.perf_counter() - start:.1f} s")
-        return [Calibration.decode(v) for v in found]
+    def _search(self, profile: Profile, progress: Progress) -> Plan:
+        """Return the plan that process 0 finds; where the search times finalists, all take part,
+        and the chosen one's executor is ready."""
+        finalists = Finalists(self.place, profile.model.key, profile.model.concurrency, progress)
+        if self.peers.is_hub:
+            time_plan = finalists.time if self.config.plan.time_finalists else None
+            plan = finalists.choose(make_plan(self.place, profile, time_plan=time_plan).plan)
+        else:
+            plan = finalists.follow()
+        self._timed = finalists.take(plan)
+        self._executor = self._timed.executor if self._timed else None
+        return plan
 
-    def _predicted(
-        self, ex: Executor, seconds: Mapping[Task, float], measured: Sequence[Calibration]
-    ) -> Plan:
-        """The plan, its predictions made anew from the times of the compiled programs."""
+    def _warm_up(self, ex: Executor, progress: Progress) -> Timed:
+        """Compile and time everything, all processes together."""
+        start_s = time.perf_counter()
+        timed = compile_and_time(self.place, ex)
+        took_s = time.perf_counter() - start_s
+        progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
+        return timed
+
+    def _predicted(self, plan: Plan, prices: Prices, timed: Timed) -> Plan:
+        """Return the plan, its predictions made anew from the times of the compiled programs."""
         assert self.profile is not None
-        costs = bucket_costs(ex.plan, seconds, ex.trainable)
-        shapes, n = self.profile.data.shapes, self.config.train.global_batch
-        batches = [[shapes[(k * n + i) % len(shapes)] for i in range(n)] for k in range(4)]
-        schedules = [schedule_batch(b, ex.plan, costs, step=k) for k, b in enumerate(batches)]
-        times = merged(ex.plan, measured, one_at_a_time=ex.one_at_a_time)
-        trace = simulate_schedules(
-            ex.plan,
-            schedules,
-            times.seconds,
-            ex.trainable,
-            concurrency=self.profile.model.concurrency,
-            sends=times.sends,
-            awaited=ex.awaited,
+        ex, loads, n = timed.executor, self.profile.data.loads, self.config.train.global_batch
+        batches = [[loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(4)]
+        schedules = [
+            schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
+        ]
+        own = timed.prices(self.profile.model.concurrency)
+        trace = simulate_schedules(plan, schedules, own, ex.trainable, awaited=ex.awaited)
+        busy = trace.busy_fraction()  # of links too
+        predicted = replace(
+            plan.predicted,
+            makespan_s=trace.makespan_s / len(batches),
+            busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.submeshes},
+            chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
         )
-        predicted = {k: v for k, v in ex.plan.predicted.items() if k.startswith("peak_bytes")}
-        predicted["makespan_s"] = trace.makespan_s / len(batches)
-        predicted |= {f"busy_fraction.{m}": v for m, v in trace.busy_fraction().items()}
-        return replace(ex.plan, predicted=predicted)
+        return replace(plan, predicted=predicted)
 
 
 def _why(process: int, error: BaseException) -> str:

@@ -26,13 +26,12 @@ from dflop_jax.plan.baselines import BASELINES as SPACES
 from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import ModelProfile, SampleShape, Trace
+from dflop_jax.records import Load, ModelProfile, Trace
 from experiments.paper import data
-from experiments.paper.exact import ExactStep, run_step
-from experiments.paper.exact_costs import ExactCosts
-from experiments.paper.exact_search import Tuned, tune, with_remat
+from experiments.paper.exact import ExactCosts, ExactStep, run_step
 from experiments.paper.public_rule import pipelined, public_rule
 from experiments.paper.systems import CLUSTER, Setup, profile_of
+from experiments.paper.tune import Tuned, tune, with_remat
 
 MAX_MODEL, MAX_STAGE = 8, 16
 MEMORY_SHARE = 0.95  # of a device's memory; the rest is the framework's
@@ -117,18 +116,22 @@ def placements(
     one program, which batch microbatches to groups. DFLOP's encoder is no pipeline here (data ranks
     do), its layers are dealt by what the ends cost, and beyond 64 devices its split moves in steps
     of a 32nd."""
-    bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE, "tied": False}
+    bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE}
     if space != "dflop":
         yield from SPACES[space](n_devices, profile.n_layers, **bounds)
         return
     step = max(1, n_devices // 32) if n_devices > 64 else 1
     ends = ends_in_layers(profile)
-    for outline in separate(n_devices, profile.n_layers, **bounds):
-        forms = (*outline.encoders, outline.llm)
-        aligned = outline.llm_first % outline.llm.mesh[2] == 0 and outline.llm_first % step == 0
-        simple = outline.group_size == 1 and all(f.n_segments == 1 for f in outline.encoders)
-        if aligned and simple and all(f.mesh[2] <= hardware.devices_per_node for f in forms):
-            yield lay_out(outline, profile.n_layers, ends)
+    for family in separate(n_devices, profile.n_layers, **bounds):
+        *others, _ = family.kinds
+        inside = all(k.model <= hardware.devices_per_node for k in family.kinds)
+        if family.group_size > 1 or any(k.n_segments > 1 for k in others) or not inside:
+            continue
+        for i in range(len(family)):
+            outline = family.outline(i)
+            first = outline.firsts[-1]
+            if first % outline.forms[-1].mesh[2] == 0 and first % step == 0:
+                yield lay_out(outline, profile.n_layers, ends)
 
 
 @cache
@@ -204,7 +207,7 @@ def _public(
     setup: Setup, costs: ExactCosts, n_devices: int, global_batch: int, memory: float
 ) -> Tuned:
     """The public optimizer's choice, with layers recomputed only if nothing fits without."""
-    shapes = data.profile(setup.mixture, setup.layout).shapes
+    loads = data.profile(setup.mixture, setup.layout).loads
     timed = {(t.module, t.model) for t in costs.profile.timings}
     known = [
         p
@@ -213,24 +216,23 @@ def _public(
             costs.profile.n_layers,
             max_model=MAX_MODEL,
             max_stage=MAX_STAGE,
-            tied=False,
         )
         if all((s.module, p.mesh_of(s).model) in timed for s in p.segments)
         and all(m.first % m.model == 0 for m in p.submeshes)
     ]
     args = {"global_batch": global_batch, "memory_bytes": memory}
     try:
-        p, m, t = public_rule(known, costs, shapes, **args)
+        p, m, t = public_rule(known, costs, loads, **args)
     except ValueError:
         known = [with_remat(p, "layers") for p in known]
-        p, m, t = public_rule(known, costs, shapes, **args)
+        p, m, t = public_rule(known, costs, loads, **args)
     return Tuned(p, m, t, 0.0, len(known), 0)
 
 
 @cache
 def seen_batches(
     setup: Setup, global_batch: int, n: int, seed: int
-) -> tuple[tuple[SampleShape, ...], ...]:
+) -> tuple[tuple[Load, ...], ...]:
     """Global batches in arrival order; the seed tells those of tuning from those reported."""
     found = data.batches(setup.mixture, setup.layout, global_batch, n, seed)
     return tuple(map(tuple, found))

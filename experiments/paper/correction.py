@@ -11,11 +11,13 @@ The plan is DFLOP's with static buckets. On the pretended hardware every program
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.records import Plan, Task
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.records import Plan, Price, Prices, Schedule, Shape
+from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
     Monitor,
@@ -23,50 +25,52 @@ from dflop_jax.schedule.correction import (
     decide,
     observe,
     predicted_gain_s,
-    program_of,
     sampling,
     task_times,
 )
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.sim.predict import bucket_costs
 from experiments.paper import data
-from experiments.paper.common import Result, costs_of, main, percent, say
+from experiments.paper.common import Result, main, percent, say
 from experiments.paper.static import planned
-from experiments.paper.systems import LLAVA, Setup
+from experiments.paper.systems import LLAVA, Setup, profile_of
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
 STEPS, BATCHES = 24, 4  # steps of each loop, over so many batches in turn
 SLOW = 1.6
 GLOBAL_BATCH = 256
 OVERHEAD = 0.04  # of a step, while stage times are sampled
-ROUNDS = 1000
+WORK = 1000
 
 
-def hardware(plan: Plan, predicted: Mapping[Task, float], slow: int) -> dict[Task, float]:
-    """True seconds when the LLM's programs of bucket `slow` take longer than predicted."""
-    of = {program_of(plan, t) for t in predicted if t.group == slow and t.segment.startswith("llm")}
-    return {t: s * (SLOW if program_of(plan, t) in of else 1.0) for t, s in predicted.items()}
+def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
+    """True prices when the last module's programs of shape `slow` take longer than predicted."""
+    late = {s.name for s in plan.segments_of(plan.modules[-1])}
+    programs = {
+        k: Price(SLOW * p.static_s, SLOW * p.pair_s) if k.shape == slow and k.segment in late else p
+        for k, p in predicted.programs.items()
+    }
+    return replace(predicted, programs=programs)
 
 
 def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
     plan = planned(setup).plan
     names = [s.name for s in plan.segments]
-    predicted = costs_of(setup).model.task_seconds(plan)
+    predicted = plan_prices(plan, profile_of(setup))
     batches = data.batches(setup.mixture, setup.layout, GLOBAL_BATCH, BATCHES, 5)
 
-    def price(seconds: Mapping[Task, float]) -> BucketCosts:
-        return bucket_costs(plan, seconds, names)
-
-    def groups(step: int, costs: BucketCosts) -> list[int]:
+    def scheduled(step: int, prices: Prices) -> Schedule:
         batch = batches[step % len(batches)]
-        made = schedule_batch(batch, plan, costs, step=step, max_rounds=ROUNDS)
-        return [g[0].bucket for g in made.groups]
+        return schedule_batch(batch, plan, prices, names, step=step, work=WORK)
 
-    used = [b for step in range(BATCHES) for b in groups(step, price(predicted))]
-    slow = max(set(used), key=used.count)
-    true = hardware(plan, predicted, slow)
+    used = [
+        g.shape
+        for step in range(BATCHES)
+        for g in scheduled(step, predicted).groups
+        if g.module == plan.modules[-1]
+    ]
+    slow = max(sorted(set(used)), key=used.count)
+    true = hardware(predicted, plan, slow)
+    expected = {k: p.static_s for k, p in predicted.programs.items()}
     state, monitor, learnt = Correction(), Monitor(window=4), 0
     spent: dict[str, list[float]] = {"as predicted": [], "corrected": [], "all known": []}
     sampled: list[bool] = []
@@ -74,23 +78,23 @@ def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
         say(f"correction: step {step + 1} of {steps}")
         known = {
             "as predicted": predicted,
-            "corrected": corrected(predicted, plan, state),
+            "corrected": corrected(predicted, state),
             "all known": true,
         }
-        for name, seconds in known.items():
-            ran = groups(step, price(seconds))
-            trace = simulate_step(plan, ran, true, names)
+        for name, prices in known.items():
+            schedule = scheduled(step, prices)
+            trace = simulate_step(plan, schedule, true, names)
             took = trace.makespan_s
             if name == "corrected":
                 sampled.append(sampling(monitor, step))
                 if sampled[-1]:
-                    state = observe(state, plan, task_times(trace, ran), predicted)
+                    state = observe(state, plan, task_times(trace, schedule), expected)
                     gain_s = predicted_gain_s(
                         batches[step % len(batches)],
                         plan,
-                        price(predicted),
-                        price(corrected(predicted, plan, state)),
-                        max_rounds=ROUNDS,
+                        predicted,
+                        corrected(predicted, state),
+                        names,
                     )
                     overhead_s = OVERHEAD * took
                     took += overhead_s
@@ -113,8 +117,8 @@ def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
         result.rows.append([name, f"{mean[name]:.2f}", f"{late[name]:.2f}", percent(less)])
     result.notes = [
         f"stage times were sampled in {learnt} of {steps} steps, at {percent(OVERHEAD)} of a step",
-        f"bucket {plan.buckets[slow].name} was slowed, one of "
-        f"{', '.join(b.name for b in plan.buckets)}",
+        f"shape {slow.name} was slowed, one of "
+        f"{', '.join(s.name for s in plan.shapes(plan.modules[-1]))}",
     ]
     result.why = [
         "the paper's rule and its deviating shapes are not known in detail; what a correction can "

@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec, sound_counts
-from dflop_jax.records import DataProfile, SampleShape
+from dflop_jax.records import DataProfile, Load
 from experiments.paper.tables import TABLES
 
 
@@ -54,6 +54,8 @@ MIXTURES: Mapping[str, Mapping[str, float]] = {
     "audio": {"audio": 1.0},
 }
 LAYOUTS = {"anyres": AnyRes(), "dynamic": DynamicTiling()}
+TILE_TOKENS = {"anyres": 729, "dynamic": 1025}  # of SigLIP at 384 px, of InternViT at 448 px
+WINDOW_TOKENS = 1500  # of Whisper's 30 s
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +166,10 @@ def _sizes(table: dict[str, Any], u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.round(sides)).astype(np.int64)
 
 
-def shapes(
+def loads(
     mixture: str, layout: str, n: int, seed: int, how: Assumptions | None = None
-) -> list[SampleShape]:
-    """`n` sample shapes of a mixture under a model's layout of pictures ("anyres", "dynamic").
+) -> list[Load]:
+    """Loads of `n` samples of a mixture under a model's layout of pictures ("anyres", "dynamic").
 
     Raises:
       ValueError: an unknown mixture or layout, or n below 1.
@@ -175,15 +177,15 @@ def shapes(
     how = how or Assumptions()
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    found: list[SampleShape] = []
+    found: list[Load] = []
     while len(found) < n:
-        found += _shapes(draw(mixture, n, seed, how), layout, how)
+        found += _loads(draw(mixture, n, seed, how), layout, how)
         seed += 1_000_003  # for those that replace what was too large
     return found[:n]
 
 
-def _shapes(drawn: Draws, layout: str, how: Assumptions) -> list[SampleShape]:
-    """Shapes of the samples that are usable and leave room for text."""
+def _loads(drawn: Draws, layout: str, how: Assumptions) -> list[Load]:
+    """Loads of the samples that are usable and leave room for text."""
     tiles, visual, usable = _pictures(drawn, layout)
     frames = np.where(
         drawn.video_s > 0,
@@ -203,8 +205,17 @@ def _shapes(drawn: Draws, layout: str, how: Assumptions) -> list[SampleShape]:
     room = how.max_tokens - visual - sound
     usable &= room >= how.least_text_tokens
     text = np.minimum(text, room)
-    rows = np.stack([tiles + frames, text, text + visual + sound, frames, windows], axis=1)
-    return [SampleShape(*row) for row in rows[usable].tolist()]
+    rows = np.stack([tiles + frames, windows, text + visual + sound], axis=1)
+    return [
+        Load(
+            {
+                "vision": (TILE_TOKENS[layout],) * n_tiles,
+                "audio": (WINDOW_TOKENS,) * n_windows,
+                "llm": (n_tokens,),
+            }
+        )
+        for n_tiles, n_windows, n_tokens in rows[usable].tolist()
+    ]
 
 
 def _pictures(drawn: Draws, layout: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -227,30 +238,30 @@ def _pictures(drawn: Draws, layout: str) -> tuple[np.ndarray, np.ndarray, np.nda
 def profile(mixture: str, layout: str, n: int = 4000, seed: int = 0) -> DataProfile:
     """What the planner is given of a mixture."""
     named = f"{mixture} mixture of the paper, {layout} layout, seed {seed}"
-    return DataProfile(named, n, tuple(shapes(mixture, layout, n, seed)))
+    return DataProfile(named, n, tuple(loads(mixture, layout, n, seed)))
 
 
 def batches(
     mixture: str, layout: str, global_batch: int, n: int, seed: int = 1
-) -> list[list[SampleShape]]:
+) -> list[list[Load]]:
     """`n` global batches in arrival order, none of which the planner has seen (other seeds)."""
-    return [shapes(mixture, layout, global_batch, 7919 * seed + i) for i in range(n)]
+    return [loads(mixture, layout, global_batch, 7919 * seed + i) for i in range(n)]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of shapes: means and spread, for reports."""
+    """Means and spread of loads, for reports."""
 
     mean: dict[str, float] = field(default_factory=dict)
     cv: dict[str, float] = field(default_factory=dict)
 
 
-def facts(found: Sequence[SampleShape]) -> Facts:
+def facts(found: Sequence[Load]) -> Facts:
     """Mean and coefficient of variation of the items and tokens of samples."""
     columns = {
-        "tiles": [s.tiles for s in found],
-        "windows": [s.windows for s in found],
-        "LLM tokens": [s.llm_tokens for s in found],
+        "tiles": [len(load.lengths("vision")) for load in found],
+        "windows": [len(load.lengths("audio")) for load in found],
+        "LLM tokens": [load.tokens("llm") for load in found],
     }
     used = {k: np.array(v, float) for k, v in columns.items() if max(v) > 0}
     return Facts(

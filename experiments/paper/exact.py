@@ -1,14 +1,13 @@
 """Steps of a placement at the true shapes of its microbatches, as systems with dynamic shapes run.
 
 Here nothing is padded to a bucket: samples are dealt to microbatches and data ranks ("arrival":
-in the order in which they come, which is random; "balanced": DFLOP's scheduler), samples of a
-microbatch stand in one row, and attention costs the square of each sample, not of the row. Each
-microbatch is a bucket of its own in a plan made for the batch, so the runtime's task lists and the
-simulator are the same as everywhere.
+in the order in which they come, which is random; "balanced": DFLOP's scheduler) and every
+microbatch's groups have shapes of their own. Prices, task lists, simulator and memory are those of
+everywhere.
 
-Where encoders and LLM have equal data-parallel degrees, data ranks are replicas that meet only at
-the end of a step. Otherwise all ranks exchange features at every microbatch, which then takes as
-long as its slowest rank; an encoder's items are shared out evenly.
+Where all modules have equal data-parallel degrees, data ranks are replicas that meet only at the
+end of a step. Otherwise all ranks exchange features at every microbatch, which then takes as long
+as its slowest rank; what modules before the last compute is shared out evenly.
 """
 
 from __future__ import annotations
@@ -18,130 +17,226 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflop_jax.plan.links import send_seconds
+from dflop_jax.hardware import Hardware
+from dflop_jax.pipeline.order import in_flight_limit, resources
 from dflop_jax.plan.placement import Placement
-from dflop_jax.records import FORWARD, REDUCE, Event, Plan, SampleShape, Task, Trace
+from dflop_jax.plan.pricing import prices_of, step_end_seconds
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Direction,
+    Group,
+    Load,
+    ModelProfile,
+    Plan,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+    Trace,
+)
 from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.problem import make_problem
+from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step
-from experiments.paper.exact_costs import (
-    DIRECTIONS,
-    Array,
-    ExactCosts,
-    Loads,
-    Times,
-    is_replicated,
-    rank_seconds,
-    ranks_of,
-    replica_plan,
-    resources_of,
-    segment_seconds,
-    step_end_s,
-    sum_loads,
-)
 
-_ROUNDS = 5_000  # pairs of bins priced by the balanced rule
+Array = np.ndarray
+DIRECTIONS: tuple[Direction, Direction] = (FORWARD, BACKWARD)
+# (segment, direction) -> seconds of each microbatch on each data rank
+Times = Mapping[tuple[str, Direction], Array]
+_WORK = 5_000  # units of the balanced rule
+
+
+@dataclass(frozen=True)
+class ExactCosts:
+    """A cost model and the links of its devices; without hardware nothing that crosses devices
+    takes time. The amount of a module is counted in pieces where its rows take one, else tokens."""
+
+    model: CostModel
+    hardware: Hardware | None = None
+
+    @property
+    def profile(self) -> ModelProfile:
+        return self.model.profile
+
+    @property
+    def last(self) -> str:
+        """The last module, whose data ranks samples are dealt to."""
+        return list(self.profile.n_layers)[-1]
+
+    def amount(self, load: Load, module: str) -> int:
+        tile = module in self.profile.piece_tokens
+        return len(load.lengths(module)) if tile else load.tokens(module)
+
+    def shape(self, module: str, amount: float) -> Shape | None:
+        """The shape that holds an amount: all tokens stand in one row."""
+        n = int(np.ceil(amount - 1e-9))
+        tile = self.profile.piece_tokens.get(module)
+        return (Shape(n, tile) if tile else Shape(1, n)) if n else None
+
+    def segment_s(
+        self, s: SegmentPlan, mesh: SubmeshPlan, direction: str, amount: Array, pairs: Array
+    ) -> Array:
+        """Seconds of a segment's task at each amount with its content; 0 where there is none."""
+        amount = np.asarray(amount, float)
+        tile = self.profile.piece_tokens.get(s.module)
+        rows, tokens = (amount, tile) if tile else (1.0 * (amount > 0), amount)
+        static_s = self.model.group_s(s, mesh.shape, 1, rows, tokens, direction)
+        return static_s + self.model.group_pair_s(s, mesh.shape, 1, direction) * pairs
+
+    def module_s(self, module: str, mesh: SubmeshPlan, amount: float, pairs: float) -> float:
+        """Seconds of all layers and ends, forward and backward."""
+        whole = SegmentPlan(module, module, 0, self.profile.n_layers[module], "", True, True)
+        at = (np.array([amount]), np.array([pairs]))
+        return float(sum(self.segment_s(whole, mesh, d, *at)[0] for d in DIRECTIONS))
+
+
+def plan_of(costs: ExactCosts, placement: Placement, buckets: Sequence[Bucket] = ()) -> Plan:
+    """The placement as a plan; without buckets to ask for its graph only."""
+    some = (Bucket.of({placement.segments[0].module: Shape(1, 1)}),)
+    return Plan(
+        "exact",
+        placement.submeshes,
+        placement.segments,
+        tuple(buckets) or some,
+        edges=costs.profile.edges,
+        tied=costs.profile.tied,
+    )
+
+
+def ranks_of(placement: Placement) -> dict[str, int]:
+    """Data-parallel degree of each module."""
+    return {s.module: placement.mesh_of(s).data for s in placement.segments}
+
+
+def is_replicated(placement: Placement) -> bool:
+    """Whether data ranks are replicas that meet only at the end of a step."""
+    return len(set(ranks_of(placement).values())) == 1
+
+
+@dataclass(frozen=True)
+class Content:
+    """By module, what each microbatch holds on each data rank, [microbatches, ranks]: amounts, and
+    the sums of its pieces' squared tokens. A module that shares its amounts out evenly has a single
+    column."""
+
+    amount: Mapping[str, Array]
+    pairs: Mapping[str, Array]
+
+
+def content_of(
+    costs: ExactCosts,
+    placement: Placement,
+    batch: Sequence[Load],
+    bins: Array,
+    n_microbatches: int,
+) -> Content:
+    """What samples in bins (microbatch * ranks of the last module + rank) add up to."""
+    ranks = ranks_of(placement)
+    n_bins = n_microbatches * ranks[costs.last]
+    amounts, pairs = {}, {}
+    for m in costs.profile.n_layers:
+        counts = [costs.amount(load, m) for load in batch]
+        squares = [float(sum(n * n for n in load.lengths(m))) for load in batch]
+        both = [
+            np.bincount(bins, np.array(x, float), n_bins).reshape(n_microbatches, -1)
+            for x in (counts, squares)
+        ]
+        if m != costs.last and not is_replicated(placement):
+            both = [x.sum(axis=1, keepdims=True) / ranks[m] for x in both]
+            both[0] = np.ceil(both[0])
+        amounts[m], pairs[m] = both
+    return Content(amounts, pairs)
+
+
+def rank_seconds(costs: ExactCosts, placement: Placement, content: Content) -> Times:
+    """Seconds of every task on each data rank, [microbatches, ranks]."""
+    return {
+        (s.name, d): costs.segment_s(
+            s, placement.mesh_of(s), d, content.amount[s.module], content.pairs[s.module]
+        )
+        for s in placement.segments
+        for d in DIRECTIONS
+    }
+
+
+def segment_seconds(costs: ExactCosts, placement: Placement, content: Content) -> Times:
+    """Seconds of every task, [replicas, microbatches]; one row, of the slowest rank each time,
+    where data ranks are coupled."""
+    replicated = is_replicated(placement)
+    return {
+        task: by_rank.T if replicated else by_rank.max(axis=1)[None]
+        for task, by_rank in rank_seconds(costs, placement, content).items()
+    }
+
+
+def peak_bytes(costs: ExactCosts, placement: Placement, largest: Mapping[str, float]) -> float:
+    """Bytes of the device that needs most, with `largest` amounts on a rank of each module."""
+    bucket = Bucket.of({m: costs.shape(m, n) for m, n in largest.items()})
+    plan = plan_of(costs, placement, (bucket,))
+    return max(memory.peak_bytes(plan, costs.model, in_flight_limit(plan)).values())
+
+
+def replica(
+    costs: ExactCosts, placement: Placement, content: Content, r: int
+) -> tuple[Plan, Schedule]:
+    """The plan of one replica (or of the coupled whole) and its groups, at their exact shapes."""
+    replicated = is_replicated(placement)
+    if replicated:
+        alone = tuple(replace(m, first=m.first + r * m.model, data=1) for m in placement.submeshes)
+        placement = replace(placement, submeshes=alone)
+    targets = plan_of(costs, placement).targets
+    groups: list[Group] = []
+    buckets: dict[Bucket, None] = {}
+    for i in range(len(content.amount[costs.last])):
+        shapes, pairs = {}, {}
+        for m, amount in content.amount.items():
+            columns = slice(r, r + 1) if replicated else slice(None)
+            shape = costs.shape(m, float(amount[i, columns].max()))
+            if shape is not None:
+                shapes[m], pairs[m] = shape, int(content.pairs[m][i, columns].max())
+        if not shapes:
+            continue
+        place = {m: len(groups) + k for k, m in enumerate(shapes)}
+        for m, shape in shapes.items():
+            feeds = tuple(place[t] for t in targets(m) if t in place)
+            groups.append(Group(m, shape, ((),), feeds, pairs[m]))
+        buckets[Bucket.of(shapes)] = None
+    return plan_of(costs, placement, tuple(buckets)), Schedule(0, tuple(groups))
+
+
+def replica_trace(
+    costs: ExactCosts, placement: Placement, content: Content, r: int
+) -> tuple[Trace, Plan, Schedule]:
+    """One replica (or the coupled whole) simulated, the step's end over all data ranks included."""
+    plan, schedule = replica(costs, placement, content, r)
+    ends = step_end_seconds(plan_of(costs, placement), costs.profile, costs.hardware)
+    prices = replace(prices_of(plan, costs.model, costs.hardware), step_end=ends)
+    # Devices of a placement compute at once, whatever the profile's did.
+    prices = replace(prices, concurrency=float("inf"))
+    return simulate_step(plan, schedule, prices, [s.name for s in plan.segments]), plan, schedule
 
 
 @dataclass(frozen=True)
 class ExactStep:
     """One step. `idle_share`: of all devices' time; `busy_s`: seconds that each segment computes
-    (the mean over its data ranks); `trace`: of the slowest replica and, where there are several,
-    of the one that is done first."""
+    (the mean over its data ranks); `trace`: of the slowest replica, with its plan and schedule."""
 
     makespan_s: float
     idle_share: float
     busy_s: Mapping[str, float]
     trace: Trace
     plan: Plan
-
-
-def bins_of(
-    costs: ExactCosts,
-    placement: Placement,
-    batch: Sequence[SampleShape],
-    n_microbatches: int,
-    grouping: str,
-) -> Array:
-    """Bin of each sample, int [samples]: microbatch * LLM ranks + rank.
-
-    Raises:
-      ValueError: fewer samples than bins, or an unknown grouping.
-    """
-    ranks = ranks_of(placement)["llm"]
-    n_bins = n_microbatches * ranks
-    if n_microbatches < 1 or n_bins > len(batch):
-        raise ValueError(
-            f"{len(batch)} samples do not fill {n_microbatches} microbatches on {ranks} ranks; "
-            "use fewer microbatches or a larger global batch"
-        )
-    if grouping == "arrival":
-        return np.arange(len(batch)) % n_bins
-    if grouping != "balanced":
-        raise ValueError(f"grouping {grouping!r} is not arrival or balanced")
-    prices = prices_of(costs, placement)
-    found = balance(
-        prices.columns(batch),
-        n_bins,
-        time_limit_s=30.0,
-        bin_group=ranks if prices.grouped else 1,
-        grouped=prices.grouped,
-        max_rounds=_ROUNDS,
-    )
-    return found.bins
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a unit of load of each module adds to the stages, relative to the dearest: a row for
-    each kind of stage, to 2 digits, so that like placements deal alike. `grouped` are the rows of
-    which all LLM ranks of a microbatch share one."""
-
-    rates: tuple[tuple[tuple[str, float], ...], ...]
-    grouped: tuple[int, ...]
-
-    def columns(self, batch: Sequence[SampleShape]) -> Array:
-        """[samples, rows]."""
-        loads = {m: np.array([s.load(m) for s in batch]) for row in self.rates for m, _ in row}
-        return np.stack([sum(rate * loads[m] for m, rate in row) for row in self.rates], axis=1)
-
-
-def prices_of(costs: ExactCosts, placement: Placement) -> Prices:
-    """Stages that no sample loads more than another stage are left out."""
-    of, ranks = resources_of(placement), ranks_of(placement)
-    coupled = not is_replicated(placement)
-    rate: dict[int, dict[str, float]] = {}
-    for s in placement.segments:
-        sizes = np.array([1024.0, 5120.0] if s.module == "llm" else [8.0, 40.0])
-        mesh = placement.mesh_of(s)
-        both = sum(costs.segment_s(s, mesh, d, sizes, sizes * 1024) for d in DIRECTIONS)
-        each = float(np.diff(both)[0] / np.diff(sizes)[0])
-        at = rate.setdefault(of[s.submesh], {})
-        spread = ranks[s.module] if s.module != "llm" and coupled else 1
-        at[s.module] = at.get(s.module, 0.0) + each / spread
-    dearest = max(v for at in rate.values() for v in at.values())
-    rows = {tuple((m, float(f"{v / dearest:.1e}")) for m, v in at.items()) for at in rate.values()}
-    kept = [a for a in sorted(rows) if not any(_exceeds(b, a) for b in rows)]
-    encoders = (i for i, row in enumerate(kept) if "llm" not in dict(row))
-    return Prices(tuple(kept), tuple(encoders) if coupled else ())
-
-
-def _exceeds(b: tuple[tuple[str, float], ...], a: tuple[tuple[str, float], ...]) -> bool:
-    return a != b and all(dict(b).get(m, 0.0) >= v for m, v in a)
-
-
-def dealt_quickly(prices: Prices, batch: Sequence[SampleShape], n_bins: int, ranks: int) -> Array:
-    """Bins as of "balanced", by the largest sample first alone."""
-    width = ranks if prices.grouped else 1
-    problem = make_problem(prices.columns(batch), n_bins, None, None, width, prices.grouped)
-    return lpt(problem)
+    schedule: Schedule
 
 
 def run_step(
     costs: ExactCosts,
     placement: Placement,
-    batch: Sequence[SampleShape],
+    batch: Sequence[Load],
     n_microbatches: int,
     grouping: str,
 ) -> ExactStep:
@@ -153,58 +248,108 @@ def run_step(
 def run_bins(
     costs: ExactCosts,
     placement: Placement,
-    batch: Sequence[SampleShape],
+    batch: Sequence[Load],
     bins: Array,
     n_microbatches: int,
 ) -> ExactStep:
     """Simulate one step of a batch whose samples lie in given bins."""
-    ranks = ranks_of(placement)
-    loads = sum_loads(batch, bins, n_microbatches, ranks)
-    times = segment_seconds(costs, placement, loads)
-    n_replicas = ranks["llm"] if is_replicated(placement) else 1
-    traces = [replica_trace(costs, placement, loads, times, r) for r in range(n_replicas)]
-    ends = [trace.makespan_s for trace, _ in traces]
-    reduced_s = step_end_s(costs, placement)
-    makespan_s = max(ends) + reduced_s
-    final = placement.segments[-1].name  # its forward is part of its backward
+    content = content_of(costs, placement, batch, bins, n_microbatches)
+    n_replicas = ranks_of(placement)[costs.last] if is_replicated(placement) else 1
+    runs = [replica_trace(costs, placement, content, r) for r in range(n_replicas)]
+    trace, plan, schedule = max(runs, key=lambda run: run[0].makespan_s)
+    fused = placement.segments[-1].name  # its forward is part of its backward
     busy: dict[str, float] = {}
-    for (name, direction), each in rank_seconds(costs, placement, loads).items():
-        if (name, direction) != (final, FORWARD):
-            busy[name] = busy.get(name, 0.0) + float(each.sum(axis=0).mean())
+    for (name, direction), by_rank in rank_seconds(costs, placement, content).items():
+        if (name, direction) != (fused, FORWARD):
+            busy[name] = busy.get(name, 0.0) + float(by_rank.sum(axis=0).mean())
     spent = sum(busy[s.name] * placement.mesh_of(s).n_devices for s in placement.segments)
     used = len({d for m in placement.submeshes for d in m.devices})
-    slowest, first = int(np.argmax(ends)), int(np.argmin(ends))
-    shown, own = traces[slowest]
-    events = shown.events
-    if n_replicas > 1:
-        events += tuple(replace(e, submesh=f"{e.submesh} first") for e in traces[first][0].events)
-    if reduced_s:
-        last = {s.submesh: s.name for s in placement.segments}
-        events += tuple(
-            Event(m, name, -1, REDUCE, max(ends), makespan_s) for m, name in last.items()
-        )
-    return ExactStep(
-        makespan_s,
-        1.0 - spent / (used * makespan_s),
-        busy,
-        Trace(0, "simulated", events),
-        own,
-    )
+    idle = 1.0 - spent / (used * trace.makespan_s)
+    return ExactStep(trace.makespan_s, idle, busy, trace, plan, schedule)
 
 
-def replica_trace(
+def bins_of(
     costs: ExactCosts,
     placement: Placement,
-    loads: Loads,
-    times: Times,
-    r: int,
-) -> tuple[Trace, Plan]:
-    """One replica (or the coupled whole): its trace and its plan."""
-    plan = replica_plan(placement, loads, r)
-    seconds = {
-        Task(s, g, d): float(x) for (s, d), each in times.items() for g, x in enumerate(each[r])
-    }
-    names = [s.name for s in plan.segments]
-    sends = send_seconds(plan, costs.model, costs.hardware)
-    trace = simulate_step(plan, range(len(plan.buckets)), seconds, names, sends=sends)
-    return trace, plan
+    batch: Sequence[Load],
+    n_microbatches: int,
+    grouping: str,
+) -> Array:
+    """Bin of each sample, int [samples]: microbatch * ranks of the last module + rank.
+
+    Raises:
+      ValueError: fewer samples than bins, or an unknown grouping.
+    """
+    ranks = ranks_of(placement)[costs.last]
+    n_bins = n_microbatches * ranks
+    if n_microbatches < 1 or n_bins > len(batch):
+        raise ValueError(
+            f"{len(batch)} samples do not fill {n_microbatches} microbatches on {ranks} ranks; "
+            "use fewer microbatches or a larger global batch"
+        )
+    if grouping == "arrival":
+        return np.arange(len(batch)) % n_bins
+    if grouping != "balanced":
+        raise ValueError(f"grouping {grouping!r} is not arrival or balanced")
+    rates = rates_of(costs, placement)
+    return balance(
+        rates.columns(costs, batch),
+        n_bins,
+        time_limit_s=30.0,
+        bin_group=ranks if rates.grouped else 1,
+        grouped=rates.grouped,
+        work=_WORK,
+    ).bins
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a unit of each module's amount adds to the stages, relative to the dearest: a row for
+    each kind of stage, to 2 digits, so that like placements deal alike. `grouped` are the rows of
+    which all ranks of a microbatch share one."""
+
+    rows: tuple[tuple[tuple[str, float], ...], ...]
+    grouped: tuple[int, ...]
+
+    def columns(self, costs: ExactCosts, batch: Sequence[Load]) -> Array:
+        """[samples, rows]."""
+        amounts = {
+            m: np.array([costs.amount(load, m) for load in batch], float)
+            for m in costs.profile.n_layers
+        }
+        return np.stack([sum(rate * amounts[m] for m, rate in row) for row in self.rows], axis=1)
+
+
+def rates_of(costs: ExactCosts, placement: Placement) -> Rates:
+    """Stages that no sample loads more than another stage are left out."""
+    of, ranks = resources(plan_of(costs, placement)), ranks_of(placement)
+    coupled = not is_replicated(placement)
+    rate: dict[int, dict[str, float]] = {}
+    for s in placement.segments:
+        tile = costs.profile.piece_tokens.get(s.module)
+        sizes = np.array([8.0, 40.0] if tile else [1024.0, 5120.0])
+        pairs = sizes * (tile**2 if tile else 1024.0)
+        mesh = placement.mesh_of(s)
+        both = sum(costs.segment_s(s, mesh, d, sizes, pairs) for d in DIRECTIONS)
+        each = float(np.diff(both)[0] / np.diff(sizes)[0])
+        row = rate.setdefault(of[s.submesh], {})
+        spread = ranks[s.module] if s.module != costs.last and coupled else 1
+        row[s.module] = row.get(s.module, 0.0) + each / spread
+    dearest = max(v for row in rate.values() for v in row.values())
+    rows = {tuple((m, float(f"{v / dearest:.1e}")) for m, v in r.items()) for r in rate.values()}
+    kept = [a for a in sorted(rows) if not any(_exceeds(b, a) for b in rows)]
+    others = (i for i, row in enumerate(kept) if costs.last not in dict(row))
+    return Rates(tuple(kept), tuple(others) if coupled else ())
+
+
+def _exceeds(b: tuple[tuple[str, float], ...], a: tuple[tuple[str, float], ...]) -> bool:
+    return a != b and all(dict(b).get(m, 0.0) >= v for m, v in a)
+
+
+def dealt_quickly(
+    costs: ExactCosts, rates: Rates, batch: Sequence[Load], n_bins: int, ranks: int
+) -> Array:
+    """Bins as of "balanced", by the largest sample first alone."""
+    width = ranks if rates.grouped else 1
+    columns = rates.columns(costs, batch)
+    return lpt(make_problem(columns, n_bins, None, None, width, rates.grouped))

@@ -11,13 +11,13 @@ import time
 
 import numpy as np
 
-from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.sim.predict import bucket_costs
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.schedule import schedule_batch
 from experiments.paper import data
 from experiments.paper.common import Result, main, outcome, percent, seen_batches
 from experiments.paper.exact import bins_of
 from experiments.paper.static import planned
-from experiments.paper.systems import INTERNVL_72B, LLAVA, Setup
+from experiments.paper.systems import CLUSTER, INTERNVL_72B, LLAVA, Setup
 from experiments.paper.throughput import hours
 
 SETUPS = (LLAVA["siglip-6b", "qwen2.5-7b"], LLAVA["siglip-6b", "qwen2.5-32b"], INTERNVL_72B)
@@ -66,10 +66,10 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
             (first_s + data_s + chosen.search_s) / 3600 / hours(found.step_s, found.global_batch)
         )
         names = [s.name for s in plan.segments]
-        prices = bucket_costs(plan, found.costs.model.task_seconds(plan), names)
+        prices = plan_prices(plan, found.costs.profile, CLUSTER)
         schedule_s, balance_s = [], []
         for batch in seen_batches(setup, found.global_batch, 2, 1):
-            schedule_s.append(schedule_batch(batch, plan, prices).elapsed_s)
+            schedule_s.append(schedule_batch(batch, plan, prices, names).elapsed_s)
             start_s = time.perf_counter()
             bins_of(
                 found.costs, found.tuned.placement, batch, found.tuned.n_microbatches, "balanced"

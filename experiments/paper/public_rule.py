@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.plan.placement import Form, Outline, Placement, encoders_of, factors, lay_out
-from dflop_jax.records import SampleShape, SubmeshPlan
-from experiments.paper.exact_costs import ExactCosts, peak_bytes
+from dflop_jax.plan.placement import Form, Outline, Placement, factors, lay_out
+from dflop_jax.records import Load, SubmeshPlan
+from experiments.paper.exact import ExactCosts, peak_bytes
 
 
 def pipelined(
@@ -19,24 +19,22 @@ def pipelined(
     *,
     max_model: int,
     max_stage: int,
-    tied: bool,
 ) -> Iterator[Placement]:
     """The public DFLOP optimizer's space: one encoder and the LLM on disjoint devices, each with
     its own tensor, pipeline and data parallelism, in the order in which it is enumerated there."""
-    encoders = encoders_of(n_layers)
+    encoders = list(n_layers)[:-1]
     if len(encoders) != 1:
         raise ValueError(f"the public optimizer knows one encoder, the model has {encoders}")
     for below in range(1, n_devices):
         for v in _forms(below, n_layers[encoders[0]], max_model, max_stage):
             for l in _forms(n_devices - below, n_layers["llm"], max_model, max_stage):
-                if not (tied and l.n_segments > 1):
-                    yield lay_out(Outline((v,), l, below), n_layers)
+                yield lay_out(Outline((v, l), (0, below)), n_layers)
 
 
 def public_rule(
     placements: Iterator[Placement] | Sequence[Placement],
     costs: ExactCosts,
-    shapes: Sequence[SampleShape],
+    samples: Sequence[Load],
     *,
     global_batch: int,
     memory_bytes: float,
@@ -55,7 +53,7 @@ def public_rule(
     best: tuple[Placement, int, float] | None = None
     for placement in placements:
         item, llm = placement.segments[0].module, "llm"
-        loads = {m: np.array([s.load(m) for s in shapes], float) for m in (item, llm)}
+        loads = {m: np.array([costs.amount(s, m) for s in samples], float) for m in (item, llm)}
         stages = {m: sum(s.module == m for s in placement.segments) for m in (item, llm)}
         ranks = {m: _mesh(placement, m).data for m in (item, llm)}
         if peak_bytes(costs, placement, _largest(loads, ranks)) > memory_bytes:
@@ -66,8 +64,10 @@ def public_rule(
         slowest = 0.0
         for module in (item, llm):
             mean = float(loads[module].mean()) * global_batch / (m * ranks[module])
-            squares = mean * mean  # one row: it counts attention as if the samples were one
-            spent = costs.module_s(module, _mesh(placement, module), mean, squares)
+            # Attention is counted as if a row's samples were one.
+            tile = costs.profile.piece_tokens.get(module)
+            pairs = mean * tile**2 if tile else mean * mean
+            spent = costs.module_s(module, _mesh(placement, module), mean, pairs)
             slowest = max(slowest, spent / stages[module])
         t = (m + sum(stages.values()) - 1) * slowest
         if best is None or (t < 1.1 * best[2] and m < best[1]):

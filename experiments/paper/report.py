@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.record_files import save
-from dflop_jax.records import Bucket, Trace
+from dflop_jax.records import Trace
 from dflop_jax.report.html import write_page
 from dflop_jax.report.run_folder import PLAN, SIMULATED
 from dflop_jax.report.timeline import LINE_COLOURS
-from dflop_jax.report.trace import write_trace
+from dflop_jax.report.trace import group_labels, write_trace
 from experiments.paper import data
 from experiments.paper.common import BASELINES, MEMORY_SHARE, REPORTED, TUNING, Result, outcome
-from experiments.paper.exact_costs import plan_of
+from experiments.paper.exact import plan_of
 from experiments.paper.systems import CLUSTER, Setup, described
 
 ASSUMED = (
@@ -34,7 +34,8 @@ ASSUMED = (
     f"Each system is tuned over its whole space by simulation on {TUNING} global batches and "
     f"reported as the mean over {REPORTED} others; {100 * MEMORY_SHARE:.0f}% of memory is used.",
     "Data ranks of equal degree are independent until the gradients are added up; else every "
-    "microbatch waits for its slowest rank. Gradients are added up at the end, not overlapped.",
+    "microbatch waits for its slowest rank. A stage adds up its gradients after "
+    "its last backward.",
     "All parameters train. InternViT-6B has 16 heads, as in the public DFLOP code (the published "
     "25 split over no node), and Qwen2.5's vocabulary is not enlarged for it.",
     "LLaVA-OneVision's tower is SigLIP 6B, as in the public code's configuration; the 400M of the "
@@ -109,7 +110,7 @@ def data_table() -> str:
     ]
     costs = []
     for mixture, layout in (("vision", "anyres"), ("vision", "dynamic"), ("audio", "anyres")):
-        found = data.facts(data.shapes(mixture, layout, 4000, 0))
+        found = data.facts(data.loads(mixture, layout, 4000, 0))
         for what, mean in found.mean.items():
             costs.append([mixture, layout, what, f"{mean:.1f}", f"{found.cv[what]:.2f}"])
     return "\n\n".join(
@@ -124,18 +125,17 @@ def data_table() -> str:
 
 
 def write_timelines(setup: Setup, out: Path, n_devices: int = 64, global_batch: int = 256) -> Path:
-    """timelines.html: one step of each system, the slowest replica and the one done first."""
+    """timelines.html: one step of each system, of its slowest replica."""
     folders = []
     for system in (*BASELINES, "dflop"):
         found = outcome(setup, system, n_devices, global_batch)
         step = found.steps[0]
         folder = out / system
         folder.mkdir(exist_ok=True)
-        largest = max(step.plan.buckets, key=lambda b: (b.tokens, b.tiles))
-        plan = plan_of(found.tuned.placement, (Bucket(**asdict(largest)),))
+        plan = plan_of(found.costs, found.tuned.placement, step.plan.buckets)
         save(replace(plan, policy=system, grouping=found.grouping), folder / PLAN)
-        names = {g: b.name for g, b in enumerate(step.plan.buckets)}
-        write_trace(folder / SIMULATED, [_without_links(step.trace)], names)
+        labels = group_labels([step.schedule])
+        write_trace(folder / SIMULATED, [_without_links(step.trace)], labels)
         folders.append(folder)
     return write_page(folders, out / "timelines.html")
 

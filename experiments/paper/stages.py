@@ -11,14 +11,14 @@ import numpy as np
 
 from dflop_jax.pipeline.order import resources
 from experiments.paper.common import Outcome, Result, main
-from experiments.paper.exact_costs import plan_of
+from experiments.paper.exact import plan_of
 from experiments.paper.systems import Setup
 from experiments.paper.throughput import KEYS, SETUPS, outcomes
 
 
 def rates(found: Outcome) -> list[float]:
     """Samples/s that each stage would reach if it never waited, in the order of the pipeline."""
-    plan = plan_of(found.tuned.placement)
+    plan = plan_of(found.costs, found.tuned.placement)
     of = resources(plan)
     busy: dict[int, float] = {}
     for s in plan.segments:

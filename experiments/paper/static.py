@@ -9,10 +9,9 @@ from functools import cache
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.links import send_seconds, step_end_seconds
+from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import Plan, Trace
-from dflop_jax.sim.predict import simulate
 from experiments.paper import data
 from experiments.paper.common import (
     MAX_MODEL,
@@ -21,7 +20,6 @@ from experiments.paper.common import (
     REPORTED,
     TUNING,
     Outcome,
-    costs_of,
     say,
     seen_batches,
 )
@@ -69,14 +67,8 @@ def planned(setup: Setup, n_devices: int = 64, global_batch: int = 256) -> Plann
 @cache
 def static_trace(setup: Setup, global_batch: int = 256) -> Trace:
     """The reported batches of 64 devices, one step after the other."""
-    plan, costs = planned(setup).plan, costs_of(setup)
-    return simulate(
-        plan,
-        seen_batches(setup, global_batch, REPORTED, 1),
-        costs.profile,
-        collectives=step_end_seconds(plan, costs.profile, CLUSTER),
-        sends=send_seconds(plan, costs.model, CLUSTER),
-    )
+    batches = seen_batches(setup, global_batch, REPORTED, 1)
+    return simulate(planned(setup).plan, batches, profile_of(setup), hardware=CLUSTER)
 
 
 def static_step_s(setup: Setup) -> float:

@@ -8,9 +8,8 @@ from functools import cache
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.hardware import Hardware, find_hardware
-from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.records import LayerTiming, ModelProfile, ModuleShape
+from dflop_jax.records import ModelProfile, Shape
 from models import qwen2_audio
 from models.llava import Llava
 from models.sizes import DECODERS, VISION, LlavaSize
@@ -21,8 +20,6 @@ DEGREES = (1, 2, 4, 8)
 ITEMS = (1, 4, 16, 64)
 TOKENS = (512, 2048, 8192, 16384)
 DTYPE = "bfloat16"
-_CAUSAL, _FULL = 0.5, 1.0  # share of the scores that attention computes
-_BACKWARD = 3.5  # FLOPs of attention's backward over its forward's: the forward again, and 2.5
 
 
 @dataclass(frozen=True)
@@ -79,39 +76,12 @@ def profile_of(setup: Setup, hardware: Hardware = CLUSTER) -> ModelProfile:
     """Predicted times and bytes of a model on the cluster."""
     model = model_of(setup)
     shapes = {
-        name: [ModuleShape(1, t) for t in TOKENS]
-        if name == "llm"
-        else [ModuleShape(n, model.item_tokens[name]) for n in ITEMS]
+        name: [Shape(n, model.piece_tokens[name]) for n in ITEMS]
+        if name in model.piece_tokens
+        else [Shape(1, t) for t in TOKENS]
         for name in model.modules
     }
-    e = Efficiency()
-    found = roofline_profile(model, hardware, shapes, DEGREES, n_devices=4096, efficiency=e)
-    return with_attention(found, model, hardware, e)
-
-
-def with_attention(
-    profile: ModelProfile, model: MultimodalModel, hardware: Hardware, e: Efficiency
-) -> ModelProfile:
-    """The profile with the products inside the attention kernel, which the roofline's trace counts
-    by their bytes only; half of a causal one's scores are computed."""
-
-    def longer(t: LayerTiming) -> LayerTiming:
-        module = model.modules[t.module]
-        share = _CAUSAL if t.module == "llm" else _FULL
-        flops = 4.0 * t.shape.size * t.shape.tokens * share * width_of(module) / t.model
-        forward_s = flops / (hardware.peak_flops(DTYPE) * e.attention)
-        return replace(
-            t,
-            layer_forward_s=t.layer_forward_s + forward_s,
-            layer_backward_s=t.layer_backward_s + forward_s * _BACKWARD,
-        )
-
-    return replace(profile, timings=tuple(map(longer, profile.timings)))
-
-
-def width_of(module: object) -> int:
-    """Heads x head dim of a module of `models`."""
-    return int(module.size.width)  # type: ignore[attr-defined]
+    return roofline_profile(model, hardware, shapes, DEGREES, n_devices=4096)
 
 
 def described(hardware: Hardware = CLUSTER) -> Mapping[str, str]:

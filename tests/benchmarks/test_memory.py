@@ -1,12 +1,25 @@
 """`benchmarks/memory.py`: its cases, and some of them within the target."""
 
-import importlib.util
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+
+from benchmarks import memory
+from benchmarks.memory import compiled_bytes, extrapolated_bytes, quick_bytes, with_depth
+from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
+from dflop_jax.pipeline.spmd_loop import PARTS
+from dflop_jax.profile.memory import work_of
+from dflop_jax.records import BACKWARD, Edge, SegmentPlan, Shape
+from models.decoder import DecoderModule
+from models.sizes import DECODERS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 
@@ -37,15 +50,10 @@ def test_two_cases_at_full_size(tmp_path):
 
 
 def test_there_are_twenty_cases_of_five_models():
-    spec = importlib.util.spec_from_file_location("memory_benchmark", SCRIPT)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    assert len({c.name for c in module.CASES}) == len(module.CASES) == 20
-    assert {c.model for c in module.CASES} == set(module.MODULES)
-    assert {c.mesh[2] for c in module.CASES} == {1, 2, 4}
-    assert {c.mesh[0] for c in module.CASES} == {1, 2}
+    assert len({c.name for c in memory.CASES}) == len(memory.CASES) == 20
+    assert {c.model for c in memory.CASES} == set(memory.MODULES)
+    assert {c.mesh[2] for c in memory.CASES} == {1, 2, 4}
+    assert {c.mesh[0] for c in memory.CASES} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -60,3 +68,79 @@ def test_bad_arguments(arguments, why):
     assert out.returncode == 2
     assert why in out.stderr
     assert "Traceback" not in out.stderr
+
+
+DEEP = DecoderModule(dataclasses.replace(DECODERS["nano"], n_layers=12, tied=False), jnp.float32)
+ROWS = Shape(2, 128)
+EDGES = (Edge("encoder", "llm", "visual"),)
+
+
+def segment(mesh=(1, 1, 1), microbatches=1, remat="none"):
+    n = int(np.prod(mesh))
+    return Segment(
+        plan=SegmentPlan("s", "llm", 0, DEEP.n_layers, "s", True, True, remat),
+        module=DEEP,
+        mesh=Mesh(np.array(jax.devices()[:n]).reshape(mesh), AXES),
+        microbatches=microbatches,
+        trainable=frozenset(PARTS),
+        wants_gradient=frozenset({"visual"}),
+        edges=EDGES,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, mesh, microbatches",
+    [(EVALUATE, (1, 1, 2), 1), (BACKWARD, (1, 1, 1), 1), (BACKWARD, (2, 1, 2), 2)],
+)
+def test_two_shallow_stacks_tell_of_the_whole(kind, mesh, microbatches):
+    whole = segment(mesh, microbatches)
+    compiled = compiled_bytes(whole, ROWS, kind)
+    got = extrapolated_bytes(whole, ROWS, kind)
+    assert got.total == pytest.approx(compiled.total, rel=0.03)
+    # What is not temporary is linear to the byte.
+    for name in ("arguments", "outputs", "aliased"):
+        assert getattr(got, name) == pytest.approx(getattr(compiled, name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind, mesh, microbatches, remat",
+    [
+        (EVALUATE, (2, 2, 1), 2, "none"),
+        (BACKWARD, (1, 1, 1), 1, "none"),
+        (BACKWARD, (1, 2, 2), 1, "layers"),
+        (BACKWARD, (2, 2, 1), 2, "none"),
+    ],
+)
+def test_the_quick_form_is_exact_but_for_temporaries(kind, mesh, microbatches, remat):
+    s = segment(mesh, microbatches, remat)
+    compiled, quick = (f(s, ROWS, kind) for f in (compiled_bytes, quick_bytes))
+    # XLA rounds each buffer up, and tells the program where its results go.
+    for name in ("arguments", "outputs", "aliased"):
+        want = getattr(compiled, name)
+        assert getattr(quick, name) == pytest.approx(want, rel=1e-3, abs=1024), name
+    if kind == BACKWARD:
+        assert quick.total == pytest.approx(compiled.total, rel=0.25)
+
+
+def test_backward_keeps_what_is_counted_per_layer():
+    """The slope of XLA's temporaries over depth, in float32."""
+    # With remat a layer keeps little, and a nano layer's angles weigh much beside it.
+    for remat, close in (("none", 0.05), ("layers", 0.25)):
+        s = segment(remat=remat)
+        four, eight = (compiled_bytes(with_depth(s, n), ROWS, BACKWARD).temporaries for n in (4, 8))
+        work = work_of(DEEP, ROWS, 1, remat=remat != "none")
+        per_layer = work.activations + work.casts + work.gradients
+        assert per_layer == pytest.approx((eight - four) / 4, rel=close)
+
+
+def test_no_device_is_needed_for_a_thousand():
+    def abstract(shape, microbatches=2):
+        mesh = jax.sharding.AbstractMesh(shape, AXES)
+        return dataclasses.replace(segment(microbatches=microbatches), mesh=mesh)
+
+    real = segment((2, 1, 2), 2)
+    for kind in (EVALUATE, BACKWARD):
+        assert quick_bytes(abstract((2, 1, 2)), ROWS, kind) == quick_bytes(real, ROWS, kind)
+    assert quick_bytes(abstract((4, 128, 2), microbatches=4), ROWS, BACKWARD).total > 0
+    with pytest.raises(ValueError, match="does not divide over model=3"):
+        quick_bytes(abstract((1, 1, 3)), ROWS, BACKWARD)

@@ -23,9 +23,9 @@ def simulator():
         sys.path.remove(str(BENCHMARKS))
 
 
-def rows(set_up, errors):
-    return [{"set_up": set_up, "measured_s": 2.0, "calibrated_s": 2.0 * (1 + e), "layers_s": 1.0}
-            for e in errors]  # fmt: skip
+def rows(set_up, errors, run=0):
+    one = {"set_up": set_up, "run": run, "measured_s": 2.0, "layers_s": 1.0}
+    return [one | {"calibrated_s": 2.0 * (1 + e)} for e in errors]
 
 
 def test_errors_of_all_and_of_each_set_up(simulator):
@@ -39,6 +39,17 @@ def test_errors_of_all_and_of_each_set_up(simulator):
     assert pinned["layers"] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
     assert found["rows"] == both
     assert set(simulator.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
+
+
+def test_runs_are_shown_apart(simulator):
+    both = rows("pinned", [0.02, -0.08]) + rows("pinned", [0.04], run=1)
+    found = simulator.result(both)
+    assert found["chosen_by"]["worst_abs_error"] == 0.5
+    medians = [r["median_abs_error"] for r in found["calibrated"]["runs"]]
+    assert medians == pytest.approx([0.05, 0.04])
+    text = simulator.spread(simulator.by_run(both))
+    assert text == "; over 2 runs median 4.0 - 5.0%, worst 4.0 - 8.0%"
+    assert simulator.spread(simulator.by_run(both[:2])) == ""
 
 
 def test_twenty_schedules_of_each_set_up(simulator):
@@ -64,6 +75,7 @@ def test_only_undisturbed_steps_count(simulator):
     [
         (("--only", "moon"), "invalid choice: 'moon'"),
         (("--json", "/nowhere/out.json"), "no such folder"),
+        (("--runs", "0"), "--runs 0 must be at least 1"),
     ],
 )
 def test_bad_arguments(arguments, why):

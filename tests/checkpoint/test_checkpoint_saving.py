@@ -41,8 +41,8 @@ def training():
     ex.init(0)
     ex.compile()
     samples = plain.random_samples(model(), 6, 0)
-    groups = plain.pack(model(), ex.plan, plain.random_schedule(ex.plan, 6, 1, 0), samples)
-    yield ex, groups
+    schedule = plain.random_schedule(ex.plan, samples, 1, 0)
+    yield ex, (schedule, plain.pack(model(), ex.plan, schedule, samples), {"llm": 1e-3})
     ex.close()
 
 
@@ -60,8 +60,8 @@ class SlowNumpy:
 
 
 def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, monkeypatch):
-    ex, groups = training
-    ex.run_step(0, groups, 1e-3).result()
+    ex, step = training
+    ex.run_step(*step).result()
     before = joined(ex)
     saver = saver_of(ex, tmp_path)
     slow = SlowNumpy(0.3)
@@ -78,7 +78,7 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
         stalls.append(saver.stall_s)
 
     ex.before_update = before_update
-    ex.run_step(1, groups, 1e-3).result()
+    ex.run_step(*step).result()
     assert stalls[0] >= 0.3  # the first update waited for the copy
     assert stalls[-1] - stalls[0] < 0.3  # the others found it done
     logged.set()
@@ -92,13 +92,13 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
 
 
 def test_a_restored_step_runs_as_the_first_time(training, tmp_path):
-    ex, groups = training
+    ex, step = training
     saver = saver_of(ex, tmp_path)
     save(saver, 5)
-    first = ex.run_step(5, groups, 1e-3).result()
+    first = ex.run_step(*step).result()
     want = joined(ex)
     saver.restore(reader_of(saver, 5))
-    again = ex.run_step(5, groups, 1e-3).result()
+    again = ex.run_step(*step).result()
     assert (again.sums, again.grad_norm) == (first.sums, first.grad_norm)
     assert_same(joined(ex), want)
 
@@ -129,7 +129,7 @@ def test_only_the_newest_are_kept(runs, tmp_path):
 
 @pytest.mark.parametrize("call", ["prepare", "write", "commit"])
 def test_a_full_disk_costs_one_checkpoint(training, tmp_path, monkeypatch, caplog, call):
-    ex, groups = training
+    ex, step = training
     saver = saver_of(ex, tmp_path)
     save(saver, 1)
     works = getattr(CheckpointStore, call)
@@ -144,7 +144,7 @@ def test_a_full_disk_costs_one_checkpoint(training, tmp_path, monkeypatch, caplo
         f"no checkpoint after step 2: {saver.trouble}"
     ]
     assert CheckpointStore(tmp_path).steps() == (1,)
-    ex.run_step(2, groups, 1e-3).result()
+    ex.run_step(*step).result()
     monkeypatch.setattr(CheckpointStore, call, works)
     caplog.clear()
     save(saver, 3)

@@ -11,7 +11,7 @@ import hmac
 import os
 import random
 import re
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -125,16 +125,18 @@ class Attackers:
     def attack(self, port: int, kinds: tuple[str, ...]) -> None:
         """One connection of each of these kinds (they may repeat), all at the same time."""
         waiting = {}
-        for kind in kinds:
-            sock = socket.socket()
-            sock.setblocking(False)
-            sock.connect_ex((LOOPBACK, port))
-            waiting[sock] = kind
         deadline = time.monotonic() + CONNECT_S
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            _, ready, _ = select.select([], list(waiting), [], left)
-            for sock in ready:
-                self._speak(sock, waiting.pop(sock))
+        with selectors.DefaultSelector() as ready:  # not select(): descriptors may be above 1,024
+            for kind in kinds:
+                sock = socket.socket()
+                sock.setblocking(False)
+                sock.connect_ex((LOOPBACK, port))
+                waiting[sock] = kind
+                ready.register(sock, selectors.EVENT_WRITE)
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                for sock in (key.fileobj for key, _ in ready.select(left)):
+                    ready.unregister(sock)
+                    self._speak(sock, waiting.pop(sock))
         self.unanswered += len(waiting)
         for sock in waiting:
             sock.close()

@@ -3,20 +3,23 @@
 import itertools
 import logging
 import threading
+from concurrent.futures import Future
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from dflop_jax.data import Loader, MediaSpec, Sample
-from dflop_jax.data.media.token_sources import plain
-from dflop_jax.records import SampleShape
+from dflop_jax.data import EMPTY, BadSample, Loader, MediaSpec, Sample
+from dflop_jax.data.decoder import decode
+from dflop_jax.data.sample import fits_in
+from dflop_jax.records import Load
 
 SPEC = MediaSpec(4, 1)
 
 
 class Numbers:
-    """Sample i: `tiles[i]` tiles and a text of `texts[i]` tokens i; the `broken` do not decode."""
+    """Sample i: `tiles[i]` pieces of "a", as many and `texts[i]` tokens i of "b"; `broken` ones do
+    not decode."""
 
     name, spec = "numbers", SPEC
 
@@ -30,21 +33,20 @@ class Numbers:
     def label(self, index):
         return f"number {index}"
 
-    def shape(self, index):
-        tiles, text = self.tiles[index], self.texts[index]
-        return SampleShape(tiles, text, text + tiles)
+    def load(self, index):
+        return Load({"a": (3,) * self.tiles[index], "b": (self.texts[index] + self.tiles[index],)})
 
     def sample(self, index):
         if index in self.broken:
             raise self.error(f"number {index} is broken")
-        n, text = self.tiles[index], self.texts[index]
-        visual = np.append(np.arange(n), np.full(text, -1)).astype(np.int32)
-        tokens = np.full(n + text, index, np.int32)
-        return Sample(tokens, visual < 0, np.zeros((n, 4, 4, 3), np.uint8), plain(visual))
+        load = self.load(index)
+        fields = {"a": {"x": np.zeros(self.tiles[index])},
+                  "b": {"tokens": np.full(load.tokens("b"), index)}}  # fmt: skip
+        return Sample(fields, {}, load)
 
 
 def numbers(samples):
-    return [int(s.tokens[-1]) for s in samples]
+    return [int(s.fields["b"]["tokens"][-1]) for s in samples]
 
 
 @pytest.mark.parametrize("n, batch", [(1, 1), (1, 3), (10, 4), (12, 4), (7, 20)])
@@ -61,7 +63,7 @@ def test_order_follows_from_seed_and_step():
     steps = [9, 0, 4]
     assert [a.indices(s) for s in steps] == [b.indices(s) for s in steps]
     assert [a.indices(s) for s in steps] != [c.indices(s) for s in steps]
-    assert a.shapes(3) == [a.source.shape(i) for i in a.indices(3)]
+    assert a.loads(3) == [a.source.load(i) for i in a.indices(3)]
     assert numbers(a.samples(3)) == a.indices(3)
 
 
@@ -164,9 +166,7 @@ def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(c
 def test_empty_when_nothing_else_fits():
     source = Numbers(3, broken=[0], tiles=[0, 1, 1])
     loader = Loader(source, global_batch=3, max_bad_fraction=0.5)
-    empty = loader.samples(0)[loader.indices(0).index(0)]
-    assert (empty.shape.tiles, empty.shape.llm_tokens) == (0, 1)
-    assert not empty.supervised.any()
+    assert loader.samples(0)[loader.indices(0).index(0)] is EMPTY
 
 
 def test_too_many_bad_samples_stop_the_run():
@@ -176,12 +176,53 @@ def test_too_many_bad_samples_stop_the_run():
     assert loader.bad == 7  # more than a tenth of 64
 
 
-def test_a_sample_unlike_its_shape_counts_as_bad():
+def test_a_sample_unlike_its_load_counts_as_bad():
     source = Numbers(4)
-    source.shape = lambda i: SampleShape(1 if i else 2, 1, 2 if i else 3)
+    sample = source.sample
+    source.sample = lambda i: sample(i) if i else Sample({}, {}, Load({"a": (3, 3)}))
     loader = Loader(source, global_batch=4, max_bad_fraction=0.5)
     assert 0 not in numbers(loader.samples(0))
     assert loader.bad == 1
+
+
+class Slow:
+    """A decoder of another kind: whatever is asked, in the caller's thread."""
+
+    made = closed = 0
+
+    def __init__(self, source, workers):
+        self.source, Slow.made = source, Slow.made + workers
+
+    def submit(self, index):
+        answer = Future()
+        answer.set_result(decode(self.source, index))
+        return answer
+
+    def close(self):
+        Slow.closed += 1
+
+
+def test_any_decoder_will_do(caplog):
+    source = Numbers(9, broken=[2])
+    threaded, other = (Loader(source, global_batch=4, max_bad_fraction=0.5, **more)
+                       for more in ({}, {"decoder": Slow, "workers": 3}))  # fmt: skip
+    both = [[numbers(s.values()) for s in loader.batches(range(5), lambda _, s: s)]
+            for loader in (threaded, other)]  # fmt: skip
+    assert both[0] == both[1]
+    assert (Slow.made, Slow.closed) == (3, 1)
+    assert threaded.bad == other.bad == 1
+    assert decode(source, 2) == BadSample("number 2 is broken")
+    with pytest.raises(ZeroDivisionError):
+        decode(Numbers(1, [0], error=ZeroDivisionError), 0)
+
+
+@pytest.mark.parametrize(
+    "pieces, fits",
+    [({}, True), ({"a": (3,)}, True), ({"a": (3, 3)}, False), ({"b": (5,)}, True),
+     ({"b": (6,)}, False), ({"c": (1,)}, False), ({"a": (), "b": (1,), "c": ()}, True)],
+)  # fmt: skip
+def test_what_may_take_a_sample_s_places(pieces, fits):
+    assert fits_in(Load(pieces), Load({"a": (3,), "b": (5,)})) == fits
 
 
 @pytest.mark.parametrize("bad", [{"global_batch": 0}, {"workers": 0}, {"prefetch": 0}])

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.datasets.compose import compose
-from dflop_jax.data.datasets.costs import Preprocessing
+from dflop_jax.data.datasets.counts import Preprocessing
 from dflop_jax.data.datasets.mixture import Mixture, Part
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.sample import MediaSpec
+from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.text.chat import ChatTokenizer
 from models.internvit import MEAN, STD
 from tests.data.media_cases import made_dataset, normalized, upright
 from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
+from tests.data.views import from_pictures, mel, mel_frames, tiles, tokens
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
@@ -100,12 +101,12 @@ def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
         record = found.record(i)
         if {k for k, _ in record.media} == {kind}:
             sample = compose(
-                found.pieces(i),
-                found.media(i),
+                found.pieces(record),
+                found.media(i, record),
                 spec,
                 placeholder=chat.media_id(stands_for or kind),
             )
-            assert len(sample.tokens) == found.cost(i).llm_tokens
+            assert len(tokens(sample)) == found.count(i).llm_tokens
             out.append((record, sample))
     assert out
     return out
@@ -132,8 +133,8 @@ def test_llava_onevision(tmp_path, published):
         images = [upright(path) for _, path in record.media]
         text = rendered(processor.tokenizer, record, "image")
         expected = processor(text=[text], images=[images], return_tensors="np")
-        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
-        assert len(sample.tiles) == np.prod(expected["pixel_values"].shape[:-3])
+        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
+        assert len(tiles(sample)) == np.prod(expected["pixel_values"].shape[:-3])
 
 
 def test_internvl(tmp_path, published):
@@ -147,9 +148,9 @@ def test_internvl(tmp_path, published):
                  for role, text in record.turns]  # fmt: skip
         text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
         expected = processor(text=[text], images=images, return_tensors="np")
-        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
+        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
         pixels = expected["pixel_values"].transpose(0, 2, 3, 1)
-        assert np.abs(normalized(sample.tiles) - pixels).max() < 1e-5
+        assert np.abs(normalized(tiles(sample)) - pixels).max() < 1e-5
 
 
 def test_internvl_clips(tmp_path, published):
@@ -160,15 +161,15 @@ def test_internvl_clips(tmp_path, published):
     processor, chat = published.internvl(folder), ChatTokenizer(folder)
     how = Preprocessing(DynamicTiling(), max_frames=12, between_frames=chat.between_frames(12))
     for record, sample in ours(tmp_path, chat, how, "video", 256, "image"):
-        frames = {"pixel_values_videos": [np.zeros(sample.frames)]}
+        frames = {"pixel_values_videos": [np.zeros(len(tiles(sample)))]}
         clip = processor.replace_video_token(frames, 0)
         text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
-        assert sample.frames > 1
-        assert sample.tokens.tolist() == processor.tokenizer(text)["input_ids"]
+        assert len(tiles(sample)) > 1
+        assert tokens(sample).tolist() == processor.tokenizer(text)["input_ids"]
         assert (
-            sample.visual.used.sum()
-            == 256 * sample.frames
-            == ((sample.tokens == chat.media_id("image")).sum())
+            from_pictures(sample).sum()
+            == 256 * len(tiles(sample))
+            == ((tokens(sample) == chat.media_id("image")).sum())
         )
 
 
@@ -181,6 +182,6 @@ def test_qwen2_audio(tmp_path, published):
         path = record.media[0][1]
         sound = read_sound(path, min(count_samples(path, 16000), 480_000), 16000)
         expected = processor(text=[text], audio=[sound], sampling_rate=16000, return_tensors="np")
-        assert sample.tokens.tolist() == expected["input_ids"][0].tolist()
-        assert sample.mel_frames.tolist() == expected["feature_attention_mask"].sum(1).tolist()
-        assert np.abs(sample.mel - expected["input_features"]).max() < 1e-4
+        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
+        assert mel_frames(sample).tolist() == expected["feature_attention_mask"].sum(1).tolist()
+        assert np.abs(mel(sample) - expected["input_features"]).max() < 1e-4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import experiments.paper.public_rule as rule
-from dflop_jax.records import SampleShape
+from dflop_jax.records import Load
 from experiments.paper.public_rule import pipelined, public_rule
 from tests.plan.test_baselines import LAYERS, SPACE, degrees, stage_of
 
@@ -35,18 +35,25 @@ def test_pipelined_knows_one_encoder():
         list(pipelined(4, {"llm": 2}, **SPACE))
 
 
+def load(tiles, tokens):
+    return Load({"vision": (16,) * tiles, "llm": (tokens,)})
+
+
 class Priced:
-    """Stands for ExactCosts: seconds of a module are its mean load over its tensor degree."""
+    """Stands for ExactCosts: seconds of a module are its mean amount over its tensor degree."""
 
-    profile = SimpleNamespace(n_layers=LAYERS)
+    profile = SimpleNamespace(n_layers=LAYERS, piece_tokens={"vision": 16})
 
-    def module_s(self, module, mesh, load, squares):
-        return load / mesh.model * (10.0 if module == "vision" else 1.0)
+    def amount(self, load, module):
+        return len(load.lengths(module)) if module == "vision" else load.tokens(module)
+
+    def module_s(self, module, mesh, amount, pairs):
+        return amount / mesh.model * (10.0 if module == "vision" else 1.0)
 
 
 def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch):
     monkeypatch.setattr(rule, "peak_bytes", lambda *_: 0.0)
-    shapes = [SampleShape(1, 4, 10), SampleShape(3, 4, 30)]
+    samples = [load(1, 10), load(3, 30)]
     args = {"global_batch": 8, "memory_bytes": 1.0}
     space = list(pipelined(4, LAYERS, **SPACE))
 
@@ -71,12 +78,12 @@ def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch
         m, t = predicted(p)
         if best is None or (t < 1.1 * best[2] and m < best[1]):
             best = p, m, t
-    p, m, t = public_rule(space, Priced(), shapes, **args)
+    p, m, t = public_rule(space, Priced(), samples, **args)
     assert (p, m) == best[:2]
     assert t == pytest.approx(best[2])
     every = [predicted(q)[1] for q in space]
     assert t > min(every)  # the fastest is refused, since it has no fewer microbatches
-    backwards = public_rule(space[::-1], Priced(), shapes, **args)
+    backwards = public_rule(space[::-1], Priced(), samples, **args)
     assert backwards[2] != pytest.approx(t)  # the order decides
 
 
@@ -86,7 +93,7 @@ def test_public_rule_says_when_nothing_fits(monkeypatch):
         public_rule(
             pipelined(4, LAYERS, **SPACE),
             Priced(),
-            [SampleShape(1, 4, 10)],
+            [load(1, 10)],
             global_batch=8,
             memory_bytes=2.0**30,
         )

@@ -164,7 +164,7 @@ def test_a_model_that_sees_no_pictures_says_so():
     tokenizer, data = ByteTokenizer(), DataConfig()
     with pytest.raises(ValueError, match="sees no pictures"):
         prompt_sample("What?", "red.png", data, model, tokenizer)
-    assert len(prompt_sample("What?", None, data, model, tokenizer).tiles) == 0
+    assert prompt_sample("What?", None, data, model, tokenizer).load.lengths("vision") == ()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 def test_a_prompt_is_the_beginning_of_a_training_sample():
     """Tokens, places and tiles up to the answer equal those that training saw."""
     model, tokenizer = build_model(ModelConfig(size="nano")), ByteTokenizer()
-    spec, data = MediaSpec(model.tile_px, model.tokens_per_tile), DataConfig(max_tiles=4)
+    spec, data = MediaSpec.of(model.preprocessing, model.piece_tokens), DataConfig(max_tiles=4)
     source = SceneSource(40, 3, spec, tokenizer, Limits(4, 8, data.max_tokens))
     seen = set()
     for i in range(40):
@@ -193,25 +193,29 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
         if scene.pictures:
             file = f"scene{i}.png"
             scene.pictures[0].render().save(file)
-        found = prompt_sample(scene.question, file, data, model, tokenizer)
-        n = int(np.flatnonzero(sample.supervised)[0])
-        assert len(found.tokens) == n
-        np.testing.assert_array_equal(found.tokens, sample.tokens[:n])
-        for name in ("index", "weight", "newline"):
-            mine, theirs = getattr(found.visual, name), getattr(sample.visual, name)
+        prompt = prompt_sample(scene.question, file, data, model, tokenizer)
+        n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
+        assert prompt.load.tokens("llm") == n
+        for name in ("tokens", "is_visual", "is_newline"):
+            mine, theirs = prompt.fields["llm"][name], sample.fields["llm"][name]
             np.testing.assert_array_equal(mine, theirs[:n])
-        np.testing.assert_array_equal(found.tiles, sample.tiles)
-        seen.add(len(found.tiles))
+        assert prompt.load.lengths("vision") == sample.load.lengths("vision")
+        if tiles := len(prompt.load.lengths("vision")):
+            mine, theirs = (s.places["vision", "llm"].index for s in (prompt, sample))
+            np.testing.assert_array_equal(mine, theirs[:n])
+            mine, theirs = (s.fields["vision"]["pixels"] for s in (prompt, sample))
+            np.testing.assert_array_equal(mine, theirs)
+        seen.add(tiles)
     assert {0, 1} < seen
 
 
 def run_anew(model, params, sample, tokens):
     """Logits after a prompt and some more tokens: no padding, no cache, no loop over layers."""
     llm, vision = model.modules["llm"], model.modules["vision"]
-    row = np.concatenate([sample.tokens, np.asarray(tokens, np.int32)])
-    v = sample.visual
-    place = np.append(np.where(v.used, v.index[:, 0], -1), np.full(len(tokens), -1))
-    features = run_layers(vision, params["vision"], {"pixels": sample.tiles})
+    row = np.concatenate([sample.fields["llm"]["tokens"], np.asarray(tokens, np.int32)])
+    index = sample.places["vision", "llm"].index[:, 0]
+    place = np.append(index, np.full(len(tokens), -1))
+    features = run_layers(vision, params["vision"], sample.fields["vision"])
     features = vision.exit(params["vision"]["exit"], features, {}).reshape(-1, llm.size.width)
     batch = {
         "tokens": row[None],
@@ -242,7 +246,7 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     model = build_model(config.model)
     params = load_params("run", model, jax.devices()[0]).params
     sample = prompt_sample("Is it red?", "wide.png", config.data, model, ByteTokenizer())
-    assert len(sample.tiles) == 3  # padded to 4
+    assert len(sample.load.lengths("vision")) == 3  # padded to 4
     for n, token in enumerate(answer.tokens):
         logits = run_anew(model, params, sample, answer.tokens[:n])
         assert int(logits.argmax()) == token
@@ -285,12 +289,12 @@ def test_tokens_are_drawn_as_their_shares_say(temperature, top_p):
     draw = jax.vmap(
         lambda key: choose(logits[None], key, np.float32(temperature), np.float32(top_p))
     )
-    found = np.bincount(np.asarray(draw(keys))[:, 0], minlength=5) / n
+    drawn = np.bincount(np.asarray(draw(keys))[:, 0], minlength=5) / n
     share = np.eye(5)[1]
     if temperature > 0:
         share = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
         order = np.argsort(-share)
         kept = order[: 1 + int((np.cumsum(share[order]) < top_p).sum())]
         share = np.where(np.isin(np.arange(5), kept), share, 0.0) / share[kept].sum()
-    np.testing.assert_allclose(found, share, atol=0.03)
-    assert (found[share == 0] == 0).all()
+    np.testing.assert_allclose(drawn, share, atol=0.03)
+    assert (drawn[share == 0] == 0).all()

@@ -23,7 +23,6 @@ from dflop_jax.data.datasets.compose import compose
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.decode import Pictures
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
-from dflop_jax.data.media.token_sources import join
 from dflop_jax.data.text.pieces import Piece
 from models import hf
 from models.audio import audio_tokens
@@ -186,7 +185,7 @@ def test_llava_onevision(seed):
         text = [Piece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
         pieces = [p for j in range(len(media)) for p in (text[j], Piece(medium=j))]
         samples.append(compose([*pieces, text[-1]], media, what, placeholder=-1))
-        tokens[k] = samples[-1].tokens
+        tokens[k] = samples[-1].fields["llm"]["tokens"]
         kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for m in media])
         tokens[k][tokens[k] < 0] = kind
 
@@ -200,17 +199,21 @@ def test_llava_onevision(seed):
         pixel_values_videos=torch.stack(clips),
     ).logits
 
-    tiles = jnp.asarray(np.concatenate([s.tiles for s in samples]))
-    first = np.cumsum([0, *(len(s.tiles) for s in samples)]) * grid**2
-    sources = join([s.visual.shifted(at) for s, at in zip(samples, first, strict=False)])
+    pixels = [s.fields["vision"]["pixels"] for s in samples]
+    tiles = jnp.asarray(np.concatenate(pixels))
+    first = np.cumsum([0, *map(len, pixels[:-1])]) * grid**2
+    places = [s.places["vision", "llm"] for s in samples]
+    index = np.concatenate([p.index + at for p, at in zip(places, first, strict=True)])
+    weight = np.concatenate([p.weight for p in places])[..., None]
+    used, lines = (np.stack([s.fields["llm"][n] for s in samples])
+                   for n in ("is_visual", "is_newline"))  # fmt: skip
 
     def ours(p):
         found = features(vision, p["vision"], {"pixels": tiles})
-        seen = found.reshape(-1, found.shape[-1])[sources.index] * sources.weight[..., None]
+        seen = found.reshape(-1, found.shape[-1])[index] * weight
         visual = seen.sum(1).reshape(*tokens.shape, -1)
-        lines = jnp.asarray(sources.newline.reshape(tokens.shape))
-        batch = text_batch(tokens, visual, sources.used.reshape(tokens.shape))
-        return logits(llm, p["llm"], batch | {"is_newline": lines})
+        batch = text_batch(tokens, visual, used)
+        return logits(llm, p["llm"], batch | {"is_newline": jnp.asarray(lines)})
 
     check(map_, model, want, ours, f"llava {seed}")
 

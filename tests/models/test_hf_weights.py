@@ -10,8 +10,9 @@ import pytest
 from hf_reference import parameters, randomise, torch, transformers
 from safetensors.numpy import load_file
 
-from dflop_jax.pipeline.segment import make_segments
-from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.contract import edges_of
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import hf, internvl, llava, qwen2_audio
 from models.decoder import DecoderModule
@@ -52,8 +53,10 @@ def plan(model):
             SegmentPlan("e", encoder, 0, model.modules[encoder].n_layers, "e", True, True),
             SegmentPlan("l", "llm", 0, model.modules["llm"].n_layers, "l", True, True),
         ),
-        (Bucket(2, 64),),
+        (Bucket.of({encoder: Shape(2, model.piece_tokens[encoder]), "llm": Shape(1, 64)}),),
+        edges_of(model),
         group_size=2,
+        tied=("llm",) if model.modules["llm"].tied else (),
     )
 
 

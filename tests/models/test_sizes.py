@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from model_fields import PARTS, fields
 
-from dflop_jax.contract import MODEL_SHARDED, MultimodalModel
+from dflop_jax.contract import MODEL_SHARDED, MultimodalModel, edges_of
 from dflop_jax.data import MediaSpec
+from dflop_jax.data.datasets.compose import compose
+from dflop_jax.data.features import features_per_row
+from dflop_jax.data.media.decode import Pictures, Sound
+from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.text.pieces import Piece
+from dflop_jax.records import Shape
 from models import internvl, omni, qwen2_audio
 from models.audio import AudioModule
 from models.decoder import DecoderModule
@@ -131,7 +137,7 @@ def test_every_size_fits_the_contract(name):
     model: MultimodalModel = factory(name, "bfloat16")
     assert list(model.modules) == ["vision", "llm"]
     assert model.vocab_size == (SIZES | INTERNVL)[name].decoder.vocab
-    assert 1 <= model.tokens_per_tile <= model.item_tokens["vision"] <= model.tile_px**2
+    assert 1 <= model.tokens_per_tile <= model.piece_tokens["vision"] <= model.tile_px**2
     check_modules(model)
     check_preprocessing(model)
 
@@ -146,22 +152,37 @@ def test_every_omni_size_fits_the_contract(name):
 
 def check_preprocessing(model):
     """What the data prepares is what the encoders take and give."""
-    spec = MediaSpec.of(model.preprocessing)
-    assert set(model.item_tokens) == set(model.preprocessing) == set(model.modules) - {"llm"}
-    for name, tokens in model.item_tokens.items():
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    assert set(model.piece_tokens) == set(model.preprocessing) == set(model.modules) - {"llm"}
+    sample = prepared(spec)
+    assert sample.load == spec.load(2 * bool(spec.tile_px), 2 * bool(spec.sound), 1)
+    edges = {e.source: e for e in edges_of(model)}
+    for name, tokens in model.piece_tokens.items():
         module = model.modules[name]
         wanted = {n for names in module.inputs.values() for n in names}
         fields = {n: module.field_spec(n, 2, tokens) for n in wanted}
-        given = spec.no_items(name, 2)
-        assert {n: (a.shape, a.dtype) for n, a in given.items()} == {
+        assert {n: (a.shape, a.dtype) for n, a in sample.fields[name].items()} == {
             n: (f.shape, f.dtype) for n, f in fields.items()
         }
         hidden = jax.eval_shape(module.entry, specs(module, "entry"), fields)
         assert hidden.shape[:2] == (2, tokens)
-        out = jax.eval_shape(module.exit, specs(module, "exit"), hidden, fields, None)
-        assert out.shape[:2] == (2, spec.features_per_item(name))
+        per_row = features_per_row(module, edges[name], Shape(2, tokens))
+        assert per_row == spec.features_per_piece(name)
     newline = "image_newline" in specs(model.modules["llm"], "entry")
     assert newline == (spec.sources > 1)
+
+
+def prepared(spec):
+    """A sample of two tiles and two windows, whose LLM tokens do not matter."""
+    media = []
+    if spec.tile_px:
+        pixels = np.zeros((2, spec.tile_px, spec.tile_px, 3), np.uint8)
+        media.append(Pictures(pixels, plain(np.zeros(0, int))))
+    if spec.sound:
+        mel = np.zeros((2, spec.sound.n_mels, spec.sound.window_frames), np.float32)
+        media.append(Sound(mel, 0, 2 * spec.sound.window_frames))
+    pieces = [Piece((1,)), *(Piece(medium=k) for k in range(len(media)))]
+    return compose(pieces, media, spec, placeholder=0)
 
 
 def check_modules(model):
@@ -200,9 +221,9 @@ def test_layers_split_over_the_model_axis():
 
 def test_what_the_data_must_look_like():
     tiny = build("tiny")
-    assert (tiny.tile_px, tiny.item_tokens, tiny.tokens_per_tile) == (48, {"vision": 36}, 9)
+    assert (tiny.tile_px, tiny.piece_tokens, tiny.tokens_per_tile) == (48, {"vision": 36}, 9)
     ov = build("llava-ov-7b")
-    assert (ov.tile_px, ov.item_tokens, ov.tokens_per_tile) == (384, {"vision": 729}, 729)
+    assert (ov.tile_px, ov.piece_tokens, ov.tokens_per_tile) == (384, {"vision": 729}, 729)
     spec = ov.modules["llm"].field_spec("visual", 2, 5)
     assert (spec.shape, spec.dtype) == ((2, 5, 3584), jnp.float32)
 

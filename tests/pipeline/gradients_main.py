@@ -22,6 +22,7 @@ LAYOUTS = {
     },
     (2, 1): {
         "1+1": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
+        "tied across processes": ((0, 1, 1, 1), (0, 1, 1, 1), {"llm_segments": 2}),
         "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {}),
     },
 }
@@ -36,27 +37,29 @@ def main(args: list[str]) -> None:
 
 
 def check(want, name, vision, llm, options):
-    tied = options.get("llm_segments", 1) == 1
+    options = dict(options)
+    tied = options.pop("tied", True)
     m = model(tied)
     samples = plain.random_samples(m, N, 1)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
-    schedule = plain.random_schedule(plan, N, 2, 5, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
     ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))
     ex.calibrate(repeats=0)
-    groups = plain.pack(m, plan, schedule, samples)
-    count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
+    arrays = plain.pack(m, plan, schedule, samples)
+    scales = plain.scales_of(arrays)
     captured = {}
     for n in set(ex.trainable) & ex.programs.local:
 
-        def spy(grads, n=n, program=ex.programs._compiled[n, "reduce"]):
-            out = program(grads)
-            captured[n] = out[0]
+        def spy(grads, more, n=n, program=ex.programs._compiled[n, "reduce"]):
+            out = program(grads, more)
+            own = ex.programs.segments[n].own_parts
+            captured[n] = {p: t for p, t in out[0].items() if p in own}
             return out
 
         ex.programs._compiled[n, "reduce"] = spy
-    part = ex.run_step(0, groups, 1.0 / count).local()
+    part = ex.run_step(schedule, arrays, scales).local()
     compared = 0
     largest = max(float(np.abs(want[k]).max()) for k in want.files if k.startswith(f"{tied}/"))
     for n, tree in captured.items():
@@ -74,5 +77,5 @@ def check(want, name, vision, llm, options):
                     assert np.abs(g - w).max() <= 1e-5 * scale, (name, n, at)
                 compared += 1
     assert compared > 0 or not ex.programs.local
-    print("loss", part.sums.get("loss_sum", 0.0) / count)
+    print("loss", part.sums.get("llm.loss_sum", 0.0) * scales["llm"])
     ex.close()

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Bucket, Microbatch, Plan, Schedule, SegmentPlan, SubmeshPlan
+from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 
 
 @dataclass(frozen=True)
@@ -65,67 +66,94 @@ def row_fields(samples, length: int) -> dict[str, np.ndarray]:
 
 
 def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
-    """Naive packer: tiles in arrival order over the encoder's ranks."""
+    """Naive packer of schedules that `random_schedule` makes: tiles in the order of the samples."""
+    first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
+    tile_place = {}  # tile -> (group, row of its microbatch)
     out = []
-    for group in schedule.groups:
-        bucket = plan.buckets[group[0].bucket]
-        rows, indices, pixels = [], [], []
-        total = bucket.tiles * (plan.data_ranks("vision") if "vision" in plan.modules else 1)
-        for mb in group:
-            px = np.zeros((total, model.tile_px, model.tile_px, 3), np.uint8)
-            at = 0
-            for rank in mb.rows:
-                for row in rank:
-                    picked = [samples[i] for i in row]
-                    rows.append(row_fields(picked, bucket.tokens))
-                    index, pos = np.full(bucket.tokens, -1, np.int32), 0
-                    for s in picked:
-                        n, t = len(s.tokens), len(s.pixels)
-                        base = at * model.tokens_per_tile
-                        index[pos : pos + n] = np.where(s.visual >= 0, s.visual + base, -1)
-                        px[at : at + t] = s.pixels
-                        at += t
-                        pos += n
-                    indices.append(index)
-            pixels.append(px)
-        shape = (len(group), -1, bucket.tokens)
-        fields = {"llm": {k: np.stack([r[k] for r in rows]).reshape(shape) for k in rows[0]}}
-        if bucket.tiles:
-            fields["vision"] = {"pixels": np.stack(pixels)}
-        sources = {"vision": (np.stack(indices).reshape(*shape, 1),)} if bucket.tiles else {}
-        out.append(GroupArrays(group[0].bucket, fields, sources))
+    for g, group in enumerate(schedule.groups):
+        if group.module == "vision":
+            pixels = np.zeros(
+                (len(group.rows), plan.data_ranks("vision") * group.shape.rows,
+                 model.tile_px, model.tile_px, 3), np.uint8)  # fmt: skip
+            owner = [k for k, s in enumerate(samples) for _ in s.pixels]
+            for m, ranks in enumerate(group.rows):
+                for r, rank in enumerate(ranks):
+                    for k, row in enumerate(rank):
+                        for tile in row:
+                            place = r * group.shape.rows + k
+                            tile_place[tile] = g, place
+                            s = owner[tile]
+                            pixels[m, place] = samples[s].pixels[tile - first_tile[s]]
+            out.append(GroupArrays({"pixels": pixels}, {}))
+            continue
+        rows, indices = [], []
+        sources = schedule.fed_by(g, "vision")
+        for ranks in group.rows:
+            for row in (row for rank in ranks for row in rank):
+                picked = [samples[i] for i in row]
+                rows.append(row_fields(picked, group.shape.tokens))
+                index, pos = {v: np.full(group.shape.tokens, -1, np.int32) for v in sources}, 0
+                for i in row:
+                    s = samples[i]
+                    for t in np.flatnonzero(s.visual >= 0):
+                        tile, token = divmod(int(s.visual[t]), model.tokens_per_tile)
+                        v, place = tile_place[int(first_tile[i]) + tile]
+                        index[v][pos + t] = place * model.tokens_per_tile + token
+                    pos += len(s.tokens)
+                indices.append(index)
+        shape = (len(group.rows), -1, group.shape.tokens)
+        fields = {k: np.stack([r[k] for r in rows]).reshape(shape) for k in rows[0]}
+        places = {v: (np.stack([i[v] for i in indices]).reshape(*shape, 1),) for v in sources}
+        out.append(GroupArrays(fields, places))
     return out
 
 
-def random_schedule(plan: Plan, n: int, n_groups: int, seed: int, *, text_only=()) -> Schedule:
-    """A permutation of the samples dealt to bins; `text_only` samples form a last group without
-    tiles when the plan has a bucket for it."""
+def random_schedule(
+    plan: Plan, samples, n_groups: int, seed: int, *, text_only=(), feeding: int = 1
+) -> Schedule:
+    """A permutation of the samples dealt to rows; `text_only` samples form a last group that no
+    tile feeds. `feeding` groups of tiles feed every other group."""
     rng = np.random.default_rng(seed)
-    ranks, g = plan.data_ranks("llm"), plan.group_size
+    n, g = len(samples), plan.group_size
+    first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
     order = [int(i) for i in rng.permutation(n) if i not in text_only]
-    rows = plan.buckets[0].rows
+    shape = plan.shapes("llm")[0]
+    ranks = plan.data_ranks("llm")
+    groups: list[Group] = []
 
-    def cut(items, count):
-        bins = [tuple(items[i::count]) for i in range(count)]
-        return bins
-
-    def groups(items, n_groups, bucket):
-        bins = cut(items, n_groups * g * ranks * rows)
+    def add(items, n_groups, with_tiles):
+        bins = [tuple(items[i :: n_groups * g * ranks * shape.rows])
+                for i in range(n_groups * g * ranks * shape.rows)]  # fmt: skip
         it = iter(bins)
-        return tuple(
-            tuple(
-                Microbatch(
-                    bucket, tuple(tuple(next(it) for _ in range(rows)) for _ in range(ranks))
-                )
-                for _ in range(g)
-            )
-            for _ in range(n_groups)
-        )
+        for _ in range(n_groups):
+            rows = tuple(tuple(tuple(next(it) for _ in range(shape.rows)) for _ in range(ranks))
+                         for _ in range(g))  # fmt: skip
+            fed = len(groups) + (feeding if with_tiles else 0)
+            for k in range(feeding if with_tiles else 0):
+                low, v = plan.shapes("vision")[0], plan.data_ranks("vision")
+                dealt = []
+                for microbatch in rows:
+                    held = [i for rank in microbatch for row in rank for i in row]
+                    tiles = [t for i in held for t in range(first_tile[i], first_tile[i + 1])]
+                    mine = [int(t) for t in tiles[k::feeding]]
+                    per_rank = [mine[r::v] for r in range(v)]
+                    assert max(map(len, per_rank)) <= low.rows
+                    dealt.append(tuple(
+                        tuple((p[j],) if j < len(p) else () for j in range(low.rows))
+                        for p in per_rank))  # fmt: skip
+                groups.append(Group("vision", low, tuple(dealt), (fed,)))
+            groups.append(Group("llm", shape, rows))
 
-    out = groups(order, n_groups, 0)
+    add(order, n_groups, "vision" in plan.modules)
     if text_only:
-        out += groups(list(text_only), 1, 1)
-    return Schedule(0, out)
+        add(list(text_only), 1, False)
+    return Schedule(0, tuple(groups))
+
+
+def scales_of(groups_arrays) -> dict[str, float]:
+    """One over the supervised tokens of the batch, and their number."""
+    count = sum(float(a.fields["weights"].sum()) for a in groups_arrays if "weights" in a.fields)
+    return {"llm": 1.0 / count}
 
 
 def plain_loss_and_grads(model, params, samples):
@@ -194,6 +222,7 @@ def plan_of(
     bucket=(8, 160),
     rows: int = 1,
     order: str = "1f1b",
+    fan_in: int = 1,
 ) -> Plan:
     """`vision` and `llm` are (first device, stage, data, model); LLM segments side by side."""
     submeshes, segments = [], []
@@ -210,7 +239,17 @@ def plan_of(
         segments.append(
             SegmentPlan(name, "llm", n * i // k, n * (i + 1) // k, name, i == 0, i == k - 1)
         )
-    buckets = (Bucket(bucket[0] if vision else 0, bucket[1], rows), Bucket(0, bucket[1], rows))
+    tall = Shape(rows, bucket[1])
+    tiles = Shape(bucket[0], model.piece_tokens["vision"]) if vision else None
+    buckets = (Bucket.of({"vision": tiles, "llm": tall}), Bucket.of({"llm": tall}))
     return Plan(
-        "test", tuple(submeshes), tuple(segments), buckets, group_size=group_size, order=order
+        "test",
+        tuple(submeshes),
+        tuple(segments),
+        buckets if vision else buckets[1:],
+        edges=tuple(e for e in edges_of(model) if vision is not None),
+        group_size=group_size,
+        order=order,
+        tied=("llm",) if model.modules["llm"].tied else (),
+        fan_in=fan_in,
     )

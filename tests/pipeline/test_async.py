@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.order import step_graph
+from dflop_jax.records import NO_GROUP, ProgramId, Task
 from models.llava import build
 
 from . import plain
@@ -22,24 +22,33 @@ def test_steps_in_flight_equal_steps_awaited(name):
     model = build("nano")
     samples = plain.random_samples(model, 12, 0)
     plan = plain.plan_of(model, vision, llm, bucket=(8, 96), group_size=group_size)
-    schedule = plain.random_schedule(plan, 12, 4, seed=1)
-    groups = plain.pack(model, plan, schedule, samples)
+    schedule = plain.random_schedule(plan, samples, 4, seed=1)
+    arrays = plain.pack(model, plan, schedule, samples)
+    scales = {"llm": 1e-2}
     ex = Executor(model, plan, optax.adam(1e-3), clip_norm=1.0)
     try:
         ex.compile()
         ex.init(0)
-        handles = [ex.run_step(i, groups, 1e-2) for i in range(6)]
-        flying = [h.result().sums["loss_sum"] for h in handles]
+        handles = [ex.run_step(schedule, arrays, scales) for _ in range(6)]
+        flying = [h.result().sums["llm.loss_sum"] for h in handles]
         ex.init(0)
         times = ex.calibrate(1, ends=True)
-        awaited = [ex.run_step(i, groups, 1e-2).result().sums["loss_sum"] for i in range(6)]
+        awaited = [
+            ex.run_step(schedule, arrays, scales).result().sums["llm.loss_sum"] for i in range(6)
+        ]
     finally:
         ex.close()
     assert flying == awaited
     assert awaited[-1] < awaited[0]
-    graph = step_graph(plan, range(len(plan.buckets)), ex.trainable)
-    assert set(times.took) == set(times.arrived) == set(graph.tasks)  # group b has bucket b
-    for task, took in times.took.items():
-        assert len(took) == len(times.arrived[task]) == 1
-        assert 0 < took[0] <= times.arrived[task][0]
+    want = {
+        ProgramId(s.name, shape, kind)
+        for s in plan.segments
+        for shape in plan.shapes(s.module)
+        for kind in ("forward", "backward")
+        if (s.name, kind) != ("llm", "forward")
+    } | {Task(n, NO_GROUP, d) for n in ex.trainable for d in ("reduce", "update")}
+    assert set(times.took) == set(times.arrived) == want
+    for key, took in times.took.items():
+        assert len(took) == len(times.arrived[key])
+        assert 0 < took[0] <= times.arrived[key][0]
     assert ex.awaited == {"vision", "llm"}  # several CPU devices of one process

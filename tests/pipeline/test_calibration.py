@@ -2,13 +2,28 @@
 
 import pytest
 
-from dflop_jax.pipeline.calibration import Calibration, TaskSeconds, merged
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, Task
+from dflop_jax.pipeline.calibration import Calibration, merged
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    Price,
+    Prices,
+    ProgramId,
+    SendId,
+    Task,
+)
 from tests.plans import chain
 
 PLAN = chain(2, vision=1)  # v0 -> l0, a submesh each
-THERE, BACK, LLM = Task("v0", 0, FORWARD), Task("v0", 0, BACKWARD), Task("l0", 0, BACKWARD)
-END = Task("l0", -1, REDUCE)
+(TILES,), (ROWS,) = PLAN.shapes("vision"), PLAN.shapes("llm")
+THERE, BACK = ProgramId("v0", TILES, FORWARD), ProgramId("v0", TILES, BACKWARD)
+LLM, END = ProgramId("l0", ROWS, BACKWARD), Task("l0", NO_GROUP, REDUCE)
+
+
+def prices(programs, step_end=None, sends=None):
+    return Prices({k: Price(v) for k, v in programs.items()}, step_end or {}, sends or {})
 
 
 def test_medians_of_the_slowest_process():
@@ -17,18 +32,21 @@ def test_medians_of_the_slowest_process():
         Calibration({LLM: [2.0, 5.0, 8.0]}, {LLM: [2.0, 6.0, 8.0], END: [0.4]}),
     ]
     # of 3, 5 and 9; the transfers of the reduction are nobody's send
-    assert merged(PLAN, parts, one_at_a_time=False) == TaskSeconds({LLM: 5.0, END: 0.5}, {})
-    assert merged(PLAN, parts, one_at_a_time=True) == TaskSeconds({LLM: 6.0, END: 0.6}, {})
+    assert merged(PLAN, parts, one_at_a_time=False) == prices({LLM: 5.0}, {END: 0.5})
+    assert merged(PLAN, parts, one_at_a_time=True) == prices({LLM: 6.0}, {END: 0.6})
 
 
 def test_sends_are_what_arrives_after_its_task_has_ended():
     below = Calibration({THERE: [1.0], BACK: [2.0]}, {THERE: [1.0], BACK: [2.0], LLM: [4.25]})
     above = Calibration({LLM: [4.0]}, {THERE: [1.5], BACK: [0.0], LLM: [4.0]})
     found = merged(PLAN, [below, above], one_at_a_time=False)
-    assert found.seconds == {THERE: 1.0, BACK: 2.0, LLM: 4.0}
-    assert found.sends == {THERE: 0.5, BACK: 0.25}
+    sends = {
+        SendId("v0", "l0", ROWS, FORWARD): 0.5,
+        SendId("v0", "l0", ROWS, BACKWARD): 0.25,
+    }
+    assert found == prices({THERE: 1.0, BACK: 2.0, LLM: 4.0}, {}, sends)
     awaited = merged(PLAN, [below, above], one_at_a_time=True)
-    assert awaited == TaskSeconds({THERE: 1.5, BACK: 2.0, LLM: 4.25}, {})
+    assert awaited == prices({THERE: 1.5, BACK: 2.0, LLM: 4.25})
 
 
 def test_on_one_submesh_nothing_is_sent():
@@ -38,8 +56,8 @@ def test_on_one_submesh_nothing_is_sent():
 
 
 def test_no_process_saw_anything():
-    assert merged(PLAN, [], one_at_a_time=False) == TaskSeconds({}, {})
-    assert merged(PLAN, [Calibration()], one_at_a_time=True) == TaskSeconds({}, {})
+    assert merged(PLAN, [], one_at_a_time=False) == prices({})
+    assert merged(PLAN, [Calibration()], one_at_a_time=True) == prices({})
 
 
 @pytest.mark.parametrize("runs", [[], [1.0], [0.25, 1e-7]])

@@ -26,8 +26,8 @@ class LinenEncoder:
     inputs = {"entry": ("pixels",), "layers": (), "exit": ()}
     freeze_groups = {"entry": "vision", "layers": "vision", "exit": "connector"}
 
-    def field_spec(self, name, items, tokens):
-        return jax.ShapeDtypeStruct((items, PX, PX, 3), jnp.uint8)
+    def field_spec(self, name, rows, tokens):
+        return jax.ShapeDtypeStruct((rows, PX, PX, 3), jnp.uint8)
 
     def init(self, part, key):
         width_in = PX * PX * 3 if part == "entry" else WIDTH
@@ -46,8 +46,8 @@ class LinenEncoder:
     def exit(self, params, x, batch, entry):
         return nn.Dense(WIDTH).apply({"params": params}, x)
 
-    def flops(self, part, items, tokens):
-        return 2.0 * items * WIDTH * (PX * PX * 3 if part == "entry" else WIDTH)
+    def flops(self, part, rows, tokens):
+        return 2.0 * rows * WIDTH * (PX * PX * 3 if part == "entry" else WIDTH)
 
 
 class Mixer(nnx.Module):
@@ -75,11 +75,11 @@ class NnxDecoder:
     }
     freeze_groups = dict.fromkeys(("entry", "layers", "exit"), "llm")
 
-    def field_spec(self, name, items, tokens):
+    def field_spec(self, name, rows, tokens):
         if name == "visual":
-            return jax.ShapeDtypeStruct((items, tokens, WIDTH), jnp.float32)
+            return jax.ShapeDtypeStruct((rows, tokens, WIDTH), jnp.float32)
         kinds = {"weights": jnp.float32, "is_visual": jnp.bool_}
-        return jax.ShapeDtypeStruct((items, tokens), kinds.get(name, jnp.int32))
+        return jax.ShapeDtypeStruct((rows, tokens), kinds.get(name, jnp.int32))
 
     def module(self, part, key):
         rngs = nnx.Rngs(key)
@@ -115,15 +115,16 @@ class NnxDecoder:
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return {"loss_sum": jnp.sum(nll * batch["weights"])}
 
-    def flops(self, part, items, tokens):
-        return 2.0 * items * tokens * WIDTH * (VOCAB if part == "exit" else WIDTH)
+    def flops(self, part, rows, tokens):
+        return 2.0 * rows * tokens * WIDTH * (VOCAB if part == "exit" else WIDTH)
 
 
 @dataclass(frozen=True)
 class ForeignModel:
     modules = {"vision": LinenEncoder(), "llm": NnxDecoder()}
     tile_px, tokens_per_tile, vocab_size = PX, 1, VOCAB
-    item_tokens = {"vision": 1}
+    edges = ({"source": "vision", "target": "llm", "name": "visual"},)
+    piece_tokens = {"vision": 1}
     preprocessing = {"vision": {"tile_px": PX, "tokens_per_tile": 1}}
 
 
@@ -132,16 +133,17 @@ def test_foreign_modules_train(stages):
     model = ForeignModel()
     samples = plain.random_samples(model, 8, 0, text=12)
     plan = plain.plan_of(model, (0, 1, 2, 1), (2, stages, 2, 1), group_size=stages, bucket=(12, 64))
-    schedule = plain.random_schedule(plan, 8, 1, 0, text_only=(0,))
-    groups = plain.pack(model, plan, schedule, samples)
-    count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
+    schedule = plain.random_schedule(plan, samples, 1, 0, text_only=(0,))
+    arrays = plain.pack(model, plan, schedule, samples)
+    scales = plain.scales_of(arrays)
     ex = Executor(model, plan, optax.adam(3e-2))
     try:
         ex.init(0)
         ex.compile()
         before = plain.join(plan, ex.state.params)
         losses = [
-            ex.run_step(i, groups, 1 / count).result().sums["loss_sum"] / count for i in range(12)
+            ex.run_step(schedule, arrays, scales).result().sums["llm.loss_sum"] * scales["llm"]
+            for _ in range(12)
         ]
     finally:
         ex.close()

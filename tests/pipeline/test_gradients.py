@@ -47,20 +47,28 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
         change(ex)
         params = plain.join(plan, ex.state.params)
         ex.compile()
-        groups = plain.pack(m, plan, schedule, samples)
-        count = sum(float(g.fields["llm"]["weights"].sum()) for g in groups)
+        arrays = plain.pack(m, plan, schedule, samples)
+        scales = plain.scales_of(arrays)
         captured: dict = {}
         reduce_program = {n: ex.programs._compiled[n, "reduce"] for n in ex.trainable}
         for n, program in reduce_program.items():
 
-            def spy(grads, n=n, program=program):
-                out = program(grads)
-                captured[n] = jax.tree.map(np.asarray, out[0])
+            def spy(grads, more, n=n, program=program):
+                out = program(grads, more)
+                own = ex.programs.segments[n].own_parts
+                captured[n] = jax.tree.map(
+                    np.asarray, {p: t for p, t in out[0].items() if p in own}
+                )
                 return out
 
             ex.programs._compiled[n, "reduce"] = spy
-        result = ex.run_step(0, groups, 1.0 / count).result()
-        return result.sums["loss_sum"] / count, plain.join(plan, captured), params, result
+        result = ex.run_step(schedule, arrays, scales).result()
+        return (
+            result.sums["llm.loss_sum"] * scales["llm"],
+            plain.join(plan, captured),
+            params,
+            result,
+        )
     finally:
         ex.close()
 
@@ -93,6 +101,14 @@ PLANS = {
     "llm stage 4": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 4}),
     "vision stage 2": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 2}),
     "llm as 4 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4}),
+    "llm as 4 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4, "tied": False}),
+    "tied across segments of dp 2 x tp 2": ((0, 1, 2, 1), (0, 1, 2, 2), {"llm_segments": 2}),
+    "three groups feed one": ((0, 1, 2, 1), (2, 1, 2, 1), {"fan_in": 3}),
+    "two groups feed one, stage 2": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"group_size": 2, "fan_in": 2},
+    ),
     "llm as 2 segments of stage 2": (
         (0, 1, 2, 1),
         (2, 2, 1, 1),
@@ -109,10 +125,13 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_step_equals_plain_computation(name):
     vision, llm, options = PLANS[name]
-    tied = options.get("llm_segments", 1) == 1
+    options = dict(options)
+    tied = options.pop("tied", True)
     m, (samples, params, want_loss, want) = model(tied), oracle(tied)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
-    schedule = plain.random_schedule(plan, N, 2, seed=len(name), text_only=(0,))
+    schedule = plain.random_schedule(
+        plan, samples, 2, seed=len(name), text_only=(0,), feeding=plan.fan_in
+    )
     loss, grads, start, _ = grads_of(m, plan, samples, schedule)
     assert_trees_close(start, params, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
@@ -122,12 +141,12 @@ def test_step_equals_plain_computation(name):
 def test_a_stage_of_two_modules_equals_plain_computation():
     """As the policy `pytorch` deals layers: the last of the encoder and the first of the LLM."""
     m, (samples, _, want_loss, want) = model(False), oracle(False)
-    space = pytorch(4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2, tied=False)
+    space = pytorch(4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2)
     placement = next(p for p in space if len(p.submeshes) == 2)
     assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
     plan = dataclasses.replace(plan, submeshes=placement.submeshes, segments=placement.segments)
-    schedule = plain.random_schedule(plan, N, 2, seed=7, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, seed=7, text_only=(0,))
     loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
@@ -139,7 +158,7 @@ def test_bfloat16_step_is_close(name):
     m, (samples, _, want_loss, want) = model(True), oracle(True)
     half = dataclasses.replace(m, dtype=jax.numpy.dtype("bfloat16"))
     plan = plain.plan_of(half, vision, llm, bucket=(36, 240), **options)
-    schedule = plain.random_schedule(plan, N, 2, seed=3, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,))
     loss, grads, _, _ = grads_of(half, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-2)
     for got, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
@@ -160,7 +179,7 @@ FROZEN = {
 def test_frozen_parts_keep_the_others_gradients(freeze):
     m, (samples, _, want_loss, want) = model(True), oracle(True)
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    schedule = plain.random_schedule(plan, N, 2, seed=4, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, seed=4, text_only=(0,))
     loss, grads, _, result = grads_of(m, plan, samples, schedule, freeze=freeze)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert {module: set(parts) for module, parts in grads.items()} == FROZEN[freeze]
@@ -183,7 +202,7 @@ def test_everything_frozen_is_refused():
 def test_permuted_samples_change_no_gradient(seed):
     m, (samples, _, want_loss, want) = model(True), oracle(True)
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    schedule = plain.random_schedule(plan, N, 1 + seed, seed=seed)
+    schedule = plain.random_schedule(plan, samples, 1 + seed, seed=seed)
     loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
@@ -194,7 +213,7 @@ def test_text_only_plan_without_encoder():
     text = dataclasses.replace(m)
     samples = plain.random_samples(m, 6, 5, max_tiles=0)
     plan = plain.plan_of(text, None, (0, 1, 2, 1), bucket=(0, 96))
-    schedule = plain.random_schedule(plan, 6, 2, seed=0)
+    schedule = plain.random_schedule(plan, samples, 2, seed=0)
     loss, grads, params, _ = grads_of(text, plan, samples, schedule)
     want_loss, want = plain.plain_loss_and_grads(m, params, samples)
     assert loss == pytest.approx(want_loss, rel=1e-5)

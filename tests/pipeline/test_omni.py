@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,32 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.data import MediaSpec, Sample, pack_group
-from dflop_jax.data.media.token_sources import TokenSources
+from dflop_jax.contract import edges_of
+from dflop_jax.data.features import features_per_row
+from dflop_jax.data.packing import pack_group
+from dflop_jax.data.sample import Places, Sample
 from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Bucket, Microbatch, Plan, Schedule, SegmentPlan, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Edge,
+    Group,
+    Load,
+    Plan,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+    first_pieces,
+    numbered,
+)
 from models import llava, omni, qwen2_audio
 
 from . import plain
 from .test_gradients import KEY_BIAS, assert_trees_close
 
 N = 7
-
-
-jax.tree_util.register_dataclass(TokenSources)
 
 
 @functools.cache
@@ -43,41 +55,60 @@ def model(kind):
 def samples(kind):
     """Sample 0 is text, 1 pictures only, 2 sound only, the others mixed."""
     m, rng = model(kind), np.random.default_rng(5)
-    spec = MediaSpec.of(m.preprocessing)
     out = []
     for i in range(N):
         # Few combinations, so that the oracle compiles few shapes.
         n, w = ((0, 0), (2, 0), (0, 1))[i] if i < 3 else ((2, 1), (0, 1), (2, 1), (2, 0))[i % 4]
-        n, w = (n if spec.tile_px else 0), (w if spec.sound else 0)
+        n, w = (n if "vision" in m.modules else 0), (w if "audio" in m.modules else 0)
         text, seen, lines = 8, 5 * n, n
-        heard = max(0, w * spec.features_per_item("audio") - 1) if w else 0
+        heard = w * features(m, "audio") - 1 if w else 0
         t = text + seen + lines + heard
         weight = np.zeros((t, 4), np.float32)
         weight[2 : 2 + seen] = rng.dirichlet(np.ones(4), seen)
-        index = rng.integers(0, max(1, n * spec.tokens_per_tile), (t, 4)).astype(np.int32)
+        index = np.full((t, 4), -1, np.int32)
+        index[2 : 2 + seen] = rng.integers(0, max(1, n * features(m, "vision")), (seen, 4))
         newline = np.zeros(t, bool)
         newline[2 + seen : 2 + seen + lines] = True
         audio = np.full(t, -1, np.int32)
         audio[t - 4 - heard : t - 4] = np.arange(heard)
         media = newline | weight.any(1) | (audio >= 0)
-        one = Sample(
-            tokens=np.where(media, 0, rng.integers(0, m.vocab_size, t)).astype(np.int32),
-            supervised=~media & (np.arange(t) >= t - 5),
-            tiles=rng.integers(
-                0, 256, (n, max(spec.tile_px, 1), max(spec.tile_px, 1), 3), np.uint8
-            ),
-            visual=TokenSources(index, weight, newline),
-        )
+        tokens = np.where(media, 0, rng.integers(0, m.vocab_size, t)).astype(np.int32)
+        fields = {
+            "llm": {
+                "tokens": tokens,
+                "targets": np.append(tokens[1:], np.int32(0)),
+                "weights": np.append((~media & (np.arange(t) >= t - 5))[1:], False).astype(
+                    np.float32
+                ),
+                "is_visual": weight.any(1) | (audio >= 0),
+                "is_newline": newline,
+            }
+        }
+        places, pieces = {}, {"llm": (t,)}
+        if n:
+            shape = m.modules["vision"].field_spec("pixels", n, 1).shape
+            fields["vision"] = {"pixels": rng.integers(0, 256, shape, np.uint8)}
+            places["vision", "llm"] = Places(index, weight)
+            pieces["vision"] = (m.piece_tokens["vision"],) * n
         if w:
-            fields = spec.no_items("audio", int(w))
-            one = dataclasses.replace(
-                one,
-                mel=rng.normal(size=fields["mel"].shape).astype(np.float32),
-                mel_frames=rng.integers(9, fields["mel"].shape[-1] + 1, w).astype(np.int32),
-                audio=audio,
-            )
-        out.append(one)
+            mel = m.modules["audio"].field_spec("mel", w, 1).shape
+            fields["audio"] = {
+                "mel": rng.normal(size=mel).astype(np.float32),
+                "mel_frames": rng.integers(9, mel[-1] + 1, w).astype(np.int32),
+            }
+            places["audio", "llm"] = Places(audio[:, None])
+            pieces["audio"] = (m.piece_tokens["audio"],) * w
+        out.append(Sample(fields, places, Load(pieces)))
     return out
+
+
+def features(m, module):
+    """Features that an encoder gives for a tile or a window."""
+    if module not in m.modules:
+        return 0
+    return features_per_row(
+        m.modules[module], Edge(module, "llm", "visual"), Shape(1, m.piece_tokens[module])
+    )
 
 
 @functools.cache
@@ -90,39 +121,40 @@ def oracle(kind):
     ex.close()
 
     @jax.jit
-    def value_and_grad(params, arrays):
-        return jax.value_and_grad(loss_sum)(params, Sample(**arrays))
+    def value_and_grad(params, fields, places):
+        return jax.value_and_grad(loss_sum)(params, fields, places)
 
-    def loss_sum(params, s):
-        t = len(s.tokens)
+    def loss_sum(params, fields, places):
+        llm = fields["llm"]
+        t = len(llm["tokens"])
         visual = jnp.zeros((t, m.size.decoder.width))
-        if len(s.tiles):
-            out = plain.run_module(m.modules["vision"], params["vision"], s.items("vision"))
-            flat = out.reshape(-1, out.shape[-1])
-            visual += (flat[s.visual.index] * s.visual.weight[..., None]).sum(1)
-        if len(s.mel):
-            out = plain.run_module(m.modules["audio"], params["audio"], s.items("audio"))
-            flat = out.reshape(-1, out.shape[-1])
-            visual += jnp.where((s.audio >= 0)[:, None], flat[jnp.maximum(s.audio, 0)], 0.0)
-        fields = {
-            "tokens": s.tokens,
-            "segment_ids": np.ones(t, np.int32),
-            "positions": np.arange(t, dtype=np.int32),
-            "targets": jnp.append(s.tokens[1:], np.int32(0)),
-            "weights": jnp.append(s.supervised[1:], False).astype(np.float32),
-            "is_visual": (s.visual.weight > 0).any(1) | (s.audio >= 0 if len(s.audio) else False),
-            "is_newline": s.visual.newline,
+        for name, (index, weight) in places.items():
+            out = plain.run_module(m.modules[name], params[name], fields[name])
+            rows = out.reshape(-1, out.shape[-1])[jnp.maximum(index, 0)]
+            visual += (rows * jnp.where(index >= 0, weight, 0.0)[..., None]).sum(1)
+        batch = {k: jnp.asarray(v)[None] for k, v in llm.items()}
+        batch |= {
+            "segment_ids": np.ones((1, t), np.int32),
+            "positions": np.arange(t, dtype=np.int32)[None],
+            "visual": visual[None],
         }
-        batch = {k: jnp.asarray(v)[None] for k, v in fields.items()} | {"visual": visual[None]}
         return plain.run_module(m.modules["llm"], params["llm"], batch)["loss_sum"]
 
-    count = sum(int(s.supervised[1:].sum()) for s in samples(kind))
+    count = supervised(kind)
     loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
     for s in samples(kind):
-        value, gradient = value_and_grad(params, vars(s))
+        places = {
+            source: (p.index, np.ones(p.index.shape, np.float32) if p.weight is None else p.weight)
+            for (source, _), p in s.places.items()
+        }
+        value, gradient = value_and_grad(params, s.fields, places)
         loss += float(value) / count
         grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64) / count, grads, gradient)
     return params, loss, grads
+
+
+def supervised(kind):
+    return sum(float(s.fields["llm"]["weights"].sum()) for s in samples(kind))
 
 
 def make_plan(m, meshes, group_size=1):
@@ -130,31 +162,51 @@ def make_plan(m, meshes, group_size=1):
     segments = tuple(
         SegmentPlan(n, n, 0, spec.n_layers, n, True, True) for n, spec in m.modules.items()
     )
-    encoders = m.modules.keys() - {"llm"}
-    has = [8 if e in encoders else 0 for e in ("vision", "audio")]
-    buckets = [Bucket(v, 96, 2, a) for v in {has[0], 0} for a in {has[1], 0}]
-    return Plan("test", submeshes, segments, tuple(buckets), group_size=group_size)
+    encoders = [n for n in m.modules if n != "llm"]
+    buckets = [
+        Bucket.of({
+            **{n: Shape(8, m.piece_tokens[n]) if on else None for n, on in zip(encoders, which)},
+            "llm": Shape(2, 96),
+        })
+        for which in itertools.product((True, False), repeat=len(encoders))
+    ]  # fmt: skip
+    tied = tuple(n for n, spec in m.modules.items() if spec.tied)
+    return Plan(
+        "test", submeshes, segments, tuple(buckets), edges_of(m), group_size=group_size, tied=tied
+    )
 
 
 def schedule_of(plan, kind):
-    """Text, pictures alone and sound alone each in a group that lacks the others' encoders, where
-    the plan has such a bucket; the rest in two groups with everything."""
-    shapes = [s.shape for s in samples(kind)]
+    """Text, pictures alone and sound alone each in a group that the others' encoders do not feed;
+    the rest in two groups that all feed."""
+    loads = [s.load for s in samples(kind)]
     ranks, g = plan.data_ranks("llm"), plan.group_size
+    groups = []
 
-    def bucket_for(indices):
-        wants = [sum(getattr(shapes[i], f) for i in indices) > 0 for f in ("tiles", "windows")]
-        return next(b for b, x in enumerate(plan.buckets) if [x.tiles > 0, x.windows > 0] == wants)
-
-    def group(indices):
-        b, bins = bucket_for(indices), g * ranks * 2
+    def add(indices):
+        bins = g * ranks * 2
         rows = iter(tuple(indices[k::bins]) for k in range(bins))
-        return tuple(
-            Microbatch(b, tuple(tuple(next(rows) for _ in range(2)) for _ in range(ranks)))
-            for _ in range(g)
-        )
+        dealt = tuple(tuple(tuple(next(rows) for _ in range(2)) for _ in range(ranks))
+                      for _ in range(g))  # fmt: skip
+        producers = [m for m in plan.modules if m != "llm"
+                     and any(loads[i].lengths(m) for i in indices)]  # fmt: skip
+        consumer = len(groups) + len(producers)
+        for m in producers:
+            first = first_pieces(loads, m)
+            microbatches = []
+            for microbatch in dealt:
+                held = [i for rank in microbatch for row in rank for i in row]
+                pieces = [p for i in held for p in range(first[i], first[i + 1])]
+                n = plan.data_ranks(m)
+                microbatches.append(tuple(
+                    tuple((p,) for p in pieces[r::n]) + ((),) * (8 - len(pieces[r::n]))
+                    for r in range(n)))  # fmt: skip
+            groups.append(Group(m, plan.shapes(m)[0], tuple(microbatches), (consumer,)))
+        groups.append(Group("llm", plan.shapes("llm")[0], dealt))
 
-    return Schedule(0, (group([0]), group([1]), group([2]), group([3, 4]), group([5, 6])))
+    for indices in ([0], [1], [2], [3, 4], [5, 6]):
+        add(indices)
+    return Schedule(0, tuple(groups))
 
 
 CASES = {
@@ -174,37 +226,30 @@ def test_step_equals_every_sample_alone(name):
     kind, meshes, group_size = CASES[name]
     m, (params, want_loss, want) = model(kind), oracle(kind)
     plan = make_plan(m, meshes, group_size)
-    every, spec = samples(kind), MediaSpec.of(m.preprocessing)
-    groups = []
-    for group in schedule_of(plan, kind).groups:
-        packed = pack_group(
-            group,
-            plan.buckets[group[0].bucket],
-            every,
-            shapes=[s.shape for s in every],
-            data_ranks={n: plan.data_ranks(n) for n in plan.modules},
-            spec=spec,
-        )
-        groups.append(GroupArrays(group[0].bucket, packed.fields, packed.sources))
-    count = sum(int(s.supervised[1:].sum()) for s in every)
+    every, schedule = samples(kind), schedule_of(plan, kind)
+    packed = [
+        pack_group(plan, schedule, g, every, [s.load for s in every], model=m)
+        for g in range(len(schedule.groups))
+    ]
+    arrays = [GroupArrays(p.fields, p.places) for p in packed]
+    count = supervised(kind)
     ex = Executor(m, plan, optax.sgd(1.0))
     try:
         ex.init(0)
         before = plain.join(plan, ex.state.params)
         assert_trees_close(before, params, 1e-6)
         ex.compile()
-        result = ex.run_step(0, groups, 1.0 / count).result()
+        result = ex.run_step(schedule, arrays, {"llm": 1.0 / count}).result()
         after = plain.join(plan, ex.state.params)
     finally:
         ex.close()
-    assert result.sums["loss_sum"] / count == pytest.approx(want_loss, rel=1e-5)
+    assert result.sums["llm.loss_sum"] / count == pytest.approx(want_loss, rel=1e-5)
     grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, before, after)
     ran = {(e.segment, e.group) for e in result.trace.events if e.group >= 0}
     assert ran == {
         (s.name, g)
-        for g, x in enumerate(groups)
-        for s in plan.segments
-        if plan.buckets[x.bucket].items(s.module)
+        for g, group in enumerate(schedule.groups)
+        for s in plan.segments_of(group.module)
     }
     largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
     for (path, w), g in zip(
@@ -220,39 +265,49 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
     """Text, tiles and sound of one packed sample: what the LLM's last layer gives for the others,
     whose tiles the same program encodes and the same rows hold, does not change by a bit."""
     m, (params, _, _) = model("omni"), oracle("omni")
-    bucket, group = Bucket(8, 96, 2, 8), (Microbatch(0, (((0, 3), (1, 4)), ((5, 2), (6,)))),)
+    meshes = {"vision": (0, 1, 2, 1), "audio": (0, 1, 2, 1), "llm": (2, 1, 2, 1)}
+    plan, loads = make_plan(m, meshes), [s.load for s in samples("omni")]
+    rows = (((0, 3), (1, 4)), ((5, 2), (6,)))
+    groups = []
+    for name in ("vision", "audio"):
+        n = len(numbered(loads, name))
+        ranks = tuple(tuple((p,) for p in range(r, n, 2)) for r in range(2))
+        groups.append(Group(name, Shape(8, m.piece_tokens[name]), (ranks,), (2,)))
+    schedule = Schedule(0, (*groups, Group("llm", Shape(2, 96), (rows,))))
 
     @jax.jit
-    def hidden(fields, sources):
+    def hidden(fields, places):
         visual = 0.0
-        for name, arrays in sources.items():
+        for name in ("vision", "audio"):
             one = {k: a[0] for k, a in fields[name].items()}
-            found = plain.run_module(m.modules[name], params[name], one)
-            visual += gather_features(found[None], *arrays)
+            out = plain.run_module(m.modules[name], params[name], one)
+            visual += gather_features(out[None], *places[name])
         llm, p = m.modules["llm"], params["llm"]
         batch = {k: a[0] for k, a in fields["llm"].items()} | {"visual": visual[0]}
         x = llm.entry(p["entry"], batch)
         return jax.lax.scan(lambda x, q: (llm.layer(q, x, batch), None), x, p["layers"])[0]
 
     def run(every):
-        packed = pack_group(
-            group, bucket, every, shapes=[s.shape for s in every],
-            data_ranks={"vision": 2, "audio": 2, "llm": 2}, spec=MediaSpec.of(m.preprocessing),
-        )  # fmt: skip
-        segments = packed.fields["llm"]["segment_ids"][0]
-        out = np.asarray(hidden(packed.fields, packed.sources))
-        where = zip(group[0].rows[0] + group[0].rows[1], segments, out, strict=True)
+        packed = [pack_group(plan, schedule, g, every, loads, model=m) for g in range(3)]
+        fields = {g.module: p.fields for g, p in zip(schedule.groups, packed, strict=True)}
+        places = {schedule.groups[g].module: a for g, a in packed[2].places.items()}
+        segments = packed[2].fields["segment_ids"][0]
+        out = np.asarray(hidden(fields, places))
+        where = zip(rows[0] + rows[1], segments, out, strict=True)
         return {i: x[s == k] for row, s, x in where for k, i in enumerate(row, 1)}
 
     before = run(samples("omni"))
     assert before.keys() == set(range(N))
-    for changed in (3, 4):  # of sound, and of tiles and sound
+    for changed in (3, 4):  # of tiles, and of tiles and sound
         every = list(samples("omni"))
-        old = every[changed]
-        every[changed] = dataclasses.replace(
-            old, tokens=(old.tokens + 1) % m.vocab_size, tiles=255 - old.tiles, mel=-old.mel
-        )
+        fields = {m: dict(named) for m, named in every[changed].fields.items()}
+        fields["llm"]["tokens"] = (fields["llm"]["tokens"] + 1) % m.vocab_size
+        if "vision" in fields:
+            fields["vision"]["pixels"] = 255 - fields["vision"]["pixels"]
+        if "audio" in fields:
+            fields["audio"]["mel"] = -fields["audio"]["mel"]
+        every[changed] = dataclasses.replace(every[changed], fields=fields)
         after = run(every)
         for i, x in before.items():
-            assert len(x) == len(samples("omni")[i].tokens)
+            assert len(x) == len(samples("omni")[i].fields["llm"]["tokens"])
             assert np.array_equal(x, after[i]) == (i != changed), i

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.pipeline.order import (
+    check_order,
     in_flight_limit,
+    most_in_flight,
     order_tasks,
     resources,
     step_graph,
@@ -15,15 +17,19 @@ from dflop_jax.pipeline.order import (
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    NO_GROUP,
     REDUCE,
     UPDATE,
     Bucket,
+    Edge,
+    Group,
     Plan,
     SegmentPlan,
+    Shape,
     SubmeshPlan,
     Task,
 )
-from tests.plans import chain, random_plan
+from tests.plans import chain, groups, random_plan
 
 
 def names(plan):
@@ -31,15 +37,16 @@ def names(plan):
 
 
 def order_of(plan, buckets, trainable=None, **kwargs):
-    graph = step_graph(plan, buckets, names(plan) if trainable is None else trainable, **kwargs)
-    return graph, order_tasks(plan, graph)
+    every = groups(plan, buckets)
+    graph = step_graph(plan, every, names(plan) if trainable is None else trainable, **kwargs)
+    return graph, order_tasks(plan, graph, every)
 
 
 def letters(order, segment):
-    """A segment's part of an order, such as "F0 F1 B0 B1"."""
-    return " ".join(
-        f"{t.direction[0].upper()}{t.group}" for t in order if t.segment == segment and t.group >= 0
-    )
+    """A segment's part of an order, such as "F0 F1 B0 B1", its own groups counted from 0."""
+    mine = [t for t in order if t.segment == segment and t.group != NO_GROUP]
+    number = {g: i for i, g in enumerate(sorted({t.group for t in mine}))}
+    return " ".join(f"{t.direction[0].upper()}{number[t.group]}" for t in mine)
 
 
 def textbook(stage: int, stages: int, m: int) -> str:
@@ -111,20 +118,20 @@ def test_random_orders_are_complete_and_causal():
         assert order == order_of(plan, buckets, trainable)[1]
 
 
-def expected_tasks(plan, buckets, trainable):
+def expected_tasks(plan, every, trainable):
     """The task set from its definition: by hand, not by walking the graph."""
     chained = names(plan)
     lowest = min(chained.index(n) for n in trainable)
     tasks = set()
-    for g, b in enumerate(buckets):
+    for g, group in enumerate(every):
         for i, s in enumerate(plan.segments):
-            if s.module == "vision" and plan.buckets[b].tiles == 0:
+            if s.module != group.module:
                 continue
             if i < len(chained) - 1:
                 tasks.add(Task(s.name, g, FORWARD))
             if i >= lowest or i == len(chained) - 1:
                 tasks.add(Task(s.name, g, BACKWARD))
-    return tasks | {Task(n, -1, d) for n in trainable for d in (REDUCE, UPDATE)}
+    return tasks | {Task(n, NO_GROUP, d) for n in trainable for d in (REDUCE, UPDATE)}
 
 
 @pytest.mark.parametrize("frozen", [(), ("v0",), ("l0", "l1"), ("v0", "l0"), ("v0", "l0", "l1")])
@@ -133,25 +140,83 @@ def test_task_set(frozen, buckets):
     plan = chain(4, vision=1)
     trainable = [n for n in names(plan) if n not in frozen]
     graph, _ = order_of(plan, buckets, trainable)
-    assert set(graph.tasks) == expected_tasks(plan, buckets, trainable)
+    assert set(graph.tasks) == expected_tasks(plan, groups(plan, buckets), trainable)
 
 
-def test_text_only_groups_skip_the_encoder():
+def test_groups_that_nothing_feeds_wait_for_nothing():
     plan = chain(2, vision=1)
-    graph, order = order_of(plan, [1, 0, 1])
-    assert letters(order, "v0") == "F1 B1"
+    graph, order = order_of(plan, [1, 0, 1])  # groups: l, v and l, l
+    assert letters(order, "v0") == "F0 B0"
     assert letters(order, "l0") in ("B0 B1 B2", "B0 B2 B1")  # B1 waits for its tiles
     assert graph.waits_for[Task("l0", 0, BACKWARD)] == ()
-    assert graph.waits_for[Task("l0", 1, BACKWARD)] == (Task("v0", 1, FORWARD),)
+    assert graph.waits_for[Task("l0", 2, BACKWARD)] == (Task("v0", 1, FORWARD),)
+
+
+def test_several_groups_feed_one_and_never_lock():
+    """Six producers of one consumer run though 1F1B would allow two in flight."""
+    plan = chain(2, vision=1)
+    low, high = plan.shapes("vision")[0], plan.shapes("llm")[0]
+    one = ((((),) * low.rows,),)
+    every = tuple(Group("vision", low, one, (6,)) for _ in range(6))
+    every += (Group("llm", high, ((((),) * high.rows,),)),)
+    graph = step_graph(plan, every, names(plan))
+    order = order_tasks(plan, graph, every)
+    check_order(graph, order)
+    assert graph.waits_for[Task("l0", 6, BACKWARD)] == tuple(
+        Task("v0", g, FORWARD) for g in range(6)
+    )
+    assert most_in_flight(order) == {"v0": 6, "l0": 1}
+
+
+def test_inner_edges_join_the_segments_that_hold_their_layers():
+    """Of v's layers 0, 1, 2 and l's 0, 1, 2, a segment each, a tap after the second layer of v is
+    read before the third of l."""
+    tap = Edge("v", "l", "deep", "after_two", leaves=2, enters=2)
+    meshes = tuple(SubmeshPlan(f"{m}{i}", 3 * (m == "l") + i, 1, 1, 1)
+                   for m in "vl" for i in range(3))  # fmt: skip
+    segments = tuple(
+        SegmentPlan(f"{m}{i}", m, i, i + 1, f"{m}{i}", i == 0, i == 2)
+        for m in "vl"
+        for i in range(3)
+    )
+    shapes = {"v": Shape(1, 4), "l": Shape(1, 8)}
+    plan = Plan("test", meshes, segments, (Bucket.of(shapes),), (Edge("v", "l", "x"), tap))
+    every = groups(plan, [0])
+    graph = step_graph(plan, every, [s.name for s in segments])
+    assert set(graph.waits_for[Task("l2", 1, BACKWARD)]) == {
+        Task("l1", 1, FORWARD), Task("v1", 0, FORWARD)}  # fmt: skip
+    assert set(graph.waits_for[Task("v1", 0, BACKWARD)]) == {
+        Task("v1", 0, FORWARD), Task("v2", 0, BACKWARD), Task("l2", 1, BACKWARD)}  # fmt: skip
+    assert set(graph.waits_for[Task("l0", 1, FORWARD)]) == {Task("v2", 0, FORWARD)}
+
+
+def test_a_tied_parameter_is_reduced_by_its_reader_first_and_updated_by_its_owner_first():
+    plan = replace(chain(3, vision=1), tied=("llm",))
+    graph, _ = order_of(plan, [0])
+    assert Task("l1", NO_GROUP, REDUCE) in graph.waits_for[Task("l0", NO_GROUP, REDUCE)]
+    assert Task("l0", NO_GROUP, UPDATE) in graph.waits_for[Task("l1", NO_GROUP, UPDATE)]
+
+
+def test_orders_that_are_none_are_refused():
+    plan = chain(3, vision=1)
+    graph, order = order_of(plan, [0, 0])
+    check_order(graph, order)
+    with pytest.raises(ValueError, match="lacks"):
+        check_order(graph, order[:-1])
+    with pytest.raises(ValueError, match="before"):
+        check_order(graph, order[::-1])
+    with pytest.raises(ValueError, match="twice"):
+        check_order(graph, (*order, order[0]))
 
 
 def test_the_norm_spans_all_trainable_segments():
     graph, _ = order_of(chain(3, vision=1), [0, 0], ["v0", "l1"])
-    reduces = (Task("v0", -1, REDUCE), Task("l1", -1, REDUCE))
+    reduces = (Task("v0", NO_GROUP, REDUCE), Task("l1", NO_GROUP, REDUCE))
     for name in ("v0", "l1"):
-        assert graph.waits_for[Task(name, -1, UPDATE)] == reduces
-        backwards = {Task(name, g, BACKWARD) for g in (0, 1)}
-        assert set(graph.waits_for[Task(name, -1, REDUCE)]) == backwards
+        assert graph.waits_for[Task(name, NO_GROUP, UPDATE)] == reduces
+        mine = (0, 2) if name == "v0" else (1, 3)
+        backwards = {Task(name, g, BACKWARD) for g in mine}
+        assert set(graph.waits_for[Task(name, NO_GROUP, REDUCE)]) == backwards
 
 
 def test_a_step_without_groups_still_updates():
@@ -164,9 +229,12 @@ def test_evaluation_is_forward_only(m):
     plan = chain(3, vision=1)
     graph, order = order_of(plan, [0] * m, evaluate=True)
     assert {t.direction for t in order} <= {FORWARD}
-    assert sorted(order) == sorted(Task(n, g, FORWARD) for n in names(plan) for g in range(m))
+    want = {Task(n, 2 * g + (n != "v0"), FORWARD) for n in names(plan) for g in range(m)}
+    assert set(order) == want
+    assert len(order) == len(want)
     for g in range(m):
-        assert graph.waits_for[Task("l0", g, FORWARD)] == (Task("v0", g, FORWARD),)
+        before = (Task("v0", 2 * g, FORWARD),)
+        assert graph.waits_for[Task("l0", 2 * g + 1, FORWARD)] == before
 
 
 def test_segments_on_the_same_devices_share_a_resource_and_run_depth_first():
@@ -174,7 +242,7 @@ def test_segments_on_the_same_devices_share_a_resource_and_run_depth_first():
     assert len(set(resources(plan).values())) == 1
     assert in_flight_limit(plan) == {"v0": 1, "l0": 1, "l1": 1}
     _, order = order_of(plan, [0, 0])
-    steps = [(t.segment, t.direction[0], t.group) for t in order if t.group >= 0]
+    steps = [(t.segment, t.direction[0], t.group // 2) for t in order if t.group >= 0]
     one = [("v0", "f"), ("l0", "f"), ("l1", "b"), ("l0", "b"), ("v0", "b")]
     assert steps == [(n, d, g) for g in (0, 1) for n, d in one]
 
@@ -186,7 +254,7 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
         SegmentPlan(n, "llm", i, i + 1, n, i == 0, i == 3)
         for i, n in enumerate(("a", "b", "c", "far"))
     )
-    plan = Plan("test", submeshes, segments, (Bucket(0, 8),))
+    plan = Plan("test", submeshes, segments, (Bucket.of({"llm": Shape(1, 8)}),))
     of = resources(plan)
     assert of["a"] == of["b"] == of["c"] != of["far"]
     assert in_flight_limit(plan) == {"a": 2, "b": 2, "c": 2, "far": 1}
@@ -195,5 +263,5 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
 def test_a_frozen_encoder_does_not_hold_back_the_llm_it_shares_devices_with():
     plan = chain(2, vision=1, first=(0, 0))
     _, order = order_of(plan, [0, 0, 0], ["l0"])
-    steps = [(t.segment, t.group) for t in order if t.group >= 0]
+    steps = [(t.segment, t.group // 2) for t in order if t.group >= 0]
     assert steps == [(n, g) for g in range(3) for n in ("v0", "l0")]  # one group's features held

@@ -34,4 +34,4 @@ def test_gradients_over_processes_equal_the_plain_ones(n, devices, wanted):
         assert [x[7:] for x in lines if x.startswith("equal: ")] == list(layouts)
         found += [float(x[5:]) for x in lines if x.startswith("loss ")]
     for (_, _, options), loss in zip(layouts.values(), found, strict=True):
-        np.testing.assert_allclose(loss, losses[options.get("llm_segments", 1) == 1], rtol=1e-5)
+        np.testing.assert_allclose(loss, losses[options.get("tied", True)], rtol=1e-5)

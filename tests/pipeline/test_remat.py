@@ -8,12 +8,12 @@ import pytest
 
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.pipeline import spmd_loop
-from dflop_jax.pipeline.segment import make_segments
-from dflop_jax.records import BACKWARD, REMAT, ModuleShape, with_remat
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.records import BACKWARD, REMAT, Shape, with_remat
 from models.llava import build
 
 from . import plain
-from .test_gradients import PLANS, N, assert_trees_close, grads_of, model, oracle
+from .test_gradients import PLANS, assert_trees_close, grads_of, model, oracle
 
 
 @pytest.mark.parametrize("remat", ["layers", "dots"])
@@ -22,7 +22,7 @@ def test_gradients_are_those_of_the_plain_computation(name, remat):
     vision, llm, options = PLANS[name]
     m, (samples, _, want_loss, want) = model(True), oracle(True)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
-    schedule = plain.random_schedule(plan, N, 2, seed=1, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, seed=1, text_only=(0,))
     loss, grads, _, _ = grads_of(m, with_remat(plan, remat), samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
@@ -35,7 +35,7 @@ def temp_bytes(remat: str) -> int:
     m = dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
     plan = plain.plan_of(m, None, (0, 1, 1, 1))
     segment = make_segments(m, with_remat(plan, remat), jax.devices())["llm"]
-    compiled = segment.lower(ModuleShape(1, 512), BACKWARD).compile()
+    compiled = segment.lower(Shape(1, 512), BACKWARD).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -13,7 +13,7 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
@@ -66,7 +66,7 @@ def run_steps(updates, grads_of_steps):
             placed = jax.tree.map(
                 lambda g, s: place(g, s.sharding), host[n], u.segment.grad_structs()
             )
-            shards[n], squares[n], zeroed = reduce[n](placed)
+            shards[n], squares[n], zeroed = reduce[n](placed, {})
             assert not any(np.any(g) for g in jax.tree.leaves(zeroed))
             want = [s.sharding for s in jax.tree.leaves(u.segment.grad_structs())]
             assert [g.sharding for g in jax.tree.leaves(zeroed)] == want
@@ -238,8 +238,9 @@ def test_frozen_parts_stay_bit_for_bit():
         before = plain.join(plan, ex.state.params)
         ex.compile()
         samples = plain.random_samples(MODEL, 6, 0)
-        groups = plain.pack(MODEL, plan, plain.random_schedule(plan, 6, 1, 0), samples)
-        ex.run_step(0, groups, 1.0).result()
+        schedule = plain.random_schedule(plan, samples, 1, 0)
+        arrays = plain.pack(MODEL, plan, schedule, samples)
+        ex.run_step(schedule, arrays, {"llm": 1.0}).result()
         after = plain.join(plan, ex.state.params)
     finally:
         ex.close()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import numpy as np
 
@@ -10,62 +11,100 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.evaluate import sample_batches
-from dflop_jax.plan.links import send_seconds, step_end_seconds
-from dflop_jax.plan.load import CUTS
 from dflop_jax.plan.placement import lay_out
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import SPACES
+from dflop_jax.plan.volume import CUTS
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
     Bucket,
     DataProfile,
+    Edge,
+    Group,
     LayerTiming,
+    Load,
     ModelProfile,
-    ModuleShape,
     Plan,
-    SampleShape,
+    Price,
+    Prices,
+    ProgramId,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
 )
-from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.schedule.shapes.choose import BucketChoice
+from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.sim.predict import bucket_costs
 
 LINKS = dataclasses.replace(
     find_hardware("cpu"), link_bandwidth=4e6, network_bandwidth=1e6, devices_per_node=4
 )
+TILE = 16  # tokens of a piece of "vision", which takes one a row
 
 BATCH = 8
 CONFIG = PlanConfig(
     buckets=2, max_model=2, max_stage=2, max_microbatches=8, sampled_batches=2, devices=0
 )
+# Graphs of modules: name -> (layers of each module, edges).
+GRAPHS = {
+    "one": ({"llm": 4}, ()),
+    "two": ({"vision": 2, "llm": 4}, (Edge("vision", "llm", "v"),)),
+    "apart": (
+        {"vision": 2, "audio": 1, "llm": 3},
+        (Edge("vision", "llm", "v"), Edge("audio", "llm", "a")),
+    ),
+    "chain": (
+        {"vision": 2, "llm": 3, "generator": 2},
+        (Edge("vision", "llm", "v"), Edge("llm", "generator", "h")),
+    ),
+    "taps": (
+        {"vision": 3, "llm": 3, "generator": 2},
+        (
+            Edge("vision", "llm", "v"),
+            Edge("vision", "llm", "deep", tap="middle", leaves=1, enters=1),
+            Edge("llm", "generator", "h"),
+            Edge("vision", "generator", "w"),
+        ),
+    ),
+}
 
 
-def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, modules=2):
+def shapes_timed(module):
+    """A module of tiles varies in rows only."""
+    return (
+        [(1, TILE), (4, TILE), (16, TILE)] if module == "vision" else [(1, 32), (1, 128), (4, 64)]
+    )
+
+
+def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, graph="two", tied=()):
     """Times from a formula; `vision` and `llm` weigh the modules, tensor parallelism is 80 %."""
+    layers, edges = GRAPHS[graph]
+    weights = {"vision": vision, "llm": llm}
     timings = []
-    for module, weight, shapes in (
-        ("vision", vision, [(1, 16), (4, 16), (16, 16)]),
-        ("llm", llm, [(1, 32), (1, 128), (4, 64)]),
-    )[2 - modules :]:
-        for tp in degrees:
-            for items, tokens in shapes:
-                f = weight * (1e-4 + 2e-6 * items * tokens + 1e-8 * items * tokens**2)
-                f /= tp**0.7
-                temp = 100.0 * items * tokens / tp
-                shape = ModuleShape(items, tokens)
-                timings.append(LayerTiming(module, tp, shape, f, 3 * f, f, 3 * f, temp, temp, temp))
-    names = ("vision", "llm")[2 - modules :]
+    for module in layers:
+        for tp, (rows, tokens) in itertools.product(degrees, shapes_timed(module)):
+            f = 1e-4 + 2e-6 * rows * tokens + 1e-8 * rows * tokens**2
+            f *= weights.get(module, 1.0) / tp**0.7
+            temp = 100.0 * rows * tokens / tp
+            shape = Shape(rows, tokens)
+            timings.append(LayerTiming(module, tp, shape, f, 3 * f, f, 3 * f, temp, temp, temp))
     return ModelProfile(
         key="k",
         device="cpu",
         timings=tuple(timings),
-        layer_param_bytes=dict.fromkeys(names, 10_000),
-        ends_param_bytes=dict.fromkeys(names, 5_000),
-        n_layers={"vision": 2, "llm": 4} if modules == 2 else {"llm": 4},
-        entry_share=dict.fromkeys(names, 0.3),
-        item_tokens={"vision": 16},
+        layer_param_bytes=dict.fromkeys(layers, 10_000),
+        ends_param_bytes=dict.fromkeys(layers, 5_000),
+        n_layers=layers,
+        entry_share=dict.fromkeys(layers, 0.3),
+        piece_tokens={"vision": TILE} if "vision" in layers else {},
         concurrency=concurrency,
         task_overhead_s=1e-4,
+        edges=edges,
+        tied=tied,
     )
 
 
@@ -73,58 +112,111 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, modul
 def data_profile(tiles=True):
     rng = np.random.default_rng(0)
     counts = np.minimum(rng.pareto(1.2, 60) * 2, 9).astype(int) * tiles
-    shapes = [SampleShape(int(t), 20, int(4 * t + rng.integers(10, 60))) for t in counts]
-    return DataProfile("made up", 60, tuple(shapes))
+    loads = [
+        Load({"vision": (TILE,) * int(t), "llm": (int(4 * t + rng.integers(10, 60)),)})
+        for t in counts
+    ]
+    return DataProfile("made up", 60, tuple(loads))
 
 
-def simple_buckets(
-    shapes, *, global_batch, vision_ranks, llm_ranks, token_multiple, max_microbatches, **_
-):
-    """A rule in place of the bucket search, which has tests of its own and takes seconds: what
-    the largest sample or an even share of the batch needs, and a bucket without tiles."""
-
-    def capacity(load, ranks, multiple):
-        share = global_batch * np.mean(load) / max_microbatches
-        need = max(max(load), 1.3 * share) / max(ranks, 1)
-        return int(-(-need // multiple) * multiple)
-
-    tiles = capacity([s.tiles for s in shapes], vision_ranks, 1)
-    longest = max(s.llm_tokens for s in shapes)
-    tokens = capacity([s.llm_tokens for s in shapes], llm_ranks, token_multiple)
-    tokens = max(tokens, -(-longest // token_multiple) * token_multiple)
-    both = (Bucket(tiles, tokens), Bucket(0, tokens))
-    return BucketChoice(both[: 1 + (tiles > 0)], 0.0, {})
+def capacity(module, loads, spec):
+    """Rows and tokens that hold what the largest sample or an even share of the batch needs."""
+    tile = spec.piece_tokens.get(module)
+    totals = [len(n.lengths(module)) if tile else n.tokens(module) for n in loads]
+    if not max(totals):
+        return None
+    share = spec.global_batch * np.mean(totals) / spec.max_microbatches
+    need = math.ceil(max(max(totals), 1.3 * share) / spec.ranks[module])
+    if tile:
+        return Shape(need, tile)
+    longest = max(n for load in loads for n in load.lengths(module))
+    return Shape(1, -(-max(need, longest) // spec.token_multiple) * spec.token_multiple)
 
 
-def bucket_of(cut, group_size, data, profile, ranks, model):
-    """The bucket that cuts a mean batch into `cut` groups: 5 % above the even share, enough for
+def simple_buckets(loads, spec):
+    """A rule in place of the bucket search, which has tests of its own and takes seconds: one
+    bucket for all, and one without tiles."""
+    both = Bucket.of({m: capacity(m, loads, spec) for m in spec.ranks})
+    without = [(m, s) for m, s in both.shapes if m != "vision"]
+    return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0, {})
+
+
+def shape_of(module, cut, group_size, data, profile, ranks, model):
+    """The shape that cuts a mean batch into `cut` groups: 5 % above the even share, enough for
     the largest sample; of several row counts the cheapest per token."""
-    mean = {m: BATCH * np.mean([s.load(m) for s in data.shapes]) for m in ranks}
-    most = {m: max(s.load(m) for s in data.shapes) for m in ranks}
-    n = cut * group_size
+    loads = data.loads
 
     def up(x):
         return int(np.ceil(x - 1e-9))
 
-    tiles = 0
-    if "vision" in ranks and most["vision"]:
-        share = up(mean["vision"] * 1.05 / n / ranks["vision"])
-        tiles = max(share, up(most["vision"] / ranks["vision"]))
-    share, longest = mean["llm"] * 1.05 / n / ranks["llm"], 32 * up(most["llm"] / 32)
-    costs, rows_of = CostModel(profile), []
+    n = cut * group_size * ranks
+    tile = profile.piece_tokens.get(module)
+    totals = [len(x.lengths(module)) if tile else x.tokens(module) for x in loads]
+    if not max(totals):
+        return None
+    share = BATCH * np.mean(totals) * 1.05 / n
+    if tile:
+        return Shape(max(up(share), up(max(totals) / ranks)), tile)
+    longest = max(x for load in loads for x in load.lengths(module))
+    costs, choices = CostModel(profile), []
     for rows in (1, 2, 4, 8):
-        tokens = max(longest, 32 * up(share / rows / 32))
-        price = float(costs.predict("llm", model, rows, tokens, "layer_backward")) / rows / tokens
-        if rows == 1 or (share > (rows - 0.5) * longest and price < rows_of[-1][0] * (1 - 1e-9)):
-            rows_of.append((price, rows, tokens))
-    _, rows, tokens = rows_of[-1]
-    return Bucket(tiles, tokens, rows)
+        least = longest
+        if any(len(load.lengths(module)) > 1 for load in loads):
+            least = min(max(totals), max(totals) / rows / ranks + longest)
+        least = 32 * up(least / 32)
+        tokens = max(least, 32 * up(share / rows / 32))
+        price = float(costs.predict(module, model, rows, tokens, "layer_backward")) / rows / tokens
+        fills = share > (rows - 0.5) * least
+        if rows == 1 or (fills and price < choices[-1][0] * (1 - 1e-9)):
+            choices.append((price, rows, tokens))
+    _, rows, tokens = choices[-1]
+    return Shape(rows, tokens)
 
 
 def in_nodes(place, size):
     """Whether every group of tensor-parallel devices lies in one node."""
     starts = [(m, d) for m in place.submeshes for d in m.devices[:: m.model]]
     return all(d // size == (d + m.model - 1) // size for m, d in starts)
+
+
+def counted(batch, bucket, ranks, group_size, profile):
+    """Groups that the scheduler makes of a batch on whole modules at textbook prices."""
+    submeshes, segments, first, programs = [], [], 0, {}
+    for m, n in profile.n_layers.items():
+        submeshes.append(SubmeshPlan(m, first, 1, ranks[m], 1))
+        segments.append(SegmentPlan(m, m, 0, n, m, True, True))
+        first += ranks[m]
+        for d, price in ((FORWARD, 1.0), (BACKWARD, 2.0)):
+            if bucket.shape(m):
+                programs[ProgramId(m, bucket.shape(m), d)] = Price(price)
+    plan = Plan(
+        "t", tuple(submeshes), tuple(segments), (bucket,), edges=profile.edges,
+        group_size=group_size,
+    )  # fmt: skip
+    greedy, better = (schedule_batch(batch, plan, Prices(programs), (), work=w) for w in (0, 200))
+    return min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
+
+
+def full_groups(plan, pairs, n):
+    """`n` groups of every module that has a shape, the i-th of each feeding the i-th of others."""
+    (bucket,) = plan.buckets
+    names = [m for m, _ in bucket.shapes]
+    empty = ((),) * plan.group_size
+    return tuple(
+        Group(
+            m,
+            bucket.shape(m),
+            empty,
+            tuple(i * len(names) + names.index(t) for t in plan.targets(m) if t in names),
+            pairs[m],
+        )
+        for i in range(n)
+        for m in names
+    )
+
+
+def outlines(space, *args, **limits):
+    return [f.outline(i) for f in space(*args, **limits) for i in range(len(f))]
 
 
 def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=None, remat=False):
@@ -135,80 +227,124 @@ def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=N
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
-        ends[t.module, t.model] = (both * share, both * (1 - share))
-    batches = sample_batches(data.shapes, BATCH, config.sampled_batches)
-    found = []
-    groups_of = {}  # one bucket's schedule does not depend on seconds
+        ends[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
+    batches = sample_batches(data.loads, BATCH, config.sampled_batches)
+    rows = []
+    n_groups = {}  # it does not depend on seconds
     kinds = ("none", "layers") if remat else ("none",)
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
-    for outline in SPACES[policy](n_devices, profile.n_layers, tied=False, **limits):
+    unstaged = {e.source for e in profile.edges if e.tap}
+    unstaged |= {e.target for e in profile.edges if e.enters >= 0}
+    for outline in outlines(
+        SPACES[policy], n_devices, profile.n_layers, unstaged=unstaged, **limits
+    ):
         place = lay_out(outline, profile.n_layers, ends)
         if hardware and not in_nodes(place, hardware.devices_per_node):
             continue
-        top = max(1, config.max_microbatches // place.group_size)
+        size = place.group_size
+        top = max(1, config.max_microbatches // size)
+        ranks = {s.module: place.mesh_of(s).data for s in place.segments}
+        model = {s.module: place.mesh_of(s).model for s in place.segments}
         for cut in sorted({*(c for c in CUTS if c < top), top}):
+            bucket = Bucket.of(
+                {m: shape_of(m, cut, size, data, profile, r, model[m]) for m, r in ranks.items()}
+            )
+            pairs = {
+                m: math.ceil(
+                    sum(n**2 for load in data.loads for n in load.lengths(m))
+                    * BATCH / len(data.loads) * 1.05 / (cut * r) - 1e-9
+                )
+                for m, r in ranks.items()
+            }  # fmt: skip
+            key = (size, bucket, *ranks.values())
+            if key not in n_groups:
+                n_groups[key] = [counted(b, bucket, ranks, size, profile) for b in batches]
             for remats in itertools.product(kinds, repeat=len(profile.n_layers)):
                 of = dict(zip(profile.n_layers, remats, strict=True))
                 segments = tuple(dataclasses.replace(s, remat=of[s.module]) for s in place.segments)
-                plan = Plan(policy, place.submeshes, segments, (Bucket(1, 1),), place.group_size)
-                ranks = {m: plan.data_ranks(m) for m in plan.modules}
-                model = plan.submesh(plan.segments[-1].submesh).model
-                bucket = bucket_of(cut, plan.group_size, data, profile, ranks, model)
-                plan = dataclasses.replace(plan, buckets=(bucket,))
+                plan = Plan(
+                    policy, place.submeshes, segments, (bucket,), edges=profile.edges,
+                    group_size=size, tied=profile.tied,
+                )  # fmt: skip
                 names = [s.name for s in segments if trains(s)]
                 peak = max(peak_bytes(plan, costs, in_flight_limit(plan), names).values())
-                seconds = costs.task_seconds(plan)
-                prices = bucket_costs(plan, seconds, names)
-                key = (plan.group_size, bucket, *ranks.values())
-                if key not in groups_of:
-                    schedules = [schedule_batch(b, plan, prices, max_rounds=400) for b in batches]
-                    groups_of[key] = [len(s.groups) for s in schedules]
+                prices = plan_prices(plan, profile, hardware)
                 took = {
                     n: simulate_step(
-                        plan,
-                        [0] * n,
-                        seconds | step_end_seconds(plan, profile, hardware),
-                        names,
-                        concurrency=profile.concurrency,
-                        sends=send_seconds(plan, costs, hardware),
+                        plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
                     ).makespan_s
-                    for n in set(groups_of[key])
+                    for n in set(n_groups[key])
                 }
-                mean = float(np.mean([took[n] for n in groups_of[key]]))
-                found.append((place.name, cut * plan.group_size, mean, peak))
-    return found
+                mean = float(np.mean([took[n] for n in n_groups[key]]))
+                rows.append((place.name, cut * size, mean, peak))
+    return rows
 
 
-def random_case(seed):
+# Devices of a random case by graph: three modules have many more placements.
+DEVICES = {
+    "two": [1, 2, 3, 4, 5, 6, 7, 8, 3, 4, 13, 6, 4, 5, 16, 3],
+    "apart": [3, 4, 2, 4],
+    "chain": [3, 4, 2, 4],
+    "taps": [3, 4, 2, 3],
+}
+
+
+def random_case(seed, graph="two"):
     """A profile, batch data, memory and links of a seed; sizes so small that all can be tried."""
     rng = np.random.default_rng(seed)
-    n_devices = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 4, 5, 16, 6, 7, 8, 13, 16][seed % 20]
+    n_devices = DEVICES[graph][seed % len(DEVICES[graph])]
+    layers, edges = GRAPHS[graph]
     timings = []
-    for module, shapes in (("vision", [(1, 16), (4, 16)]), ("llm", [(1, 32), (1, 128), (4, 64)])):
+    for module in layers:
         a, b, c = 10 ** rng.uniform([-5, -6.5, -9], [-4, -5, -8])
         temp, kept = rng.uniform(20, 200, 2)
+        pair_s = 10 ** rng.uniform(-9, -8) if seed % 3 == 0 and module != "vision" else 0.0
         for tp in (1, 2):
-            for items, tokens in shapes:
-                f = (a + b * items * tokens + c * items * tokens**2) / tp ** rng.uniform(0.4, 1)
+            for rows, tokens in shapes_timed(module):
+                f = (a + b * rows * tokens + c * rows * tokens**2) / tp ** rng.uniform(0.4, 1)
                 ends = f * rng.uniform(0, 3)
-                held = items * tokens / tp
+                size = rows * tokens / tp
                 timings.append(
-                    LayerTiming(module, tp, ModuleShape(items, tokens), f, f * rng.uniform(2, 4),
-                                ends, 3 * ends, temp * held, 2 * temp * held, kept * held)
+                    LayerTiming(module, tp, Shape(rows, tokens), f, f * rng.uniform(2, 4), ends,
+                                3 * ends, temp * size, 2 * temp * size, kept * size,
+                                pair_s / tp, 3 * pair_s / tp)
                 )  # fmt: skip
+    if graph == "two":
+        layers = {"vision": int(rng.integers(1, 5)), "llm": int(rng.integers(1, 6))}
     profile = ModelProfile(
         key=f"random {seed}",
         device="cpu",
         timings=tuple(timings),
-        layer_param_bytes={m: int(rng.integers(1_000, 20_000)) for m in ("vision", "llm")},
-        ends_param_bytes={m: int(rng.integers(0, 20_000)) for m in ("vision", "llm")},
-        n_layers={"vision": int(rng.integers(1, 5)), "llm": int(rng.integers(1, 6))},
-        entry_share={m: float(rng.uniform()) for m in ("vision", "llm")},
-        item_tokens={"vision": 16},
+        layer_param_bytes={m: int(rng.integers(1_000, 20_000)) for m in layers},
+        ends_param_bytes={m: int(rng.integers(0, 20_000)) for m in layers},
+        n_layers=layers,
+        entry_share={m: float(rng.uniform()) for m in layers},
+        piece_tokens={"vision": TILE},
         concurrency=float(rng.choice([1.5, n_devices])),
         task_overhead_s=float(10 ** rng.uniform(-6, -4)),
+        edges=edges,
+        tied=("llm",) if seed % 4 == 3 else (),
     )
     counts = rng.integers(0, rng.integers(1, 9), 30)
-    shapes = [SampleShape(int(t), 20, int(4 * t + rng.integers(10, 80))) for t in counts]
+    loads = []
+    for t in counts.tolist():
+        pieces = {"vision": (TILE,) * t, "llm": (int(4 * t + rng.integers(10, 80)),)}
+        if "audio" in layers:  # of any length, several of a sample
+            pieces["audio"] = tuple(rng.integers(5, 40, rng.integers(0, 3)).tolist())
+        if "generator" in layers:
+            pieces["generator"] = tuple(rng.integers(10, 60, rng.integers(0, 2)).tolist())
+        loads.append(Load(pieces))
     hardware = LINKS if seed % 2 else None
-    return profile, DataProfile("random", 30, tuple(shapes)), n_devices, hardware, rng
+    return profile, DataProfile("random", 30, tuple(loads)), n_devices, hardware, rng
+
+
+def run(policy="dflop", n_devices=3, profile=None, data=None, effort="quick", **kwargs):
+    config = dataclasses.replace(CONFIG, policy=policy, effort=effort)
+    return search_plan(
+        profile or model_profile(),
+        data or data_profile(),
+        n_devices=n_devices,
+        global_batch=BATCH,
+        config=config,
+        **kwargs,
+    )

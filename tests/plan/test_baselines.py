@@ -8,7 +8,7 @@ import pytest
 from dflop_jax.plan.baselines import megatron, pytorch
 
 LAYERS = {"vision": 3, "llm": 4}
-SPACE = {"max_model": 4, "max_stage": 8, "tied": False}
+SPACE = {"max_model": 4, "max_stage": 8}
 
 
 def stage_of(placement):
@@ -52,7 +52,7 @@ def test_pytorch_deals_the_layers_of_the_whole_model_evenly(n):
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_megatron_puts_encoders_before_an_evenly_cut_llm(n):
+def test_megatron_puts_other_modules_before_an_evenly_cut_last_one(n):
     found = list(megatron(n, LAYERS, **SPACE))
     for p in found:
         check(p, n)
@@ -72,13 +72,7 @@ def test_megatron_puts_encoders_before_an_evenly_cut_llm(n):
     )
 
 
-def test_tied_models_keep_their_llm_in_one_stage():
-    for space in (pytorch, megatron):
-        for p in space(8, LAYERS, **SPACE | {"tied": True}):
-            assert sum(s.module == "llm" for s in p.segments) == 1
-
-
-def test_a_model_without_encoder_and_one_with_two():
+def test_models_of_one_and_of_three_modules():
     (alone,) = pytorch(1, {"llm": 2}, **SPACE)
     assert [s.name for s in alone.segments] == ["llm0"]
     assert len(list(megatron(4, {"llm": 2}, **SPACE))) == 5  # 1 or 2 stages: 3 and 2 degrees

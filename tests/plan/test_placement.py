@@ -7,9 +7,12 @@ import pytest
 from dflop_jax.plan.baselines import blind
 from dflop_jax.plan.placement import Form, Outline, factors, lay_out, split_layers
 from dflop_jax.plan.space import separate, shared
-from dflop_jax.records import Bucket, Plan
+from dflop_jax.records import Bucket, Plan, Shape
+
+from .cases import outlines
 
 LAYERS = {"vision": 3, "llm": 4}
+THREE = {"vision": 2, "audio": 3, "llm": 4}
 SPACE = {"max_model": 4, "max_stage": 4}
 
 
@@ -20,44 +23,80 @@ def triples(n, max_stage, max_model):
             yield s, d, m
 
 
-def brute_forms(n, layers, max_stage, max_model, cut):
+def brute_forms(n, layers, max_stage, max_model, cut, staged=True):
     """(mesh, segments) of a module on n devices."""
     for stage, data, model in triples(n, max_stage, max_model):
-        if layers % stage == 0:
+        if layers % stage == 0 and (staged or stage == 1):
             yield (stage, data, model), 1
         if cut and 1 < stage <= layers:
             yield (1, data, model), stage
 
 
-def brute_separate(n, layers, *, max_model, max_stage, tied):
-    limits = (max_stage, max_model)
-    return {
-        (vision, llm)
-        for k in range(1, n)
-        for vision in brute_forms(k, layers["vision"], *limits, True)
-        for llm in brute_forms(n - k, layers["llm"], *limits, not tied)
-        # A group of as many microbatches as the deeper loop has stages must suit the other too.
-        if max(vision[0][0], llm[0][0]) % min(vision[0][0], llm[0][0]) == 0
-    }
+def partitions(names):
+    """All ways to put names into blocks, as lists of lists in the order of first names."""
+    if not names:
+        yield []
+        return
+    *before, last = names
+    for blocks in partitions(before):
+        for i in range(len(blocks)):
+            yield [b + [last] * (i == k) for k, b in enumerate(blocks)]
+        yield [*blocks, [last]]
+
+
+def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
+    """(first device, mesh, segments) of every module of every placement."""
+    found = set()
+    for blocks in partitions(list(layers)):
+        if len(blocks) < min(2, len(layers)):
+            continue
+        for sizes in itertools.product(range(1, n + 1), repeat=len(blocks)):
+            if sum(sizes) != n:
+                continue
+            forms = {}
+            for i, block in enumerate(blocks):
+                for m in block:
+                    alone = len(block) == 1
+                    forms[m] = [
+                        (sum(sizes[:i]), *form)
+                        for form in brute_forms(
+                            sizes[i], layers[m], max_stage if alone else 1, max_model, alone,
+                            m not in unstaged,
+                        )
+                    ]  # fmt: skip
+            for chosen in itertools.product(*(forms[m] for m in layers)):
+                stages = [mesh[0] for _, mesh, _ in chosen]
+                pipelines = sum(mesh[0] * k > 1 for _, mesh, k in chosen)
+                # A group of as many microbatches as the deepest loop has stages must suit all.
+                if any(max(stages) % s for s in stages):
+                    continue
+                if len(blocks) <= 2 or pipelines <= 1:
+                    found.add(chosen)
+    return found
 
 
 def described(placement):
-    mesh = {m.name: m.shape for m in placement.submeshes}
+    """(first device, mesh, segments) of every module."""
+    mesh = {m.name: m for m in placement.submeshes}
     found = []
     for module in dict.fromkeys(s.module for s in placement.segments):
-        parts = [s for s in placement.segments if s.module == module]
-        assert len({mesh[s.submesh] for s in parts}) == 1
-        found.append((mesh[parts[0].submesh], len(parts)))
+        parts = [mesh[s.submesh] for s in placement.segments if s.module == module]
+        assert len({m.shape for m in parts}) == 1
+        found.append((parts[0].first, parts[0].shape, len(parts)))
     return tuple(found)
 
 
-def laid_out(outlines, layers):
-    return [lay_out(o, layers) for o in outlines]
+def laid_out(space, n, layers, **limits):
+    """Placements of a space, of which searched ones give families of outlines."""
+    if space is blind:
+        return list(space(n, layers, **limits))
+    return [lay_out(o, layers) for o in outlines(space, n, layers, **limits)]
 
 
 def check(placement, n_devices, layers, disjoint):
     """A placement is a valid plan that covers every device and layer."""
-    plan = Plan("t", placement.submeshes, placement.segments, (Bucket(1, 8),), placement.group_size)
+    bucket = Bucket.of({m: Shape(1, 8) for m in layers})
+    plan = Plan("t", placement.submeshes, placement.segments, (bucket,), (), placement.group_size)
     used = [d for m in plan.submeshes for d in m.devices]
     assert set(used) == set(range(n_devices))
     if disjoint:
@@ -69,13 +108,12 @@ def check(placement, n_devices, layers, disjoint):
     assert placement.group_size == max(stages)  # a segment's loop needs as many microbatches
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("llm_layers", [1, 4, 6])
 @pytest.mark.parametrize("n", range(1, 9))
-def test_separate_is_the_whole_space(n, llm_layers, tied):
+def test_separate_is_the_whole_space(n, llm_layers):
     layers = {"vision": 3, "llm": llm_layers}
-    found = laid_out(separate(n, layers, tied=tied, **SPACE), layers)
-    want = brute_separate(n, layers, tied=tied, **SPACE)
+    found = laid_out(separate, n, layers, **SPACE)
+    want = brute_separate(n, layers, **SPACE)
     assert len(found) == len(want)
     assert {described(p) for p in found} == want
     assert len({p.name for p in found}) == len(found)
@@ -83,11 +121,44 @@ def test_separate_is_the_whole_space(n, llm_layers, tied):
         check(p, n, layers, disjoint=True)
 
 
+@pytest.mark.parametrize("unstaged", [(), ("audio", "llm")])
+@pytest.mark.parametrize("n", range(1, 6))
+def test_separate_of_three_modules_has_every_partition(n, unstaged):
+    limits = {"max_model": 2, "max_stage": 2, "unstaged": unstaged}
+    found = laid_out(separate, n, THREE, **limits)
+    assert len(found) == len({described(p) for p in found}) == len({p.name for p in found})
+    assert {described(p) for p in found} == brute_separate(n, THREE, **limits)
+    blocks = {tuple(first for first, _, _ in described(p)) for p in found}
+    for p in found:
+        check(p, n, THREE, disjoint=False)
+        firsts = [first for first, _, _ in described(p)]
+        assert len(set(firsts)) >= 2
+    if n >= 3:  # two share, in all ways, or none do
+        equal = {(a == b, a == c, b == c) for a, b, c in blocks}
+        assert equal == {
+            (True, False, False), (False, True, False), (False, False, True),
+            (False, False, False),
+        }  # fmt: skip
+
+
+def test_many_devices_are_split_among_many_blocks_in_coarse_steps():
+    small = {"max_model": 1, "max_stage": 1}
+    for n in (16, 64, 100, 1024):
+        firsts = {o.firsts for o in outlines(separate, n, THREE, **small) if len(set(o.firsts)) > 2}
+        cuts = {f for row in firsts for f in row[1:]}
+        step = min(cuts)
+        assert cuts == set(range(step, n, step))
+        assert 16 <= n / step < 32
+    # Two blocks are split everywhere.
+    firsts = {max(o.firsts) for o in outlines(separate, 100, LAYERS, **small)}
+    assert firsts == set(range(1, 100))
+
+
 @pytest.mark.parametrize("n", range(1, 9))
 def test_shared_gives_every_module_all_devices(n):
-    found = laid_out(shared(n, LAYERS, tied=True, **SPACE), LAYERS)
+    found = laid_out(shared, n, LAYERS, **SPACE)
     want = {
-        (vision, llm)
+        ((0, *vision), (0, *llm))
         for vision in brute_forms(n, LAYERS["vision"], 1, 4, False)
         for llm in brute_forms(n, LAYERS["llm"], 4, 4, False)
     }
@@ -95,18 +166,18 @@ def test_shared_gives_every_module_all_devices(n):
     assert {described(p) for p in found} == want
     for p in found:
         check(p, n, LAYERS, disjoint=False)
+    assert all(p.group_size == 1 for p in laid_out(shared, n, LAYERS, unstaged=("llm",), **SPACE))
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n", range(1, 9))
-def test_blind_gives_the_whole_model_one_parallelism(n, tied):
-    found = list(blind(n, LAYERS, tied=tied, **SPACE))
+def test_blind_gives_the_whole_model_one_parallelism(n):
+    found = list(blind(n, LAYERS, **SPACE))
     want = set()
     for s, d, m in triples(n, 4, 4):
-        llm = max(s - 1, 1)  # the encoder is the first of s stages
-        if llm == 1 or not tied:
-            want.add((((1, d, m), 1), ((1, d, m), llm)))
-            assert llm <= LAYERS["llm"]
+        llm = max(s - 1, 1)  # the module before the last is the first of s stages
+        first = n // s if s > 1 else 0
+        want.add(((0, (1, d, m), 1), (first, (1, d, m), llm)))
+        assert llm <= LAYERS["llm"]
     assert {described(p) for p in found} == want
     assert len({p.name for p in found}) == len(found)
     for p in found:
@@ -115,36 +186,26 @@ def test_blind_gives_the_whole_model_one_parallelism(n, tied):
         check(p, n, LAYERS, disjoint=not one)
 
 
-@pytest.mark.parametrize("space", [separate, shared])
-def test_encoders_share_devices_with_degrees_of_their_own(space):
-    layers = {"vision": 2, "audio": 3, "llm": 4}
-    found = laid_out(space(4, layers, tied=True, max_model=2, max_stage=1), layers)
-    degrees = {tuple(mesh[2] for mesh, _ in described(p)) for p in found}
+def test_modules_of_a_block_have_degrees_of_their_own():
+    found = laid_out(shared, 4, THREE, max_model=2, max_stage=1)
+    degrees = {tuple(mesh[2] for _, mesh, _ in described(p)) for p in found}
     assert degrees == set(itertools.product((1, 2), repeat=3))
     for p in found:
-        vision, audio, llm = p.submeshes
-        assert vision.devices == audio.devices
-        assert llm.devices == (range(4) if space is shared else range(vision.devices.stop, 4))
-        check(p, 4, layers, disjoint=False)
-
-
-def laid(space, n, layers, **limits):
-    """Placements of a space, of which searched ones give outlines."""
-    found = list(space(n, layers, tied=False, **limits))
-    return found if space is blind else laid_out(found, layers)
+        assert {m.devices for m in p.submeshes} == {range(4)}
+        check(p, 4, THREE, disjoint=False)
 
 
 @pytest.mark.parametrize("space", [separate, shared, blind])
 def test_limits_are_kept(space):
-    for p in laid(space, 8, LAYERS, max_model=2, max_stage=2):
+    for p in laid_out(space, 8, LAYERS, max_model=2, max_stage=2):
         assert all(m.model <= 2 and m.stage <= 2 for m in p.submeshes)
         assert sum(s.module == "llm" for s in p.segments) <= 2
 
 
 @pytest.mark.parametrize("space", [separate, shared, blind])
 @pytest.mark.parametrize("n", [1, 2, 6])
-def test_a_model_without_encoder_gives_all_devices_to_the_llm(space, n):
-    found = laid(space, n, {"llm": 4}, **SPACE)
+def test_a_model_of_one_module_gives_it_all_devices(space, n):
+    found = laid_out(space, n, {"llm": 4}, **SPACE)
     assert found
     for p in found:
         assert {s.module for s in p.segments} == {"llm"}
@@ -152,9 +213,9 @@ def test_a_model_without_encoder_gives_all_devices_to_the_llm(space, n):
 
 
 def test_one_device_cannot_be_shared_out():
-    assert list(separate(1, LAYERS, tied=False, **SPACE)) == []
+    assert list(separate(1, LAYERS, **SPACE)) == []
     one = Form((1, 1, 1))
-    assert laid(blind, 1, LAYERS, **SPACE) == [lay_out(Outline((one,), one, 0), LAYERS)]
+    assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out(Outline((one, one), (0, 0)), LAYERS)]
 
 
 @pytest.mark.parametrize("n, parts", [(1, 1), (4, 1), (4, 4), (5, 2), (7, 3), (8, 3)])
@@ -184,7 +245,7 @@ def test_layers_split_so_that_the_dearest_run_is_cheapest(n, parts, ends):
 
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():
-    o = Outline((Form((1, 1, 1)),), Form((1, 1, 1), 2), 1)
+    o = Outline((Form((1, 1, 1)), Form((1, 1, 1), 2)), (0, 1))
     ends = {("llm", 1): (0.0, 2.0)}
     assert [s.n_layers for s in lay_out(o, LAYERS, ends).segments] == [3, 3, 1]
     assert [s.n_layers for s in lay_out(o, LAYERS).segments] == [3, 2, 2]

@@ -1,4 +1,7 @@
-"""The search against exhaustive evaluation of its space: every placement, cut and remat alone."""
+"""The search against exhaustive evaluation of its space: every placement, cut and remat alone.
+
+Long because all its cases share one oracle of the whole space.
+"""
 
 import dataclasses
 
@@ -7,121 +10,31 @@ import pytest
 
 import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.search as search_module
-import dflop_jax.plan.space as space_module
-from dflop_jax.pipeline.order import in_flight_limit
+from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import Evaluator, sample_batches
-from dflop_jax.plan.load import loads
-from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.evaluate import sample_batches, work_budget
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import (
-    Bucket,
-    with_remat,
-)
-from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.schedule.shapes.choose import BucketChoice
+from dflop_jax.records import Bucket, Price, Shape, with_remat
+from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.sim.predict import bucket_costs
 
 from .cases import (
     BATCH,
     CONFIG,
-    SPACES,
+    TILE,
+    capacity,
     data_profile,
-    exhaustive,
     model_profile,
     random_case,
-    simple_buckets,
+    run,
 )
 
 
-@pytest.fixture(autouse=True)
-def _quick_buckets(monkeypatch, request):
-    if "real_buckets" not in request.fixturenames:
-        monkeypatch.setattr(evaluate_module, "choose_buckets", simple_buckets)
-
-
-@pytest.fixture
-def real_buckets():
-    """For tests that use the bucket search itself."""
-
-
-def run(policy="dflop", n_devices=3, profile=None, data=None, effort="quick", **kwargs):
-    config = dataclasses.replace(CONFIG, policy=policy, effort=effort)
-    return search_plan(
-        profile or model_profile(),
-        data or data_profile(),
-        n_devices=n_devices,
-        global_batch=BATCH,
-        config=config,
-        **kwargs,
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, seed):
-    profile, data, n_devices, hardware, rng = random_case(seed)
-    policy = "orch" if n_devices == 1 or seed % 5 == 2 else "dflop"
-    config = dataclasses.replace(CONFIG, policy=policy, max_microbatches=int(rng.choice([3, 6])))
-    # Every other case gets memory for half of the candidates, so that remat has something to do.
-    every = exhaustive(policy, n_devices, profile, data, config, hardware, remat=seed % 4 < 2)
-    peaks = sorted(peak for *_, peak in every)
-    memory_bytes = peaks[len(peaks) // 2] if seed % 4 < 2 else 0.0
-    fit = [e for e in every if not memory_bytes or e[3] <= memory_bytes]
-
-    def search():
-        return search_plan(
-            profile,
-            data,
-            n_devices=n_devices,
-            global_batch=BATCH,
-            config=dataclasses.replace(config, effort="quick"),
-            memory_bytes=memory_bytes,
-            hardware=hardware,
-            shown=5,
-        )
-
-    result = search()
-    best = {}
-    for name, _, took, peak in fit:
-        best[name] = min(best.get(name, (np.inf,)), (took, peak))
-    ranked = sorted((took, name) for name, (took, _) in best.items())
-    got = [(c.makespan_s, c.name) for c in result.candidates]
-    assert [t for t, _ in got] == pytest.approx([t for t, _ in ranked[: len(got)]], rel=1e-9)
-    assert len(got) == min(5, len(ranked))
-    for c in result.candidates:
-        took, peak = best[c.name]
-        assert (c.makespan_s, c.peak_bytes) == pytest.approx((took, peak), rel=1e-9)
-    assert result.n_fit == len({(name, m) for name, m, *_ in fit})
-    assert result.plan.predicted["makespan_s"] <= got[0][0] * (1 + 1e-9)
-
-    space = SPACES[policy]
-
-    def shuffled(*args, **kwargs):
-        found = list(space(*args, **kwargs))
-        return iter([found[i] for i in rng.permutation(len(found))])
-
-    monkeypatch.setitem(space_module.SPACES, policy, shuffled)
-    assert search() == result
-
-
-@pytest.mark.parametrize("frozen", ["vision", "llm"])
-def test_frozen_parts_are_not_timed_nor_given_an_optimizer(frozen):
-    def trains(s):
-        return s.module != frozen
-
-    profile = model_profile(vision=4.0)
-    config = dataclasses.replace(CONFIG, policy="dflop")
-    every = exhaustive("dflop", 3, profile, data_profile(), config, trains=trains)
-    result = run(trains=trains, profile=profile)
-    least = min(took for _, _, took, _ in every)
-    assert result.candidates[0].makespan_s == pytest.approx(least, rel=1e-9)
-    whole = run(profile=profile).plan.predicted
-    # A frozen LLM still runs backward, for the encoder below it; a frozen encoder does not.
-    got = result.plan.predicted
-    assert got["makespan_s"] <= whole["makespan_s"] * (1.0 if frozen == "llm" else 0.8)
+def most_bytes(plan):
+    return max(plan.predicted.peak_bytes.values())
 
 
 @pytest.mark.parametrize("policy", BASELINES)
@@ -130,12 +43,12 @@ def test_a_baseline_is_the_best_of_its_space(policy):
     result = run(policy, 4, shown=100)
     names = {c.name for c in result.candidates}
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
-    space = BASELINES[policy](4, model_profile().n_layers, tied=False, **limits)
+    space = BASELINES[policy](4, model_profile().n_layers, **limits)
     assert names == {p.name for p in space}
     spans = [c.makespan_s for c in result.candidates]
     assert spans == sorted(spans)
     assert len(set(spans)) > 1
-    assert result.plan.predicted["makespan_s"] == spans[0]
+    assert result.plan.predicted.makespan_s == spans[0]
 
 
 def test_the_whole_search_is_reproducible(real_buckets):
@@ -144,30 +57,46 @@ def test_the_whole_search_is_reproducible(real_buckets):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
-    """Better ones are small ones here; with a huge one they need more memory than allowed."""
-    limit = 1.2 * run().candidates[0].peak_bytes
+    """Better ones are small ones here, which leave less of the LLM's costly tokens empty; with a
+    huge one they need more memory than allowed."""
+    profile = model_profile(llm=10.0)
+    limit = 2.5 * run(profile=profile).candidates[0].peak_bytes
     tried = []
 
-    def choose(shapes, *, effort, **kwargs):
-        tried.append(effort)
-        (large, *_) = simple_buckets(shapes, **kwargs).buckets
-        if effort == "quick":
+    def choose(loads, spec):
+        tried.append(spec.effort)
+        tiles, tokens = (capacity(m, loads, spec) for m in spec.ranks)
+        large = Bucket.of({"vision": tiles, "llm": tokens})
+        if spec.effort == "quick":
             return BucketChoice((large,), 0.0, {})
-        small = (Bucket(large.tiles, 64), Bucket(large.tiles, 128))
-        first = large if fits else Bucket(99, 4096)
-        return BucketChoice((first, *small), 0.0, {})
+        small = tuple(Bucket.of({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96))
+        huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
+        return BucketChoice((large if fits else huge, *small), 0.0, {})
 
     monkeypatch.setattr(evaluate_module, "choose_buckets", choose)
-    quick = run(memory_bytes=limit)
+    quick = run(profile=profile, memory_bytes=limit)
     assert tried == ["quick"]
-    full = run(effort="full", memory_bytes=limit)
+    full = run(effort="full", profile=profile, memory_bytes=limit)
     assert tried[1:].count("full") == 1
     assert tried[1:].count("quick") >= 2
     assert full.candidates == quick.candidates
-    best = full.plan.predicted["makespan_s"]
-    assert best <= quick.plan.predicted["makespan_s"]
-    assert (len(full.plan.buckets) == 3) == fits
-    assert max(v for k, v in full.plan.predicted.items() if "peak" in k) <= limit
+    assert full.plan.predicted.makespan_s <= quick.plan.predicted.makespan_s
+    assert (len(full.plan.buckets) == 4) == fits
+    assert most_bytes(full.plan) <= limit
+
+
+@pytest.mark.parametrize("faster", [1e-9, 1e-2])
+def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
+    plan = run().plan
+    more = dataclasses.replace(
+        plan,
+        buckets=(*plan.buckets, Bucket.of({"llm": Shape(1, 4096)})),
+        predicted=dataclasses.replace(
+            plan.predicted, makespan_s=plan.predicted.makespan_s * (1 - faster)
+        ),
+    )
+    for plans in ([plan, more], [more, plan]):
+        assert search_module._fastest(plans) is (plan if faster < 1e-6 else more)
 
 
 def keeps_little():
@@ -193,54 +122,99 @@ def test_remat_where_memory_needs_it_and_only_there():
     assert forced.candidates[0].makespan_s > free.candidates[0].makespan_s
 
 
-def test_remat_is_dropped_where_chosen_buckets_do_not_need_it(monkeypatch):
+def test_remat_is_dropped_where_chosen_buckets_do_not_need_it():
     plan = with_remat(run(profile=keeps_little()).plan, "layers")
-    small, large = (dataclasses.replace(plan, buckets=(Bucket(9, t),)) for t in (96, 9600))
+    small, large = (
+        dataclasses.replace(
+            plan, buckets=(Bucket.of({"vision": Shape(9, TILE), "llm": Shape(1, t)}),)
+        )
+        for t in (96, 9600)
+    )
 
-    def kept(plan, memory_bytes, remat="auto"):
-        held = loads(plan.modules, data_profile().shapes, [], BATCH)
-        rules = Rules(CostModel(keeps_little()), held, 32, 8, lambda s: True, memory_bytes, remat)
-        evaluator = Evaluator(rules, data_profile().shapes, [], CONFIG, BATCH)
-        found = search_module._keeping_more(evaluator, plan)
+    def evaluator(memory_bytes):
+        spec = SearchSpec(3, BATCH, CONFIG, memory_bytes=memory_bytes)
+        return search_module._prepared(keeps_little(), data_profile(), spec)[1]
+
+    def kept(plan, memory_bytes):
+        found = search_module._keeping_more(evaluator(memory_bytes), plan)
         return {s.module: s.remat for s in found.segments}
 
-    costs = CostModel(keeps_little())
-    limit = max(peak_bytes(large, costs, in_flight_limit(large)).values())
+    limit = evaluator(0.0).most_bytes(large)
     assert kept(small, limit) == {"vision": "none", "llm": "none"}
-    assert kept(small, limit, "layers") == {"vision": "layers", "llm": "layers"}
     assert kept(large, limit)["llm"] == "layers"
     assert kept(large, 0.0) == {"vision": "none", "llm": "none"}
 
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])
-def test_predictions_are_the_simulated_mean_of_the_sampled_batches(policy):
+def test_predictions_are_those_of_the_scheduled_batches(policy):
+    """Makespan and busy shares of the simulated mean; memory by the depths of their orders."""
     plan, profile = run(policy).plan, model_profile()
     trainable = [s.name for s in plan.segments]
-    seconds = CostModel(profile).task_seconds(plan)
-    prices = bucket_costs(plan, seconds, trainable)
-    traces = []
-    for i, batch in enumerate(sample_batches(data_profile().shapes, BATCH, 2)):
-        groups = schedule_batch(batch, plan, prices, step=i).groups
-        buckets = [g[0].bucket for g in groups]
-        traces.append(simulate_step(plan, buckets, seconds, trainable, concurrency=8.0))
-    makespan_s = np.mean([t.makespan_s for t in traces])
-    assert plan.predicted["makespan_s"] == pytest.approx(makespan_s)
+    prices = plan_prices(plan, profile)
+    traces, depths = [], []
+    for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, 2)):
+        schedule = schedule_batch(batch, plan, prices, trainable, step=i, work=plan.work_budget)
+        traces.append(simulate_step(plan, schedule, prices, trainable))
+        depths.append(most_in_flight(schedule.order))
+    predicted = plan.predicted
+    assert predicted.makespan_s == pytest.approx(np.mean([t.makespan_s for t in traces]))
+    assert predicted.chosen_by_s == predicted.makespan_s
     for m in plan.submeshes:
         busy = np.mean([t.busy_fraction()[m.name] for t in traces])
-        assert plan.predicted[f"busy_fraction.{m.name}"] == pytest.approx(busy)
-    peak = peak_bytes(plan, CostModel(profile), in_flight_limit(plan))
-    for name, value in peak.items():
-        assert plan.predicted[f"peak_bytes.{name}"] == pytest.approx(value)
+        assert predicted.busy_fraction[m.name] == pytest.approx(busy)
+    in_flight = {s: max(d.get(s, 0) for d in depths) for s in trainable}
+    assert predicted.peak_bytes == pytest.approx(peak_bytes(plan, CostModel(profile), in_flight))
+
+
+def test_the_budget_of_the_solver_is_hidden_by_the_step():
+    plan = run().plan
+    assert plan.work_budget == work_budget(plan.predicted.makespan_s) > 0
+    assert work_budget(2.0) == pytest.approx(2 * work_budget(1.0))
+    assert work_budget(1e-9) == 1  # 0 would be the scheduler's default
+
+
+def test_programs_of_finalists_are_timed_and_decide():
+    """The plan that the profile ranks first turns out slow."""
+    profile, asked = model_profile(), []
+
+    def time_plan(plan):
+        asked.append(plan)
+        prices = plan_prices(plan, profile)
+        slow = 3.0 if len(asked) == 1 else 1.2
+        programs = {k: Price(slow * p.static_s) for k, p in prices.programs.items()}
+        return dataclasses.replace(prices, programs=programs)
+
+    untimed = run(effort="full", n_devices=4)
+    timed = run(effort="full", n_devices=4, time_plan=time_plan)
+    assert 2 <= len(asked) == timed.n_timed <= search_module.FINALISTS
+    assert len({repr((p.segments, p.buckets)) for p in asked}) == len(asked)
+    assert asked[0] == untimed.plan
+    assert untimed.n_timed == 0
+    by_profile = [p.predicted.makespan_s for p in asked]
+    assert by_profile == sorted(by_profile)
+    assert timed.plan.buckets != untimed.plan.buckets or timed.plan.segments != asked[0].segments
+    predicted = timed.plan.predicted
+    assert predicted.chosen_by_s in by_profile[1:]
+    assert predicted.chosen_by_s < predicted.makespan_s < 1.5 * predicted.chosen_by_s
+    assert timed.plan.work_budget == work_budget(predicted.makespan_s)
+
+
+def test_a_spec_is_the_same_as_its_fields_by_name():
+    spec = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, effort="quick"))
+    profile, data = model_profile(), data_profile()
+    assert search_plan(profile, data, spec) == run()
+    assert search_plan(profile, data, spec, n_devices=4) == run(n_devices=4)
 
 
 def test_buckets_hold_every_sample_and_are_as_many_as_allowed():
     for policy in ("dflop", "blind"):
         plan = run(policy).plan
         assert 1 <= len(plan.buckets) <= CONFIG.buckets
-        assert all(b.tokens % 32 == 0 for b in plan.buckets)
-        for s in data_profile().shapes:
+        assert all(b.shape("llm").tokens % 32 == 0 for b in plan.buckets)
+        for load in data_profile().loads:
             assert any(
-                b.tiles * plan.data_ranks("vision") >= s.tiles and b.tokens >= s.llm_tokens
+                b.tokens("vision") * plan.data_ranks("vision") >= load.tokens("vision")
+                and b.shape("llm").tokens >= load.tokens("llm")
                 for b in plan.buckets
             )
 
@@ -258,9 +232,8 @@ def test_memory_is_respected():
     peaks = sorted({c.peak_bytes for c in free.candidates})
     limit = peaks[len(peaks) // 2]
     tight = run(memory_bytes=limit)
-    held = [v for k, v in tight.plan.predicted.items() if k.startswith("peak_bytes.")]
-    assert max(held) <= limit
-    assert tight.plan.predicted["makespan_s"] >= free.plan.predicted["makespan_s"]
+    assert most_bytes(tight.plan) <= limit
+    assert tight.plan.predicted.makespan_s >= free.plan.predicted.makespan_s
     assert tight.n_fit < tight.n_candidates == free.n_fit
     # Just below the smallest of all, nothing is left.
     with pytest.raises(ValueError, match=r"no plan fits into .* GiB more; .* need less"):
@@ -288,7 +261,7 @@ def test_one_device():
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])
 def test_a_model_without_encoder(policy):
-    profile = model_profile(modules=1)
+    profile = model_profile(graph="one")
     plan = run(policy, 2, profile=profile, data=data_profile(tiles=False)).plan
     assert plan.modules == ("llm",)
     assert plan.n_devices == 2
@@ -299,27 +272,46 @@ def test_unmeasured_degrees_are_left_out():
     assert all("x2@" not in c.name for c in plan.candidates)
 
 
-def test_a_tied_head_keeps_the_llm_in_one_segment():
-    for c in run(n_devices=4, tied=True).candidates:
-        assert "*" not in c.name
+def test_a_tied_head_may_lie_apart_from_its_embedding():
+    profile = model_profile(tied=("llm",))
+    result = run(n_devices=4, profile=profile, shown=100)
+    assert result.plan.tied == ("llm",)
+    apart = [c for c in result.candidates if "llm=2*" in c.name]
+    assert apart
+    # Both segments hold what they share, so the one with the head needs more.
+    untied = {c.name: c.peak_bytes for c in run(n_devices=4, shown=100).candidates}
+    assert any(c.peak_bytes > untied[c.name] for c in apart)
+
+
+def test_modules_with_inner_edges_lie_in_segments_not_in_stages():
+    profile, data, *_ = random_case(3, "taps")
+    config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=2, max_stage=3)
+    result = search_plan(
+        profile, data, n_devices=3, global_batch=BATCH, config=config, shown=1000, refine=False
+    )
+    for c in result.candidates:
+        degrees = dict(part.split("=") for part in c.name.split(" "))
+        assert all("*" in degrees[m] or degrees[m][0] == "1" for m in ("vision", "llm"))
+    assert any("vision=3*" in c.name or "vision=2*" in c.name for c in result.candidates)
+    assert any("generator=2x" in c.name for c in result.candidates)
 
 
 def test_sampled_batches():
-    shapes = data_profile().shapes
-    batches = sample_batches(shapes, 8, 3)
-    assert batches == sample_batches(shapes, 8, 3)
+    loads = data_profile().loads
+    batches = sample_batches(loads, 8, 3)
+    assert batches == sample_batches(loads, 8, 3)
     assert [len(b) for b in batches] == [8, 8, 8]
     assert batches[0] != batches[1]
-    whole = sample_batches(shapes, len(shapes), 1)[0]
-    assert sorted(map(repr, whole)) == sorted(map(repr, shapes))  # drawn without repeats
-    assert len(sample_batches(shapes[:2], 5, 1)[0]) == 5
+    whole = sample_batches(loads, len(loads), 1)[0]
+    assert sorted(map(repr, whole)) == sorted(map(repr, loads))  # drawn without repeats
+    assert len(sample_batches(loads[:2], 5, 1)[0]) == 5
 
 
 def test_auto_takes_the_better_of_its_policies():
     for weights in ((1.0, 1.0), (0.05, 8.0)):
         profile = model_profile(*weights)
         spans = {
-            policy: run(policy, 4, profile=profile).plan.predicted["makespan_s"]
+            policy: run(policy, 4, profile=profile).plan.predicted.makespan_s
             for policy in ("dflop", "orch", "auto")
         }
         chosen = run("auto", 4, profile=profile).plan

@@ -21,7 +21,7 @@ from dflop_jax.profile.parts import (
     part_work,
 )
 from dflop_jax.profile.sharded_trace import trace
-from dflop_jax.records import BACKWARD, FORWARD, ModuleShape
+from dflop_jax.records import BACKWARD, FORWARD, Shape
 from models.internvl import build as build_internvl
 from models.llava import build as build_llava
 from models.qwen2_audio import build as build_audio
@@ -131,7 +131,7 @@ MODELS = {
 
 def module_shape(model, name):
     # Up to 128 tokens causal attention is one block, which is what the models count.
-    return ModuleShape(2, 96) if name == "llm" else ModuleShape(3, 16)
+    return Shape(2, 96) if name == "llm" else Shape(3, 16)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_products_of_a_part_are_those_the_model_counts(family, name):
         return sum(k.flops * k.repeats for k in part_kernels(module, part, direction, shape, ways))
 
     for part in ("entry", "layers", "exit"):
-        want = module.flops(part, shape.items, shape.tokens)
+        want = module.flops(part, shape.rows, shape.tokens)
         assert flops(part, FORWARD) == pytest.approx(want)
-    forward = module.flops("layers", shape.items, shape.tokens)
+    forward = module.flops("layers", shape.rows, shape.tokens)
     back = flops("layers", BACKWARD)
     # The gradient takes two products for each of the forward; the forward's last is not repeated,
     # unless a scale after it needs its result.
@@ -170,9 +170,7 @@ def test_a_layer_reduces_twice_forward_and_thrice_backward(family, name):
 
 
 def test_attention_is_told_from_products_with_parameters():
-    kernels = part_kernels(
-        MODELS["llava"].modules["vision"], "layers", FORWARD, ModuleShape(2, 16), 1
-    )
+    kernels = part_kernels(MODELS["llava"].modules["vision"], "layers", FORWARD, Shape(2, 16), 1)
     assert len(of_kind(kernels, ATTENTION)) == 2
     assert len(of_kind(kernels, MATMUL)) == 6
     assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
@@ -208,7 +206,7 @@ def test_working_bytes_by_hand():
 
 def test_half_precision_may_count_twice():
     half = MODELS["llava"].modules["vision"]
-    shape = ModuleShape(2, 16)
+    shape = Shape(2, 16)
     narrow, wide = (part_kept(half, "layers", shape, 1, n) for n in (2, 4))
     assert narrow.parameters * 2 == pytest.approx(wide.parameters, rel=0.02)
     assert narrow.activations < wide.activations < 2 * narrow.activations  # norms keep float32
@@ -218,6 +216,6 @@ def test_half_precision_may_count_twice():
 
 
 def test_masks_and_angles_are_kept_once_for_all_layers():
-    shape = ModuleShape(1, 96)
+    shape = Shape(1, 96)
     assert part_kept(MODELS["llava"].modules["llm"], "layers", shape, 1, 2).fields > 0
     assert part_kept(MODELS["llava"].modules["vision"], "layers", shape, 1, 2).fields == 0

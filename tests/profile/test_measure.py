@@ -1,14 +1,19 @@
 """What is measured, by whom, and under which name it is kept; never how long it took."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from dflop_jax.profile.measure import model_profile, profile_key, time_layers
-from dflop_jax.records import ModuleShape
-from dflop_jax.train.prepare import _compute_apart
+from dflop_jax.profile import measure
+from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.records import Edge, Shape
 from models.llava import build
 
-SHAPES = {"vision": [ModuleShape(2, 16)], "llm": [ModuleShape(1, 32)]}
+SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32)]}
 
 
 @pytest.fixture(scope="module")
@@ -24,34 +29,189 @@ def test_shares_of_the_work_make_the_whole(nano):
     profile = model_profile(nano, SHAPES, parts[0] + parts[1], devices, key="k")
     assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
     assert all(t.layer_backward_s > 0 for t in profile.timings)
+    # The model's own facts go with it.
+    assert profile.edges == (Edge("vision", "llm", "visual"),)
+    assert profile.tied == ("llm",)
+    assert profile.piece_tokens == {"vision": 16}
+    assert profile.n_layers == {"vision": 2, "llm": 4}
+    # Hidden states of a segment, float32, and no pairs where attention takes whole rows.
+    hidden = {t.module: t.hidden_bytes for t in profile.timings}
+    assert hidden == {"vision": 2 * 16 * 32 * 4, "llm": 32 * 32 * 4}
+    assert all(t.pair_forward_s == t.pair_backward_s == 0.0 for t in profile.timings)
 
 
-def test_a_profile_is_named_by_the_programs_it_timed(nano):
-    devices = jax.devices()[:1]
-    key = profile_key(nano, devices, SHAPES, "more")
-    assert key == profile_key(build("nano"), devices, SHAPES, "more")
-    half = profile_key(build("nano", "bfloat16"), devices, SHAPES, "more")
-    longer = profile_key(nano, devices, {**SHAPES, "llm": [ModuleShape(1, 64)]}, "more")
-    assert len({key, half, longer, profile_key(nano, devices, SHAPES)}) == 4
+def test_devices_that_run_at_once_run_the_last_module(nano, monkeypatch):
+    timed = []
+
+    def fake(segment, shape, repeats, below, pieces):
+        timed.append((segment.name, segment.mesh.shape["data"], shape))
+        return [SimpleNamespace(backward_s=0.5)]
+
+    monkeypatch.setattr(measure, "_measure", fake)
+    assert together(nano, Shape(1, 32), jax.devices()[:2]) == 4.0
+    assert timed == [("llm", 2, Shape(1, 32))]
 
 
-class Hub:
-    """Process 0 of several; the others say what they are given."""
+class Taps(dict):
+    """Taps by name that a frozen dataclass can hold."""
 
-    def __init__(self, *others):
-        self.others = others
-
-    def gather(self, key, value):
-        return [value, *self.others]
-
-    def share(self, key, value):
-        return value
+    def __hash__(self):
+        return hash(tuple(sorted(self.items())))
 
 
-def test_processes_compute_apart_unless_they_share_a_core(monkeypatch):
-    devices = jax.devices()[:1]
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3}, raising=False)
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
-    assert _compute_apart(devices, Hub())
-    assert _compute_apart(devices, Hub(b'["here/4"]', b'["there/3"]'))
-    assert not _compute_apart(devices, Hub(b'["here/2", "here/3"]'))
+@dataclass(frozen=True)
+class Plain:
+    """A module of two matrices a layer, whose rows hold pieces; `taps` as the contract has them."""
+
+    n_layers: int = 4
+    pair_flops: float = 0.0
+    taps: Taps = field(default_factory=Taps)
+    loss: bool = False
+    width: int = 8
+
+    tied = False
+
+    @property
+    def inputs(self):
+        taps = dict.fromkeys(self.taps, ())
+        return {"entry": ("ids",), "layers": ("segment_ids", "positions"), "exit": (), **taps}
+
+    @property
+    def freeze_groups(self):
+        return dict.fromkeys(self.inputs, "all")
+
+    def field_spec(self, name, rows, tokens):
+        if name == "deep":
+            return jax.ShapeDtypeStruct((rows, tokens, self.width), jnp.float32)
+        return jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+
+    def init(self, part, key):
+        w = jax.random.normal(key, (16 if part == "entry" else self.width, self.width))
+        return {"up": w, "down": w.T} if part == "layers" else {"w": w}
+
+    def logical_axes(self, part):
+        layer = {"up": (None, "mlp"), "down": ("mlp", None)}
+        return layer if part == "layers" else {"w": (None, None)}
+
+    def entry(self, params, batch):
+        return jnp.take(params["w"], batch["ids"], axis=0, mode="clip")
+
+    def layer(self, params, x, batch):
+        first = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+        return x + (x @ params["up"]) @ params["down"] * first[..., None].astype(x.dtype)
+
+    def exit(self, params, x, batch, entry):
+        y = x @ params["w"]
+        return {"loss_sum": jnp.sum(y)} if self.loss else y
+
+    def tap(self, name, params, x, batch):
+        return x @ params["w"]
+
+    def inlet(self, name, x, placed, batch):
+        return x + placed
+
+    def flops(self, part, rows, tokens):
+        return 128.0 * rows * tokens
+
+
+def two(**fields):
+    """Module `a` feeds `b` from a tap after its third layer, between `b`'s layers 2 and 3."""
+    a, b = Plain(taps=Taps(mid=3), **fields), Plain(loss=True, **fields)
+    edges = [{"source": "a", "target": "b", "name": "deep", "tap": "mid", "enters": 3}]
+    return SimpleNamespace(modules={"a": a, "b": b}, edges=edges, piece_tokens={}, vocab_size=16)
+
+
+def test_what_lies_between_layers_is_timed_with_the_ends():
+    model, devices = two(), jax.devices()[:1]
+    shapes = {m: [Shape(2, 16)] for m in "ab"}
+    timings = time_layers(model, shapes, [1], devices, repeats=1)
+    profile = model_profile(model, shapes, timings, devices, key="k")
+    assert profile.edges == (Edge("a", "b", "deep", tap="mid", leaves=3, enters=3),)
+    assert profile.ends_param_bytes == {"a": 4 * (16 * 8 + 2 * 64), "b": 4 * (16 * 8 + 64)}
+    assert profile.layer_param_bytes == {"a": 512, "b": 512}
+    for name, n_inputs in (("a", 0), ("b", 1)):
+        for depth in (1, 3):
+            segment = measure._segment(model, name, depth, devices, (1, 1, 1))
+            assert len(segment.taps) == (name == "a")
+            assert len(segment.inlets) == len(segment.wants_gradient) == n_inputs
+            assert segment.parts == (("entry", "layers", "exit", "mid") if name == "a" else
+                                     ("entry", "layers", "exit"))  # fmt: skip
+
+
+def test_pairs_are_told_from_two_fillings(monkeypatch):
+    """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s."""
+    calls = []
+
+    def fake(segment, shape, repeats, below, pieces):
+        found = []
+        for n in pieces:
+            pairs, depth = measure._pairs(shape, n), segment.plan.n_layers
+            seconds = 7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)
+            found.append(measure._Measured(*seconds, 10.0 * depth + 5, 64.0))
+        calls.append(tuple(pieces))
+        return found
+
+    monkeypatch.setattr(measure, "_measure", fake)
+    shapes = {m: [Shape(2, 48)] for m in "ab"}
+    for t in time_layers(two(pair_flops=4.0), shapes, [1], jax.devices()[:1]):
+        assert (t.layer_forward_s, t.layer_backward_s) == pytest.approx((2.0, 3.0))
+        assert (t.pair_forward_s, t.pair_backward_s) == pytest.approx((1e-2, 3e-2))
+        assert t.ends_forward_s == pytest.approx(7.0)
+        assert (t.layer_temp_bytes, t.ends_temp_bytes, t.hidden_bytes) == (10.0, 5.0, 64.0)
+    assert set(calls) == {(1, 16)}
+    calls.clear()
+    timings = time_layers(two(), shapes, [1], jax.devices()[:1])
+    assert {(t.pair_forward_s, t.pair_backward_s) for t in timings} == {(0.0, 0.0)}
+    assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
+
+
+@pytest.mark.parametrize("tokens, pieces", [(48, 1), (48, 16), (50, 16), (5, 4), (1, 1)])
+def test_rows_are_full_of_pieces(tokens, pieces):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def struct(dtype, *more):
+        return jax.ShapeDtypeStruct((1, 3, tokens, *more), dtype, sharding=sharding)
+
+    fields = {
+        "segment_ids": struct(jnp.int32),
+        "positions": struct(jnp.int32, 3),
+        "weights": struct(jnp.float32),
+        "ids": struct(jnp.int32),
+        "pixels": struct(jnp.uint8, 12),
+        "flag": struct(jnp.bool_),
+        "x": struct(jnp.bfloat16, 7),
+    }
+    batch = {n: np.asarray(a) for n, a in measure._packed(fields, pieces, below=300).items()}
+    assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
+        n: (s.shape, s.dtype) for n, s in fields.items()
+    }
+    row = batch["segment_ids"][0, 1]
+    lengths = np.bincount(row)[1:]
+    assert row[0] == 1
+    assert min(lengths) >= 1
+    assert len(lengths) <= pieces
+    assert float((lengths**2).sum()) * 3 == measure._pairs(Shape(3, tokens), pieces)
+    want = np.concatenate([np.arange(n) for n in lengths])
+    assert (batch["positions"][0] == want[None, :, None]).all()
+    assert (batch["weights"] == 1).all()
+    assert batch["ids"].max() < 300
+    assert batch["ids"].min() >= 0
+    assert tokens == 1 or len(set(batch["x"].astype(np.float32).ravel().tolist())) > tokens
+
+
+def test_a_profile_is_named_by_the_programs_it_timed():
+    devices, shapes = jax.devices()[:1], {m: [Shape(1, 32)] for m in "ab"}
+    key = profile_key(two(), devices, shapes, "more")
+    assert key == profile_key(two(), devices, shapes, "more")
+    wider = profile_key(two(width=16), devices, shapes, "more")
+    longer = profile_key(two(), devices, {**shapes, "b": [Shape(1, 64)]}, "more")
+    assert len({key, wider, longer, profile_key(two(), devices, shapes)}) == 4
+
+
+def test_a_degree_that_divides_nothing_is_left_out():
+    """A width of 8 splits in 2 and not in 3; what fails alone is an error."""
+    shapes, devices = {m: [Shape(2, 16)] for m in "ab"}, jax.devices()[:3]
+    timings = time_layers(two(), shapes, [1, 2, 3], devices, repeats=1)
+    assert [(t.module, t.model) for t in timings] == [(m, d) for m in "ab" for d in (1, 2)]
+    with pytest.raises(ValueError, match="does not divide"):
+        measure._segment(two(), "a", 1, devices, (1, 1, 3)).param_specs()

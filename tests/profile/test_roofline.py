@@ -1,35 +1,31 @@
-"""Predicted profiles: the roofline by hand, what small shapes cost, and constants fitted back."""
+"""Predicted profiles: the roofline by hand, what small shapes cost, and what pairs do."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.search import search_plan
+from dflop_jax.profile import roofline
 from dflop_jax.profile.collectives import all_reduce_s
-from dflop_jax.profile.efficiency import Efficiency, Table, fit_efficiency
+from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.profile.kernels import ATTENTION, ELEMENTWISE, LOOKUP, MATMUL, REDUCE, Kernel
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.record_files import load, save
 from dflop_jax.records import (
-    DataProfile,
-    LayerTiming,
+    BACKWARD,
+    FORWARD,
+    Edge,
     ModelProfile,
-    ModuleShape,
-    SampleShape,
+    Shape,
 )
 from models.llava import build
 
 A100 = find_hardware("a100-80")
-CPU = find_hardware("cpu")
 NANO = build("nano", "bfloat16")
-TINY = build("tiny")
 SHAPES = {
-    "vision": [ModuleShape(n, 16) for n in (1, 4, 16, 64)],
-    "llm": [ModuleShape(i, t) for i, t in ((1, 32), (1, 96), (4, 96), (2, 384))],
+    "vision": [Shape(n, 16) for n in (1, 4, 16, 64)],
+    "llm": [Shape(i, t) for i, t in ((1, 32), (1, 96), (4, 96), (2, 384))],
 }
 
 
@@ -93,6 +89,9 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert all(t.layer_backward_s > t.layer_forward_s > 0 for t in profile.timings)
     assert all(t.ends_forward_s > 0 and t.layer_temp_bytes > 0 for t in profile.timings)
     assert profile.device == "a100-80"
+    assert profile.edges == (Edge("vision", "llm", "visual"),)
+    assert (profile.tied, profile.piece_tokens) == (("llm",), {"vision": 16})
+    assert all(t.pair_forward_s == t.pair_backward_s == 0.0 for t in profile.timings)
     assert all(0 < share < 1 for share in profile.entry_share.values())
     save(profile, tmp_path / "p.json")
     assert load(ModelProfile, tmp_path / "p.json") == profile
@@ -102,18 +101,8 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert other.key != profile.key
     model = CostModel(profile)
     for t in profile.timings:
-        got = model.predict(t.module, t.model, t.shape.items, t.shape.tokens, "layer_backward")
+        got = model.predict(t.module, t.model, t.shape.rows, t.shape.tokens, "layer_backward")
         assert got == pytest.approx(t.layer_backward_s, rel=0.1)
-
-
-def test_plans_are_searched_on_predicted_profiles(profile):
-    data = DataProfile("d", 3, tuple(SampleShape(n, 20, 20 + 4 * n) for n in (1, 2, 6)))
-    config = PlanConfig(policy="auto", buckets=2, sampled_batches=2, effort="quick", max_model=2)
-    plan = search_plan(
-        profile, data, n_devices=2, global_batch=16, config=config, memory_bytes=80e9, tied=True
-    ).plan
-    assert plan.n_devices <= 2
-    assert 0 < plan.predicted["makespan_s"] < 1
 
 
 def timing(profile, module, model, shape):
@@ -123,7 +112,7 @@ def timing(profile, module, model, shape):
 
 
 def test_small_encoder_batches_and_high_degrees_cost_what_they_cost(profile):
-    per_tile = [timing(profile, "vision", 1, s).layer_forward_s / s.items for s in SHAPES["vision"]]
+    per_tile = [timing(profile, "vision", 1, s).layer_forward_s / s.rows for s in SHAPES["vision"]]
     assert per_tile == sorted(per_tile, reverse=True)
     assert per_tile[0] > 4 * per_tile[-1]
     shape = SHAPES["llm"][-1]
@@ -141,8 +130,6 @@ def test_what_cannot_be_predicted_is_refused():
 
     with pytest.raises(ValueError, match="at least one shape of the module 'llm'"):
         predict({"vision": SHAPES["vision"]})
-    with pytest.raises(ValueError, match="without items takes no time"):
-        predict({**SHAPES, "vision": [ModuleShape(0, 16)]})
     for bad in ({"n_devices": 0}, {"degrees": ()}, {"degrees": (1, 0)}):
         with pytest.raises(ValueError, match="nothing below 1"):
             predict(**bad)
@@ -156,80 +143,50 @@ def test_what_cannot_be_predicted_is_refused():
             Efficiency(matmul=bad)
 
 
-TRUTH = Efficiency(
-    matmul=0.55, attention=0.3, half_dim=20.0, bandwidth=0.5, lookup=0.15, launch_s=9e-6, link=0.4
-)
+@dataclasses.dataclass(frozen=True)
+class Skipping:
+    """A module whose attention kernel leaves out the pairs that are not in a piece."""
+
+    module: object
+    pair_flops: float
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
 
 
-def test_constants_that_made_a_profile_are_fitted_back():
-    shapes = {
-        "vision": [ModuleShape(n, 36) for n in (1, 4, 16, 64, 256)],
-        "llm": [ModuleShape(i, t) for i, t in ((1, 32), (1, 128), (4, 512), (1, 2048))],
-    }
-    made = roofline_profile(TINY, CPU, shapes, (1, 2), n_devices=8, efficiency=TRUTH)
-    found = fit_efficiency(made, TINY, CPU)
-    for name in ("matmul", "attention", "half_dim", "bandwidth", "launch_s", "link"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
-    # Where devices share cores, degrees above what really computes at once tell nothing of links.
-    alone = fit_efficiency(dataclasses.replace(made, concurrency=1.0), TINY, CPU)
-    assert alone.link == pytest.approx(Efficiency().link, rel=0.01)
-    assert alone.matmul == pytest.approx(TRUTH.matmul, rel=0.05)
+def test_attention_that_skips_costs_by_pairs():
+    """Seconds of a pair are its FLOPs; a layer's seconds no longer grow with the square."""
+    llm = NANO.modules["llm"]
+    flops = 4.0 * llm.size.n_heads * llm.size.head_dim
+
+    def predicted(module, shape, ways=1):
+        predictor = roofline._Predictor(module, ("visual",), ways, A100, Efficiency())
+        return predictor.timing("llm", shape)
+
+    by_rows, by_pairs = (
+        [predicted(m, Shape(n, t)) for n, t in ((16, 128), (1, 2048), (4, 2048))]
+        for m in (llm, Skipping(llm, flops))
+    )
+    want = flops / (312e12 * Efficiency().attention)
+    for t in by_pairs:
+        assert t.pair_forward_s == pytest.approx(want)
+        assert t.pair_backward_s == pytest.approx(3.5 * want)
+    for t, like in zip(by_pairs, by_rows, strict=True):
+        assert t.layer_forward_s < like.layer_forward_s
+        assert t.layer_backward_s < like.layer_backward_s
+        assert t.ends_forward_s == like.ends_forward_s
+        assert t.pair_forward_s > like.pair_forward_s == 0.0
+    short, one, four = by_pairs
+    assert one.layer_forward_s == short.layer_forward_s  # as many tokens
+    assert one.layer_forward_s < four.layer_forward_s <= 4 * one.layer_forward_s
+    assert predicted(Skipping(llm, flops), Shape(1, 256), 2).pair_forward_s == want / 2
 
 
-def test_a_profile_of_another_model_is_refused(profile):
-    with pytest.raises(ValueError, match="the profile is of another model"):
-        fit_efficiency(profile, TINY, A100)
-    nothing = [
-        dataclasses.replace(
-            t, layer_forward_s=0, layer_backward_s=0, ends_forward_s=0, ends_backward_s=0
-        )
-        for t in profile.timings
-    ]
-    with pytest.raises(ValueError, match="no time above 0"):
-        fit_efficiency(dataclasses.replace(profile, timings=tuple(nothing)), NANO, A100)
-
-
-# Milliseconds of a layer and of the ends (forward, backward) of `tiny` in float32, measured once on
-# two cores of a server CPU; noise made some ends nothing.
-MEASURED = {
-    "vision": {
-        (4, 36): (0.293, 1.638, 0.403, 1.186),
-        (16, 36): (1.366, 6.096, 0.668, 0.0),
-        (32, 36): (2.499, 11.575, 1.029, 0.187),
-        (64, 36): (4.248, 23.488, 2.476, 0.562),
-    },
-    "llm": {
-        (1, 96): (1.204, 3.967, 0.085, 0.323),
-        (1, 352): (2.906, 11.489, 4.491, 6.286),
-        (1, 704): (8.635, 37.708, 4.082, 0.0),
-        (4, 96): (2.646, 11.234, 1.836, 0.446),
-        (2, 352): (7.495, 25.636, 3.185, 0.026),
-    },
-}
-
-
-def test_a_measured_profile_predicts_the_shapes_left_out():
-    """Each shape from the others: median within 35%, backward always within a factor of 1.6."""
-    rows = [
-        LayerTiming(m, 1, ModuleShape(*shape), *np.array(ms) / 1e3)
-        for m, table in MEASURED.items()
-        for shape, ms in table.items()
-    ]
-    shapes = {m: [ModuleShape(*s) for s in table] for m, table in MEASURED.items()}
-    base = roofline_profile(TINY, CPU, shapes, (1,), n_devices=1)
-    missed_f, missed_b = [], []
-    for i, left_out in enumerate(rows):
-        rest = dataclasses.replace(base, timings=tuple(rows[:i] + rows[i + 1 :]))
-        e = fit_efficiency(rest, TINY, CPU)
-        again = roofline_profile(TINY, CPU, shapes, (1,), n_devices=1, efficiency=e)
-        got = timing(again, left_out.module, 1, left_out.shape)
-        missed_f.append(abs(np.log(got.layer_forward_s / left_out.layer_forward_s)))
-        missed_b.append(abs(np.log(got.layer_backward_s / left_out.layer_backward_s)))
-    assert np.median(missed_f + missed_b) < np.log(1.35)
-    assert max(missed_b) < np.log(1.6)
-    default = roofline_profile(TINY, CPU, shapes, (1,), n_devices=1)
-    far = [
-        abs(np.log(timing(default, r.module, 1, r.shape).layer_backward_s / r.layer_backward_s))
-        for r in rows
-    ]
-    assert np.median(missed_b) < np.median(far)
+def test_what_edges_place_gets_a_gradient():
+    """The entry's backward adds up the features' gradients only where an edge brings them."""
+    llm, shape = NANO.modules["llm"], Shape(2, 96)
+    placed, own = (
+        roofline._Predictor(llm, names, 1, A100, Efficiency()) for names in (("visual",), ())
+    )
+    assert placed.part_s("entry", FORWARD, shape) == own.part_s("entry", FORWARD, shape)
+    assert placed.part_s("entry", BACKWARD, shape) > own.part_s("entry", BACKWARD, shape)

@@ -24,7 +24,7 @@ def make_run(tmp_path):
             stages = {"enc": (0.03 * slow, 0.06 * slow), "llm": (0.04, 0.08)}
             sizes = [1.0, 0.9, 1.1, 1.0]
             measured = one_f_one_b(stages, sizes, "measured")
-            run.write_trace([measured, one_f_one_b(stages, sizes, "simulated")], {0: "8x1x512"})
+            run.write_trace([measured, one_f_one_b(stages, sizes, "simulated")], {0: "vision:8x16"})
         return run.path
 
     return make

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dflop_jax.records import Bucket, Event, Plan, SegmentPlan, SubmeshPlan, Trace
+from dflop_jax.records import Event, Plan, Predicted, SegmentPlan, SubmeshPlan, Trace
 from dflop_jax.report.metrics import StepMetrics
+from tests.plans import EDGE, bucket
 
 
 def one_f_one_b(stages: dict[str, tuple[float, float]], sizes: list[float], source: str) -> Trace:
@@ -50,8 +51,9 @@ def make_plan(policy: str = "dflop") -> Plan:
             SegmentPlan("vision", "vision", 0, 4, "enc", True, True),
             SegmentPlan("llm", "llm", 0, 6, "llm", True, True),
         ),
-        buckets=(Bucket(8, 512), Bucket(16, 1024)),
-        predicted={"makespan_s": 0.4, "busy_fraction.enc": 0.7, "busy_fraction.llm": 0.9},
+        buckets=(bucket(8, 512), bucket(16, 1024)),
+        edges=(EDGE,),
+        predicted=Predicted(0.4, {"enc": 0.7, "llm": 0.9}, {"enc": 1e6, "llm": 2e6}, 0.38),
     )
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.cli import main as cli
+from dflop_jax.cli import main
 from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
-from dflop_jax.report import timeline as tl
-from dflop_jax.report.html import _DARK, page, write_page
+from dflop_jax.report import colours
+from dflop_jax.report.colours import DARK
+from dflop_jax.report.html import page, write_page
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
 from dflop_jax.report.trace import read_labelled, write_trace
 from tests.report.runs import make_plan, make_row, one_f_one_b
@@ -57,16 +58,16 @@ def test_the_data_hold_every_event_and_come_back(make_run):
     run = make_run()
     panels = Parsed(page([run])).data["panels"]
     assert [p["title"] for p in panels] == ["run, step 5, measured", "run, step 5, simulated"]
-    for panel, (trace, buckets) in zip(panels, read_labelled(run / "trace.json"), strict=True):
+    for panel, (trace, labels) in zip(panels, read_labelled(run / "trace.json"), strict=True):
         assert panel["makespan_s"] == trace.makespan_s
         back = [
             Event(panel["rows"][row]["name"], segment, group, direction, start_s, end_s)
             for row, start_s, end_s, _, segment, direction, group, _ in panel["tasks"]
         ]
         assert tuple(back) == trace.events
-        assert buckets == {0: "8x1x512"}
-        for *_, group, bucket in panel["tasks"]:
-            assert bucket == ("8 tiles, 1 x 512 tokens" if group == 0 else "")
+        assert labels == {0: "vision:8x16"}
+        for *_, group, label in panel["tasks"]:
+            assert label == ("vision 8 x 16 tokens" if group == 0 else "")
         busy = trace.busy_fraction()
         assert {r["name"]: r["busy"] for r in panel["rows"]} == {
             n: f"{v:.0%}" for n, v in busy.items()
@@ -77,8 +78,8 @@ def test_memory_is_what_the_caller_knows(make_run):
     run = make_run()
     asked = []
 
-    def memory(folder, plan, trace, buckets):
-        asked.append((folder, plan, trace, buckets))
+    def memory(folder, plan, trace, labels):
+        asked.append((folder, plan, trace, labels))
         if trace.source == "simulated":
             raise ValueError("no table\nof bytes")
         return {"enc": ((0.0, 5.0), (0.1, 9.0), (0.2, 5.0)), "llm": ((0.0, 0.0),)}
@@ -219,7 +220,7 @@ def test_bad_folders_and_files_are_named(make_run, tmp_path):
 
 
 def run_cli(capsys, *args):
-    code = cli.main(["report", *map(str, args)])
+    code = main(["report", *map(str, args)])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -285,17 +286,17 @@ def contrast(a: str, b: str) -> float:
 
 
 def test_marks_and_their_numbers_can_be_told_apart():
-    css = (Path(tl.__file__).parent / "page.css").read_text()
+    css = (Path(colours.__file__).parent / "page.css").read_text()
     light_idle, dark_idle = (x[:7] for x in css.split("--idle: ")[1:])
-    pairs = [*tl.MODULE_COLOURS.values(), *tl.OTHER_COLOURS]
-    lights = {c for pair in pairs for c in pair} | set(tl.DIRECTION_COLOURS.values())
-    assert set(_DARK) == lights
-    for light, dark in _DARK.items():
+    pairs = [*colours.MODULE_COLOURS.values(), *colours.OTHER_COLOURS]
+    lights = {c for pair in pairs for c in pair} | set(colours.DIRECTION_COLOURS.values())
+    assert set(DARK) == lights
+    for light, dark in DARK.items():
         for colour, idle in ((light, light_idle), (dark, dark_idle)):
-            ink = "#ffffff" if tl.luminance(colour) < 0.55 else tl.INK
+            ink = "#ffffff" if colours.luminance(colour) < 0.55 else colours.INK
             assert contrast(colour, ink) >= 3.0, (colour, ink)
             assert contrast(colour, idle) >= 1.2, (colour, idle)  # hue does the rest
     for forward, backward in pairs:
         assert contrast(forward, backward) >= 1.5
-        assert contrast(_DARK[forward], _DARK[backward]) >= 1.5
+        assert contrast(DARK[forward], DARK[backward]) >= 1.5
     assert math.isclose(contrast("#000000", "#ffffff"), 21.0)

@@ -35,7 +35,7 @@ def browser():
         yield one
 
 
-def memory(folder, plan, trace, buckets):
+def memory(folder, plan, trace, labels):
     return {
         "enc": ((0.0, 4 * 2.0**20), (0.1, 9 * 2.0**20), (0.3, 5 * 2.0**20)),
         "llm": ((0.0, 2.0**20),),
@@ -86,7 +86,7 @@ def test_hover_and_focus_tell_the_task(browser, shown):
     told = dict(zip(lines[1::2], lines[2::2], strict=True))
     assert lines[0] == f"{event.segment} backward"
     assert (told["submesh"], told["group"]) == (event.submesh, "0")
-    assert told["bucket"] == "8 tiles, 1 x 512 tokens"
+    assert told["bucket"] == "vision 8 x 16 tokens"
     assert told["trace"] == "blind, step 5, measured"
     assert told["duration"].endswith(" ms")
     assert float(told["duration"][:-3]) == pytest.approx(

@@ -38,6 +38,7 @@ def test_figures_leave_the_warm_up_out(make_run):
     assert s.busy_predicted == {"enc": 0.7, "llm": 0.9}
     assert s.busy_measured == {"enc": 0.6, "llm": 0.8}
     assert s.padding_fraction == {"vision": 0.1, "llm": 0.05}
+    assert (s.makespan_chosen_by_s, s.makespan_predicted_s) == (0.38, 0.4)
     assert (s.loss_first, s.loss_last) == (5.0, 5.0 / 12)
     assert (s.n_steps, s.policy, s.name) == (12, "dflop", "run")
 
@@ -84,8 +85,8 @@ def test_summary_page_and_table_hold_every_figure(make_run):
         assert label in table
         assert value in table
     assert "- submesh llm: devices 2-7 as stage 1 x data 3 x model 2, layers llm 0-5" in page
-    assert "- bucket 16 tiles, 1 x 1024 tokens per data rank" in page
-    assert "bucket 16 tiles" in table
+    assert "- bucket vision 16 x 16, llm 1 x 1024 tokens per data rank" in page
+    assert "bucket vision 16 x 16" in table
     for name in ("timeline.png", "loss.png"):
         assert str(path / name) in table.replace("\n", "")
         assert f"![{name}]({name})" in page

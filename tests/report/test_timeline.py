@@ -6,6 +6,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from dflop_jax.records import Event, Trace
+from dflop_jax.report import colours
 from dflop_jax.report import timeline as tl
 from tests.report.runs import make_plan, one_f_one_b
 
@@ -45,15 +46,15 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
         x = tl.LEFT_IN * tl.DPI + time * (tl.WIDTH_PX - (tl.LEFT_IN + tl.RIGHT_IN) * tl.DPI)
         return image[row_band(3, row, image.shape[0], foot), round(x)]
 
-    vision, llm = tl.MODULE_COLOURS["vision"], tl.MODULE_COLOURS["llm"]
+    vision, llm = colours.MODULE_COLOURS["vision"], colours.MODULE_COLOURS["llm"]
     for row, time, colour in [
         (0, 0.13, vision[0]),
-        (0, 0.45, tl.IDLE),
-        (0, 0.95, tl.IDLE),
-        (1, 0.13, tl.IDLE),
+        (0, 0.45, colours.IDLE),
+        (0, 0.95, colours.IDLE),
+        (1, 0.13, colours.IDLE),
         (1, 0.33, llm[0]),
         (1, 0.77, llm[1]),
-        (2, 0.47, tl.IDLE),
+        (2, 0.47, colours.IDLE),
     ]:
         assert np.abs(at(row, time) - rgb(colour)).max() <= 2, (row, time)
 
@@ -66,7 +67,7 @@ def test_traces_share_one_time_axis(tmp_path):
     image = pixels(tmp_path / "t.png")[:, int(tl.LEFT_IN * tl.DPI) :]
     widths = []
     for module in ("llm", "vision"):
-        hit = np.abs(image - rgb(tl.MODULE_COLOURS[module][1])).max(-1) <= 2
+        hit = np.abs(image - rgb(colours.MODULE_COLOURS[module][1])).max(-1) <= 2
         widths.append(hit.sum(1).max())
     assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
 
@@ -96,6 +97,19 @@ def test_the_legend_names_what_is_drawn_and_nothing_else():
     ]
 
 
+def test_modules_without_a_colour_of_their_own_take_turns():
+    def panel(*modules):
+        events = [Event("m", m, 0, "forward", 0.0, 1.0) for m in modules]
+        return tl.Panel("x", Trace(0, "x", tuple(events)), {m: m for m in modules})
+
+    modules = tl.modules_of([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
+    assert modules == ["eye", "llm", "ear", "hand", "nose"]
+    shades = colours.palette(modules)
+    assert shades["llm"] == colours.MODULE_COLOURS["llm"]
+    assert [shades[m] for m in ("eye", "ear", "hand")] == list(colours.OTHER_COLOURS)
+    assert shades["nose"] == shades["eye"]  # there are only so many
+
+
 def test_nothing_to_draw_is_an_error(tmp_path):
     for panels in ([], [tl.Panel("empty", Trace(0, "x", ()))]):
         with pytest.raises(ValueError, match="no trace with events"):
@@ -107,7 +121,7 @@ def test_nothing_to_draw_is_an_error(tmp_path):
 def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
     stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
     tl.draw_timeline([tl.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], tmp_path / "t.png")
-    assert share(pixels(tmp_path / "t.png"), tl.IDLE) > 0.01
+    assert share(pixels(tmp_path / "t.png"), colours.IDLE) > 0.01
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from dflop_jax.records import Event, Trace
-from dflop_jax.report.trace import read_trace, to_chrome, write_trace
+from dflop_jax.records import Event, Group, Schedule, Shape, Trace
+from dflop_jax.report.trace import group_labels, read_trace, to_chrome, write_trace
 from tests.report.runs import one_f_one_b
 
 TRACE = one_f_one_b({"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3, 2.0], "measured")
@@ -35,7 +35,7 @@ def assert_close(a: Trace, b: Trace) -> None:
     ],
 )
 def test_traces_come_back(tmp_path, traces):
-    write_trace(tmp_path / "trace.json", traces, {0: "8x1x512"})
+    write_trace(tmp_path / "trace.json", traces, {0: "vision:8x16"})
     back = read_trace(tmp_path / "trace.json")
     assert len(back) == len(traces)
     for a, b in zip(traces, back, strict=True):
@@ -43,7 +43,7 @@ def test_traces_come_back(tmp_path, traces):
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path):
-    write_trace(tmp_path / "trace.json", [TRACE, TRACE], {0: "8x1x512", 1: "4x1x256"})
+    write_trace(tmp_path / "trace.json", [TRACE, TRACE], {0: "vision:8x16", 1: "llm:1x256"})
     obj = json.loads((tmp_path / "trace.json").read_text())
     events = obj["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
@@ -56,10 +56,17 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
         "segment": "enc",
         "direction": "forward",
         "group": 0,
-        "bucket": "8x1x512",
+        "bucket": "vision:8x16",
     }
     assert first["dur"] == pytest.approx(12300)  # microseconds
     assert "bucket" not in next(e for e in slices if e["args"]["group"] == 2)["args"]
+
+
+def test_groups_are_called_by_module_and_shape():
+    first = Group("eye", Shape(2, 9), ((((0,), ()),),), feeds=(1,))
+    second = Group("text", Shape(1, 64), ((((0,),),),))
+    schedules = [Schedule(0, (first, second)), Schedule(1, (second,))]
+    assert group_labels(schedules) == {0: "eye:2x9", 1: "text:1x64", 2: "text:1x64"}
 
 
 def test_neighbouring_slices_do_not_overlap_after_rounding():

@@ -1,43 +1,124 @@
-"""Small plans, costs and heavy-tailed batches for the scheduler's tests."""
+"""Small plans, prices and heavy-tailed batches for the scheduler's tests."""
+
+import itertools
 
 import numpy as np
 import pytest
 
-from dflop_jax.records import Bucket, Plan, SampleShape, SegmentPlan, SubmeshPlan
-from dflop_jax.schedule import BucketCosts
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Edge,
+    Load,
+    Plan,
+    Price,
+    Prices,
+    ProgramId,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
+from dflop_jax.schedule.costs import directions
+
+TILE = 16  # tokens of a piece of module "a" where it takes one a row
 
 
-def make_plan(buckets, vision=2, llm=2, group_size=1, grouping="balanced"):
-    """A plan with one segment per module; `vision=0` leaves the encoder out."""
-    submeshes = [SubmeshPlan("llm", vision, 1, llm, 1)]
-    segments = [SegmentPlan("llm", "llm", 0, 4, "llm", True, True)]
-    if vision:
-        submeshes.insert(0, SubmeshPlan("vision", 0, 1, vision, 1))
-        segments.insert(0, SegmentPlan("vision", "vision", 0, 4, "vision", True, True))
+def bucket(a=None, b=None):
+    """A bucket of modules "a" and "b" by (rows, tokens); `a` may be a number of tiles."""
+    if isinstance(a, int):
+        a = (a, TILE) if a else None
+    return Bucket.of({"a": Shape(*a) if a else None, "b": Shape(*b) if b else None})
+
+
+def make_plan(buckets, ranks=None, group_size=1, grouping="balanced", edges=None, shared=()):
+    """One segment for each module of `ranks` ({"a": 2, "b": 2}), on devices of its own but for
+    those that are `shared`; every module feeds the last one if `edges` do not say otherwise."""
+    ranks = {"a": 2, "b": 2} if ranks is None else ranks
+    *sources, last = ranks
+    edges = [(m, last) for m in sources] if edges is None else edges
+    submeshes, free, common = [], 0, None
+    for m, n in ranks.items():
+        if m in shared and common is not None:
+            submeshes.append(SubmeshPlan(m, common, 1, n, 1))
+            continue
+        submeshes.append(SubmeshPlan(m, free, 1, n, 1))
+        common = free if m in shared else common
+        free += max(ranks.values())
     return Plan(
         "dflop" if grouping == "balanced" else "blind",
         tuple(submeshes),
-        tuple(segments),
+        tuple(SegmentPlan(m, m, 0, 4, m, True, True) for m in ranks),
         tuple(buckets),
+        tuple(Edge(s, t, s) for s, t in edges),
         group_size=group_size,
         grouping=grouping,
     )
 
 
-def make_costs(plan):
-    """Seconds in proportion to capacity, with a constant per call."""
-    rows = [(0.01 * b.tiles + 0.01, 0.002 * b.tokens * b.rows + 0.01) for b in plan.buckets]
-    return BucketCosts(tuple(row[-len(plan.modules) :] for row in rows))
+def make_prices(plan, pair_s=0.0, trainable=None, factor=lambda program: 1.0):
+    """Seconds in proportion to capacity, with a constant per call; backward takes two forwards."""
+    tasks = directions(plan, plan.modules if trainable is None else trainable)
+    programs = {}
+    for s in plan.segments:
+        for shape, d in itertools.product(plan.shapes(s.module), tasks[s.name]):
+            times = 1 if d == FORWARD else 2 if FORWARD in tasks[s.name] else 3
+            one_s = (2e-4 * shape.size + 0.004) * plan.group_size
+            program = ProgramId(s.name, shape, d)
+            scale = factor(program)
+            programs[program] = Price(scale * times * one_s, scale * times * pair_s)
+    assert {d for p in programs for d in [p.direction]} <= {FORWARD, BACKWARD}
+    return Prices(programs)
 
 
 def make_batch(rng, n, most_tiles=12, most_tokens=120):
     tiles = np.minimum(rng.pareto(1.2, n) * 2, most_tiles).astype(int) * (rng.random(n) < 0.8)
     text = np.minimum(5 + rng.lognormal(2.5, 0.6, n), most_tokens).astype(int)
     return [
-        SampleShape(int(t), int(k), int(min(most_tokens, 4 * t + k))) for t, k in zip(tiles, text)
+        Load({"a": (TILE,) * int(t), "b": (int(min(most_tokens, 4 * t + k)),)})
+        for t, k in zip(tiles, text)
     ]
+
+
+def check(schedule, loads, plan):
+    """The invariants of any schedule of a plan whose modules read each other in one group each."""
+    seen = {m: set() for m in plan.modules}
+    home = {}  # (module, sample) -> places of its groups and microbatches
+    for place, g in enumerate(schedule.groups):
+        assert g.shape in plan.shapes(g.module)
+        assert len(g.rows) == plan.group_size
+        lengths = [n for load in loads for n in load.lengths(g.module)]
+        owner = [i for i, load in enumerate(loads) for _ in load.lengths(g.module)]
+        content = np.zeros(plan.data_ranks(g.module), int)
+        for m, microbatch in enumerate(g.rows):
+            assert len(microbatch) == plan.data_ranks(g.module)
+            for d, rank in enumerate(microbatch):
+                assert len(rank) == g.shape.rows
+                for row in rank:
+                    assert sum(lengths[p] for p in row) <= g.shape.tokens
+                    content[d] += sum(lengths[p] ** 2 for p in row)
+                    for p in row:
+                        assert p not in seen[g.module]
+                        seen[g.module].add(p)
+                        home.setdefault((g.module, owner[p]), set()).add((place, m))
+        assert g.pairs == content.max()
+        assert g.pieces
+    for m in plan.modules:
+        assert len(seen[m]) == sum(len(load.lengths(m)) for load in loads)
+    for e in plan.edges:
+        for i, load in enumerate(loads):
+            if not (load.lengths(e.source) and load.lengths(e.target)):
+                continue
+            targets = home[e.target, i]
+            for place, m in home[e.source, i]:
+                fed = [f for f in schedule.groups[place].feeds if (f, m) in targets]
+                assert len(fed) == len(targets) == 1
+                assert place < fed[0]
+    assert schedule.lower_bound_s <= schedule.makespan_s * (1 + 1e-9)
 
 
 @pytest.fixture
 def small_plan():
-    return make_plan([Bucket(16, 256), Bucket(8, 256), Bucket(8, 128), Bucket(0, 128)])
+    return make_plan(
+        [bucket(16, (1, 256)), bucket(8, (1, 256)), bucket(8, (1, 128)), bucket(0, (1, 128))]
+    )

@@ -7,29 +7,33 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
-from dflop_jax.records import SampleShape
-from dflop_jax.schedule import BucketCosts, ScheduleWorker, schedule_batch
-from tests.schedule.conftest import make_batch, make_costs
+from dflop_jax.records import REDUCE, UPDATE, Load, Prices, SendId, Shape, Task
+from dflop_jax.schedule import ScheduleWorker, schedule_batch
+from dflop_jax.schedule.worker_main import PriceList
+from tests.schedule.conftest import make_batch, make_prices
 
-ROUNDS = 200
+WORK = 200
 
 
-def shapes_of(step):
+def loads_of(step):
     return make_batch(np.random.default_rng(step), 40)
 
 
-def inline(step, plan, costs):
-    return schedule_batch(
-        shapes_of(step), plan, costs, step=step, max_rounds=ROUNDS, time_limit_s=60.0
-    )
+def groups_of(schedule):
+    return sorted(p for g in schedule.groups if g.module == "b" for p in g.pieces)
 
 
-def worker_for(plan, costs, **options):
-    options = {"ahead": 3, "max_rounds": ROUNDS, "time_limit_s": 60.0, "grace_s": 60.0} | options
-    return ScheduleWorker(shapes_of, plan, costs, **options)
+def inline(step, plan, prices):
+    return schedule_batch(loads_of(step), plan, prices, plan.modules, step=step, work=WORK)
+
+
+def worker_for(plan, prices, **options):
+    options = {"ahead": 3, "work": WORK, "grace_s": 60.0} | options
+    return ScheduleWorker(loads_of, plan, prices, plan.modules, **options)
 
 
 def wait_until(condition):
@@ -49,12 +53,12 @@ def gone(pid):
 
 
 def test_answers_equal_the_inline_ones(small_plan):
-    costs = make_costs(small_plan)
-    with worker_for(small_plan, costs, first_step=5, stop_step=9) as worker:
+    prices = make_prices(small_plan)
+    with worker_for(small_plan, prices, first_step=5, stop_step=9) as worker:
         for step in range(5, 9):
             schedule, wait_s = worker.get(step)
             assert wait_s >= 0
-            assert schedule.groups == inline(step, small_plan, costs).groups
+            assert schedule.groups == inline(step, small_plan, prices).groups
         assert worker.fallbacks == worker.deaths == 0
         pid = worker.pid
     assert pid is not None
@@ -63,66 +67,73 @@ def test_answers_equal_the_inline_ones(small_plan):
 
 
 def test_killing_the_process_costs_no_sample(small_plan, caplog):
-    costs = make_costs(small_plan)
-    with worker_for(small_plan, costs) as worker, caplog.at_level(logging.WARNING):
+    prices = make_prices(small_plan)
+    with worker_for(small_plan, prices) as worker, caplog.at_level(logging.WARNING):
         worker.get(0)
         first = worker.pid
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: worker.deaths == 1)
         for step in range(1, 7):
             schedule, _ = worker.get(step)
-            assert sorted(schedule.samples) == list(range(40))
+            assert groups_of(schedule) == list(range(40))
         wait_until(lambda: worker.pid not in (None, first))
         # once the successor has answered, schedules are the searched ones again
         wait_until(lambda: 7 in worker._replies)
-        assert worker.get(7)[0].groups == inline(7, small_plan, costs).groups
+        assert worker.get(7)[0].groups == inline(7, small_plan, prices).groups
         assert worker.deaths == 1
     assert sum("died" in r.message for r in caplog.records) == 1
 
 
 def test_no_answer_in_grace_gives_the_greedy_one(small_plan):
-    costs = make_costs(small_plan)
-    with worker_for(small_plan, costs, grace_s=0.0) as worker:
+    prices = make_prices(small_plan)
+    with worker_for(small_plan, prices, grace_s=0.0) as worker:
         schedule, _ = worker.get(0)
         assert worker.fallbacks == 1
         assert schedule.status == "greedy"
-        assert sorted(schedule.samples) == list(range(40))
+        assert groups_of(schedule) == list(range(40))
 
 
 def test_a_child_that_cannot_start_is_given_up(small_plan, monkeypatch):
     monkeypatch.setattr("dflop_jax.schedule.worker._START", "raise SystemExit(3)")
-    with worker_for(small_plan, make_costs(small_plan)) as worker:
+    with worker_for(small_plan, make_prices(small_plan)) as worker:
         wait_until(lambda: not worker._thread.is_alive())
         assert worker.deaths == 3
-        assert sorted(worker.get(0)[0].samples) == list(range(40))
+        assert groups_of(worker.get(0)[0]) == list(range(40))
 
 
-def test_new_costs_reach_the_batches_requested_later(small_plan):
-    """Steps up to `ahead` past the last `get` keep the old costs, whatever the timing."""
-    old = make_costs(small_plan)
-    new = BucketCosts(tuple((v * 9, l) for v, l in old.seconds))
+def test_new_prices_reach_the_batches_requested_later(small_plan):
+    """Steps up to `ahead` past the last `get` keep the old prices, whatever the timing."""
+    old = make_prices(small_plan)
+    new = make_prices(small_plan, factor=lambda program: 9.0 if program.segment == "a" else 1.0)
     with worker_for(small_plan, old, ahead=2) as worker:
         worker.get(0)
-        worker.update_costs(new)
+        worker.update_prices(new)
         got = {step: worker.get(step)[0] for step in range(1, 6)}
-    for step, costs in ((1, old), (2, old), (3, new), (4, new), (5, new)):
-        assert got[step].makespan_s == inline(step, small_plan, costs).makespan_s
+    for step, prices in ((1, old), (2, old), (3, new), (4, new), (5, new)):
+        assert got[step].makespan_s == inline(step, small_plan, prices).makespan_s
+
+
+def test_prices_survive_the_pipe(small_plan):
+    """Tables have keys that JSON lacks, and no limit of concurrency is infinite."""
+    plain = make_prices(small_plan, pair_s=1e-9)
+    assert PriceList.of(plain).prices == plain
+    end = {Task("a", -1, REDUCE): 0.1, Task("a", -1, UPDATE): 0.2}
+    sends = {SendId("a", "b", Shape(1, 256), "forward"): 0.5}
+    full = Prices(plain.programs, end, sends, 3.0)
+    line = msgspec.json.encode(PriceList.of(full))
+    assert msgspec.json.decode(line, type=PriceList).prices == full
 
 
 def test_a_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):
+    def loads_of(step):
+        return [Load({"b": (9999,)})]
+
+    prices = make_prices(small_plan)
     with (
-        ScheduleWorker(
-            lambda step: [SampleShape(0, 9999, 9999)], small_plan, make_costs(small_plan), ahead=1
-        ) as worker,
+        ScheduleWorker(loads_of, small_plan, prices, ["a", "b"], ahead=1) as worker,
         pytest.raises(ValueError, match="step 0: sample 0 of the batch has 9999"),
     ):
         worker.get(0)
-
-
-def test_a_function_cannot_be_sent(small_plan):
-    costs = BucketCosts(make_costs(small_plan).seconds, lambda buckets: 0.0)
-    with pytest.raises(ValueError, match="cannot be sent"):
-        worker_for(small_plan, costs)
 
 
 def test_the_scheduler_imports_neither_jax_nor_cvxpy():
@@ -139,10 +150,9 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path):
         "import sys, time\n"
         "sys.path[:0] = sys.argv[1:]\n"
         "from tests.schedule.test_worker import worker_for\n"
-        "from tests.schedule.conftest import make_plan, make_costs\n"
-        "from dflop_jax.records import Bucket\n"
-        "plan = make_plan([Bucket(16, 256)])\n"
-        "worker = worker_for(plan, make_costs(plan))\n"
+        "from tests.schedule.conftest import bucket, make_plan, make_prices\n"
+        "plan = make_plan([bucket(16, (1, 256))])\n"
+        "worker = worker_for(plan, make_prices(plan))\n"
         "worker.get(0)\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(60)\n"

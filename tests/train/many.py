@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflop_jax.record_files import save
-from dflop_jax.records import Bucket, Plan, SubmeshPlan
+from dflop_jax.records import Plan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 
-from ..plans import NANO, nano_profile
+from ..plans import NANO, bucket, nano_profile
 
 LIMIT_S = 240.0  # no job takes more than some seconds, on a loaded machine a minute
 STEPS = 16
-BUCKETS = (Bucket(8, 160), Bucket(3, 96))
+BUCKETS = (bucket(8, 160), bucket(3, 96))
 TWO = replace(NANO, buckets=BUCKETS)
 FOUR = replace(
     TWO,
-    buckets=(Bucket(4, 96),),
+    buckets=(bucket(4, 96),),
     submeshes=(SubmeshPlan("vision", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 2, 1)),
 )
 

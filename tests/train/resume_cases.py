@@ -13,15 +13,14 @@ import pytest
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.pipeline.programs import Programs
-from dflop_jax.records import Bucket
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.trainer import Trainer
 
-from ..plans import NANO, nano_profile
+from ..plans import NANO, bucket, nano_profile
 
 STEPS = 12
-PLAN = dataclasses.replace(NANO, buckets=(Bucket(8, 160),))
+PLAN = dataclasses.replace(NANO, buckets=(bucket(8, 160),))
 CONFIG = Config(
     model=ModelConfig(size="nano"),
     data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
@@ -86,7 +85,8 @@ def evaluations(folder) -> list[dict]:
 
 def essence(folder) -> list[tuple]:
     """What of the rows follows from configuration and data, not from the clock."""
-    names = ("step", "loss", "grad_norm", "learning_rate", "supervised_tokens", "padding_fraction")
+    names = ("step", "loss", "losses", "grad_norm", "learning_rate", "supervised_tokens",
+             "padding_fraction", "groups")  # fmt: skip
     return [tuple(str(row[n]) for n in names) for row in read_metrics(folder)]
 
 

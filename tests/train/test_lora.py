@@ -57,8 +57,9 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
         ex.programs.backward, ex.programs.updates = (), {}  # nothing of them is needed
         ex.compile()
         data = plain.random_samples(m, N, 1)
-        groups = plain.pack(m, plan, plain.random_schedule(plan, N, 1, 0), data)
-        return ex.run_evaluation(groups).local().sums, plain.join(plan, ex.state.params), ex
+        schedule = plain.random_schedule(plan, data, 1, 0)
+        handle = ex.run_evaluation(schedule, plain.pack(m, plan, schedule, data))
+        return handle.local().sums, plain.join(plan, ex.state.params), ex
     finally:
         ex.close()
 
@@ -93,7 +94,7 @@ def test_under_tensor_parallelism_it_begins_equal_to_rounding():
     m, lora = base(True), adapted(True)
     want, _, _ = evaluated(m, plan_of("tp 2", m))
     got, _, _ = evaluated(lora, plan_of("tp 2", lora), freeze=FREEZE)
-    assert got["loss_sum"] == pytest.approx(want["loss_sum"], rel=1e-6)
+    assert got["llm.loss_sum"] == pytest.approx(want["llm.loss_sum"], rel=1e-6)
 
 
 # ---- gradients ----
@@ -104,7 +105,7 @@ def test_gradients_are_those_of_the_folded_weights(name):
     tied = PLANS[name][2].get("llm_segments", 1) == 1
     m = adapted(tied)
     plan = plan_of(name, m)
-    schedule = plain.random_schedule(plan, N, 2, seed=len(name), text_only=(0,))
+    schedule = plain.random_schedule(plan, samples(), 2, seed=len(name), text_only=(0,))
     loss, grads, params, _ = grads_of(m, plan, samples(), schedule, freeze=FREEZE, change=let_act)
     want_loss, want = plain_loss_and_grads(tied, params)
     assert loss == pytest.approx(want_loss, rel=1e-5)
@@ -174,8 +175,9 @@ def test_only_adapters_change():
         ex.init(0)
         before = plain.join(plan, ex.state.params)
         ex.compile()
-        groups = plain.pack(m, plan, plain.random_schedule(plan, N, 1, 0), samples())
-        losses = [ex.run_step(k, groups, 1e-2).result().sums["loss_sum"] for k in range(4)]
+        schedule = plain.random_schedule(plan, samples(), 1, 0)
+        step = schedule, plain.pack(m, plan, schedule, samples()), {"llm": 1e-2}
+        losses = [ex.run_step(*step).result().sums["llm.loss_sum"] for _ in range(4)]
         after = plain.join(plan, ex.state.params)
     finally:
         ex.close()
@@ -230,7 +232,7 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
             other.state.params[n] = read_segment(folder, s)
 
     got, merged, _ = evaluated(plain_model, plan_of("tp 2", plain_model), load)
-    assert got["loss_sum"] == pytest.approx(want["loss_sum"], rel=1e-5)
+    assert got["llm.loss_sum"] == pytest.approx(want["llm.loss_sum"], rel=1e-5)
     layers, pairs = params["llm"]["layers"], params["llm"]["adapter"]
     a, b = pairs["out"]["a"].astype(np.float64), pairs["out"]["b"].astype(np.float64)
     by_hand = layers["out"]["kernel"] + ALPHA / RANK * np.einsum("lhdr,lro->lhdo", a, b)

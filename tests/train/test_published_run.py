@@ -9,16 +9,19 @@ import pytest
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.cli import main
-from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.contract import edges_of
+from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.weights import Folder, read_params, write_folder
-from models import llava
+from models import llava, omni
 from tests.data.media_cases import made_dataset
 from tests.plans import NANO, nano_profile
 from tests.weights.conftest import held, random_params
 
 MODEL = llava.build("anyres-nano")
+OMNI = omni.build("omni-nano")
+OMNI_EDGES = edges_of(OMNI)
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +48,10 @@ def omni_profile():
     made = nano_profile()
     model = made.model
     audio = tuple(replace(t, module="audio") for t in model.timings if t.module == "vision")
-    sizes = ("layer_param_bytes", "ends_param_bytes", "n_layers", "entry_share", "item_tokens")
-    more = {f: {**getattr(model, f), "audio": getattr(model, f)["vision"]} for f in sizes}
-    return replace(made, model=replace(model, timings=model.timings + audio, **more))
+    sizes = ("layer_param_bytes", "ends_param_bytes", "n_layers", "entry_share", "piece_tokens")
+    more = {f: {"audio": getattr(model, f)["vision"], **getattr(model, f)} for f in sizes}
+    timings = model.timings + audio
+    return replace(made, model=replace(model, timings=timings, edges=OMNI_EDGES, **more))
 
 
 def on_host(folder):
@@ -66,7 +70,9 @@ def test_weights_in_and_out(tmp_path, capsys):
     small = jax.tree.map(lambda a: 0.05 * a, params)
     write_folder("hf", MODEL.weights, held(small), dtype="bfloat16")
     model = ModelConfig(size="anyres-nano", weights=("hf",))
-    result = Trainer(config(model=model), plan=NANO, profile=nano_profile()).fit()
+    tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
+    plan = replace(NANO, edges=edges_of(MODEL), tied=tied)
+    result = Trainer(config(model=model), plan=plan, profile=nano_profile()).fit()
     assert np.isfinite(result.losses).all()
     assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -113,7 +119,17 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
             SegmentPlan(m, m, 0, n, m, True, True)
             for m, n in (("vision", 2), ("audio", 2), ("llm", 4))
         ),
-        (Bucket(16, 2048, 1, 40),),
+        (
+            Bucket.of(
+                {
+                    "vision": Shape(16, OMNI.piece_tokens["vision"]),
+                    "audio": Shape(40, OMNI.piece_tokens["audio"]),
+                    "llm": Shape(1, 2048),
+                }
+            ),
+        ),
+        OMNI_EDGES,
+        tied=tuple(m for m, module in OMNI.modules.items() if module.tied),
     )
     result = Trainer(config(model=model, data=data), plan=plan, profile=omni_profile()).fit()
     assert np.isfinite(result.losses).all()

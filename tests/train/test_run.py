@@ -3,25 +3,20 @@ scheduler's process killed in the middle."""
 
 import os
 import signal
+from dataclasses import replace
 
 import jax
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from dflop_jax.records import Bucket, Plan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.schedule import worker as schedule_worker
 from dflop_jax.train.trainer import Trainer
 
-from ..plans import NANO, nano_profile
+from ..plans import NANO, bucket, nano_profile
 
 K = 3
-PLAN = Plan(
-    "dflop",
-    NANO.submeshes,
-    NANO.segments,
-    (Bucket(24, 384), Bucket(8, 192), Bucket(0, 96)),
-)
+PLAN = replace(NANO, buckets=(bucket(24, 384), bucket(8, 192), bucket(0, 96)))
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +46,10 @@ def test_no_compile_in_200_varied_steps():
     assert [r["step"] for r in rows] == list(range(200))
     assert [r["compiles"] for r in rows[1:]] == [0] * 199
     assert result.compiles_after_warmup == 0
-    assert len({b.tiles for b in PLAN.buckets}) <= K
-    assert len({(b.rows, b.tokens) for b in PLAN.buckets}) <= K
+    assert all(len(PLAN.shapes(m)) <= K for m in PLAN.modules)
+    shapes = {f"{m}:{s.name}" for m in PLAN.modules for s in PLAN.shapes(m)}
+    assert {label for r in rows for label in r["groups"]} <= shapes
+    assert all(r["losses"] == {"llm": r["loss"]} for r in rows)
     # Varied data: the padding, hence the mix of buckets and samples, differs from step to step.
     assert len({round(r["padding_fraction"]["llm"], 6) for r in rows}) > 50
     assert result.losses[-1] < 0.7 * result.losses[0]
@@ -83,20 +80,20 @@ def test_killing_the_scheduler_costs_no_step_and_no_sample(monkeypatch, caplog):
 
 def test_correction_reaches_the_scheduler_and_changes_no_loss(monkeypatch, capsys):
     sent = []
-    update = schedule_worker.ScheduleWorker.update_costs
+    update = schedule_worker.ScheduleWorker.update_prices
 
-    def spy(self, costs):
-        sent.append(costs)
-        update(self, costs)
+    def spy(self, prices):
+        sent.append(prices)
+        update(self, prices)
 
-    monkeypatch.setattr(schedule_worker.ScheduleWorker, "update_costs", spy)
+    monkeypatch.setattr(schedule_worker.ScheduleWorker, "update_prices", spy)
     _, plain = fit("plain", 14)
     assert len(sent) == 1  # the worker's own, when it starts
     sent.clear()
     _, rows = fit("corrected", 14, correct=True)
     # The made-up profile is far off, so the observed times move the prices.
     assert len(sent) > 8
-    assert sent[-1].seconds != sent[0].seconds
+    assert sent[-1].programs != sent[0].programs
     assert "sampling of task times" in capsys.readouterr().err
     for a, b in zip(rows, plain, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

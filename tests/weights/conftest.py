@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.records import Bucket, Plan, SegmentPlan, SubmeshPlan
+from dflop_jax.contract import edges_of
+from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Held, write_folder
 from models.llava import Llava
 from models.sizes import DECODERS, VISION, LlavaSize
@@ -26,7 +27,8 @@ PLAN = Plan(
         SegmentPlan("a", "llm", 0, 2, "a", True, False),
         SegmentPlan("b", "llm", 2, 4, "b", False, True),
     ),
-    (Bucket(2, 64),),
+    (Bucket.of({"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}),),
+    edges_of(MODEL),
     group_size=2,
 )
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.segment import make_segments
+from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.weights import Folder, Held, read, read_params, read_segment, write_folder
 from dflop_jax.weights.slices import pieces, read_slice
 from models import hf

@@ -1,4 +1,4 @@
-"""One sample of text, pictures, clips and sound as arrays, exactly as large as its costs say."""
+"""One sample of text, pictures, clips and sound as arrays, exactly as large as its counts say."""
 
 from __future__ import annotations
 
@@ -7,27 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.data.datasets.costs import SampleCosts
-from dflop_jax.data.datasets.layout import ANSWER_TOKENS
 from dflop_jax.data.media.decode import Pictures, Sound
 from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.token_sources import TokenSources, join, plain
-from dflop_jax.data.sample import MediaSpec, Sample
+from dflop_jax.data.sample import Places, Sample
 from dflop_jax.data.text.pieces import Piece
 
-
-def fit_text(
-    costs: SampleCosts, prompt_tokens: np.ndarray, max_tokens: int, *, truncate: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """(text tokens kept int64 [n], which samples fit bool [n]) under `max_tokens` LLM tokens.
-
-    With `truncate`, text is cut from the end, media never: a sample fits when its media, its
-    `prompt_tokens` and ANSWER_TOKENS of the answer (or all of a shorter one) do.
-    """
-    room = max_tokens - (costs.llm_tokens - costs.text_tokens)
-    answer = np.minimum(costs.text_tokens - prompt_tokens, ANSWER_TOKENS)
-    needed = prompt_tokens + answer if truncate else costs.text_tokens
-    return np.minimum(costs.text_tokens, np.maximum(room, 0)), needed <= room
+GREY = 128
 
 
 def compose(
@@ -38,7 +25,8 @@ def compose(
     placeholder: int,
     text_tokens: int | None = None,
 ) -> Sample:
-    """The sample of tokenized text and decoded media.
+    """Return the sample of tokenized text and decoded media: fields of "llm" (tokens, targets,
+    weights, is_visual, is_newline), "vision" (pixels) and "audio" (mel, mel_frames).
 
     Args:
       placeholder: token id that stands where media are; any, since it is not embedded.
@@ -50,7 +38,7 @@ def compose(
     if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
         raise ValueError(f"the text does not place each of {len(media)} media once")
     room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
-    window_tokens = spec.features_per_item("audio") if spec.sound else 0
+    window_tokens = spec.features_per_piece("audio") if spec.sound else 0
     first_tile, first_window = _starts(media)
     tokens: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
@@ -75,25 +63,42 @@ def compose(
         visual.append(seen)
         audio.append(heard)
     pictures = [m for m in media if isinstance(m, Pictures)]
-    no_tiles = np.zeros((0, spec.tile_px, spec.tile_px, 3), np.uint8)
-    found = Sample(
-        tokens=np.concatenate([np.zeros(0, np.int64), *tokens]).astype(np.int32),
-        supervised=np.concatenate([np.zeros(0, bool), *supervised]),
-        tiles=np.concatenate([no_tiles, *(m.tiles for m in pictures)]),
-        visual=join(visual),
-        frames=sum(m.frames for m in pictures),
-    )
     sounds = [m for m in media if isinstance(m, Sound)]
-    if not sounds:
-        return found
-    assert spec.sound is not None, "the model takes no sound"
-    frames = [_window_frames(m, spec.sound) for m in sounds]
-    return replace(
-        found,
-        mel=np.concatenate([m.mel for m in sounds]),
-        mel_frames=np.concatenate(frames).astype(np.int32),
-        audio=np.concatenate(audio).astype(np.int32),
-    )
+    seen, heard = join(visual), np.concatenate([np.zeros(0, np.int64), *audio])
+    fields = {"llm": _text_fields(np.concatenate([np.zeros(0, np.int64), *tokens]),
+                                  np.concatenate([np.zeros(0, bool), *supervised]))}  # fmt: skip
+    fields["llm"] |= {"is_visual": seen.used | (heard >= 0), "is_newline": seen.newline}
+    places = {}
+    if n_tiles := sum(len(m.tiles) for m in pictures):
+        fields["vision"] = {"pixels": np.concatenate([m.tiles for m in pictures])}
+        places["vision", "llm"] = _seen_places(seen, spec.sources)
+    if n_windows := sum(len(m.mel) for m in sounds):
+        assert spec.sound is not None, "the model takes no sound"
+        frames = np.concatenate([_window_frames(m, spec.sound) for m in sounds])
+        mel = np.concatenate([m.mel for m in sounds])
+        fields["audio"] = {"mel": mel, "mel_frames": frames.astype(np.int32)}
+        places["audio", "llm"] = Places(heard[:, None].astype(np.int32))
+    return Sample(fields, places, spec.load(n_tiles, n_windows, len(heard)))
+
+
+def blanked(sample: Sample) -> Sample:
+    """Return the sample with every tile grey."""
+    if "vision" not in sample.fields:
+        return sample
+    pixels = np.full_like(sample.fields["vision"]["pixels"], GREY)
+    return replace(sample, fields={**sample.fields, "vision": {"pixels": pixels}})
+
+
+def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tokens and, of each, the next one and whether it is to be predicted."""
+    targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
+    targets[:-1], weights[:-1] = tokens[1:], supervised[1:]
+    return {"tokens": tokens.astype(np.int32), "targets": targets, "weights": weights}
+
+
+def _seen_places(tokens: TokenSources, n_sources: int) -> Places:
+    index = np.where(tokens.weight > 0, tokens.index, -1)
+    return Places(index, tokens.weight) if n_sources > 1 else Places(index[:, :1])
 
 
 def _text(n: int) -> TokenSources:
@@ -102,13 +107,13 @@ def _text(n: int) -> TokenSources:
 
 
 def _starts(media: Sequence[Pictures | Sound]) -> tuple[list[int], list[int]]:
-    """First tile and first window of each medium among those of the sample."""
+    """Return the first tile and the first window of each medium among those of the sample."""
     tiles = np.cumsum([0, *(len(m.tiles) if isinstance(m, Pictures) else 0 for m in media)])
     windows = np.cumsum([0, *(len(m.mel) if isinstance(m, Sound) else 0 for m in media)])
     return tiles.tolist(), windows.tolist()
 
 
 def _window_frames(sound: Sound, spec: MelSpec) -> np.ndarray:
-    """Valid frames of each window of a sound: full ones, then the rest."""
+    """Return the valid frames of each window of a sound: full ones, then the rest."""
     before = np.arange(len(sound.mel)) * spec.window_frames
     return np.minimum(sound.frames - before, spec.window_frames)

@@ -1,6 +1,6 @@
 """Making the index of a dataset: every record parsed, tokenized, and its media's headers read.
 
-Only what changed is made anew. Several processes may each do a share of the records.
+Only what changed is made anew.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import Record, lot
+from dflop_jax.data.datasets.llava_records import KINDS, Record, lot
 from dflop_jax.data.datasets.readers import Located, Reader
 from dflop_jax.data.datasets.shape_index import (
-    KINDS,
     Indexed,
     ShapeTable,
     joined,
@@ -48,23 +47,23 @@ def update_index(
     *,
     workers: int = 2,
 ) -> dict[str, Indexed]:
-    """The index of all `readers`, from `file` where it is up to date, which is written otherwise.
+    """Return the index of all `readers`, from `file` where that is up to date; else it is written.
 
     Args:
       to_pieces: tokenizer of a conversation, such as `ChatTokenizer.pieces`.
       settings: its name or digest; another one makes every table anew.
     """
     known = load_index(file)
-    found: dict[str, Indexed] = {}
+    index: dict[str, Indexed] = {}
     for name, reader in readers.items():
         old = known.get(name)
         fresh = old is not None and old.key == make_key(reader.files, settings)
-        found[name] = old if old and fresh else index_of(
+        index[name] = old if old and fresh else index_of(
             reader, to_pieces, settings, workers=workers
         )  # fmt: skip
-    if any(known.get(name) is not d for name, d in found.items()):
-        save_index(file, {**known, **found})
-    return found
+    if any(known.get(name) is not made for name, made in index.items()):
+        save_index(file, {**known, **index})
+    return index
 
 
 def index_of(
@@ -73,49 +72,35 @@ def index_of(
     settings: str,
     *,
     workers: int = 2,
-    share: tuple[int, int] = (0, 1),
 ) -> Indexed:
-    """The index of a dataset, or of the share (k, n): a k-th of n parts of its records, by turns.
-
-    Unusable records are left out, counted and logged. `merged` joins the shares of all processes.
-    """
-    k, n = share
+    """Return the index of a dataset. Unusable records are left out, counted and logged by name."""
     key = make_key(reader.files, settings)
     headers = _Headers()
 
-    def examine(item: tuple[int, Located]) -> Row | str:
-        number, at = item
+    def examine(at: Located) -> Row | str:
         try:
             record = reader.read(at)
-            return _row(number, at, record, to_pieces(record.turns), headers)
         except (ValueError, OSError) as e:
-            return f"{at.place}: {e}"
+            return f"{e}"
+        try:
+            return _row(at, record, to_pieces(record.turns), headers)
+        except (ValueError, OSError) as e:
+            return f"{record.name}: {e}"
 
     tables: list[ShapeTable] = []
     bad: list[str] = []
     listed = 0
-    mine = (item for item in enumerate(reader.locate()) if item[0] % n == k)
+    places = reader.locate()
     with ThreadPoolExecutor(workers) as pool:
-        while batch := list(islice(mine, BATCH)):
+        while batch := list(islice(places, BATCH)):
             listed += len(batch)
-            found = list(pool.map(examine, batch))
-            rows = [f for f in found if not isinstance(f, str)]
+            examined = list(pool.map(examine, batch))
+            rows = [row for row in examined if not isinstance(row, str)]
             tables.append(table_of([r for r, _ in rows], [m for _, m in rows]))
-            for reason in (f for f in found if isinstance(f, str)):
+            for reason in (e for e in examined if isinstance(e, str)):
                 bad = [*bad, reason][:KEPT_REASONS]
                 logger.warning("left out %s", reason)
     return Indexed(key, joined(tables), listed, tuple(bad))
-
-
-def merged(shares: Sequence[Indexed]) -> Indexed:
-    """The index of a dataset from all its shares; ValueError when they are of different states."""
-    if len({s.key for s in shares}) != 1:
-        raise ValueError("shares of an index were made from different files; make them anew")
-    table = joined([s.table for s in shares])
-    bad = tuple(reason for s in shares for reason in s.bad)[:KEPT_REASONS]
-    return Indexed(
-        shares[0].key, table.taken(table.number.argsort()), sum(s.listed for s in shares), bad
-    )
 
 
 def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
@@ -128,17 +113,19 @@ def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
         )
 
 
-def _row(
-    number: int, at: Located, record: Record, pieces: Sequence[Piece], headers: _Headers
-) -> Row:
+def text_counts(pieces: Sequence[Piece]) -> dict[str, int]:
+    """Return the text tokens of a conversation, and of those the ones before the first answer."""
     first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
-    place = {k: v for k, v in asdict(at).items() if k != "place"}
-    tokens = {
+    return {
         "text_tokens": sum(len(p.ids) for p in pieces),
         "prompt_tokens": sum(len(p.ids) for p in pieces[:first]),
     }
+
+
+def _row(at: Located, record: Record, pieces: Sequence[Piece], headers: _Headers) -> Row:
+    place = {k: v for k, v in asdict(at).items() if k != "place"}
     drawn = lot(record.name, at.place)
-    return {"number": number, **place, "lot": drawn, **tokens}, [headers(*m) for m in record.media]
+    return {**place, "lot": drawn, **text_counts(pieces)}, [headers(*m) for m in record.media]
 
 
 class _Headers:
@@ -156,11 +143,11 @@ class _Headers:
 
 
 def _header(kind: str, source: Path | Blob) -> dict[str, int]:
-    found = {"kind": KINDS.index(kind), "width": 0, "height": 0, "frames": 0, "samples": 0}
+    header = {"kind": KINDS.index(kind), "width": 0, "height": 0, "frames": 0, "samples": 0}
     if kind == "image":
-        found["width"], found["height"] = picture_size(source)
+        header["width"], header["height"] = picture_size(source)
     elif kind == "video":
-        found["frames"] = count_frames(source, MANY)
+        header["frames"] = count_frames(source, MANY)
     else:
-        found["samples"] = count_samples(source, SOUND_HZ)
-    return found
+        header["samples"] = count_samples(source, SOUND_HZ)
+    return header

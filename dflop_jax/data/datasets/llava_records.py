@@ -1,10 +1,10 @@
-"""LLaVA-format records: the file that lists them, and what makes one of them usable."""
+"""LLaVA-format records: what makes one usable, how it is called, and which are held out."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,8 @@ import msgspec
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.text.pieces import ROLES
 
-MEDIUM = re.compile("<(image|video|audio)>")
-
-
-class AudioRecord(Exception):
-    """Not an error: the record is of a modality that is left out."""
+KINDS = ("image", "video", "audio")
+MEDIUM = re.compile(f"<({'|'.join(KINDS)})>")
 
 
 @dataclass(frozen=True)
@@ -30,108 +27,48 @@ class Record:
     media: tuple[tuple[str, Path | Blob], ...]
 
 
-def find_file(path: Path) -> Path:
-    """The dataset file: the path itself, or dataset.json or the only .json(l) in a folder."""
-    if path.is_dir():
-        if (path / "dataset.json").is_file():
-            return path / "dataset.json"
-        found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
-        if len(found) != 1:
-            raise ValueError(
-                f"{path}: holds no dataset.json and {len(found)} .json/.jsonl files; "
-                "name the dataset file itself"
-            )
-        return found[0]
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file or folder; data.path names a LLaVA-format JSON")
-    return path
-
-
-def read_file(file: Path) -> Iterator[tuple[str, Any]]:
-    """(place, raw record or the ValueError of a broken JSONL line) of each entry of the file.
-
-    Raises:
-      ValueError: the file as a whole is not a JSON list (or, named .jsonl, has no lines).
-    """
-    data = file.read_bytes()
-    if file.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-        if not lines:
-            raise ValueError(f"{file}: holds no records")
-        for n, line in lines:
-            try:
-                yield f"{file.name}:{n}", msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                yield f"{file.name}:{n}", ValueError(f"not JSON ({e})")
-        return
+def parse_json(data: bytes) -> Any:
+    """Return what a record's JSON holds. ValueError when it is not JSON."""
     try:
-        raw = msgspec.json.decode(data)
+        return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ValueError(
-            f"{file}: not JSON ({e}); repair it, or name it .jsonl if each line is a record"
-        ) from None
-    if not isinstance(raw, list) or not raw:
-        kind = "an empty list" if raw == [] else f"a {type(raw).__name__}"
-        raise ValueError(f"{file}: holds {kind}, expected a JSON list of records")
-    for k, item in enumerate(raw):
-        yield f"{file.name}[{k}]", item
+        raise ValueError(f"not JSON ({e})") from None
 
 
-def parse_record(place: str, raw: Any, root: Path) -> Record:
-    """A usable record. `place` (FILE:LINE or FILE[INDEX]) names it together with its id.
+def parse_record(place: str, raw: Any, find: Callable[[str], Path | Blob]) -> Record:
+    """Return a usable record; `find` finds a medium by the name that it has there.
 
     Raises:
-      AudioRecord: it has audio.
-      ValueError: the reason why it is unusable, without its name (see `record_name`).
+      ValueError: the reason why it is unusable, with its name (see `record_name`).
     """
-    if isinstance(raw, dict) and raw.get("audio"):
-        raise AudioRecord
-    return parse_any(place, raw, lambda name: _in_folder(root, name), ("image", "video"))
-
-
-def parse_any(
-    place: str,
-    raw: Any,
-    find: Callable[[str], Path | Blob],
-    kinds: tuple[str, ...] = ("image", "video", "audio"),
-) -> Record:
-    """A usable record of media of these kinds, each of which `find` finds by the name it has there.
-
-    Raises:
-      ValueError: the reason why it is unusable, without its name; also what `find` raises.
-    """
-    if isinstance(raw, ValueError):
-        raise raw
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    turns = _turns(raw.get("conversations"))
-    names = {kind: _paths(raw, kind) for kind in kinds}
-    tags = [t for _, text in turns for t in MEDIUM.findall(text) if t in kinds]
-    if names["video"] and not names["image"] and "video" not in tags:
-        # as LLaVA-NeXT writes videos
-        tags = ["video" if t == "image" else t for t in tags]
-        turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
-    for kind, found in names.items():
-        if tags.count(kind) != len(found):
-            raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(found)} {kind}s")
-    queues = {kind: iter(found) for kind, found in names.items()}
-    media = tuple((tag, find(next(queues[tag]))) for tag in tags)
-    return Record(record_name(place, raw), turns, media)
+    name = record_name(place, raw)
+    try:
+        if not isinstance(raw, dict):
+            raise ValueError("not a JSON object")
+        turns = _turns(raw.get("conversations"))
+        names = {kind: _paths(raw, kind) for kind in KINDS}
+        tags = [t for _, text in turns for t in MEDIUM.findall(text)]
+        if names["video"] and not names["image"] and "video" not in tags:
+            # as LLaVA-NeXT writes videos
+            tags = ["video" if t == "image" else t for t in tags]
+            turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
+        for kind, paths in names.items():
+            if tags.count(kind) != len(paths):
+                raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(paths)} {kind}s")
+        queues = {kind: iter(paths) for kind, paths in names.items()}
+        return Record(name, turns, tuple((tag, find(next(queues[tag]))) for tag in tags))
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{name}: {e}") from None
 
 
 def record_name(place: str, raw: Any) -> str:
-    """FILE:LINE or FILE[INDEX], and the record's id if it has one."""
+    """Return its place (FILE:LINE or FILE[INDEX]), and the record's id if it has one."""
     found = raw.get("id") if isinstance(raw, dict) else None
     return f"{place} id={found}" if found not in (None, "") else place
 
 
-def held_out(raw: Any, place: str, fraction: float) -> bool:
-    """Whether a record belongs to the held-out share: fixed by its id, or else by its place."""
-    return lot(record_name(place, raw), place) < fraction * 2**64
-
-
 def lot(name: str, place: str) -> int:
-    """The number below 2**64 that a record draws by its id, or else by its place."""
+    """Return the number below 2**64 that a record draws by its id, or else by its place."""
     key = name.removeprefix(place).removeprefix(" id=") or place
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
@@ -144,12 +81,6 @@ def check_split(split: str, eval_fraction: float) -> None:
         raise ValueError(f"eval_fraction={eval_fraction} is not in [0, 1)")
     if split == "eval" and eval_fraction == 0:
         raise ValueError("the eval split of a dataset on disk needs eval_fraction > 0, e.g. 0.1")
-
-
-def _in_folder(root: Path, name: str) -> Path:
-    if not (root / name).is_file():
-        raise ValueError(f"missing file {root / name}")
-    return root / name
 
 
 def _turns(raw: Any) -> tuple[tuple[str, str], ...]:

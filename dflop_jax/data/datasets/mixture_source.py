@@ -1,4 +1,4 @@
-"""The samples of a mixture: shapes from the index, records and media when asked."""
+"""The samples of a mixture: counts from the index, records and media when asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.data.datasets.costs import Preprocessing, SampleCost, SampleCosts, sample_costs
+from dflop_jax.data.datasets.counts import (
+    Preprocessing,
+    SampleCount,
+    SampleCounts,
+    sample_counts,
+)
 from dflop_jax.data.datasets.index_build import ToPieces, check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, shown
@@ -16,6 +21,7 @@ from dflop_jax.data.datasets.shape_index import joined
 from dflop_jax.data.media.decode import Pictures, Sound, decode_media
 from dflop_jax.data.text.pieces import Piece
 
+NAMED = 5  # of the records left out, so many are named
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -24,7 +30,8 @@ class MixtureSource:
 
     Making one reads `index_file` and makes anew what changed since, by headers and text alone.
     Subset rules count the usable records of a dataset, so that a broken one shifts nothing else
-    than its own place. Records that the model cannot take are left out and counted in `left_out`.
+    than its own place. Records that cannot be used are left out and counted in `unusable`, those
+    that the model cannot take in `left_out`.
 
     Args:
       to_pieces, settings: the tokenizer and its digest (see `update_index`).
@@ -67,10 +74,15 @@ class MixtureSource:
         starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
         dataset_of = {key: k for k, key in enumerate(readers)}
         self._dataset = np.repeat(np.arange(len(readers)), np.diff(starts))
-        self._costs, usable = sample_costs(self._table, how)
-        self.left_out = int((~usable).sum())
+        self._counts, usable = sample_counts(self._table, how)
+        listed = sum(index[key].listed for key in readers)
+        self.unusable, self.left_out = listed - len(self._table), int((~usable).sum())
         if self.left_out:
-            logger.warning("%d records left out: the model cannot take them", self.left_out)
+            named = [self._name(int(row)) for row in np.flatnonzero(~usable)[:NAMED]]
+            logger.warning(
+                "%s: %d records left out: the model cannot take their media (%s%s)",
+                name, self.left_out, ", ".join(named), ", ..." if self.left_out > NAMED else "",
+            )  # fmt: skip
         parts = []
         for key, part in zip(keys, mixture.parts, strict=True):
             k = dataset_of[key]
@@ -82,7 +94,7 @@ class MixtureSource:
             else:
                 parts.append(shown(part, rows[~held], seed))
         self._rows = np.concatenate(parts)
-        self._place = np.cumsum(usable) - 1  # row of the table -> row of the costs
+        self._place = np.cumsum(usable) - 1  # row of the table -> row of the counts
         if not len(self._rows):
             raise ValueError("the mixture shows no sample; check subsets, weights and split")
 
@@ -93,47 +105,55 @@ class MixtureSource:
     def how(self) -> Preprocessing:
         return self._how
 
-    def costs(self, how: Preprocessing | None = None) -> SampleCosts:
-        """Costs of all samples, or what they would be under another preparation that takes the
-        same media; nothing is decoded."""
-        costs = sample_costs(self._table, how)[0] if how else self._costs
-        return costs.taken(self._place[self._rows])
+    def counts(self, how: Preprocessing | None = None) -> SampleCounts:
+        """Return the counts of all samples, or what they would be under another preparation that
+        takes the same media; nothing is decoded."""
+        counts = sample_counts(self._table, how)[0] if how else self._counts
+        return counts.taken(self._place[self._rows])
 
     def prompt_tokens(self) -> np.ndarray:
         """int64 [n]: text tokens before the first answer, of all samples."""
         return self._table.prompt_tokens[self._rows].astype(np.int64)
 
-    def cost(self, index: int) -> SampleCost:
-        """Cost of one sample."""
-        return self._costs[int(self._place[self._rows[index]])]
+    def count(self, index: int) -> SampleCount:
+        """Return the counts of one sample."""
+        return self._counts[int(self._place[self._rows[index]])]
 
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
-        return self._at(index)[1].place
+        return self._name(int(self._rows[index]))
 
     def record(self, index: int) -> Record:
-        """The sample's turns and where its media are; ValueError when it changed since."""
-        reader, at = self._at(index)
-        return reader.read(at)
+        """Return the sample's turns and where its media are; ValueError when it changed since."""
+        row, t = int(self._rows[index]), self._table
+        file, number = int(t.file[row]), int(t.number[row])
+        reader, place = self._readers[self._dataset[row]], self._name(row)
+        try:
+            return reader.read(
+                Located(place, number, file, int(t.offset[row]), int(t.size_bytes[row]))
+            )
+        except OSError as e:
+            raise ValueError(f"{place}: {e}") from e
 
-    def pieces(self, index: int) -> tuple[Piece, ...]:
-        """The tokenized conversation, with the places of its media."""
-        return self._to_pieces(self.record(index).turns)
+    def pieces(self, record: Record) -> tuple[Piece, ...]:
+        """Return the tokenized conversation, with the places of its media."""
+        return self._to_pieces(record.turns)
 
-    def media(self, index: int, how: Preprocessing | None = None) -> tuple[Pictures | Sound, ...]:
-        """The decoded media in the order of their tags, prepared as the mixture's or another way.
+    def media(
+        self, index: int, record: Record, how: Preprocessing | None = None
+    ) -> tuple[Pictures | Sound, ...]:
+        """Return the decoded media of the sample's record in the order of their tags, prepared as
+        the mixture's or another way.
 
         ValueError, naming the record.
         """
-        record = self.record(index)
         try:
             return decode_media(record, self._table, int(self._rows[index]), how or self._how)
         except (ValueError, OSError) as e:
             raise ValueError(f"{record.name}: {e}") from e
 
-    def _at(self, index: int) -> tuple[Reader, Located]:
-        row, t = self._rows[index], self._table
-        reader = self._readers[self._dataset[row]]
-        file = int(t.file[row])
-        place = f"{reader.files[file]}[{t.number[row]}]"
-        return reader, Located(place, file, int(t.offset[row]), int(t.size_bytes[row]))
+    def _name(self, row: int) -> str:
+        """How messages call the record of a row of the table: its file's path and its number."""
+        reader, file = self._readers[self._dataset[row]], int(self._table.file[row])
+        place = reader.place(file, int(self._table.number[row]))
+        return str(reader.files[file].parent / place)

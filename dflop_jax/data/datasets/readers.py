@@ -1,22 +1,23 @@
 """Where records stand: LLaVA-format files in folders, and WebDataset tar shards.
 
 A reader lists every record with the place of its bytes, so that an index can hold a million of
-them and read one again by a single seek. Nothing here decodes media.
+them and read one again by a single seek. Every record of every source comes through here; nothing
+here decodes media.
 """
 
 from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import Record, find_file, parse_any
+from dflop_jax.data.datasets.llava_records import Record, parse_json, parse_record
 
 EXTENSIONS = {
     "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
@@ -29,10 +30,11 @@ QUESTION = {"image": "Describe the image.", "video": "Describe the video.",
 
 @dataclass(frozen=True)
 class Located:
-    """A record's place: bytes of `files[file]` (a shard's: from its first member on), and its name
-    for messages."""
+    """A record's place: bytes of `files[file]` (a shard's: from its first member on), its number
+    there (a line's, in a file of lines), and its name for messages."""
 
     place: str
+    number: int
     file: int
     offset: int
     size_bytes: int
@@ -48,22 +50,47 @@ class Reader(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
     def locate(self) -> Iterator[Located]:
-        """Every record, in order. ValueError: a file that cannot be read at all."""
+        """Yield every record, in order. ValueError: a file that cannot be read at all."""
+        ...
+
+    def place(self, file: int, number: int) -> str:
+        """How messages call a record without reading it."""
         ...
 
     def read(self, at: Located) -> Record:
-        """A usable record. ValueError: the reason why it is not."""
+        """Return a usable record. ValueError: its name and the reason why it is not usable."""
         ...
 
 
 def open_reader(path: str | Path, root: str | Path | None = None) -> Reader:
-    """A reader of a LLaVA-format file or its folder (media relative to `root`, else to the file's
-    folder), or of shards: a .tar, a folder of them, or a pattern `a-{000..127}.tar` or `a-*.tar`.
+    """Return a reader of a LLaVA-format file or its folder (media relative to `root`, else to the
+    file's folder), or of shards: a .tar, a folder of them, or a pattern `a-{000..127}.tar` or
+    `a-*.tar`.
 
     ValueError when nothing is there.
     """
     shards = find_shards(str(path))
     return ShardReader(shards) if shards else FileReader(find_file(Path(path)), root)
+
+
+def find_file(path: Path) -> Path:
+    """Return the dataset file: the path itself, or dataset.json or the only .json(l) in a folder.
+
+    ValueError when there is none, or several.
+    """
+    if path.is_dir():
+        if (path / "dataset.json").is_file():
+            return path / "dataset.json"
+        files = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
+        if len(files) != 1:
+            raise ValueError(
+                f"{path}: holds no dataset.json and {len(files)} .json/.jsonl files; "
+                "name the dataset file itself"
+            )
+        return files[0]
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file or folder; data.path names a LLaVA-format JSON")
+    return path
 
 
 class FileReader:
@@ -73,36 +100,61 @@ class FileReader:
         self.files, self.name = (file,), str(file)
         self._root = Path(root) if root is not None else file.parent
 
+    def place(self, file: int, number: int) -> str:
+        name = self.files[file].name
+        return f"{name}:{number}" if name.endswith(".jsonl") else f"{name}[{number}]"
+
     def locate(self) -> Iterator[Located]:
         (file,) = self.files
         data = file.read_bytes()
-        if file.suffix == ".jsonl":
-            start = 0
-            for n, line in enumerate(data.split(b"\n"), 1):
-                if line.strip():
-                    yield Located(f"{file.name}:{n}", 0, start, len(line))
-                start += len(line) + 1
-            return
-        try:
-            items = msgspec.json.decode(data, type=list[msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise ValueError(
-                f"{file}: no JSON list ({e}); repair it, or name it .jsonl if each line is a record"
-            ) from None
-        start = 0
-        for k, item in enumerate(items):
-            start = data.index(item, start)
-            yield Located(f"{file.name}[{k}]", 0, start, len(item))
-            start += len(item)
+        parts = list(_lines(data) if file.suffix == ".jsonl" else _items(data, file))
+        if not parts:
+            raise ValueError(f"{file}: holds no records")
+        for number, start, size in parts:
+            yield Located(self.place(0, number), number, 0, start, size)
 
     def read(self, at: Located) -> Record:
-        blob = Blob(self.files[at.file], at.offset, at.size_bytes, at.place)
-        return parse_any(at.place, _json(blob.read()), self._find)
+        data = Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read()
+        return _parsed(at.place, data, self._find)
 
     def _find(self, name: str) -> Path:
         if not (self._root / name).is_file():
             raise ValueError(f"missing file {self._root / name}")
         return self._root / name
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
+    start = 0
+    for n, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield n, start, len(line)
+        start += len(line) + 1
+
+
+def _items(data: bytes, file: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, offset, size) of a JSON list's items. ValueError: it is no list."""
+    try:
+        items = msgspec.json.decode(data, type=list[msgspec.Raw])
+    except msgspec.ValidationError as e:
+        raise ValueError(f"{file}: expected a JSON list of records ({e})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ValueError(
+            f"{file}: not JSON ({e}); repair it, or name it .jsonl if each line is a record"
+        ) from None
+    start = 0
+    for k, item in enumerate(items):
+        start = data.index(item, start)
+        yield k, start, len(item)
+        start += len(item)
+
+
+def _parsed(place: str, data: bytes, find: Callable[[str], Path | Blob]) -> Record:
+    try:
+        raw = parse_json(data)
+    except ValueError as e:
+        raise ValueError(f"{place}: {e}") from None
+    return parse_record(place, raw, find)
 
 
 class ShardReader:
@@ -117,12 +169,17 @@ class ShardReader:
         rest = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
         self.name = f"{shards[0]}{rest}"
 
+    def place(self, file: int, number: int) -> str:
+        return f"{self.files[file].name}[{number}]"
+
     def locate(self) -> Iterator[Located]:
+        number = 0
         for k, shard in enumerate(self.files):
             for key, members in _groups(_members(shard)):
                 start, last = members[0].offset, members[-1]
                 size = last.offset_data + last.size - start
-                yield Located(f"{shard.name}:{key}", k, start, size)
+                yield Located(f"{shard.name}:{key}", number, k, start, size)
+                number += 1
 
     def read(self, at: Located) -> Record:
         shard = self.files[at.file]
@@ -204,32 +261,33 @@ def _shard_record(place: str, members: Mapping[str, Blob]) -> Record:
              for kind, extensions in EXTENSIONS.items()}  # fmt: skip
     by_name = {PurePosixPath(name).name: blob for name, blob in members.items()}
     texts = {n.rsplit(".", 1)[-1].lower(): blob for n, blob in members.items()}
-    if "json" in texts:
-        raw = _json(texts["json"].read())
-        if isinstance(raw, dict) and not any(raw.get(kind) for kind in EXTENSIONS):
-            raw = {**raw, **media}
-    elif "txt" in texts:
-        kinds = [kind for kind, names in media.items() for _ in names]
-        if len(kinds) != 1:
-            raise ValueError(f"a caption (.txt) for {len(kinds)} media; it needs one, or a .json")
-        caption = texts["txt"].read().decode("utf-8", "replace").strip()
-        question = f"<{kinds[0]}>\n{QUESTION[kinds[0]]}"
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": caption}]
-        raw = {kinds[0]: media[kinds[0]], "conversations": turns}
-    else:
-        raise ValueError("neither a .json nor a .txt in this sample of the shard")
 
     def find(name: str) -> Blob:
-        found = members.get(name) or by_name.get(PurePosixPath(name).name)
-        if found is None:
+        blob = members.get(name) or by_name.get(PurePosixPath(name).name)
+        if blob is None:
             raise ValueError(f"missing file {name} in the sample")
-        return found
+        return blob
 
-    return parse_any(place, raw, find)
-
-
-def _json(data: bytes) -> Any:
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        return ValueError(f"not JSON ({e})")
+        if "json" in texts:
+            raw = parse_json(texts["json"].read())
+            if isinstance(raw, dict) and not any(raw.get(kind) for kind in EXTENSIONS):
+                raw = {**raw, **media}
+        elif "txt" in texts:
+            raw = _captioned(texts["txt"], media)
+        else:
+            raise ValueError("neither a .json nor a .txt in this sample of the shard")
+    except ValueError as e:
+        raise ValueError(f"{place}: {e}") from None
+    return parse_record(place, raw, find)
+
+
+def _captioned(caption: Blob, media: Mapping[str, list[str]]) -> dict[str, object]:
+    """Return the record of a caption of a sample's one medium; ValueError unless it has one."""
+    kinds = [kind for kind, names in media.items() for _ in names]
+    if len(kinds) != 1:
+        raise ValueError(f"a caption (.txt) for {len(kinds)} media; it needs one, or a .json")
+    question = f"<{kinds[0]}>\n{QUESTION[kinds[0]]}"
+    answer = caption.read().decode("utf-8", "replace").strip()
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {kinds[0]: media[kinds[0]], "conversations": turns}

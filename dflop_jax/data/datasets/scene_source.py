@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflop_jax.data.datasets.layout import (
-    Header,
-    Layout,
-    OversizeError,
-    assemble,
-    grey_tiles,
-    lay_out,
-)
+from dflop_jax.data.datasets.compose import blanked, compose
+from dflop_jax.data.datasets.counts import Preprocessing, SampleCounts
+from dflop_jax.data.datasets.fitting import Fitted, fit, preparations
+from dflop_jax.data.datasets.index_build import text_counts
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
-from dflop_jax.data.media.tiling import picture_tiles, resize
-from dflop_jax.data.sample import Limits, MediaSpec, Sample
+from dflop_jax.data.media.decode import Pictures
+from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.media.tiling import resize
+from dflop_jax.data.sample import Limits, Sample
 from dflop_jax.data.text.pieces import Piece, Tokenizer, chat_pieces
-from dflop_jax.records import SampleShape
+from dflop_jax.records import Load
 
 STREAMS = {"train": 0, "eval": 1}
 MAX_REDRAWS = 100
@@ -25,9 +23,9 @@ MAX_REDRAWS = 100
 class SceneSource:
     """`n` drawn scenes. Index i of (seed, split) is always the same scene; the splits never meet.
 
-    A scene longer than `limits.max_tokens` is laid out smaller (truncate), drawn anew (drop, or
+    A scene longer than `limits.max_tokens` is cut (truncate, see `fitting`), drawn anew (drop, or
     where it cannot be smaller), or refused (error). `blank_images` shows grey tiles of the same
-    shapes instead.
+    loads instead.
     """
 
     def __init__(
@@ -49,6 +47,7 @@ class SceneSource:
         self._n, self._key = n, (seed, STREAMS[split])
         self.spec, self._tokenizer = spec, tokenizer
         self._limits, self._blank = limits or Limits(), blank_images
+        self._ways = preparations(spec, self._limits)
 
     def __len__(self) -> int:
         return self._n
@@ -57,38 +56,71 @@ class SceneSource:
         return f"{self.name}[{index}]"
 
     def scene(self, index: int) -> Scene:
-        """What sample `index` shows, asks and answers."""
+        """Return what sample `index` shows, asks and answers."""
         return self._draw(index)[0]
 
-    def shape(self, index: int) -> SampleShape:
-        return self._draw(index)[2].shape
+    def load(self, index: int) -> Load:
+        _, _, fitted = self._draw(index)
+        return self.spec.load(fitted.counts[0].tiles, 0, int(fitted.llm_tokens[0]))
 
     def sample(self, index: int) -> Sample:
-        scene, pieces, layout = self._draw(index)
-        tiles = [
-            grey_tiles(n, self.spec) if self._blank else self._render(picture, n, layout)
-            for picture, n in zip(scene.pictures, layout.tiles, strict=True)
-        ]
-        return assemble(pieces, layout, tiles, self.spec, self._tokenizer.visual_id)
+        scene, pieces, fitted = self._draw(index)
+        how = self._ways[int(fitted.way[0])]
+        alone = sum(not p.frames for p in scene.pictures) == 1
+        sample = compose(
+            pieces,
+            [_render(picture, how, alone) for picture in scene.pictures],
+            self.spec,
+            placeholder=self._tokenizer.visual_id,
+            text_tokens=int(fitted.text_tokens[0]),
+        )
+        return blanked(sample) if self._blank else sample
 
-    def _draw(self, index: int) -> tuple[Scene, tuple[Piece, ...], Layout]:
+    def _draw(self, index: int) -> tuple[Scene, tuple[Piece, ...], Fitted]:
         if not 0 <= index < self._n:
             raise IndexError(f"{self.name} holds no sample {index}")
         rng = np.random.default_rng((*self._key, index))
-        redraws = 1 if self._limits.oversize == "error" else MAX_REDRAWS
-        for _ in range(redraws):
+        for _ in range(1 if self._limits.oversize == "error" else MAX_REDRAWS):
             scene = draw_scene(rng, self.spec.tile_px, self._limits)
             pieces = chat_pieces(scene.turns, self._tokenizer)
-            media = [Header(p.width, p.height, p.frames) for p in scene.pictures]
-            try:
-                return scene, pieces, lay_out(pieces, media, self.spec, self._limits)
-            except OversizeError as e:
-                reason = e
-        raise ValueError(f"{self.label(index)}: {reason}")
+            fitted = self._fitted(scene, pieces)
+            if fitted.fits[0]:
+                return scene, pieces, fitted
+        raise ValueError(
+            f"{self.label(index)}: {int(fitted.counts.llm_tokens[0])} LLM tokens exceed "
+            f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
+            "truncate or drop"
+        )
 
-    def _render(self, picture: Picture, n: int, layout: Layout) -> np.ndarray:
-        px = self.spec.tile_px
-        if picture.frames:
-            times = np.linspace(0.0, 1.0, n) if n > 1 else [0.0]
-            return np.stack([resize(picture.render(float(t)), px, px) for t in times])
-        return picture_tiles(picture.render(), px, min(self._limits.max_tiles, layout.cap - 1))
+    def _fitted(self, scene: Scene, pieces: tuple[Piece, ...]) -> Fitted:
+        text = text_counts(pieces)
+        prompt = np.array([text["prompt_tokens"]])
+        return fit(
+            lambda how: _counts(scene, text["text_tokens"], how), prompt, self._ways, self._limits
+        )
+
+
+def _counts(scene: Scene, text_tokens: int, how: Preprocessing) -> SampleCounts:
+    """Return what `sample_counts` would say of a table of this scene, which is not worth making."""
+    assert how.vision is not None
+    still = [p for p in scene.pictures if not p.frames]
+    frames = np.array([min(p.frames, how.max_frames) for p in scene.pictures if p.frames], int)
+    widths, heights = np.array([(p.width, p.height) for p in still], int).reshape(-1, 2).T
+    _, tiles, tokens = how.vision.count(widths, heights, np.full(len(still), len(still) == 1))
+    return SampleCounts.of_one(
+        tiles=int(tiles.sum() + frames.sum()),
+        frames=int(frames.sum()),
+        text_tokens=text_tokens,
+        visual_tokens=int(tokens.sum() + how.vision.count_clips(frames).sum()),
+    )
+
+
+def _render(picture: Picture, how: Preprocessing, alone: bool) -> Pictures:
+    assert how.vision is not None
+    if not picture.frames:
+        place = how.vision.place(picture.width, picture.height, alone)
+        return Pictures(how.vision.cut(picture.render(), alone), place)
+    n, px = min(picture.frames, how.max_frames), how.vision.tile_px
+    times = np.linspace(0.0, 1.0, n) if n > 1 else [0.0]
+    tiles = np.stack([resize(picture.render(float(t)), px, px) for t in times])
+    return Pictures(tiles, how.vision.place_clip(n))

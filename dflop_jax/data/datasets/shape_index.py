@@ -2,7 +2,7 @@
 
 A table holds, for each usable record, where it stands, how many text tokens it has, and the header
 of each of its media. What these cost depends on the model and is computed from the table (see
-`costs`), so one index file serves every model that shares a tokenizer.
+`counts`), so one index file serves every model that shares a tokenizer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 2
-KINDS = ("image", "video", "audio")
+VERSION = 3
 # Field -> dtype, and what it counts: records (n), media (m), or records + 1.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
@@ -30,12 +29,13 @@ MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.in
 class ShapeTable:
     """The usable records of one dataset: n records with m media.
 
-    number: place of the record among all of its dataset; file, offset, size_bytes: its bytes.
+    number: of the record in its dataset (see `readers.Located`); file, offset, size_bytes: its
+    bytes.
     lot: what it draws when some are held out (see `llava_records.lot`).
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
-    kind: index into KINDS; width, height: upright pixels of an image; frames: what a clip offers
-    at 2 a second; samples: of a sound at 16 kHz. 0 where it does not apply.
+    kind: index into `llava_records.KINDS`; width, height: upright pixels of an image; frames: what
+    a clip offers at 2 a second; samples: of a sound at 16 kHz. 0 where it does not apply.
     """
 
     number: np.ndarray

@@ -57,7 +57,7 @@ class AnyRes:
         """LLM tokens of a video frame."""
         return ceil(self.patches / 2) ** 2
 
-    # as a `costs.VisionLayout`
+    # as a `counts.VisionLayout`
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -68,7 +68,12 @@ class AnyRes:
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         return frames * self.pooled_tokens + 1
 
-    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
+    def least_size(self, width: int, height: int) -> None:
+        return None  # pixels equal the reference's, which decodes whole pictures
+
+    def cut(
+        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
+    ) -> np.ndarray:
         return picture_tiles(image, self, alone=alone)
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:

@@ -9,26 +9,24 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.costs import Preprocessing, VisionLayout
+from dflop_jax.data.datasets.counts import Preprocessing, VisionLayout
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import MEDIA, ShapeTable
 from dflop_jax.data.media.anyres import frame_tile
 from dflop_jax.data.media.audio import read_sound
 from dflop_jax.data.media.mel import MelSpec, log_mel, sound_counts
-from dflop_jax.data.media.tiling import read_upright
+from dflop_jax.data.media.tiling import read_scaled
 from dflop_jax.data.media.token_sources import TokenSources, with_text
 from dflop_jax.data.media.video import read_frames
 
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """A picture or clip: tiles uint8 [n, px, px, 3], its LLM tokens over those tiles, and how many
-    of them are a clip's frames. `text` int [t] are ids of what is text among those tokens, -1 of
-    the others; None: nothing is."""
+    """A picture or clip: tiles uint8 [n, px, px, 3] and its LLM tokens over those tiles. `text`
+    int [t] are ids of what is text among those tokens, -1 of the others; None: nothing is."""
 
     tiles: np.ndarray
     tokens: TokenSources
-    frames: int = 0
     text: np.ndarray | None = None
 
 
@@ -44,7 +42,7 @@ class Sound:
 def decode_media(
     record: Record, table: ShapeTable, row: int, how: Preprocessing
 ) -> tuple[Pictures | Sound, ...]:
-    """The decoded media of the record whose header is a row of `table`.
+    """Return the decoded media of the record whose header is a row of `table`.
 
     Raises:
       ValueError: a file that cannot be decoded, or is not what it was when it was indexed, or that
@@ -55,21 +53,21 @@ def decode_media(
     if len(headers) != len(record.media):
         raise ValueError(f"{record.name}: {len(record.media)} media, {len(headers)} in the index")
     alone = sum(kind == "image" for kind, _ in record.media) == 1
-    found: list[Pictures | Sound] = []
+    media: list[Pictures | Sound] = []
     for (kind, source), header in zip(record.media, headers, strict=True):
         if (how.sound if kind == "audio" else how.vision) is None:
             raise ValueError(f"{record.name}: the model takes no {kind}")
         if kind == "audio":
             assert how.sound is not None
-            found.append(_sound(source, header["samples"], how.sound))
+            media.append(_sound(source, header["samples"], how.sound))
         else:
             assert how.vision is not None
             if kind == "video":
-                found.append(_clip(source, min(header["frames"], how.max_frames), how))
+                media.append(_clip(source, min(header["frames"], how.max_frames), how))
             else:
                 size = header["width"], header["height"]
-                found.append(_picture(source, size, alone, how.vision))
-    return tuple(found)
+                media.append(_picture(source, size, alone, how.vision))
+    return tuple(media)
 
 
 def _sound(source: Path | Blob, samples: int, spec: MelSpec) -> Sound:
@@ -83,17 +81,17 @@ def _clip(source: Path | Blob, frames: int, how: Preprocessing) -> Pictures:
     tiles = read_frames(source, frames, partial(frame_tile, tile_px=how.vision.tile_px))
     tokens = how.vision.place_clip(frames)
     if not how.between_frames:
-        return Pictures(tiles, tokens, frames)
+        return Pictures(tiles, tokens)
     between = how.between_frames[: frames - 1]
     at = np.repeat(np.arange(1, frames) * (len(tokens) // frames), [len(ids) for ids in between])
     text = np.insert(np.full(len(tokens), -1), at, [i for ids in between for i in ids])
-    return Pictures(tiles, with_text(tokens, at), frames, text)
+    return Pictures(tiles, with_text(tokens, at), text)
 
 
 def _picture(
     source: Path | Blob, size: tuple[int, int], alone: bool, vision: VisionLayout
 ) -> Pictures:
-    image = read_upright(source)
-    if image.size != size:
-        raise ValueError(f"{source}: {image.size} pixels, {size} when indexed; delete the index")
-    return Pictures(vision.cut(image, alone), vision.place(*size, alone))
+    image, true_size = read_scaled(source, vision.least_size(*size))
+    if true_size != size:
+        raise ValueError(f"{source}: {true_size} pixels, {size} when indexed; delete the index")
+    return Pictures(vision.cut(image, alone, size), vision.place(*size, alone))

@@ -30,7 +30,7 @@ class DynamicTiling:
         if not 1 <= self.min_tiles <= self.max_tiles or min(self.tile_px, self.tokens_per_tile) < 1:
             raise ValueError(f"{self}: sizes must be at least 1, min_tiles at most max_tiles")
 
-    # as a `costs.VisionLayout`
+    # as a `counts.VisionLayout`
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -40,7 +40,12 @@ class DynamicTiling:
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         return frames * self.tokens_per_tile
 
-    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
+    def least_size(self, width: int, height: int) -> None:
+        return None  # pixels equal the reference's, which decodes whole pictures
+
+    def cut(
+        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
+    ) -> np.ndarray:
         return cut_tiles(image, self)
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.media.tiling import count_tiles, picture_tiles
+from dflop_jax.data.media.tiling import count_tiles, needed_size, picture_tiles
 from dflop_jax.data.media.token_sources import TokenSources, plain
 
 
 @dataclass(frozen=True)
 class SimpleTiles:
-    """As a `costs.VisionLayout`; `max_tiles` of the grid."""
+    """As a `counts.VisionLayout`; `max_tiles` of the grid."""
 
     tile_px: int
     tokens_per_tile: int
@@ -22,16 +22,21 @@ class SimpleTiles:
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        sizes, of = np.unique(np.stack([widths, heights], 1), axis=0, return_inverse=True)
-        counts = [count_tiles(int(w), int(h), self.tile_px, self.max_tiles) for w, h in sizes]
-        tiles = np.array(counts, np.int64)[of.ravel()] if counts else np.zeros(0, np.int64)
+        sizes = zip(widths.tolist(), heights.tolist())
+        counts = [count_tiles(w, h, self.tile_px, self.max_tiles) for w, h in sizes]
+        tiles = np.array(counts, np.int64)
         return np.ones(len(tiles), bool), tiles, self.count_clips(tiles)
 
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         return frames * self.tokens_per_tile
 
-    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
-        return picture_tiles(image, self.tile_px, self.max_tiles)
+    def least_size(self, width: int, height: int) -> tuple[int, int]:
+        return needed_size(width, height, self.tile_px, self.max_tiles)
+
+    def cut(
+        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        return picture_tiles(image, self.tile_px, self.max_tiles, size)
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:
         return self.place_clip(count_tiles(width, height, self.tile_px, self.max_tiles))

@@ -72,32 +72,28 @@ def picture_size(path: Path | Blob) -> tuple[int, int]:
         raise ValueError(f"{path}: not a readable picture ({_reason(e)})") from e
 
 
-def read_picture(path: Path | Blob, tile_px: int, max_tiles: int) -> np.ndarray:
-    """Decode a picture file into tiles, uint8 [n, tile_px, tile_px, 3]; ValueError if broken."""
+def read_upright(path: Path | Blob) -> Image.Image:
+    """Return the whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
+    return read_scaled(path, None)[0]
+
+
+def read_scaled(
+    path: Path | Blob, least: tuple[int, int] | None
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Return the picture, upright, in RGB, and its true (width, height).
+
+    With `least` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so
+    many pixels. ValueError if broken.
+    """
     try:
         with open_media(path) as file, Image.open(file) as image:
-            size = _upright_size(image)
-            orientation = _orientation(image)
-            turned = orientation >= 5
-            # JPEG decodes at 1/2, 1/4 or 1/8 scale where that is still twice what is needed
-            needed = _needed_size(size, tile_px, max_tiles)
-            image.draft(None, needed[::-1] if turned else needed)
+            size, orientation = _upright_size(image), _orientation(image)
+            if least is not None:
+                image.draft(None, least[::-1] if orientation >= 5 else least)
             upright = _to_rgb(image)
             if orientation in _TRANSPOSE:
                 upright = upright.transpose(_TRANSPOSE[orientation])
-            return picture_tiles(upright, tile_px, max_tiles, size)
-    except Exception as e:  # as above
-        raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
-
-
-def read_upright(path: Path | Blob) -> Image.Image:
-    """The whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
-    try:
-        with open_media(path) as file, Image.open(file) as image:
-            _upright_size(image)
-            orientation = _orientation(image)
-            upright = _to_rgb(image)
-            return upright.transpose(_TRANSPOSE[orientation]) if orientation > 1 else upright
+            return upright, size
     except Exception as e:  # as above
         raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
 
@@ -122,16 +118,17 @@ def picture_tiles(
     return np.concatenate(tiles)
 
 
+def needed_size(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[int, int]:
+    """Return the (width, height) that a picture's tiles need: twice what they show of it."""
+    rows, cols = choose_grid(width, height, tile_px, max_tiles)
+    shown_w, shown_h = fit(width, height, max(1, cols) * tile_px, max(1, rows) * tile_px)
+    return 2 * max(shown_w, tile_px), 2 * max(shown_h, tile_px)
+
+
 def resize(image: Image.Image, width: int, height: int) -> np.ndarray:
     """An RGB picture as uint8 [height, width, 3], bicubic."""
     small = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
     return np.asarray(small, np.uint8)
-
-
-def _needed_size(size: tuple[int, int], tile_px: int, max_tiles: int) -> tuple[int, int]:
-    rows, cols = choose_grid(*size, tile_px, max_tiles)
-    width, height = fit(*size, max(1, cols) * tile_px, max(1, rows) * tile_px)
-    return 2 * max(width, tile_px), 2 * max(height, tile_px)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from math import ceil, floor
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from dflop_jax.data.datasets.blob import Blob, open_media
-from dflop_jax.data.media.tiling import resize
 
 FRAMES_PER_S = 2.0
 logger = logging.getLogger("dflop_jax.data")
@@ -33,14 +31,6 @@ def count_frames(path: Path | Blob, max_frames: int) -> int:
     except (av.FFmpegError, OSError, ValueError) as e:
         raise ValueError(f"{path}: not a readable video ({_reason(e)})") from e
     return max(1, min(max_frames, total, ceil(duration_s * FRAMES_PER_S)))
-
-
-def read_clip(path: Path | Blob, n_frames: int, tile_px: int) -> np.ndarray:
-    """Decode `n_frames` frames spread evenly over the clip, uint8 [n, tile_px, tile_px, 3].
-
-    Each frame is resized to one tile; see `read_frames` for the rest.
-    """
-    return read_frames(path, n_frames, partial(resize, width=tile_px, height=tile_px))
 
 
 def read_frames(

@@ -7,45 +7,54 @@ schedules of the batches get faster.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import ITEMS, Bucket, SampleShape
-from dflop_jax.schedule.costs import BucketCosts
-from dflop_jax.schedule.cover import Capacity
-from dflop_jax.schedule.search import best_groups
-from dflop_jax.schedule.shapes.milp import SecondsOf, roomiest_first, solve_choice
-from dflop_jax.schedule.shapes.search import Evaluator, Sizes, best_start, chains, refine, span_s
+from dflop_jax.records import Bucket, Load, Shape
+from dflop_jax.schedule.batch import Capacity, rows_needed
+from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
+from dflop_jax.schedule.shapes.milp import solve_choice
+from dflop_jax.schedule.shapes.sizes import (
+    Buckets,
+    BucketSpec,
+    Move,
+    SecondsOf,
+    Sizes,
+    bucket_of,
+    chains,
+    sizes_of,
+)
 
 _ARRIVAL_DRAWS = 512  # microbatches drawn to see what arrival order needs
-_UNEVEN = 2.5  # how far a candidate's tiles per token may be from the data's
+_UNEVEN = 2.5  # how far a candidate's ratio of modules may be from the data's
 # Samples; of larger batches fewer are scheduled, since they take longer and differ less.
 _USUAL_BATCH, _LARGE_BATCH = 100, 512
-_EVALUATE_ROUNDS = 4000  # as the online scheduler spends
+_EVALUATE_WORK = 2000
+_STEPS = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity
+_CUTS = (2.0, 0.5)  # factors of packed rows
 
 
 @dataclass(frozen=True)
 class _Effort:
     """Work of a choice: starts tried, on how many batches first, how many of them then on all
-    `batches`; batches scheduled in all (`budget`; it ends the refinement), pairs of rows priced for
-    each; nodes of the MILP (0: none) over `first` batches."""
+    `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each;
+    nodes of the MILP (0: none) over `first` batches."""
 
     starts: int
     first: int
     finalists: int
     batches: int
     budget: int
-    rounds: int
+    work: int
     milp_nodes: int
 
 
 _EFFORTS = {
-    "quick": _Effort(6, first=4, finalists=1, batches=4, budget=24, rounds=300, milp_nodes=0),
-    "full": _Effort(12, first=3, finalists=3, batches=12, budget=280, rounds=1000, milp_nodes=1),
+    "quick": _Effort(6, first=4, finalists=1, batches=4, budget=24, work=300, milp_nodes=0),
+    "full": _Effort(12, first=3, finalists=3, batches=12, budget=280, work=1000, milp_nodes=1),
 }
 
 
@@ -53,246 +62,256 @@ _EFFORTS = {
 class BucketChoice:
     """Chosen buckets, the roomiest first, and what scheduling sampled batches with them gave.
 
-    expected_s: mean makespan of a global batch (`overlapped_makespan`). padding: by module, mean
-    padded share of the executed LLM tokens or encoder items.
+    expected_s: mean simulated makespan of a global batch. padding: by module, mean padded share of
+    the executed tokens.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: Buckets
     expected_s: float
     padding: dict[str, float]
 
 
-def choose_buckets(
-    shapes: Sequence[SampleShape],
-    *,
-    global_batch: int,
-    n_buckets: int = 4,
-    vision_ranks: int = 1,
-    llm_ranks: int = 1,
-    audio_ranks: int = 0,
-    group_size: int = 1,
-    seconds: SecondsOf | None = None,
-    token_multiple: int = 128,
-    max_tiles: int | None = None,
-    max_tokens: int | None = None,
-    max_microbatches: int = 16,
-    effort: str = "full",
-    seed: int = 0,
-    time_limit_s: float = 60.0,
-) -> BucketChoice:
-    """At most `n_buckets` capacities (tiles, windows, rows of tokens) that minimise expected padded
-    time.
-
-    Args:
-      shapes: of the training data (a DataProfile's).
-      vision_ranks, llm_ranks, audio_ranks: data-parallel degrees; 0 without such an encoder.
-      group_size: microbatches run by one program call.
-      seconds: per-module seconds of one microbatch of a bucket; by default each module's time is
-        its volume, scaled so that the modules are equally busy on this data, plus 2% of a
-        microbatch of the mean size for each call.
-      token_multiple: tokens are a multiple of it (128 on GPU).
-      max_tiles, max_tokens: largest capacity per data rank that memory allows.
-      max_microbatches: most microbatches that an average batch is cut into.
-      effort: "full" (seconds), or "quick" (a tenth of it: no MILP, fewer batches), good enough
-        to rank plans. Either does a fixed amount of work, so the answer depends on the arguments
-        only.
-      time_limit_s: a safety cap far above that work; an answer that meets it is still valid.
+def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
+    """At most `spec.n_buckets` buckets that minimise the expected step on these loads (a
+    DataProfile's). The answer depends on the arguments alone.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
     """
-    if effort not in _EFFORTS:
-        raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
-    work = _EFFORTS[effort]
-    deadline_s = time.perf_counter() + time_limit_s
-    capacity = Capacity(vision_ranks, llm_ranks, group_size, audio_ranks)
-    rng = np.random.default_rng(seed)
-    least = max(1, round(4 * min(1.0, _LARGE_BATCH / global_batch)))
-    n_batches = max(least, round(work.batches * min(1.0, 2 * _USUAL_BATCH / global_batch)))
-    picks = [rng.choice(len(shapes), global_batch) for _ in range(n_batches)]
-    batches = [[shapes[i] for i in pick] for pick in picks]
-    sizes = _sizes(shapes, capacity, global_batch, token_multiple, max_tiles, max_tokens)
-    seconds = seconds or even_seconds(shapes, capacity, global_batch, max_microbatches)
-    front = _largest(shapes, capacity.modules)
-    share = min(1.0, _USUAL_BATCH / global_batch)
-    few = max(1, round(work.first * share))
+    if spec.effort not in _EFFORTS:
+        raise ValueError(f"effort={spec.effort!r} is not one of {', '.join(_EFFORTS)}")
+    effort = _EFFORTS[spec.effort]
+    sizes = sizes_of(loads, spec)
+    seconds = spec.seconds or even_seconds(loads, spec)
+    front = largest(loads, tuple(sizes))
+    share = min(1.0, _USUAL_BATCH / spec.global_batch)
+    few = max(1, round(effort.first * share))
+    batches = _drawn(loads, spec, effort)
     evaluator = Evaluator(
         batches,
-        capacity,
+        spec,
         seconds,
-        rounds=work.rounds,
-        budget=round(work.budget * max(0.3, share)),
-        deadline_s=deadline_s,
+        work=effort.work,
+        budget=round(effort.budget * max(0.3, share)),
     )
-    starts = chains(sizes, n_buckets, max_microbatches, seconds)[: work.starts]
-    if work.milp_nodes:
+    starts = chains(sizes, spec, seconds)[: effort.starts]
+    if effort.milp_nodes:
+        candidates = _candidates(sizes, spec, loads)
         chosen = solve_choice(
-            _candidates(sizes, capacity, max_microbatches, shapes),
+            candidates,
             batches[:few],
-            capacity,
-            n_buckets,
+            spec,
             seconds,
             must_hold=front,
-            max_nodes=work.milp_nodes,
-            time_limit_s=time_limit_s / 2,
+            max_nodes=effort.milp_nodes,
         )
         starts.append(chosen)
-    best = refine(best_start(starts, evaluator, few, work.finalists), sizes, evaluator, front)
-    return evaluate_buckets(
-        roomiest_first(best), batches, capacity, seconds, max_rounds=work.rounds
-    )
+    starts = [_holding(start, front, sizes, spec.capacity) for start in starts]
+    best = _best_start(starts, evaluator, few, effort.finalists)
+    best = _refined(best, sizes, evaluator, front, spec)
+    return _choice(roomiest_first(best), evaluator)
 
 
 def evaluate_buckets(
     buckets: Sequence[Bucket],
-    batches: Sequence[Sequence[SampleShape]],
-    capacity: Capacity,
-    seconds: SecondsOf,
+    batches: Sequence[Sequence[Load]],
+    spec: BucketSpec,
     *,
-    max_rounds: int = _EVALUATE_ROUNDS,
+    work: int = _EVALUATE_WORK,
 ) -> BucketChoice:
-    """Schedule the batches with these buckets: what they really cost and pad."""
-    costs = BucketCosts(tuple(tuple(seconds(b)) for b in buckets))
-    modules = capacity.modules
-    spent_s, used, room = 0.0, np.zeros(len(modules)), np.zeros(len(modules))
-    for batch in batches:
-        groups, _, _ = best_groups(batch, buckets, capacity, costs, max_rounds=max_rounds)
-        spent_s += span_s(groups, costs)
-        used += [sum(s.load(m) for s in batch) for m in modules]
-        for b, _ in groups:
-            room += [capacity.room(buckets[b], m) for m in modules]
-    share = 1 - used / np.maximum(room, np.maximum(used, 1))
-    return BucketChoice(
-        buckets=tuple(buckets),
-        expected_s=spent_s / len(batches),
-        padding=dict(zip(modules, share.tolist(), strict=True)),
-    )
+    """Schedule and simulate the batches with these buckets: what they really cost and pad."""
+    seconds = spec.seconds or even_seconds([s for b in batches for s in b], spec)
+    return _choice(tuple(buckets), Evaluator(batches, spec, seconds, work=work, budget=0))
 
 
-def _sizes(
-    shapes: Sequence[SampleShape],
-    capacity: Capacity,
-    global_batch: int,
-    token_multiple: int,
-    max_tiles: int | None,
-    max_tokens: int | None,
-) -> Sizes:
-    scale = global_batch / len(shapes)
-    least_tokens = _round_up(max(s.llm_tokens for s in shapes), token_multiple)
-    least_items = {
-        m: -(-max(s.load(m) for s in shapes) // ranks) for m, ranks in capacity.encoders.items()
-    }
-    most_tokens = None if max_tokens is None else max_tokens // token_multiple * token_multiple
-    most_items = {} if max_tiles is None else {"vision": max_tiles}
-    for least, most, unit in (
-        (least_tokens, most_tokens, "tokens"),
-        (least_items.get("vision", 0), max_tiles, "tiles"),
-    ):
-        if most is not None and most < least:
-            raise ValueError(
-                f"the largest sample needs a capacity of {least} {unit}, memory allows {most}: "
-                "drop or truncate such samples, or use more ranks"
-            )
-    return Sizes(
-        multiple=token_multiple,
-        batch_tokens=sum(s.llm_tokens for s in shapes) * scale / capacity.llm_ranks,
-        batch_items={
-            m: sum(s.load(m) for s in shapes) * scale / n for m, n in capacity.encoders.items()
-        },
-        least_tokens=least_tokens,
-        least_items=least_items,
-        most_tokens=most_tokens,
-        most_items=most_items,
-        mean_tokens=sum(s.llm_tokens for s in shapes) / len(shapes),
-    )
+def _choice(buckets: Buckets, evaluator: Evaluator) -> BucketChoice:
+    n = len(evaluator.batches)
+    expected_s = evaluator.mean_s(buckets, n)
+    padding = {}
+    for m in evaluator.spec.ranks:
+        room = sum(evaluator.rooms[buckets, i][m] for i in range(n))
+        used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
+        padding[m] = 1 - used / room if room else 0.0
+    return BucketChoice(buckets, expected_s, padding)
 
 
-def _candidates(
-    sizes: Sizes, capacity: Capacity, max_microbatches: int, shapes: Sequence[SampleShape]
-) -> list[Bucket]:
+def _drawn(loads: Sequence[Load], spec: BucketSpec, effort: _Effort) -> list[list[Load]]:
+    """Global batches drawn from the loads."""
+    rng = np.random.default_rng(spec.seed)
+    least = max(1, round(4 * min(1.0, _LARGE_BATCH / spec.global_batch)))
+    usual = round(effort.batches * min(1.0, 2 * _USUAL_BATCH / spec.global_batch))
+    picks = [rng.choice(len(loads), spec.global_batch) for _ in range(max(least, usual))]
+    return [[loads[i] for i in pick] for pick in picks]
+
+
+def _holding(buckets: Buckets, front: Sequence[Load], sizes: Sizes, capacity: Capacity) -> Buckets:
+    """The set with rows added to its roomiest bucket until it holds every sample."""
+    ranked = roomiest_first(buckets)
+    first, rest = ranked[0], ranked[1:]
+    while not _holds_all((first, *rest), front, capacity):
+        more = {}
+        for m, size in sizes.items():
+            shape = first.shape(m) or size.shape(0, holds_all=True)
+            assert shape is not None, "a module with volume has a shape"
+            needs = max(rows_needed(load.lengths(m), shape) for load in front)
+            short = needs > shape.rows * capacity.ranks[m]
+            more[m] = Shape(shape.rows + 1, shape.tokens) if short else shape
+        grown = Bucket.of(more)
+        assert grown != first, "a row that holds the longest piece was chosen"
+        first = grown
+    return (first, *rest)
+
+
+def _holds_all(buckets: Buckets, front: Sequence[Load], capacity: Capacity) -> bool:
+    return all(any(capacity.holds(b, load) for b in buckets) for load in front)
+
+
+def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_final: int) -> Buckets:
+    """The fastest start on all batches of the `n_final` that are fastest on the first `few`."""
+    tried: list[Buckets] = []
+    for start in starts:
+        if tried and evaluator.spent:
+            break
+        evaluator.mean_s(start, few)
+        tried.append(start)
+    finalists: list[Buckets] = []
+    while tried and len(finalists) < n_final:
+        finalists.append(tried.pop(first_least([evaluator.mean_s(s, few) for s in tried])))
+    n = len(evaluator.batches)
+    return finalists[first_least([evaluator.mean_s(s, n) for s in finalists])]
+
+
+def _refined(
+    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Sequence[Load], spec: BucketSpec
+) -> Buckets:
+    """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
+    rows, while that makes the batches faster."""
+    every = tuple(sizes)
+    packed = tuple(m for m in every if not sizes[m].piece)
+    parts = [every, *((m,) for m in every if len(every) > 1)]
+    moves = [Move(i, part, f) for f, i, part in product(_STEPS, range(len(best)), parts)]
+    if len(every) > 1:
+        moves += [Move(i, (m,), 0.0) for i in range(len(best)) for m in every[:-1]]
+    if any(s.rows > 1 for b in best for m, s in b.shapes if m in packed):
+        moves += [Move(i, packed, cut=c) for c, i in product(_CUTS, range(len(best)))]
+    untried = len(moves)
+    while untried > 0 and not evaluator.spent:
+        move = moves.pop(0)
+        moves.append(move)
+        untried -= 1
+        moved = move.applied(best[move.bucket], sizes)
+        if moved is None or moved in best:
+            continue
+        buckets = (*best[: move.bucket], moved, *best[move.bucket + 1 :])
+        if _holds_all(buckets, front, spec.capacity) and evaluator.beats(buckets, best):
+            best, untried = buckets, len(moves)
+    return best
+
+
+def _candidates(sizes: Sizes, spec: BucketSpec, loads: Sequence[Load]) -> list[Bucket]:
     """Candidates of the MILP: an average batch cut evenly into geometrically spaced numbers of
-    microbatches, separately for encoder items and tokens, in pairs that the data can fill about
+    microbatches, the last module apart from the others, in pairs that the data can fill about
     equally; one that holds every sample; and those without what some samples have nothing of."""
-    group = capacity.group_size
-    cuts = group * np.unique(
-        np.round(np.geomspace(max_microbatches / 4, 6 * max_microbatches, 11) / group).astype(int)
-    )
-    every = sizes.bucket({}, 0, holds_all=True)
-    found = {every: None}
-    for t_cut, k_cut in product(cuts[cuts > 0].tolist(), repeat=2):
-        if 1 / _UNEVEN <= t_cut / k_cut <= _UNEVEN:
-            items = {m: volume / t_cut for m, volume in sizes.batch_items.items()}
-            found[sizes.bucket(items, sizes.batch_tokens / k_cut)] = None
-    for module in capacity.encoders:
-        if sizes.least_items[module] and any(s.load(module) == 0 for s in shapes):
-            found |= dict.fromkeys([replace(b, **{ITEMS[module]: 0}) for b in found])
+    *others, last = sizes
+    finest = spec.max_microbatches
+    spaced = np.geomspace(finest / 4, 6 * finest, 11) / spec.group_size
+    cuts = [spec.group_size * n for n in np.unique(np.rint(spaced).astype(int)).tolist() if n]
+    found = {bucket_of(sizes, {}, holds_all=True): None}
+    for source_cut, last_cut in product(cuts, repeat=2):
+        if 1 / _UNEVEN <= source_cut / last_cut <= _UNEVEN:
+            tokens = {m: sizes[m].volume / source_cut for m in others}
+            found[bucket_of(sizes, tokens | {last: sizes[last].volume / last_cut})] = None
+    for m in others:
+        if any(not load.lengths(m) for load in loads):
+            without = [Bucket.of({k: s for k, s in b.shapes if k != m}) for b in found]
+            found |= dict.fromkeys(without)
     return list(found)
 
 
-def even_seconds(
-    shapes: Sequence[SampleShape], capacity: Capacity, global_batch: int, max_microbatches: int
-) -> SecondsOf:
+def even_seconds(loads: Sequence[Load], spec: BucketSpec) -> SecondsOf:
     """Each module takes 1 s for an average batch without padding; 2% of an average microbatch per
     call stands for launching it."""
-    scale = global_batch / len(shapes)
-    tokens = sum(s.llm_tokens for s in shapes) * scale / capacity.llm_ranks
-    volume = {m: sum(s.load(m) for s in shapes) * scale / n for m, n in capacity.encoders.items()}
-    call_s = 0.02 / max_microbatches
+    scale = spec.global_batch / len(loads)
+    volume = {m: sum(s.tokens(m) for s in loads) * scale / n for m, n in spec.ranks.items()}
+    call_s = 0.02 / spec.max_microbatches
 
-    def seconds(bucket: Bucket) -> tuple[float, ...]:
-        llm_s = bucket.tokens * bucket.rows / tokens + call_s
-        items = {m: bucket.items(m) for m in volume}
-        return (
-            *(n / volume[m] + call_s if n and volume[m] else 0.0 for m, n in items.items()),
-            llm_s,
-        )
+    def seconds(bucket: Bucket) -> Mapping[str, float]:
+        return {
+            m: spec.group_size * (s.size / volume[m] + call_s)
+            for m, s in bucket.shapes
+            if volume[m]
+        }
 
     return seconds
 
 
-def arrival_buckets(
-    shapes: Sequence[SampleShape],
-    per_rank: int,
-    *,
-    n_buckets: int = 4,
-    data_ranks: int = 1,
-    token_multiple: int = 128,
-    seed: int = 0,
-) -> tuple[Bucket, ...]:
-    """Buckets of the baseline: `per_rank` rows of one sample each, padded to the longest.
+def arrival_buckets(loads: Sequence[Load], spec: BucketSpec, per_rank: int) -> tuple[Bucket, ...]:
+    """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
+    longest, and as many rows of the others as hold these samples' pieces.
 
-    Capacities are quantiles of what microbatches drawn in arrival order need (longest sample,
-    most tiles or windows of a rank); the last holds `per_rank` of the largest sample.
+    Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
+    holds `per_rank` of the largest sample.
     """
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(shapes), size=(_ARRIVAL_DRAWS, data_ranks, per_rank))
-    tokens_N, tiles_N, windows_N = np.array([(s.llm_tokens, s.tiles, s.windows) for s in shapes]).T
-    longest = tokens_N[picks].max(axis=(1, 2))
-    tiles, windows = (n[picks].sum(axis=2).max(axis=1) for n in (tiles_N, windows_N))
-    buckets = {
-        Bucket(
-            tiles=int(np.quantile(tiles, q)),
-            tokens=_round_up(np.quantile(longest, q), token_multiple),
-            rows=per_rank,
-            windows=int(np.quantile(windows, q)),
+    last = list(spec.ranks)[-1]
+    rng = np.random.default_rng(spec.seed)
+    picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, spec.ranks[last], per_rank))
+    needs: dict[str, tuple[np.ndarray, int]] = {}
+    row_tokens: dict[str, int] = {}
+    for m in spec.ranks:
+        lengths = [load.lengths(m) for load in loads]
+        if not any(lengths):
+            continue
+        if m == last:
+            unit = spec.piece_tokens.get(m, spec.token_multiple)
+            sizes_N = np.array([sum(n) for n in lengths])
+            drawn = sizes_N[picks].max(axis=(1, 2))
+            needs[m] = np.array([_round_up(v, unit) for v in drawn]), _round_up(sizes_N.max(), unit)
+            continue
+        longest = max((max(n, default=0) for n in lengths), default=0)
+        row_tokens[m] = spec.piece_tokens.get(m) or _round_up(longest, spec.token_multiple)
+        shape = Shape(1, row_tokens[m])
+        rows_N = np.array([rows_needed(n, shape) for n in lengths], int)
+        needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
+
+    def bucket(amounts: Mapping[str, int]) -> Bucket:
+        return Bucket.of(
+            {
+                m: (Shape(per_rank, n) if m == last else Shape(n, row_tokens[m])) if n else None
+                for m, n in amounts.items()
+            }
         )
-        for q in np.arange(1, n_buckets) / n_buckets
+
+    quantiles = np.arange(1, spec.n_buckets) / spec.n_buckets
+    chosen = {
+        bucket({m: int(np.quantile(drawn, q, method="higher")) for m, (drawn, _) in needs.items()})
+        for q in quantiles
     }
-    most = _round_up(tokens_N.max(), token_multiple)
-    tiles_of_all, windows_of_all = int(tiles_N.max()) * per_rank, int(windows_N.max()) * per_rank
-    buckets.add(Bucket(tiles_of_all, most, per_rank, windows_of_all))
-    return roomiest_first(list(buckets))
+    chosen.add(bucket({m: most for m, (_, most) in needs.items()}))
+    return roomiest_first(list(chosen))
 
 
 def _round_up(value: float, multiple: int) -> int:
     return max(multiple, int(-(-value // multiple)) * multiple)
 
 
-def _largest(shapes: Sequence[SampleShape], modules: Sequence[str]) -> list[SampleShape]:
-    """Shapes that no other reaches in all that is counted: a bucket set that holds these holds
-    all."""
-    front: list[SampleShape] = []
-    for shape in sorted(shapes, key=lambda s: (-s.llm_tokens, -s.tiles, -s.windows)):
-        if not any(all(f.load(m) >= shape.load(m) for m in modules) for f in front):
-            front.append(shape)
-    return front
+def largest(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
+    """Loads that together ask for all that any does: a set of buckets that holds these holds all.
+
+    No other load has as many tokens, pieces and as long a piece of every module; those of unequal
+    pieces may yet need more rows, so the one that needs most at each number of pieces stays too.
+    """
+
+    def key(load: Load) -> tuple[int, ...]:
+        each = []
+        for m in modules:
+            lengths = load.lengths(m)
+            each += [sum(lengths), max(lengths, default=0), len(lengths)]
+        return tuple(each)
+
+    by_key = {key(load): load for load in loads}
+    ranked = sorted(by_key, reverse=True)
+    front: list[tuple[int, ...]] = []
+    for one in ranked:
+        if not any(all(a >= b for a, b in zip(other, one)) for other in front):
+            front.append(one)
+    return [by_key[k] for k in front]

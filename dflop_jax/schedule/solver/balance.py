@@ -1,8 +1,8 @@
 """`balance`: assign samples to bins so that the largest load over bins and modules is least.
 
-This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, exchanges,
-then improvement in turns (`improve.py`), each no worse than the one before, with a lower bound that
-proves optimality when the two meet.
+This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, then the
+improvement in turns that a run's batches get too (`improve.py`), each no worse than the one before,
+with a lower bound that proves optimality when the two meet.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from numpy.typing import ArrayLike
 
 from dflop_jax.schedule.solver import exact
 from dflop_jax.schedule.solver.bounds import cannot_fit, lower_bound
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
 from dflop_jax.schedule.solver.improve import Improver
-from dflop_jax.schedule.solver.local_search import State, descend
+from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem, make_problem
-
-_UNLIMITED_ROUNDS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def balance(
     bin_group: int = 1,
     grouped: Sequence[int] = (),
     grouped_tokens: Sequence[int] = (),
-    max_rounds: int | None = None,
+    work: float | None = None,
     stop_at: float = 0.0,
 ) -> Assignment:
     """Minimise the largest summed cost over bins and modules.
@@ -67,13 +66,12 @@ def balance(
       capacities, tokens: what a bin holds [k] and what each sample uses [samples, k] (or
         [samples]); a hard limit for each of the k resources.
       seed: of the search. The order of exploration depends on it alone; how far it gets depends
-        on the clock, unless `max_rounds` ends it first.
+        on the clock, unless `work` ends it first.
       bin_group, grouped, grouped_tokens: the cost (token) columns named in `grouped`
-        (`grouped_tokens`) are summed over each `bin_group` consecutive bins, as an encoder that
-        runs the union of a microbatch's data ranks; a grouped capacity is per group.
-      max_rounds: most pairs of bins priced. With it the answer is a pure function of the other
-        arguments (HiGHS, whose work is bounded by time only, is left out) as long as the time
-        limit, then a safety cap, is not reached.
+        (`grouped_tokens`) are summed over each `bin_group` consecutive bins, as a source module
+        that runs the union of a microbatch's data ranks; a grouped capacity is per group.
+      work: most units of work (pairs of bins priced; see `solver.budget`). With it the answer is a
+        pure function of the other arguments as long as the time limit is not reached.
       stop_at: a makespan that is good enough; the search ends there.
 
     Raises:
@@ -81,8 +79,7 @@ def balance(
     """
     start_s = time.perf_counter()
     problem = make_problem(costs, n_bins, capacities, tokens, bin_group, grouped, grouped_tokens)
-    deadline_s = start_s + time_limit_s
-    rounds = _UNLIMITED_ROUNDS if max_rounds is None else max_rounds
+    budget = Budget(np.inf if work is None else work, start_s + time_limit_s)
     rng = np.random.default_rng(seed)
 
     def done(bins: Ints, bound: float, status: str) -> Assignment:
@@ -96,31 +93,22 @@ def balance(
     if cannot_fit(problem):
         return done(bins, bound, "infeasible")
     if (bins < 0).any():
-        packed, complete = exact.enumerate_exactly(problem, np.inf, deadline_s)
+        packed, complete = exact.enumerate_exactly(problem, np.inf, budget)
         if packed is None and not complete:
-            packed, rounds = _pack(problem, deadline_s, rounds, rng)
+            packed = pack_within_limits(problem, budget, rng)
         if packed is None:
             return done(bins, bound, "infeasible" if complete else "unknown")
         bins = packed
-    state = State(problem, bins)
-    target = max(bound * (1 + ROUNDING), stop_at)
-    rounds = descend(state, target, deadline_s, rounds)
-    if state.makespan > target and problem.n <= exact.MAX_SAMPLES:
-        better, complete = exact.enumerate_exactly(problem, state.makespan, deadline_s)
-        state = state if better is None else State(problem, better)
-        bound = state.makespan if complete else bound
-    improver = Improver(state, bound, stop_at, deadline_s, rounds, rng)
-    improver.run(with_solver=max_rounds is None)
+    improver = Improver(State(problem, bins), bound, stop_at, budget, rng)
+    improver.run()
     return done(improver.state.bins, improver.bound, "feasible")
 
 
-def _pack(
-    problem: Problem, deadline_s: float, rounds: int, rng: np.random.Generator
-) -> tuple[Ints | None, int]:
-    """A feasible assignment (or None) when LPT on costs finds none, and the rounds left over.
+def pack_within_limits(problem: Problem, budget: Budget, rng: np.random.Generator) -> Ints | None:
+    """Bins that keep the limits, or None, when LPT on costs finds none.
 
     The fill of a bin, use over limit, is balanced as if it were the cost; a largest fill of at
-    most 1 is feasible.
+    most 1 keeps the limits.
     """
     c = problem.n_costs
     limits_R1 = problem.limits_R[c:, None]
@@ -133,9 +121,7 @@ def _pack(
         limits_R=np.full(len(fill_RN), np.inf),
         grouped_R=problem.grouped_R[c:],
     )
-    state = State(filling, lpt(filling, by_size(fill_RN)))
-    rounds = descend(state, 1.0, deadline_s, rounds)
-    packing = Improver(state, 1.0, 1.0, deadline_s, rounds, rng)
-    packing.run(with_solver=False)
+    packing = Improver(State(filling, lpt(filling, by_size(fill_RN))), 1.0, 1.0, budget, rng)
+    packing.run()
     bins = packing.state.bins
-    return (bins if problem.fits(problem.loads(bins)) else None), packing.rounds
+    return bins if problem.fits(problem.loads(bins)) else None

@@ -157,7 +157,7 @@ def shared_bin_bound(costs_RN: Floats, problem: Problem) -> float:
 def lattice_step(cost_N: Floats) -> float:
     """The largest q of which every cost is a multiple (1 for whole numbers); 0 if there is none.
 
-    Encoder costs are a whole number of tiles times a price, so their loads come in steps.
+    Costs of equal pieces are a whole number of them times a price, so loads come in steps.
     """
     values = np.unique(cost_N[cost_N > 0])
     if len(values) == 0:

@@ -8,12 +8,12 @@ bins at once, which exchanges cannot.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
 from dflop_jax.schedule.solver.patterns import (
     Kinds,
@@ -32,6 +32,8 @@ _FEW = 5  # new columns; fewer, and the best pattern is computed
 _SURE = 0.8  # part of a column from which on a dive rounds it up along with others
 _EPS = 1e-6
 _PROOF = 1e-5  # relative: rounding errors of a bound are far smaller
+_ITERATIONS_PER_UNIT = 8  # of the simplex
+_PRICING_WORK = 40  # of a round of random fillings
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,15 @@ class Master:
         return len(new)
 
     def cover(
-        self, left_K: Ints, n_bins: float, deadline_s: float, rng: np.random.Generator
+        self, left_K: Ints, n_bins: float, budget: Budget, rng: np.random.Generator
     ) -> Cover | None:
         """The LP for `left_K` samples, with new columns while it needs more than `n_bins` and some
-        pattern helps; None when the deadline came first."""
+        pattern helps; None when the budget ended first."""
         for row, left in enumerate(left_K.tolist()):
             self._solver.changeRowBounds(row, float(left), highspy.kHighsInf)
         least = 0.0
         while True:
-            if not self._run(deadline_s):
+            if not self._run(budget):
                 return None
             bins = self._solver.getInfo().objective_function_value
             solution = self._solver.getSolution()
@@ -94,13 +96,14 @@ class Master:
             answer = Cover(bins, least, np.array(solution.col_value))
             if bins <= n_bins + _EPS:
                 return answer
+            budget.spend(_PRICING_WORK)
             fillings = random_fillings(self.kinds, left_K, worth_K, _FILLINGS, rng)
             value_P = fillings @ worth_K
             ranked = np.argsort(-value_P, kind="stable")[:_KEPT]
             added = self.add(fillings[ranked[value_P[ranked] > 1 + _EPS]])
             if added >= _FEW:
                 continue
-            best = best_filling(self.kinds, left_K, worth_K, deadline_s)
+            best = best_filling(self.kinds, left_K, worth_K, budget)
             if best is None:
                 return None
             value, pattern = best
@@ -109,27 +112,35 @@ class Master:
             if not grew or least > n_bins * (1 + _PROOF):
                 return Cover(bins, least, answer.share_P)
 
-    def _run(self, deadline_s: float) -> bool:
-        left_s = deadline_s - time.perf_counter()
-        if left_s <= 0:
+    def _run(self, budget: Budget) -> bool:
+        if budget.done:
             return False
-        # the clock of a solver runs on from one run to the next
-        self._solver.setOptionValue("time_limit", self._solver.getRunTime() + left_s)
+        iterations = min(max(1.0, budget.left * _ITERATIONS_PER_UNIT), 1e9)
+        self._solver.setOptionValue("simplex_iteration_limit", int(iterations))
+        if np.isfinite(budget.left_s):
+            # the clock of a solver runs on from one run to the next
+            self._solver.setOptionValue("time_limit", self._solver.getRunTime() + budget.left_s)
         self._solver.run()
+        spent = max(0, self._solver.getInfo().simplex_iteration_count)
+        budget.spend(1 + spent / _ITERATIONS_PER_UNIT)
         return self._solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
 
 
 def applies(problem: Problem) -> bool:
     """Whether bins are alike and independent, and some resource comes in coarse steps: where all
     are continuous, rounding to cells loses more than there is to gain."""
-    alike = problem.scale_RB is None and (problem.group == 1 or not any(problem.grouped_R))
-    return alike and any(
-        coarse_step(size_N, float(size_N.sum()) / problem.n_bins) for size_N in problem.sizes_RN
+    independent = problem.group == 1 or not any(problem.grouped_R)
+    return (
+        problem.alike
+        and independent
+        and any(
+            coarse_step(size_N, float(size_N.sum()) / problem.n_bins) for size_N in problem.sizes_RN
+        )
     )
 
 
 def excludes_below(
-    problem: Problem, makespan: float, grid: int, deadline_s: float, rng: np.random.Generator
+    problem: Problem, makespan: float, grid: int, budget: Budget, rng: np.random.Generator
 ) -> bool:
     """Whether it is proved that no assignment has a makespan below `makespan`; sizes are rounded
     down to 1 / `grid` of that."""
@@ -138,14 +149,14 @@ def excludes_below(
         return True
     if not _small(kinds):
         return False
-    cover = Master(kinds).cover(kinds.counts_K, problem.n_bins, deadline_s, rng)
+    cover = Master(kinds).cover(kinds.counts_K, problem.n_bins, budget, rng)
     return cover is not None and cover.least_bins > problem.n_bins * (1 + _PROOF)
 
 
-def dive(problem: Problem, goal: float, deadline_s: float, rng: np.random.Generator) -> Ints | None:
+def dive(problem: Problem, goal: float, budget: Budget, rng: np.random.Generator) -> Ints | None:
     """bins[N] of about the makespan `goal`: sizes are rounded to cells, so some bins exceed it.
 
-    None if the LP says that `goal` is out of reach (not a proof), or no answer came in time, or
+    None if the LP says that `goal` is out of reach (not a proof), or the budget ended first, or
     a limit stood in the way.
     """
     kinds = kinds_of(problem, goal, _DIVE_GRID, down=False)
@@ -154,7 +165,7 @@ def dive(problem: Problem, goal: float, deadline_s: float, rng: np.random.Genera
     master, left_K, bins = Master(kinds), kinds.counts_K.copy(), problem.n_bins
     fixed: list[Ints] = []
     while left_K.any() and len(fixed) < bins:
-        cover = master.cover(left_K, bins - len(fixed), deadline_s, rng)
+        cover = master.cover(left_K, bins - len(fixed), budget, rng)
         if cover is None or (not fixed and cover.least_bins > bins * (1 + _PROOF)):
             return None
         for pattern in _rounded(master.patterns, cover.share_P, left_K, bins - len(fixed), rng):
@@ -168,17 +179,17 @@ def _rounded(
 ) -> list[Ints]:
     """The columns with the largest shares as bins, cut to what is left: the first, and others that
     are nearly whole and need no cut."""
-    found: list[Ints] = []
+    taken: list[Ints] = []
     for j in np.lexsort((rng.random(len(share_P)), -share_P)):
-        if found and share_P[j] < _SURE:
+        if taken and share_P[j] < _SURE:
             break
         for _ in range(max(1, int(share_P[j] + _EPS))):
             cut = np.minimum(patterns[j], left_K)
-            if len(found) == most or not cut.any() or (found and (cut < patterns[j]).any()):
+            if len(taken) == most or not cut.any() or (taken and (cut < patterns[j]).any()):
                 break
-            found.append(cut)
+            taken.append(cut)
             left_K = left_K - cut
-    return found
+    return taken
 
 
 def _placed(problem: Problem, kinds: Kinds, fixed: list[Ints]) -> Ints | None:

@@ -10,12 +10,12 @@ Shape suffixes as in `problem.py`; P partners of a bin, S subsets of a bin's sam
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.local_search import State, subsets
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
@@ -25,47 +25,37 @@ _DRAWN_FROM = 400
 _PARTNERS = 24  # bins that a repair looks at together, the roomiest first
 _OVERFULL = 3  # bins that a repair tries to relieve
 _EJECTIONS = 3  # cheapest exchanges among which an ejection draws
-_REPAIR_ROUNDS = 200  # pairs priced to absorb an ejection
+_REPAIR_WORK = 200  # pairs priced to absorb an ejection
 
 
 def pursue(
-    state: State,
-    goal: float,
-    deadline_s: float,
-    rounds: int,
-    patience: int,
-    rng: np.random.Generator,
-) -> int:
+    state: State, goal: float, budget: Budget, patience: int, rng: np.random.Generator
+) -> None:
     """Lower the total excess over `goal`, in place, until it is 0 or the last `patience` ejections
-    did not lower it; returns the rounds (pairs of bins priced) left over. Bins must be alike."""
-    assert state.problem.scale_RB is None
+    did not lower it."""
     if state.problem.n_bins < 2:
-        return rounds
-    search = _Pursuit(state, goal, deadline_s, rounds, rng)
-    search.repair(None, rounds)
+        return
+    search = _Pursuit(state, goal, budget, rng)
+    search.repair(None, budget)
     vain = 0
     while vain < patience and not search.done:
         vain = 0 if search.eject() else vain + 1
-    return search.rounds
 
 
 class _Pursuit:
     """`sums_RBS`: size of each subset of each bin's samples (`masks`), the empty one first."""
 
-    def __init__(
-        self, state: State, goal: float, deadline_s: float, rounds: int, rng: np.random.Generator
-    ):
-        self.state, self.goal, self.rng = state, goal, rng
-        self.deadline_s, self.rounds = deadline_s, rounds
+    def __init__(self, state: State, goal: float, budget: Budget, rng: np.random.Generator):
+        self.state, self.goal, self.rng, self.budget = state, goal, rng, budget
         p = state.problem
+        self.scale_RB = np.ones((p.n_costs, p.n_bins)) if p.scale_RB is None else p.scale_RB
         self.sums_RBS = np.zeros((len(p.sizes_RN), p.n_bins, _SUBSETS))
         self.masks: list[NDArray[np.bool_]] = [subsets(0, 1)] * p.n_bins
         self._list_subsets(range(p.n_bins))
 
     @property
     def done(self) -> bool:
-        late = self.rounds <= 0 or time.perf_counter() >= self.deadline_s
-        return late or not (self.excess() > self.goal * ROUNDING).any()
+        return self.budget.done or not (self.excess() > self.goal * ROUNDING).any()
 
     def excess(self) -> Floats:
         """[B]: what a bin's cost loads exceed the goal by, summed over costs."""
@@ -78,15 +68,15 @@ class _Pursuit:
         before_B, n_bins = self.excess(), self.state.problem.n_bins
         a = int(self.rng.choice(np.flatnonzero(before_B > self.goal * ROUNDING)))
         b = (a + int(self.rng.integers(1, n_bins))) % n_bins
-        self.rounds -= 1
+        self.budget.spend()
         price_SS = np.where(self._within(a, b), self._price(a, np.array([b]))[0], np.inf)
         few = min(_EJECTIONS, int(np.isfinite(price_SS).sum()))
         if few == 0:
             return False
         kept = list(self.state.members)
-        cheapest = np.argpartition(price_SS, few - 1, axis=None)[:few]
+        cheapest = np.argsort(price_SS, axis=None, kind="stable")[:few]
         self._exchange(a, b, *divmod(int(self.rng.choice(cheapest)), price_SS.shape[1]))
-        self.repair(a, min(self.rounds, _REPAIR_ROUNDS))
+        self.repair(a, self.budget.part(_REPAIR_WORK))
         change = self.excess().sum() - before_B.sum()
         if change > self.goal * ROUNDING:
             changed = [j for j in range(n_bins) if kept[j] is not self.state.members[j]]
@@ -94,25 +84,24 @@ class _Pursuit:
             self._list_subsets(changed)
         return bool(change < -self.goal * ROUNDING)
 
-    def repair(self, frozen: int | None, rounds: int) -> None:
+    def repair(self, frozen: int | None, budget: Budget) -> None:
         """Exchange between bins over the goal and others, but for a frozen one, while the total
         excess falls."""
-        stop = self.rounds - rounds
-        while self.rounds > stop and time.perf_counter() < self.deadline_s:
+        while not budget.done:
             over_B = self.excess()
             ranked = np.argsort(-over_B, kind="stable")[:_OVERFULL]
             if not any(
-                self._relieve(int(a), over_B, frozen)
+                self._relieve(int(a), over_B, frozen, budget)
                 for a in ranked[over_B[ranked] > self.goal * ROUNDING]
             ):
                 break
 
-    def _relieve(self, a: int, over_B: Floats, frozen: int | None) -> bool:
+    def _relieve(self, a: int, over_B: Floats, frozen: int | None, budget: Budget) -> bool:
         """Make the exchange of bin a with another that lowers their excess most, if one does."""
         partners = self._absorbers(a, over_B, frozen)
         if len(partners) == 0:
             return False
-        self.rounds -= len(partners)
+        budget.spend(len(partners))
         price_PSS = self._price(a, partners)
         price_PSS -= price_PSS[:, :1, :1].copy()  # [:, 0, 0] exchanges nothing
         best = int(price_PSS.argmin())
@@ -135,12 +124,8 @@ class _Pursuit:
         return order[left_B[order] < over_B[a] + over_B[order] - self.goal * ROUNDING]
 
     def _price(self, a: int, partners: Ints) -> Floats:
-        """[P, S, S]: excess of bin a and a partner (but for a constant of the pair; inf: over a
-        limit) after subset s of a and subset t of the partner changed places.
-
-        With x = half the difference of the loads after, and m = goal - their mean, the excess in
-        one resource is max(|x|, |m|) - m.
-        """
+        """[P, S, S]: excess of bin a and a partner (inf: over a limit) after subset s of a and
+        subset t of the partner changed places."""
         p, loads_RB = self.state.problem, self.state.loads_RB
         n_a, n_b = len(self.masks[a]), max(len(self.masks[j]) for j in partners)
         price = np.zeros((len(partners), n_a, n_b))
@@ -148,16 +133,17 @@ class _Pursuit:
         for r, grouped in enumerate(p.grouped_R):
             load_a, load_P = loads_RB[r, a], loads_RB[r, partners, None, None]
             out_a, out_b = self.sums_RBS[r, a, :n_a, None], self.sums_RBS[r, partners, None, :n_b]
-            x = (out_a - (load_a - load_P) / 2) - out_b
+            out = out_a - out_b
             if grouped:  # an exchange within the group does not change its load
-                x[together] = 0.0
-            np.abs(x, out=x)
-            mean_P = (load_a + load_P) / 2
-            if r < p.n_costs:
-                np.maximum(x, np.abs(self.goal - mean_P), out=x)
-                price += x * p.group if grouped else x
-            else:
-                price[x > p.limits_R[r] * (1 + ROUNDING) - mean_P] = np.inf
+                out[together] = 0.0
+            if r >= p.n_costs:
+                limit = p.limits_R[r] * (1 + ROUNDING)
+                price[np.maximum(load_a - out, load_P + out) > limit] = np.inf
+                continue
+            scale_a, scale_P = self.scale_RB[r, a], self.scale_RB[r, partners, None, None]
+            over = np.maximum((load_a - out) * scale_a - self.goal, 0.0)
+            over += np.maximum((load_P + out) * scale_P - self.goal, 0.0)
+            price += over * p.group if grouped else over
         return price
 
     def _within(self, a: int, b: int) -> NDArray[np.bool_]:
@@ -169,7 +155,8 @@ class _Pursuit:
             out = np.subtract.outer(self.sums_RBS[r, a, :n_a], self.sums_RBS[r, b, :n_b])
             if p.grouped_R[r] and a // p.group == b // p.group:
                 out[:] = 0.0
-            within &= out >= self.state.loads_RB[r, a] - self.goal * (1 + ROUNDING)
+            left = (self.state.loads_RB[r, a] - out) * self.scale_RB[r, a]
+            within &= left <= self.goal * (1 + ROUNDING)
         return within
 
     def _exchange(self, a: int, b: int, row: int, column: int) -> None:
@@ -184,12 +171,12 @@ class _Pursuit:
 
     def _list_subsets(self, bins: Sequence[int]) -> None:
         for j in bins:
-            held = self.state.members[j]
-            mask = subsets(len(held), _DRAWN_FROM)
+            samples = self.state.members[j]
+            mask = subsets(len(samples), _DRAWN_FROM)
             if len(mask) > _SUBSETS:
-                always = 1 + min(len(held), _SUBSETS // 2)
+                always = 1 + min(len(samples), _SUBSETS // 2)
                 drawn = self.rng.choice(len(mask) - always, _SUBSETS - always, replace=False)
                 mask = np.concatenate([mask[:always], mask[always + drawn]])
             self.masks[j] = mask
             self.sums_RBS[:, j] = 0.0
-            self.sums_RBS[:, j, : len(mask)] = self.state.problem.sizes_RN[:, held] @ mask.T
+            self.sums_RBS[:, j, : len(mask)] = self.state.problem.sizes_RN[:, samples] @ mask.T

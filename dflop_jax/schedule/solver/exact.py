@@ -7,24 +7,24 @@ the first empty group, where loads are shared).
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from numpy.typing import NDArray
 
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size
 from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem
 
 MAX_SAMPLES = 12
 _MAX_STATES = 60_000  # partial assignments of one level; more, and the search gives up
+_CELLS_PER_UNIT = 5_000  # loads looked at
 
 
 def enumerate_exactly(
-    problem: Problem, incumbent: float, deadline_s: float
+    problem: Problem, incumbent: float, budget: Budget
 ) -> tuple[Ints | None, bool]:
     """(bins, complete): an assignment better than `incumbent`, or None if there is none.
 
-    When `complete` is False the search ran out of time or states and None proves nothing.
+    When `complete` is False the search ran out of budget or states and None proves nothing.
     """
     if problem.n > MAX_SAMPLES:
         return None, False
@@ -37,7 +37,8 @@ def enumerate_exactly(
     group_of_B = np.arange(n_bins) // problem.group
     grouped_R = np.array(problem.grouped_R, bool)
     for i in order:
-        if time.perf_counter() >= deadline_s:
+        budget.spend(1 + loads_SRB.size / _CELLS_PER_UNIT)
+        if budget.done:
             return None, False
         size_R1 = problem.sizes_RN[:, i, None]
         below = loads_SRB + size_R1 <= ceiling_R1

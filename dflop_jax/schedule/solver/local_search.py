@@ -7,7 +7,6 @@ s of a and r of b the new loads are A - s + r and B + s - r, i.e. for each resou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -15,12 +14,14 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
 _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
-_RESPLIT_ROUNDS = 40  # pairs priced while re-splitting three or four bins
-_NOISE = 0.3  # log-normal noise on the sizes by which a re-split orders its samples
+_RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
+_NOISE = 0.5  # relative noise on the sizes by which a re-split orders its samples; uniform, since
+# the last bit of an exponential differs from one CPU to another
 
 
 class State:
@@ -42,14 +43,16 @@ class State:
     def refill(self, bins: Iterable[int], members: Iterable[Ints]) -> None:
         """Replace what some bins hold (the same samples in all)."""
         p, changed = self.problem, list(bins)
-        for j, held in zip(changed, members, strict=True):
-            self.members[j] = held
-            self.bins[held] = j
+        for j, samples in zip(changed, members, strict=True):
+            self.members[j] = samples
+            self.bins[samples] = j
         for first in {j - j % p.group for j in changed}:
             span = slice(first, first + p.group)
             for r, grouped in enumerate(p.grouped_R):
-                load_b = [p.sizes_RN[r, held].sum() for held in self.members[span]]
+                load_b = [p.sizes_RN[r, samples].sum() for samples in self.members[span]]
                 self.loads_RB[r, span] = sum(load_b) if grouped else load_b
+            if p.base_RB is not None:
+                self.loads_RB[:, span] += p.base_RB[:, span]
             self.score_B[span] = p.scores(self.loads_RB[:, span], span)
 
 
@@ -109,30 +112,21 @@ def exchange(state: State, a: int, b: int) -> bool:
     return True
 
 
-def descend(
-    state: State, target: float, deadline_s: float, rounds: int, only: Ints | None = None
-) -> int:
-    """Exchange from the heaviest bin until no exchange lowers it; returns the rounds left over.
-
-    A round prices one pair of bins. Stops at `target`, at the deadline (`time.perf_counter()`)
-    and when the rounds are used up. `only` restricts the search to some bins.
-    """
+def descend(state: State, target: float, budget: Budget, only: Ints | None = None) -> None:
+    """Exchange from the heaviest bin until no exchange lowers it, `target` is reached or the budget
+    is spent. `only` restricts the search to some bins."""
     among = np.arange(state.problem.n_bins) if only is None else only
     moved = True
-    while moved and rounds > 0 and time.perf_counter() < deadline_s:
-        worst = state.score_B[among].max()
-        if worst <= target:
-            break
+    while moved and not budget.done and state.score_B[among].max() > target:
         moved = False
         for a in _heaviest(state, among):
             for b in _partners(state, a, among):
-                rounds -= 1
+                budget.spend()
                 moved = exchange(state, a, b)
-                if moved or rounds <= 0 or time.perf_counter() >= deadline_s:
+                if moved or budget.done:
                     break
-            if moved or rounds <= 0:
+            if moved or budget.done:
                 break
-    return rounds
 
 
 def _heaviest(state: State, among: Ints) -> list[int]:
@@ -160,34 +154,31 @@ def _partners(state: State, a: int, among: Ints) -> list[int]:
     return among[useful].tolist()
 
 
-def resplit(
-    state: State, target: float, deadline_s: float, rounds: int, rng: np.random.Generator
-) -> int:
+def resplit(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
     """Pool the heaviest bin with two or three random ones, split anew (noisy LPT, exchanges), keep
-    it if their largest score falls; returns the rounds left over."""
+    it if their largest score falls."""
     p = state.problem
     pool = choose_pool(state, rng)
-    if len(pool) < 2:
-        return 0
+    budget.spend()
     before = state.score_B[pool].max()
     own = [r for r in range(p.n_costs) if not p.grouped_R[r]]
     total_R = state.loads_RB[own][:, pool].sum(axis=1)
     room_R = len(pool) if p.scale_RB is None else (1 / p.scale_RB[own][:, pool]).sum(axis=1)
-    if (total_R / room_R).max(initial=0.0) >= before * (1 - ROUNDING):
-        return rounds - 1  # even a perfect split would not help
+    if len(pool) < 2 or (total_R / room_R).max(initial=0.0) >= before * (1 - ROUNDING):
+        return  # even a perfect split would not help
     kept = [state.members[j] for j in pool]
     samples = np.concatenate(kept)
-    noisy = p.sizes_RN[: p.n_costs, samples].max(axis=0) * rng.lognormal(0, _NOISE, len(samples))
+    noise_N = 1 + _NOISE * (2 * rng.random(len(samples)) - 1)
+    noisy_N = p.sizes_RN[: p.n_costs, samples].max(axis=0) * noise_N
     emptied = state.bins.copy()
     emptied[samples] = -1
-    bins = lpt(p, samples[np.argsort(-noisy, kind="stable")], emptied, pool)
+    bins = lpt(p, samples[np.argsort(-noisy_N, kind="stable")], emptied, pool)
     if (bins[samples] < 0).any():
-        return rounds - 1
+        return
     state.refill(pool.tolist(), [samples[bins[samples] == j] for j in pool])
-    left = descend(state, target, deadline_s, min(rounds, _RESPLIT_ROUNDS), pool)
+    descend(state, target, budget.part(_RESPLIT_WORK), pool)
     if not state.score_B[pool].max() < before * (1 - ROUNDING):
         state.refill(pool.tolist(), kept)
-    return rounds - 1 - (min(rounds, _RESPLIT_ROUNDS) - left)
 
 
 def choose_pool(state: State, rng: np.random.Generator, most: int = 4) -> Ints:

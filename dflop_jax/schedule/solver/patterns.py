@@ -5,17 +5,18 @@ Shape suffixes: K kinds of samples, R resources, P patterns (how many of each ki
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflop_jax.schedule.solver.bounds import lattice_step
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import Floats, Ints, Problem
 
 _MOST_STEPS = 400  # cells of a bin along a resource that is kept exact
 _NEAR = 1e-6  # of a cell: sums of the same sizes differ by less
-_NOISE = 0.2  # log-normal noise on the worth by which random fillings order kinds
+_NOISE = 0.35  # relative noise on the worth by which random fillings order kinds
+_CELLS_PER_UNIT = 10_000  # of a table, looked at once
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def coarse_step(size_N: Floats, limit: float) -> float:
 
 
 def kinds_of(problem: Problem, makespan: float, grid: int, *, down: bool) -> Kinds:
-    """Sizes in cells, exact where a resource has a coarse lattice (tiles), else on a grid.
+    """Sizes in cells, exact where a resource has a coarse lattice, else on a grid.
 
     down=True: sizes are rounded down, so whatever has a makespan *below* `makespan` fits in cells:
     what is impossible in cells is impossible. down=False: costs to the nearest (about as much fits
@@ -80,10 +81,11 @@ def random_fillings(
     """
     useful = np.flatnonzero((worth_K > 0) & (left_K > 0))
     cells_RK, rows = kinds.cells_RK[:, useful], np.arange(n_patterns)
-    weight_PR = rng.dirichlet(np.ones(len(kinds.room_R)), n_patterns)
+    weight_PR = rng.random((n_patterns, len(kinds.room_R))) + 1e-3
+    weight_PR /= weight_PR.sum(axis=1, keepdims=True)
     size_PK = weight_PR @ (cells_RK / np.maximum(kinds.room_R, 1)[:, None])
     density_PK = worth_K[useful] / np.maximum(size_PK, 1e-9)
-    density_PK = density_PK * rng.lognormal(0, _NOISE, density_PK.shape)
+    density_PK = density_PK * (1 + _NOISE * (2 * rng.random(density_PK.shape) - 1))
     order_PK = np.argsort(-density_PK, axis=1, kind="stable")
     room_RP = np.repeat(kinds.room_R[:, None], n_patterns, axis=1)
     patterns = np.zeros((n_patterns, len(left_K)), np.int64)
@@ -98,9 +100,9 @@ def random_fillings(
 
 
 def best_filling(
-    kinds: Kinds, left_K: Ints, worth_K: Floats, deadline_s: float
+    kinds: Kinds, left_K: Ints, worth_K: Floats, budget: Budget
 ) -> tuple[float, Ints] | None:
-    """(worth, counts_K) of the most worthy filling of a bin; None when the deadline came first.
+    """(worth, counts_K) of the most worthy filling of a bin; None when the budget ended first.
 
     A multi-dimensional bounded knapsack by dynamic programming over the cells of one bin; copies
     of a kind are taken in bundles of 1, 2, 4...
@@ -108,7 +110,8 @@ def best_filling(
     table = np.zeros(tuple(kinds.room_R + 1))
     taken: list[tuple[int, int, tuple[int, ...], np.ndarray]] = []
     for k, bundle in _bundles(kinds, left_K, worth_K):
-        if time.perf_counter() >= deadline_s:
+        budget.spend(table.size / _CELLS_PER_UNIT)
+        if budget.done:
             return None
         size = tuple((bundle * kinds.cells_RK[:, k]).tolist())
         above = tuple(slice(s, None) for s in size)
@@ -118,23 +121,23 @@ def best_filling(
         np.copyto(table[above], worth, where=better)
         taken.append((k, bundle, size, better))
     counts_K = np.zeros(len(left_K), np.int64)
-    at = kinds.room_R.copy()
+    room_R = kinds.room_R.copy()
     for k, bundle, size, better in reversed(taken):
-        index = at - size
+        index = room_R - size
         if (index >= 0).all() and better[tuple(index)]:
             counts_K[k] += bundle
-            at = index
+            room_R = index
     return float(table.flat[-1]), counts_K
 
 
 def _bundles(kinds: Kinds, left_K: Ints, worth_K: Floats) -> list[tuple[int, int]]:
-    found = []
+    bundles = []
     for k in np.flatnonzero((worth_K > 0) & (left_K > 0)).tolist():
         cells_R = kinds.cells_RK[:, k]
-        held = int((kinds.room_R[cells_R > 0] // cells_R[cells_R > 0]).min())
-        most, bundle = min(int(left_K[k]), held), 1
+        fitting = int((kinds.room_R[cells_R > 0] // cells_R[cells_R > 0]).min())
+        most, bundle = min(int(left_K[k]), fitting), 1
         while most > 0:
-            found.append((k, min(bundle, most)))
+            bundles.append((k, min(bundle, most)))
             most -= bundle
             bundle *= 2
-    return found
+    return bundles

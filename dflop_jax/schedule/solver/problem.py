@@ -25,7 +25,8 @@ class Problem:
     `sizes_RN`: the first `n_costs` rows are costs (minimised), the others have hard `limits_R`
     (inf for costs). A resource in `grouped_R` is summed over each `group` consecutive bins.
     `scale_RB`, where bins differ in size, multiplies a bin's cost loads (1 / its capacity); greedy
-    and local search know it, bounds, MILP and enumeration take equal bins.
+    search and MILP know it, bounds, enumeration and the configuration LP take equal bins.
+    `base_RB` is what bins carry already (a group's in each of its bins); the same know it.
     """
 
     sizes_RN: Floats
@@ -35,10 +36,16 @@ class Problem:
     group: int
     grouped_R: tuple[bool, ...]
     scale_RB: Floats | None = None
+    base_RB: Floats | None = None
 
     @property
     def n(self) -> int:
         return self.sizes_RN.shape[1]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all bins are of one size and empty at first."""
+        return self.scale_RB is None and self.base_RB is None
 
     @property
     def n_groups(self) -> int:
@@ -47,16 +54,16 @@ class Problem:
     def loads(self, bins: Ints) -> Floats:
         """[R, B]; a grouped resource shows its group's sum in each bin. -1 is in no bin."""
         out_RB = np.zeros((len(self.sizes_RN), self.n_bins))
-        held = bins >= 0
-        where = bins[held]
+        placed = bins >= 0
+        where = bins[placed]
         group_of_B = np.arange(self.n_bins) // self.group
         for r, grouped in enumerate(self.grouped_R):
-            weights = self.sizes_RN[r, held]
+            weights = self.sizes_RN[r, placed]
             if grouped:
                 out_RB[r] = np.bincount(where // self.group, weights, self.n_groups)[group_of_B]
             else:
                 out_RB[r] = np.bincount(where, weights, self.n_bins)
-        return out_RB
+        return out_RB if self.base_RB is None else out_RB + self.base_RB
 
     def costs(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
         """(Scaled) cost loads of each bin; `loads_RB` may be those of some `bins` only."""

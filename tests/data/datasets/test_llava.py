@@ -2,13 +2,16 @@
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import ByteTokenizer, Limits, LlavaSource, MediaSpec, SceneSource, make_source
+from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
+from tests.data.media_cases import noise, write_wav
+from tests.data.views import from_pictures, llm_tokens, supervised, tiles, tokens
 
 SPEC = MediaSpec(16, 4)
 TOKENIZER = ByteTokenizer()
@@ -29,28 +32,38 @@ def folder(tmp_path):
     Image.new("RGB", (10, 10), "blue").save(tmp_path / "b.png")
     (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
     (tmp_path / "empty.png").write_bytes(b"")
+    write_wav(tmp_path / "a.wav", np.full((1, 8000), 900), 8000)
     return tmp_path
 
 
 def load(folder, records, **options):
     (folder / "dataset.json").write_text(json.dumps(records))
-    return LlavaSource(folder, SPEC, TOKENIZER, **{"max_bad_fraction": 1.0, **options})
+    return open_path(folder, **{"max_bad_fraction": 1.0, **options})
+
+
+def open_path(path, split="train", eval_fraction=0.0, spec=SPEC, **options):
+    """What a run makes of a path; its index is made anew each time."""
+    index = (path if path.is_dir() else path.parent) / "index"
+    shutil.rmtree(index, ignore_errors=True)
+    config = DataConfig(path=str(path), **options)
+    return make_source(config, spec, split, eval_fraction=eval_fraction, index_dir=index)
 
 
 def text_of(sample):
-    return TOKENIZER.decode(sample.tokens[~sample.visual.used])
+    return TOKENIZER.decode(tokens(sample)[~from_pictures(sample)])
 
 
 def test_order_of_media_follows_the_tags(folder):
     talk = turns("Left <image> and", "one", "right <image>.", "two")
     sample = load(folder, [record(0, image=["b.png", "a.png"], conversations=talk)]).sample(0)
-    assert len(sample.tiles) == 1 + 1 + 2  # b is one tile, a its base tile and a grid of 1 x 2
-    assert (sample.tiles[0] == (0, 0, 255)).all()
-    assert (sample.tiles[1] == (255, 0, 0)).all()
-    first, second = np.split(np.flatnonzero(sample.visual.used), [4])
-    assert TOKENIZER.decode(sample.tokens[: first[0]]) == "user\nLeft "
-    assert TOKENIZER.decode(sample.tokens[first[-1] + 1 : second[0]]).endswith("user\nright ")
-    assert TOKENIZER.decode(sample.tokens[sample.supervised]) == "onetwo"
+    pixels, ids = tiles(sample), tokens(sample)
+    assert len(pixels) == 1 + 1 + 2  # b is one tile, a its base tile and a grid of 1 x 2
+    assert (pixels[0] == (0, 0, 255)).all()
+    assert (pixels[1] == (255, 0, 0)).all()
+    first, second = np.split(np.flatnonzero(from_pictures(sample)), [4])
+    assert TOKENIZER.decode(ids[: first[0]]) == "user\nLeft "
+    assert TOKENIZER.decode(ids[first[-1] + 1 : second[0]]).endswith("user\nright ")
+    assert TOKENIZER.decode(ids[supervised(sample)]) == "onetwo"
 
 
 BAD = {
@@ -91,46 +104,49 @@ def test_a_bad_record_is_named_and_left_out(folder, reason, caplog):
         load(folder, [record(0), record(1, **changes)], max_bad_fraction=0.4)
 
 
-def test_audio_is_skipped_in_one_line(folder, caplog):
-    records = [record(0), *(record(k, audio="a.wav") for k in (1, 2))]
+def test_sound_is_left_out_in_one_line_by_a_model_without_it(folder, caplog):
+    heard = turns("<audio>", "noise")
+    records = [record(0), *(record(k, image=None, audio="a.wav", conversations=heard)
+                            for k in (1, 2))]  # fmt: skip
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         source = load(folder, records, max_bad_fraction=0.0)
-    assert source.counts == {"usable": 1, "unusable": 0, "audio": 2, "oversize": 0}
+    assert source.counts == {"usable": 1, "unusable": 0, "left out": 2, "oversize": 0}
     (message,) = [r.getMessage() for r in caplog.records]
-    assert "2 audio records" in message
-    assert "id=r1" in message
+    assert "2 records left out: the model cannot take their media" in message
+    assert "dataset.json[1]" in message
 
 
 @pytest.mark.parametrize(
     "content, reason",
-    [("[{", "not JSON"), ('{"a": 1}', "expected a JSON list"), ("[]", "empty list"),
+    [("[{", "not JSON"), ('{"a": 1}', "expected a JSON list"), ("[]", "holds no records"),
      ('[{"id": 1}]', "1 of 1 records"), ("\xff", "not JSON")],
 )  # fmt: skip
 def test_an_unusable_file_is_one_line(folder, content, reason):
     (folder / "d.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=reason) as caught:
-        LlavaSource(folder / "d.json", SPEC, TOKENIZER)
+        open_path(folder / "d.json")
     assert "\n" not in str(caught.value)
     assert "d.json" in str(caught.value)
 
 
 def test_nothing_usable_is_fatal_whatever_the_fraction(folder):
-    with pytest.raises(ValueError, match="no usable record"):
-        load(folder, [record(0, audio="a.wav")])
-    with pytest.raises(ValueError, match="no usable record"):
+    heard = record(0, image=None, audio="a.wav", conversations=turns("<audio>", "noise"))
+    with pytest.raises(ValueError, match="shows no sample"):
+        load(folder, [heard])
+    with pytest.raises(ValueError, match=r"1 of 1 records are unusable .*none\.png"):
         load(folder, [record(0, image="none.png")])
 
 
 def test_finding_the_file(folder):
     with pytest.raises(ValueError, match="no such file"):
-        LlavaSource(folder / "none.json", SPEC, TOKENIZER)
+        open_path(folder / "none.json")
     with pytest.raises(ValueError, match=r"0 \.json"):
-        LlavaSource(folder, SPEC, TOKENIZER)
+        open_path(folder)
     (folder / "x.jsonl").write_text(json.dumps(record(0)) + "\n\n" + json.dumps(record(1)))
-    assert len(LlavaSource(folder, SPEC, TOKENIZER)) == 2
+    assert len(open_path(folder)) == 2
     (folder / "y.json").write_text(json.dumps([record(0)]))
     with pytest.raises(ValueError, match=r"2 \.json"):
-        LlavaSource(folder, SPEC, TOKENIZER)
+        open_path(folder)
 
 
 def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
@@ -138,30 +154,47 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
     lines[2] = lines[2][:30]
     (folder / "d.jsonl").write_text("\n".join([*lines[:5], "", *lines[5:]]))
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = LlavaSource(folder / "d.jsonl", SPEC, TOKENIZER)
+        source = open_path(folder / "d.jsonl")
     assert len(source) == 11
-    assert "d.jsonl:3 left out: not JSON" in caplog.text
-    assert source.label(10) == "d.jsonl:13 id=r11"
+    assert "left out d.jsonl:3: not JSON" in caplog.text
+    assert source.label(10) == f"{folder}/d.jsonl:13"
+    (folder / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"d\.jsonl:13 id=r11: missing file .*a\.png"):
+        source.sample(10)
 
 
 def test_oversize(folder):
     records = [record(0), record(1, conversations=turns("<image>", "long " * 99))]
     for oversize, count in (("truncate", 2), ("drop", 1)):
-        source = load(folder, records, limits=Limits(max_tokens=90, oversize=oversize))
+        source = load(folder, records, max_tokens=90, oversize=oversize)
         assert len(source) == count
         for i in range(count):
-            assert source.sample(i).shape == source.shape(i)
-            assert source.shape(i).llm_tokens <= 90
+            assert source.sample(i).load == source.load(i)
+            assert llm_tokens(source.load(i)) <= 90
     assert source.counts["oversize"] == 1
-    with pytest.raises(ValueError, match=r"id=r1.*max_tokens=90"):
-        load(folder, records, limits=Limits(max_tokens=90, oversize="error"))
+    with pytest.raises(ValueError, match=r"dataset\.json\[1\].*; raise it") as caught:
+        load(folder, records, max_tokens=90, oversize="error")
+    assert "data.max_tokens=90" in str(caught.value)
+
+
+def test_media_give_way_when_text_does_not_suffice(folder):
+    Image.fromarray(noise(64, 96)).save(folder / "large.png")
+    answer = record(0, image="large.png", conversations=turns("<image>", "a word"))
+    whole, small = (load(folder, [answer], max_tokens=n) for n in (1024, 48))
+    assert len(tiles(whole.sample(0))) > len(tiles(small.sample(0))) >= 1
+    assert text_of(whole.sample(0)) == text_of(small.sample(0))
+    assert llm_tokens(small.load(0)) <= 48
 
 
 def test_held_out_share_is_fixed_and_disjoint(folder):
     records = [record(k) for k in range(200)]
-    parts = [load(folder, order, split=split, eval_fraction=0.1)
-             for order in (records, records[::-1]) for split in ("train", "eval")]  # fmt: skip
-    train, held, *again = [{text_of(p.sample(i)) for i in range(len(p))} for p in parts]
+
+    def texts(order, split):
+        part = load(folder, order, split=split, eval_fraction=0.1)
+        return {text_of(part.sample(i)) for i in range(len(part))}
+
+    train, held, *again = [texts(order, split) for order in (records, records[::-1])
+                           for split in ("train", "eval")]  # fmt: skip
     assert [train, held] == again
     assert not train & held
     assert len(train | held) == 200
@@ -175,53 +208,64 @@ def test_make_source(folder):
     assert isinstance(scenes, SceneSource)
     assert len(scenes) == 7
     (folder / "dataset.json").write_text(json.dumps([record(0)]))
-    blank = make_source(DataConfig(path=str(folder), blank_images=True), SPEC)
-    assert (blank.sample(0).tiles == 128).all()
-    assert blank.sample(0).shape == blank.shape(0)
+    blank = open_path(folder, blank_images=True)
+    assert (tiles(blank.sample(0)) == 128).all()
+    assert blank.sample(0).load == blank.load(0)
 
 
 @pytest.mark.parametrize("max_tokens", [1024, 150])
-def test_all_shared_media_load_as_their_headers_say(shared_data, max_tokens, caplog):
-    limits = Limits(max_tokens=max_tokens, max_frames=8)
+def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, max_tokens, caplog):
+    config = DataConfig(path=str(shared_data), max_tokens=max_tokens, max_frames=8)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = LlavaSource(shared_data, MediaSpec(32, 4), TOKENIZER, limits)
-        samples = [source.sample(i) for i in range(len(source))]
-    assert [s.shape for s in samples] == [source.shape(i) for i in range(len(source))]
-    assert all(s.supervised.any() for s in samples)
-    assert len(source) + source.counts["audio"] + source.counts["oversize"] == 146
+        source = make_source(config, MediaSpec(32, 4), index_dir=tmp_path)
+        some = range(0, len(source), 1 if max_tokens == 1024 else 4)
+        samples = [source.sample(i) for i in some]
+    assert [s.load for s in samples] == [source.load(i) for i in some]
+    assert all(supervised(s).any() for s in samples)
+    assert len(source) + source.counts["left out"] + source.counts["oversize"] == 146
     assert max_tokens < 1024 or source.counts["oversize"] == 0
     assert "repeated" not in caplog.text  # no clip breaks off
-    assert all(s.tiles.std() > 0 for s in samples if len(s.tiles))
+    assert all(tiles(s).std() > 0 for s in samples if len(tiles(s)))
 
 
 USABLE = {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png", "odd_png_named_jpg",
           "bad_half_index_first", "good_control"}  # fmt: skip
 
 
-def test_all_shared_bad_records(shared_data, caplog):
+def test_all_shared_bad_records(shared_data, tmp_path, caplog):
     file = shared_data / "bad/bad_records.json"
+
+    def source(**more):
+        config = DataConfig(path=str(file), root=str(shared_data), **more)
+        return make_source(config, SPEC, index_dir=tmp_path)
+
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = LlavaSource(file, SPEC, TOKENIZER, root=shared_data, max_bad_fraction=1.0)
-    ids = [source.label(i).split("id=")[1] for i in range(len(source))]
+        kept = source(max_bad_fraction=1.0)
+    listed = json.loads(file.read_text())
+    ids = [listed[int(kept.label(i).split("[")[1][:-1])]["id"] for i in range(len(kept))]
     assert set(ids) == USABLE
-    assert source.counts["audio"] == 3
-    for raw in json.loads(file.read_text()):
-        assert raw["id"] in ids or f"id={raw['id']}" in caplog.text
+    assert kept.counts["left out"] == 1  # a sound that can be read as far as its header goes
+    for raw in listed:
+        named = raw["id"] in ids or f"id={raw['id']}" in caplog.text
+        assert named or raw.get("audio")
     for i, name in enumerate(ids):
         if name.startswith("bad"):  # only the pixels are broken
             with pytest.raises(ValueError, match=f"id={name}.*bad/"):
-                source.sample(i)
+                kept.sample(i)
         else:
-            assert source.sample(i).shape == source.shape(i)
-    with pytest.raises(ValueError, match="13 of 19"):
-        LlavaSource(file, SPEC, TOKENIZER, root=shared_data)
+            assert kept.sample(i).load == kept.load(i)
+    with pytest.raises(ValueError, match="15 of 22"):
+        source()
 
 
-def test_shared_broken_files(shared_data):
+def test_shared_broken_files(shared_data, tmp_path):
+    def source(name, **more):
+        config = DataConfig(path=str(shared_data / "bad" / name), root=str(shared_data), **more)
+        return make_source(config, SPEC, index_dir=tmp_path)
+
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
-        LlavaSource(shared_data / "bad/broken.json", SPEC, TOKENIZER)
-    file = shared_data / "bad/broken_line.jsonl"
+        source("broken.json")
     with pytest.raises(ValueError, match=r"broken_line\.jsonl:3"):
-        LlavaSource(file, SPEC, TOKENIZER, root=shared_data)
-    source = LlavaSource(file, SPEC, TOKENIZER, root=shared_data, max_bad_fraction=0.25)
-    assert source.counts == {"usable": 3, "unusable": 1, "audio": 2, "oversize": 0}
+        source("broken_line.jsonl")
+    kept = source("broken_line.jsonl", max_bad_fraction=0.25)
+    assert kept.counts == {"usable": 3, "unusable": 1, "left out": 2, "oversize": 0}

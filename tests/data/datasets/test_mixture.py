@@ -1,4 +1,4 @@
-"""Mixtures: rules and weights, files that give them, and samples as large as their costs say."""
+"""Mixtures: rules and weights, files that give them, and samples as large as their counts say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.costs import Preprocessing, sample_costs
-from dflop_jax.data.datasets.llava_records import held_out
+from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
+from dflop_jax.data.datasets.llava_records import lot
 from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.datasets.shape_index import table_of
@@ -128,12 +128,12 @@ def test_a_mixture_of_files_and_shards(tmp_path):
     again = source(Mixture(parts[::-1]), tmp_path)
     assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
     assert found.label(0).startswith(f"{file}[0]")
-    assert found.cost(6) == found.costs()[6]
+    assert found.count(6) == found.counts()[6]
     with pytest.raises(ValueError, match="no sample"):
         source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
 
 
-def test_the_held_out_share_is_that_of_the_folder_source(tmp_path):
+def test_the_held_out_share_follows_from_the_ids(tmp_path):
     file = made_dataset(tmp_path / "a", 60)
     parts = Mixture((Part(f"{file}", 2.0),))
 
@@ -143,27 +143,31 @@ def test_the_held_out_share_is_that_of_the_folder_source(tmp_path):
 
     everything, train, held = ids("train", 0.0), ids("train", 0.3), ids("eval", 0.3)
     assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
-    expected = [f"r{k}" for k in range(60) if held_out({"id": f"r{k}"}, "x", 0.3)]
+    expected = [f"r{k}" for k in range(60) if lot(f"x id=r{k}", "x") < 0.3 * 2**64]
     assert held == sorted(expected)
     for split, fraction, why in [("eval", 0, "needs eval_fraction"), ("test", 0.1, "not train")]:
         with pytest.raises(ValueError, match=why):
             source(parts, tmp_path, split=split, eval_fraction=fraction)
 
 
+def media(found, i):
+    return found.media(i, found.record(i))
+
+
 def check_sizes(found, how):
-    """Every sample decodes to what its cost says."""
+    """Every sample decodes to what its count says."""
     for i in range(len(found)):
-        cost, media = found.cost(i), found.media(i)
-        seen = [m for m in media if isinstance(m, Pictures)]
-        heard = [m for m in media if isinstance(m, Sound)]
-        assert sum(len(m.tiles) for m in seen) == cost.tiles, found.label(i)
-        assert sum(len(m.tokens) for m in seen) == cost.visual_tokens
-        assert sum(m.tokens for m in heard) == cost.audio_tokens
-        assert sum(m.frames for m in heard) == cost.audio_frames
-        assert sum(len(m.mel) for m in heard) == cost.windows
-        text = sum(len(p.ids) for p in found.pieces(i))
-        assert cost.text_tokens == text
-        assert cost.llm_tokens == text + cost.visual_tokens + cost.audio_tokens
+        count, decoded = found.count(i), media(found, i)
+        seen = [m for m in decoded if isinstance(m, Pictures)]
+        heard = [m for m in decoded if isinstance(m, Sound)]
+        assert sum(len(m.tiles) for m in seen) == count.tiles, found.label(i)
+        assert sum(len(m.tokens) for m in seen) == count.visual_tokens
+        assert sum(m.tokens for m in heard) == count.audio_tokens
+        assert sum(m.frames for m in heard) == count.audio_frames
+        assert sum(len(m.mel) for m in heard) == count.windows
+        text = sum(len(p.ids) for p in found.pieces(found.record(i)))
+        assert count.text_tokens == text
+        assert count.llm_tokens == text + count.visual_tokens + count.audio_tokens
         for m in seen:
             px = how.vision.tile_px
             assert m.tiles.shape[1:] == (px, px, 3)
@@ -172,12 +176,12 @@ def check_sizes(found, how):
 
 
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
-def test_samples_are_as_large_as_their_costs_say(tmp_path, vision):
+def test_samples_are_as_large_as_their_counts_say(tmp_path, vision):
     how = Preprocessing(vision, MelSpec(), 3)
     found = source(Mixture((Part(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
     assert (len(found), found.left_out) == (12, 0)
     check_sizes(found, how)
-    assert found.costs().frames.tolist() == [0, 0, 0, 3, 0] * 2 + [0, 0]
+    assert found.counts().frames.tolist() == [0, 0, 0, 3, 0] * 2 + [0, 0]
 
 
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
@@ -209,11 +213,11 @@ def test_thin_pictures_and_short_sounds_are_left_out():
             record(kind=2, samples=320), record(kind=2, samples=321),
             record(kind=1, frames=99)]  # fmt: skip
     table = table_of([r for r, _ in made], [m for _, m in made])
-    costs, usable = sample_costs(table, Preprocessing(SMALL, MelSpec(), 8))
+    counts, usable = sample_counts(table, Preprocessing(SMALL, MelSpec(), 8))
     assert usable.tolist() == [False, True, False, True, True]
-    assert costs.audio_tokens.tolist() == [0, 1, 0]
-    assert costs.frames.tolist() == [0, 0, 8]
-    none, _ = sample_costs(table_of([], []), Preprocessing(SMALL, MelSpec()))
+    assert counts.audio_tokens.tolist() == [0, 1, 0]
+    assert counts.frames.tolist() == [0, 0, 8]
+    none, _ = sample_counts(table_of([], []), Preprocessing(SMALL, MelSpec()))
     assert len(none) == 0
 
 
@@ -222,9 +226,9 @@ def test_a_picture_that_changed_since(tmp_path):
     found = source(Mixture((Part(str(file)),)), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*delete the index"):
-        found.media(1)
+        media(found, 1)
     (tmp_path / "a" / "exact.png").unlink()
     with pytest.raises(ValueError, match="missing file"):
-        found.media(1)
+        media(found, 1)
     with pytest.raises(ValueError, match="max_frames"):
         Preprocessing(max_frames=0)

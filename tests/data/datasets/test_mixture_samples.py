@@ -1,4 +1,4 @@
-"""A mixture as a source: shapes that hold, limits that are kept, text cut only where it must be."""
+"""A mixture as a source: loads that hold, limits that are kept, text cut only where it must be."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,18 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media_cases import SHARED, made_dataset
+from tests.data.views import (
+    from_pictures,
+    heard,
+    llm_tokens,
+    n_tiles,
+    n_windows,
+    newlines,
+    seen,
+    supervised,
+    tiles,
+    tokens,
+)
 
 SOUND = MelSpec(n_mels=4, window_s=1, max_windows=3)
 SPECS = {
@@ -18,13 +30,18 @@ SPECS = {
 }
 
 
+def text_tokens(sample):
+    media = from_pictures(sample) | newlines(sample) | (heard(sample) >= 0)
+    return int((~media).sum())
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return str(made_dataset(tmp_path_factory.mktemp("data")))
 
 
 @pytest.mark.parametrize("form", SPECS)
-def test_every_sample_is_as_its_shape_says(form, dataset, tmp_path):
+def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
     spec = SPECS[form]
     config = DataConfig(path=dataset, max_tokens=4096, max_frames=4, max_bad_fraction=1.0)
     found = make_source(config, spec, index_dir=tmp_path)
@@ -32,15 +49,13 @@ def test_every_sample_is_as_its_shape_says(form, dataset, tmp_path):
     assert found.name == dataset
     kinds = set()
     for i in range(len(found)):
-        sample, shape = found.sample(i), found.shape(i)
-        assert sample.shape == shape
+        sample, load = found.sample(i), found.load(i)
+        assert sample.load == load
         assert found.label(i)
-        kinds |= {m for m, n in (("vision", shape.tiles), ("audio", shape.windows)) if n}
-        assert sample.supervised.any()
-        most = spec.tokens_per_tile * shape.tiles
-        assert (
-            sample.visual.index[sample.visual.weight > 0].max(initial=-1) < max(most, 0) or not most
-        )
+        kinds |= {m for m, n in (("vision", n_tiles(load)), ("audio", n_windows(load))) if n}
+        assert supervised(sample).any()
+        assert seen(sample).max(initial=-1) < max(spec.tokens_per_tile * n_tiles(load), 1)
+        assert (n_tiles(load) > 0) == from_pictures(sample).any()
     wanted = {"vision"} if spec.tile_px else set()
     assert kinds == wanted | ({"audio"} if spec.sound else set())
 
@@ -53,15 +68,15 @@ def test_text_is_cut_and_what_cannot_fit_is_left_out(dataset, tmp_path, caplog):
         return make_source(config, spec, index_dir=tmp_path)
 
     whole = source(max_tokens=4096)
-    longest = max(whole.shape(i).llm_tokens for i in range(len(whole)))
+    longest = max(llm_tokens(whole.load(i)) for i in range(len(whole)))
     cut = source(max_tokens=longest - 5)
     dropped = source(max_tokens=longest - 5, oversize="drop")
     assert len(dropped) < len(whole)
     assert "exceed data.max_tokens" in caplog.text
     for found in (cut, dropped):
-        shapes = [found.shape(i) for i in range(len(found))]
-        assert max(s.llm_tokens for s in shapes) <= longest - 5
-        assert all(found.sample(i).shape == s for i, s in enumerate(shapes))
+        loads = [found.load(i) for i in range(len(found))]
+        assert max(map(llm_tokens, loads)) <= longest - 5
+        assert all(found.sample(i).load == load for i, load in enumerate(loads))
     with pytest.raises(ValueError, match=r"exceed data\.max_tokens=.*raise it"):
         source(max_tokens=longest - 5, oversize="error")
     with pytest.raises(ValueError, match=r"exceed data\.max_tokens=1 "):
@@ -76,9 +91,9 @@ def test_blank_images_change_pixels_only(dataset, tmp_path):
     )
     for i in range(len(seen)):
         a, b = seen.sample(i), blank.sample(i)
-        np.testing.assert_array_equal(a.tokens, b.tokens)
-        assert a.shape == b.shape
-        assert (b.tiles == 128).all()
+        np.testing.assert_array_equal(tokens(a), tokens(b))
+        assert a.load == b.load
+        assert (tiles(b) == 128).all()
 
 
 def test_a_yaml_mixture(dataset, tmp_path):
@@ -114,10 +129,9 @@ def test_what_cannot_be_read_is_refused(config, spec, message, tmp_path, monkeyp
 def test_all_real_media_in_one_model(tmp_path):
     config = DataConfig(path=str(SHARED), max_tokens=2048, max_frames=8, max_tiles=4)
     found = make_source(config, SPECS["tiles"], index_dir=tmp_path)
-    shapes = [found.shape(i) for i in range(len(found))]
+    loads = [found.load(i) for i in range(len(found))]
     assert len(found) >= 140
-    assert sum(s.windows > 0 for s in shapes) == 17
-    assert sum(s.frames > 0 for s in shapes) == 10
+    assert sum(n_windows(load) > 0 for load in loads) == 17
 
 
 @pytest.mark.parametrize("form", ["tiles", "anyres", "dynamic"])
@@ -128,19 +142,20 @@ def test_media_that_do_not_fit_are_made_smaller(form, dataset, tmp_path, caplog)
 
     whole = source(max_tokens=4096)
     assert "fewer tiles or frames" not in caplog.text
-    shapes = {whole.label(i): whole.shape(i) for i in range(len(whole))}
-    picture = next(k for k in shapes if "[1]" in k)
-    text = shapes[picture].text_tokens  # all of it is needed: the answer is short
-    limit = text + (shapes[picture].llm_tokens - text) // 2
+    loads = {whole.label(i): whole.load(i) for i in range(len(whole))}
+    first = next(i for i in range(len(whole)) if "[1]" in whole.label(i))
+    picture = whole.label(first)
+    text = text_tokens(whole.sample(first))  # all of it is needed: the answer is short
+    limit = text + (llm_tokens(loads[picture]) - text) // 2
     small = source(max_tokens=limit)
     assert "fewer tiles or frames to fit data.max_tokens" in caplog.text
     found = {small.label(i): i for i in range(len(small))}
     for label, i in found.items():
-        sample, shape = small.sample(i), small.shape(i)
-        assert sample.shape == shape
-        assert shape.llm_tokens <= limit
-        assert sample.supervised.any()
-        assert shape.tiles <= shapes[label].tiles
-    assert small.shape(found[picture]).text_tokens == text
+        sample, load = small.sample(i), small.load(i)
+        assert sample.load == load
+        assert llm_tokens(load) <= limit
+        assert supervised(sample).any()
+        assert n_tiles(load) <= n_tiles(loads[label])
+    assert text_tokens(small.sample(found[picture])) == text
     dropped = source(max_tokens=limit, oversize="drop")
     assert picture not in {dropped.label(i) for i in range(len(dropped))}

@@ -6,6 +6,7 @@ import pytest
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
 from dflop_jax.data.datasets.scenes import COLOURS
 from dflop_jax.data.media.tiling import count_tiles
+from tests.data.views import llm_tokens, n_tiles, supervised, tiles, tokens
 
 SPEC = MediaSpec(48, 9)
 TOKENIZER = ByteTokenizer()
@@ -120,18 +121,19 @@ def test_answers_follow_from_the_pixels(split):
 
 def test_mixture_is_heavy_tailed_and_single_pictures_lead():
     data = source(2000)
-    shapes = [data.shape(i) for i in range(2000)]
+    loads = [data.load(i) for i in range(2000)]
     scenes = [data.scene(i) for i in range(2000)]
-    single = [s.tiles for s, c in zip(shapes, scenes, strict=True) if len(c.pictures) == 1
-              and not s.frames]  # fmt: skip
+    single = [n_tiles(load) for load, c in zip(loads, scenes, strict=True)
+              if len(c.pictures) == 1 and not c.pictures[0].frames]  # fmt: skip
     assert set(single) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
     assert len(single) > 1000
     assert {len(c.pictures) for c in scenes} == set(range(9))
-    frames = {s.frames for s in shapes if s.frames}
+    frames = {n_tiles(load) for load, c in zip(loads, scenes, strict=True)
+              if any(p.frames for p in c.pictures)}  # fmt: skip
     assert min(frames) == 4
     assert max(frames) == 32
-    assert any(s.tiles == 0 for s in shapes)
-    tokens = np.array([s.llm_tokens for s in shapes])
+    assert any(n_tiles(load) == 0 for load in loads)
+    tokens = np.array([llm_tokens(load) for load in loads])
     assert tokens.max() > 3 * np.median(tokens)
 
 
@@ -143,25 +145,25 @@ def test_pictures_fill_the_grid_they_were_drawn_for():
                 assert count_tiles(p.width, p.height, 48, 9) == (1 if cells == 1 else 1 + cells)
 
 
-def test_samples_repeat_have_their_shape_and_differ_between_seeds_and_splits():
+def test_samples_repeat_have_their_load_and_differ_between_seeds_and_splits():
     a, b = source(), source()
     for i in range(60):
         x, y = a.sample(i), b.sample(i)
-        assert x.shape == a.shape(i) == y.shape
-        np.testing.assert_array_equal(x.tiles, y.tiles)
-        np.testing.assert_array_equal(x.tokens, y.tokens)
-        answer = TOKENIZER.decode(x.tokens[x.supervised])
+        assert x.load == a.load(i) == y.load
+        np.testing.assert_array_equal(tiles(x), tiles(y))
+        np.testing.assert_array_equal(tokens(x), tokens(y))
+        answer = TOKENIZER.decode(tokens(x)[supervised(x)])
         assert answer == a.scene(i).answer
     others = [source(seed=1), source(split="eval")]
     assert all([s.scene(i) for i in range(20)] != [a.scene(i) for i in range(20)] for s in others)
 
 
-def test_blank_pictures_keep_the_shapes():
+def test_blank_pictures_keep_the_loads():
     plain, blank = source(), source(blank_images=True)
     for i in range(40):
-        assert blank.sample(i).shape == plain.shape(i)
-        assert (blank.sample(i).tiles == 128).all()
-        np.testing.assert_array_equal(blank.sample(i).tokens, plain.sample(i).tokens)
+        assert blank.sample(i).load == plain.load(i)
+        assert (tiles(blank.sample(i)) == 128).all()
+        np.testing.assert_array_equal(tokens(blank.sample(i)), tokens(plain.sample(i)))
 
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
@@ -169,13 +171,13 @@ def test_oversize_scenes(oversize):
     data = source(limits=Limits(max_tokens=90, oversize=oversize))
     if oversize == "error":
         with pytest.raises(ValueError, match=r"scenes.*max_tokens=90"):
-            [data.shape(i) for i in range(50)]
+            [data.load(i) for i in range(50)]
         return
     for i in range(50):
         sample = data.sample(i)
-        assert sample.shape == data.shape(i)
-        assert len(sample.tokens) <= 90
-        assert TOKENIZER.decode(sample.tokens[sample.supervised]) == data.scene(i).answer
+        assert sample.load == data.load(i)
+        assert len(tokens(sample)) <= 90
+        assert TOKENIZER.decode(tokens(sample)[supervised(sample)]) == data.scene(i).answer
 
 
 def test_bad_arguments():
@@ -184,4 +186,4 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="split"):
         source(split="test")
     with pytest.raises(IndexError):
-        source(3).shape(3)
+        source(3).load(3)

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.index_build import check_usable, index_of, merged, update_index
+from dflop_jax.data.datasets.index_build import check_usable, index_of, update_index
+from dflop_jax.data.datasets.llava_records import KINDS
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
-    KINDS,
     Indexed,
     joined,
     load_index,
@@ -64,19 +64,11 @@ def test_headers_and_tokens_of_each_kind(dataset):
     assert found[0][1:3] == (prompt + len("One.") + 1, prompt)
 
 
-def test_shards_and_shares_give_the_same_table(dataset, tmp_path):
+def test_shards_give_the_same_table(dataset, tmp_path):
     make_shards(dataset, tmp_path, 5)
     plain = index_of(open_reader(dataset), pieces, "bytes").table
     packed = index_of(open_reader(tmp_path), pieces, "bytes").table
     assert rows(plain) == rows(packed)
-    for n in (1, 3, 20):  # more shares than records too
-        shares = [index_of(open_reader(tmp_path), pieces, "bytes", share=(k, n)) for k in range(n)]
-        whole = merged(shares)
-        assert rows(whole.table) == rows(packed)
-        assert (whole.table.offset == packed.offset).all()
-        assert whole.listed == 12
-    with pytest.raises(ValueError, match="different files"):
-        merged([shares[0], index_of(open_reader(dataset), pieces, "bytes")])
 
 
 def test_saved_and_loaded(dataset, tmp_path):
@@ -168,8 +160,8 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
         found = index_of(open_reader(file), pieces, "bytes")
     assert found.listed == 12
     assert [r[0] for r in rows(found.table)] == [0, 2, 3, *range(5, 12)]
-    assert "dataset.json[1]: missing file" in found.bad[0]
-    assert "dataset.json[4]: no conversations" in caplog.text
+    assert "dataset.json[1] id=r1: missing file" in found.bad[0]
+    assert "dataset.json[4] id=r4: no conversations" in caplog.text
     check_usable(found, "a", 0.2)
     with pytest.raises(ValueError, match=r"2 of 12 .*missing file.*max_bad_fraction=0\.1"):
         check_usable(found, "a", 0.1)
@@ -210,7 +202,7 @@ def test_a_million_records_load_in_seconds(tmp_path):
 
 
 def test_shared_broken_lists(shared_data):
-    with pytest.raises(ValueError, match=r"broken\.json: no JSON list"):
+    with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
         index_of(open_reader(shared_data / "bad/broken.json"), pieces, "bytes")
     reader = open_reader(shared_data / "bad/broken_line.jsonl", shared_data)
     found = index_of(reader, pieces, "bytes")

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from dflop_jax.data.media.simple_tiles import SimpleTiles
 from dflop_jax.data.media.tiling import (
     choose_grid,
     count_tiles,
     fit,
     picture_size,
     picture_tiles,
-    read_picture,
+    read_scaled,
 )
+
+
+def read_picture(path, tile_px, max_tiles):
+    """Tiles of a file by the way of all pictures of the plain layout."""
+    layout = SimpleTiles(tile_px, 1, max_tiles)
+    image, size = read_scaled(path, layout.least_size(*picture_size(path)))
+    return layout.cut(image, True, size)
 
 
 def exact_grid(width, height, px, max_tiles):

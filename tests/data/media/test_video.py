@@ -2,12 +2,18 @@
 
 import logging
 from fractions import Fraction
+from functools import partial
 
 import av
 import numpy as np
 import pytest
 
-from dflop_jax.data.media.video import count_frames, read_clip
+from dflop_jax.data.media.anyres import frame_tile
+from dflop_jax.data.media.video import count_frames, read_frames
+
+
+def read_clip(path, n):
+    return read_frames(path, n, partial(frame_tile, tile_px=16))
 
 
 def write_clip(path, n, rate=10, size=(64, 48), split=False):
@@ -34,7 +40,7 @@ def test_frames_follow_the_duration_up_to_the_cap(tmp_path, suffix, n, count):
     path = write_clip(tmp_path / f"a.{suffix}", n)
     assert count_frames(path, 8) == count
     for wanted in {1, count}:
-        clip = read_clip(path, wanted, 16)
+        clip = read_clip(path, wanted)
         assert clip.shape == (wanted, 16, 16, 3)
         moments = (np.arange(wanted) + 0.5) * n / wanted
         shown = np.minimum(np.floor(moments), n - 1) * 255 / n
@@ -51,7 +57,7 @@ def test_a_clip_lying_down_is_stood_up(tmp_path):
                       for m in (matrix, turned))  # fmt: skip
     at = data.index(plain, data.index(b"tkhd"))
     path.write_bytes(data[:at] + quarter + data[at + 36 :])
-    tile = read_clip(path, 1, 16)[0]
+    tile = read_clip(path, 1)[0]
     assert tile[:6].mean() < 20  # the black half, left as stored, is on top
     assert tile[-6:].mean() > 235
 
@@ -61,13 +67,13 @@ def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):
     broken = tmp_path / "b.mkv"
     broken.write_bytes(whole[: int(len(whole) * 0.8)])
     with caplog.at_level(logging.WARNING):
-        clip = read_clip(broken, 8, 16)
+        clip = read_clip(broken, 8)
     assert clip.shape[0] == 8
     assert (clip[-1] == clip[-2]).all()
     assert str(broken) in caplog.text
     assert "repeated" in caplog.text
     with pytest.raises(ValueError, match="half_index_first"):
-        read_clip(shared_data / "bad/half_index_first.mp4", 7, 16)
+        read_clip(shared_data / "bad/half_index_first.mp4", 7)
 
 
 @pytest.mark.parametrize("content", [b"", b"no video", b"RIFF"])
@@ -77,4 +83,4 @@ def test_no_video_is_a_value_error(tmp_path, content):
     with pytest.raises(ValueError, match=r"a\.mp4"):
         count_frames(path, 4)
     with pytest.raises(ValueError, match=r"a\.mp4"):
-        read_clip(path, 4, 16)
+        read_clip(path, 4)

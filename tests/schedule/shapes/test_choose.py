@@ -6,220 +6,272 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import Bucket, SampleShape
-from dflop_jax.schedule import Capacity, arrival_buckets, choose_buckets, evaluate_buckets
+from dflop_jax.records import Bucket, Edge, Load, Shape
+from dflop_jax.schedule import (
+    BucketSpec,
+    Capacity,
+    arrival_buckets,
+    choose_buckets,
+    evaluate_buckets,
+    oversize,
+)
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import demand
-from dflop_jax.schedule.shapes.choose import _EFFORTS, _largest
+from dflop_jax.schedule.shapes.choose import _EFFORTS, largest
+from dflop_jax.schedule.shapes.evaluate import first_least, model_plan
 from dflop_jax.schedule.shapes.milp import _GAP, _SLACK, group_price, solve_choice
-from dflop_jax.schedule.shapes.search import Sizes, chains
-from tests.schedule.conftest import make_batch
+from dflop_jax.schedule.shapes.sizes import Move, bucket_of, chains, sizes_of
+from tests.schedule.conftest import TILE, bucket, make_batch
+
+RANKS = {"a": 2, "b": 2}
 
 
-def linear_seconds(bucket):
-    return (0.01 * bucket.tiles, 0.002 * bucket.tokens * bucket.rows + 0.02)
+def spec_of(global_batch=32, ranks=RANKS, **options):
+    options = {"token_multiple": 32, "piece_tokens": {"a": TILE}} | options
+    edges = (Edge("a", "b", "a"),) if "a" in ranks else ()
+    return BucketSpec(global_batch, ranks, edges, **options)
 
 
-def quadratic_seconds(bucket):
+def linear_seconds(one):
+    return {"a": 0.01 * one.tokens("a") / TILE, "b": 0.002 * one.tokens("b") + 0.02}
+
+
+def quadratic_seconds(one):
     """Attention over a row is dear."""
-    return (0.01 * bucket.tiles, 1e-5 * bucket.rows * bucket.tokens**2 + 0.01)
+    shape = one.shape("b")
+    long_s = 1e-5 * shape.rows * shape.tokens**2 + 0.01 if shape else 0.0
+    return {"a": 0.01 * one.tokens("a") / TILE, "b": long_s}
 
 
-def exhaustive_objective(candidates, batches, capacity, k, seconds, must_hold):
+def fill_of(seconds):
+    return sum(seconds.values()) - max(seconds.values())
+
+
+def exhaustive_objective(candidates, batches, spec, k, must_hold):
     """The MILP's objective by trying every choice and every count vector."""
     best = np.inf
     for size in range(1, k + 1):
         for chosen in itertools.combinations(candidates, size):
-            if not all(any(capacity.holds(b, s) for b in chosen) for s in must_hold):
+            if oversize(must_hold, chosen, spec.capacity):
                 continue
-            total = max(sum(seconds(b)) - max(seconds(b)) for b in chosen)
+            total = max(fill_of(spec.seconds(b)) for b in chosen)
             for batch in batches:
-                total += cheapest_cover(candidates, chosen, batch, capacity, seconds) / len(batches)
+                total += cheapest_cover(candidates, chosen, batch, spec) / len(batches)
             best = min(best, total)
     return best
 
 
-def cheapest_cover(candidates, chosen, batch, capacity, seconds):
-    wanted = demand(batch, candidates, capacity)
+def cheapest_cover(candidates, chosen, batch, spec):
+    wanted = demand(Batch(batch, tuple(spec.ranks)), candidates, spec.capacity)
     columns = [candidates.index(b) for b in chosen]
-    price = [group_price(seconds(b), capacity.group_size) for b in chosen]
+    price = [group_price(spec.seconds(b)) for b in chosen]
     counts = np.array(list(itertools.product(range(9), repeat=len(chosen))))
     met = (counts @ wanted.room_DC[:, columns].T >= _SLACK * wanted.need_D - 1e-6).all(axis=1)
     return (counts[met] @ price).min() if met.any() else np.inf
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_milp_equals_exhaustive_choice(seed):
     rng = np.random.default_rng(seed)
     batches = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
-    front = _largest([s for batch in batches for s in batch], ("vision", "llm"))
-    capacity = Capacity(1, 2)
-    candidates = [Bucket(t, k) for t in (0, 6, 12) for k in (64, 128)]
+    front = largest([s for batch in batches for s in batch], ("a", "b"))
+    spec = spec_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2)
+    candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
     chosen = solve_choice(
-        candidates,
-        batches,
-        capacity,
-        2,
-        linear_seconds,
-        must_hold=front,
-        max_nodes=100_000,
-        time_limit_s=60.0,
+        candidates, batches, spec, linear_seconds, must_hold=front, max_nodes=100_000
     )
     assert len(chosen) <= 2
-    total = max(sum(linear_seconds(b)) - max(linear_seconds(b)) for b in chosen)
+    total = max(fill_of(linear_seconds(b)) for b in chosen)
     for batch in batches:
-        total += cheapest_cover(candidates, chosen, batch, capacity, linear_seconds) / 2
-    best = exhaustive_objective(candidates, batches, capacity, 2, linear_seconds, front)
-    assert best * (1 - 1e-9) <= total <= best * (1 + _GAP)
+        total += cheapest_cover(candidates, chosen, batch, spec) / 2
+    best = exhaustive_objective(candidates, batches, spec, 2, front)
+    assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
 
 
-def test_largest_is_the_pareto_front():
+def test_largest_holds_for_all():
     rng = np.random.default_rng(0)
-    shapes = [replace(s, windows=int(rng.integers(4))) for s in make_batch(rng, 50)]
-    for modules in (("vision", "llm"), ("vision", "audio", "llm"), ("llm",)):
-        front = _largest(shapes, modules)
-        for s in shapes:
-            assert any(all(f.load(m) >= s.load(m) for m in modules) for f in front)
-        for a, b in itertools.permutations(front, 2):
-            assert any(a.load(m) > b.load(m) for m in modules)
+    loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]
+    for modules in (("a", "b"), ("a", "c", "b"), ("b",)):
+        front = largest(loads, modules)
+        for s in loads:
+            assert any(all(f.tokens(m) >= s.tokens(m) for m in modules) for f in front)
+        for x, y in itertools.permutations(front, 2):
+            assert any(x.tokens(m) > y.tokens(m) for m in modules)
 
 
 @pytest.fixture(scope="module")
-def shapes():
+def loads():
     return make_batch(np.random.default_rng(0), 600)
 
 
-def test_choice_is_within_limits_and_pads_little(shapes):
-    choice = choose_buckets(
-        shapes,
-        global_batch=256,
-        vision_ranks=2,
-        llm_ranks=2,
-        token_multiple=32,
-        max_tiles=90,
-        max_tokens=1024,
-    )
+def test_choice_is_within_limits_and_pads_little(loads):
+    spec = spec_of(128, max_tokens={"a": 90 * TILE, "b": 1024}, effort="quick")
+    choice = choose_buckets(loads, spec)
     assert 1 <= len(choice.buckets) <= 4
-    assert all(b.tokens % 32 == 0 and b.tokens <= 1024 for b in choice.buckets)
-    assert all(b.tiles <= 90 and b.rows == 1 for b in choice.buckets)
-    capacity = Capacity(2, 2)
-    for s in shapes:
-        assert any(capacity.holds(b, s) for b in choice.buckets)
-    assert choice.padding["llm"] <= 0.03
-    assert choice.padding["vision"] <= 0.05
+    for b in choice.buckets:
+        assert b.shape("b").tokens % 32 == 0
+        assert b.tokens("b") <= 1024
+        assert b.shape("a") is None or (b.shape("a").tokens == TILE and b.shape("a").rows <= 90)
+    assert not oversize(loads, choice.buckets, spec.capacity)
+    assert choice.padding["b"] <= 0.08
+    assert choice.padding["a"] <= 0.05
 
 
-def test_more_buckets_pad_less_than_one(shapes):
+def test_more_buckets_pad_less_than_one(loads):
     """One bucket of the chosen set's largest capacities, on the same batches."""
-    capacity = Capacity(2, 2)
-    batches = [shapes[:256], shapes[256:512]]
-    fine = tuple(Bucket(t, k) for t, k in ((48, 512), (48, 256), (24, 256), (12, 128)))
-    one = (Bucket(48, 512),)
-    assert (
-        evaluate_buckets(fine, batches, capacity, linear_seconds).expected_s
-        < evaluate_buckets(one, batches, capacity, linear_seconds).expected_s
-    )
+    batches = [loads[:128], loads[256:384]]
+    fine = [bucket(t, (1, k)) for t, k in ((48, 512), (48, 256), (24, 256), (12, 128))]
+    spec = spec_of(128, seconds=linear_seconds)
+    many, one = (evaluate_buckets(b, batches, spec, work=300) for b in (fine, fine[:1]))
+    assert many.expected_s < one.expected_s
 
 
 def test_padding_is_the_unused_share():
-    shapes = [SampleShape(3, 0, 60)] * 2
-    result = evaluate_buckets((Bucket(4, 100),), [shapes], Capacity(1, 1), linear_seconds)
-    assert result.padding == pytest.approx({"llm": 0.4, "vision": 0.25})
+    loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
+    spec = spec_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
+    result = evaluate_buckets((bucket(4, (1, 100)),), [loads], spec)
+    assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
 
 
 @pytest.mark.parametrize("effort", ["quick", "full"])
 def test_a_module_absent_and_one_sample(effort):
-    text = [SampleShape(0, 70, 70)]
-    choice = choose_buckets(text, global_batch=4, vision_ranks=0, token_multiple=32, effort=effort)
-    assert all(b.tiles == 0 for b in choice.buckets)
-    assert max(b.tokens for b in choice.buckets) >= 96
+    choice = choose_buckets([Load({"b": (70,)})], spec_of(4, effort=effort))
+    assert all(b.shape("a") is None for b in choice.buckets)
+    assert max(b.shape("b").tokens for b in choice.buckets) >= 96
+
+
+def test_packed_pieces_of_every_module_and_groups_of_several_microbatches():
+    """Pictures at native resolution in a source, several texts a sample in the last module."""
+    rng = np.random.default_rng(0)
+    loads = [
+        Load(
+            {
+                "a": tuple(rng.integers(20, 200, rng.integers(0, 4)).tolist()),
+                "b": tuple(rng.integers(5, 90, rng.integers(1, 3)).tolist()),
+            }
+        )
+        for _ in range(100)
+    ]
+    spec = spec_of(16, piece_tokens={}, group_size=2, effort="quick")
+    choice = choose_buckets(loads, spec)
+    assert not oversize(loads, choice.buckets, spec.capacity)
+    assert all(s.tokens % 32 == 0 for b in choice.buckets for _, s in b.shapes)
 
 
 @pytest.mark.parametrize("effort", ["quick", "full"])
-def test_the_same_arguments_give_the_same_buckets(shapes, effort, monkeypatch):
-    """Work is counted, not timed; another seed draws other batches."""
-    less = {name: replace(work, budget=min(work.budget, 50)) for name, work in _EFFORTS.items()}
+def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
+    """Work is counted, not timed, and no choice hangs on the last bits of the prices, which another
+    BLAS may fit otherwise; another seed draws other batches."""
+    less = {name: replace(work, budget=min(work.budget, 40)) for name, work in _EFFORTS.items()}
     monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", less)
-    options = {"global_batch": 16, "llm_ranks": 2, "token_multiple": 32, "effort": effort}
-    first, second = (choose_buckets(shapes, **options) for _ in range(2))
-    assert first == second
+    rng = np.random.default_rng(0)
+
+    def moved(one):
+        return {m: s * (1 + 3e-16 * int(rng.integers(-3, 4))) for m, s in
+                quadratic_seconds(one).items()}  # fmt: skip
+
+    first, second = (
+        choose_buckets(loads, spec_of(16, effort=effort, seconds=seconds))
+        for seconds in (quadratic_seconds, moved)
+    )
+    assert first.buckets == second.buckets
+    assert first.padding == second.padding
     if effort == "quick":
-        assert choose_buckets(shapes, **options, seed=1).expected_s != first.expected_s
+        other = choose_buckets(loads, spec_of(16, effort=effort, seconds=moved, seed=1))
+        assert other.expected_s != first.expected_s
 
 
-def test_quick_is_close_to_full(shapes):
+def test_ties_go_to_the_first():
+    assert first_least([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
+    assert first_least([2.0, 1.0, 0.9]) == 2
+
+
+def test_quick_is_close_to_full(loads, monkeypatch):
     """Both on batches that neither has seen."""
+    less = _EFFORTS | {"full": replace(_EFFORTS["full"], budget=80)}
+    monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", less)
     rng = np.random.default_rng(9)
-    batches = [[shapes[i] for i in rng.choice(len(shapes), 32)] for _ in range(8)]
-    options = {"global_batch": 32, "vision_ranks": 2, "llm_ranks": 2, "token_multiple": 32}
+    batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(6)]
     spent_s = {}
     for effort in ("quick", "full"):
-        choice = choose_buckets(shapes, **options, seconds=linear_seconds, effort=effort)
-        result = evaluate_buckets(choice.buckets, batches, Capacity(2, 2), linear_seconds)
-        spent_s[effort] = result.expected_s
-    assert spent_s["full"] <= spent_s["quick"] <= 1.15 * spent_s["full"]
+        spec = spec_of(32, seconds=linear_seconds, effort=effort)
+        choice = choose_buckets(loads, spec)
+        spent_s[effort] = evaluate_buckets(choice.buckets, batches, spec, work=400).expected_s
+    assert 0.98 * spent_s["full"] <= spent_s["quick"] <= 1.15 * spent_s["full"]
 
 
-@pytest.mark.parametrize("effort", ["quick", "full"])
 @pytest.mark.parametrize("n_buckets", [1, 2])
-def test_no_time_still_gives_buckets_that_hold_everything(shapes, n_buckets, effort):
-    choice = choose_buckets(
-        shapes, global_batch=16, n_buckets=n_buckets, effort=effort, time_limit_s=1e-3
-    )
+def test_few_buckets_hold_everything(loads, n_buckets):
+    spec = spec_of(16, {"a": 1, "b": 1}, n_buckets=n_buckets, effort="quick")
+    choice = choose_buckets(loads, spec)
     assert 1 <= len(choice.buckets) <= n_buckets
-    assert all(any(Capacity(1, 1).holds(b, s) for b in choice.buckets) for s in shapes)
+    assert not oversize(loads, choice.buckets, Capacity({"a": 1, "b": 1}))
 
 
-def test_an_unknown_effort_is_refused(shapes):
+def test_an_unknown_effort_is_refused(loads):
     with pytest.raises(ValueError, match="effort='slow' is not one of quick, full"):
-        choose_buckets(shapes, global_batch=8, effort="slow")
+        choose_buckets(loads, spec_of(8, effort="slow"))
 
 
-@pytest.mark.parametrize("most_tiles, most_tokens", [(None, None), (12, 256)])
-def test_chains_keep_to_the_limits(most_tiles, most_tokens):
-    most_items = {} if most_tiles is None else {"vision": most_tiles}
-    batch, least = {"vision": 130.0}, {"vision": 12}
-    sizes = Sizes(64, 4000.0, batch, 256, least, most_tokens, most_items, mean_tokens=60.0)
-    starts = chains(sizes, 4, 8, quadratic_seconds)
+@pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
+def test_chains_and_moves_keep_to_the_limits(loads, limits):
+    spec = spec_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
+    sizes = sizes_of(loads, spec)
+    starts = chains(sizes, spec, quadratic_seconds)
     assert len(set(starts)) == len(starts) > 0
-    assert any(b.rows > 1 for start in starts for b in start)
+    assert any(s.rows > 1 for start in starts for b in start for m, s in b.shapes if m == "b")
+    moves = [Move(0, part, f) for part in (("a", "b"), ("a",), ("b",)) for f in (0.85, 1.18)]
+    moves += [Move(0, ("b",), cut=2.0), Move(0, ("a",), 0.0)]
     for start in starts:
         assert 1 <= len(start) <= 4
-        assert start[0].tiles >= 12
-        assert start[0].tokens >= 256
-        for b in start:
-            assert b.tokens % 64 == 0
-            assert b.rows * b.tokens <= (most_tokens or 10**9)
-            assert b.tiles <= (most_tiles or 10**9)
+        assert not oversize(loads, [start[0]], spec.capacity)
+        moved = [m.applied(b, sizes) for m in moves for b in start]
+        for b in (*start, *moved):
+            for m, s in b.shapes:
+                assert s.tokens % (TILE if m == "a" else 32) == 0
+                assert s.size <= limits.get(m, 10**9)
+    assert moves[-1].applied(starts[0][0], sizes).shape("a") is None
+    assert Move(0, ("b",), 0.0).applied(Bucket.of({"b": Shape(1, 32)}), sizes) is None
 
 
-def test_several_short_rows_where_long_ones_are_dear(shapes):
+def test_the_bucket_of_all_holds_all(loads):
+    sizes = sizes_of(loads, spec_of())
+    assert not oversize(loads, [bucket_of(sizes, {}, holds_all=True)], Capacity(RANKS))
+
+
+def test_several_short_rows_where_long_ones_are_dear(loads):
     def choose(seconds):
-        return choose_buckets(
-            shapes, global_batch=32, seconds=seconds, token_multiple=32, effort="quick"
-        )
+        return choose_buckets(loads, spec_of(32, seconds=seconds, effort="quick"))
 
     dear, linear = choose(quadratic_seconds), choose(linear_seconds)
-    assert any(b.rows > 1 for b in dear.buckets)
-    assert all(b.rows == 1 for b in linear.buckets)
+    assert any(b.shape("b").rows > 1 for b in dear.buckets)
+    assert all(b.shape("b").rows == 1 for b in linear.buckets)
     rng = np.random.default_rng(7)
-    batches = [[shapes[i] for i in rng.choice(len(shapes), 32)] for _ in range(3)]
-    capacity = Capacity(1, 1)
-    other = evaluate_buckets(linear.buckets, batches, capacity, quadratic_seconds)
-    own = evaluate_buckets(dear.buckets, batches, capacity, quadratic_seconds)
+    batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(3)]
+    spec = spec_of(32, seconds=quadratic_seconds)
+    own, other = (evaluate_buckets(c.buckets, batches, spec, work=300) for c in (dear, linear))
     assert own.expected_s < other.expected_s
 
 
-def test_sample_above_the_memory_limit_is_refused(shapes):
-    with pytest.raises(ValueError, match="drop or truncate"):
-        choose_buckets(shapes, global_batch=8, token_multiple=32, max_tokens=64)
+def test_sample_above_the_memory_limit_is_refused(loads):
+    with pytest.raises(ValueError, match="of b, memory allows 64: drop or truncate"):
+        choose_buckets(loads, spec_of(8, max_tokens={"b": 64}))
 
 
-def test_arrival_buckets_hold_the_largest_and_follow_quantiles(shapes):
-    found = arrival_buckets(shapes, 3, n_buckets=3, data_ranks=2, token_multiple=32)
+def test_modules_that_share_devices_do_so_in_the_model_plan():
+    spec = spec_of(8, {"a": 2, "b": 4, "c": 3}, devices={"a": 0, "b": 0})
+    a, b, c = model_plan(spec, [bucket(1, (1, 32))]).submeshes
+    assert a.first == b.first == 0
+    assert c.first >= 4
+
+
+def test_arrival_buckets_hold_the_largest_and_follow_quantiles(loads):
+    found = arrival_buckets(loads, spec_of(n_buckets=3), 3)
     assert 1 <= len(found) <= 3
-    assert all(b.rows == 3 and b.tokens % 32 == 0 for b in found)
-    assert found[0].tokens >= max(s.llm_tokens for s in shapes)
-    assert found[0].tiles >= 3 * max(s.tiles for s in shapes)
-    assert all(a.tokens >= b.tokens for a, b in itertools.pairwise(found))
-    one = arrival_buckets([SampleShape(2, 5, 13)], 1, token_multiple=32)
-    assert one == (Bucket(2, 32, 1),)
+    assert all(b.shape("b").rows == 3 and b.shape("b").tokens % 32 == 0 for b in found)
+    assert found[0].shape("b").tokens >= max(s.tokens("b") for s in loads)
+    assert found[0].shape("a").rows >= 3 * max(len(s.lengths("a")) for s in loads)
+    assert all(x.tokens("b") >= y.tokens("b") for x, y in itertools.pairwise(found))
+    single = [Load({"a": (TILE,) * 2, "b": (13,)})]
+    one = arrival_buckets(single, spec_of(ranks={"a": 1, "b": 1}), 1)
+    assert one == (bucket(2, (1, 32)),)

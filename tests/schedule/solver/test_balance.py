@@ -13,6 +13,7 @@ from dflop_jax.schedule.solver.bounds import (
     lower_bound,
     shared_bin_bound,
 )
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import make_problem
@@ -250,24 +251,22 @@ def test_lattice_step():
     assert lattice_step(np.zeros(3)) == 0.0
 
 
-def test_same_seed_and_rounds_give_the_same_bins():
+def test_same_seed_and_work_give_the_same_bins():
     costs = heavy_tailed(np.random.default_rng(3), 120)
-    runs = [balance(costs, 40, seed=5, max_rounds=300, time_limit_s=60.0) for _ in range(2)]
+    runs = [balance(costs, 40, seed=5, work=300, time_limit_s=60.0) for _ in range(2)]
     assert (runs[0].bins == runs[1].bins).all()
 
 
-def test_more_rounds_are_never_worse():
+def test_more_work_is_never_worse():
     costs = np.random.default_rng(4).lognormal(0, 0.7, (150, 2))
-    spans = [
-        balance(costs, 30, max_rounds=r, time_limit_s=60.0).makespan for r in (0, 20, 200, 2000)
-    ]
+    spans = [balance(costs, 30, work=r, time_limit_s=60.0).makespan for r in (0, 20, 200, 2000)]
     assert spans == sorted(spans, reverse=True)
     assert spans[-1] < spans[0]
 
 
 def test_stop_at_ends_the_search():
     costs = heavy_tailed(np.random.default_rng(1), 100)
-    greedy = balance(costs, 10, max_rounds=0)
+    greedy = balance(costs, 10, work=0)
     easy = balance(costs, 10, stop_at=greedy.makespan, time_limit_s=60.0)
     assert (easy.bins == greedy.bins).all()
 
@@ -281,7 +280,7 @@ def test_milp_improves_to_the_optimum_and_its_bound_holds(seed, group, grouped):
     problem = make_problem(costs, 4, bin_group=group, grouped=grouped)
     state = State(problem, np.arange(7) % 2)
     best = brute_force(costs, 4, np.zeros(0), np.zeros((7, 0)), group, grouped)
-    result = milp.resolve(state, np.arange(4), 5.0)
+    result = milp.resolve(state, np.arange(4), Budget(1e6))
     assert result.improved == (best < problem.makespan(np.arange(7) % 2))
     assert state.makespan == pytest.approx(best)
     assert best * (1 - 1e-3) <= result.lower_bound <= best * (1 + 1e-9)
@@ -294,7 +293,7 @@ def test_milp_keeps_limits():
     costs = np.array([5.0, 1.0, 3.0, 3.0, 1.0, 1.0])
     problem = make_problem(costs, 2, capacities=[6.0], tokens=tokens)
     state = State(problem, np.array([0, 1, 0, 0, 1, 1]))
-    milp.resolve(state, np.arange(2), 5.0)
+    milp.resolve(state, np.arange(2), Budget(1e6))
     assert state.makespan == brute_force(costs[:, None], 2, np.array([6.0]), tokens[:, None])
     assert problem.fits(state.loads_RB)
 
@@ -305,7 +304,7 @@ def test_search_with_solvers_keeps_every_sample(whole_tiles):
     costs = np.random.default_rng(1).pareto(1.8, (48, 2)) + 0.1
     if whole_tiles:
         costs[:, 0] = np.ceil(costs[:, 0])
-    short = balance(costs, 12, max_rounds=0)
+    short = balance(costs, 12, work=0)
     got = balance(costs, 12, time_limit_s=0.8)
     assert short.lower_bound <= got.lower_bound <= got.makespan <= short.makespan
     assert got.makespan == pytest.approx(max(map(max, loads_of(got.bins, costs, 12, 1, ()))))
@@ -320,7 +319,7 @@ def test_tight_capacities_are_packed():
     ]
     tokens = np.concatenate(parts).astype(float)
     costs = rng.lognormal(0, 1, len(tokens))
-    got = balance(costs, 8, tokens=tokens, capacities=[104.0], max_rounds=20_000, time_limit_s=20.0)
+    got = balance(costs, 8, tokens=tokens, capacities=[104.0], work=20_000, time_limit_s=20.0)
     assert got.status in ("feasible", "optimal")
     assert np.bincount(got.bins, tokens, 8).max() <= 104
 

@@ -8,11 +8,10 @@ from scipy.optimize import linprog
 
 from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.solver.bounds import lower_bound
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.columns import Master, applies, dive, excludes_below
 from dflop_jax.schedule.solver.patterns import best_filling, kinds_of, random_fillings
 from dflop_jax.schedule.solver.problem import make_problem
-
-FOREVER = float("inf")
 
 
 def all_patterns(kinds):
@@ -42,7 +41,7 @@ def test_best_filling_is_the_best_of_all(seed):
     left = rng.integers(0, kinds.counts_K + 1)
     patterns = all_patterns(kinds)
     allowed = patterns[(patterns <= left).all(axis=1)]
-    value, counts = best_filling(kinds, left, worth, FOREVER)
+    value, counts = best_filling(kinds, left, worth, Budget(1e9))
     assert value == pytest.approx((allowed @ worth).max())
     assert worth @ counts == pytest.approx(value)
     assert (counts <= left).all()
@@ -57,7 +56,7 @@ def test_random_fillings_fit(seed):
     found = random_fillings(kinds, left, worth, 16, rng)
     assert (found <= left).all()
     assert (found @ kinds.cells_RK.T <= kinds.room_R).all()
-    most, _ = best_filling(kinds, left, worth, FOREVER)
+    most, _ = best_filling(kinds, left, worth, Budget(1e9))
     assert 0.8 * most <= (found @ worth).max() <= most + 1e-9
 
 
@@ -66,10 +65,10 @@ def test_column_generation_reaches_the_lp_over_all_patterns(seed):
     kinds, rng = small_kinds(seed)
     patterns = all_patterns(kinds)
     every = linprog(np.ones(len(patterns)), A_ub=-patterns.T, b_ub=-kinds.counts_K)
-    cover = Master(kinds).cover(kinds.counts_K, every.fun * (1 - 1e-4), FOREVER, rng)
+    cover = Master(kinds).cover(kinds.counts_K, every.fun * (1 - 1e-4), Budget(1e9), rng)
     assert every.fun * (1 - 1e-4) < cover.least_bins <= every.fun * (1 + 1e-7)
     assert every.fun * (1 - 1e-7) <= cover.bins
-    enough = Master(kinds).cover(kinds.counts_K, every.fun * (1 + 1e-4), FOREVER, rng)
+    enough = Master(kinds).cover(kinds.counts_K, every.fun * (1 + 1e-4), Budget(1e9), rng)
     assert enough.bins <= every.fun * (1 + 2e-4)
 
 
@@ -93,8 +92,8 @@ def test_exclusion_by_hand():
     problem = make_problem([5.0] * 3 + [3.0] * 5, 3)
     rng = np.random.default_rng(0)
     assert lower_bound(problem) == 10
-    assert excludes_below(problem, 11.0, 500, FOREVER, rng)
-    assert not excludes_below(problem, 11.5, 500, FOREVER, rng)
+    assert excludes_below(problem, 11.0, 500, Budget(1e9), rng)
+    assert not excludes_below(problem, 11.5, 500, Budget(1e9), rng)
 
 
 def test_exclusion_is_right_and_beats_the_other_bounds():
@@ -107,9 +106,9 @@ def test_exclusion_is_right_and_beats_the_other_bounds():
         best = balance(costs, n_bins, time_limit_s=10.0)
         assert best.status == "optimal"
         assert applies(problem)
-        assert not excludes_below(problem, best.makespan * 1.001, 500, FOREVER, rng)
+        assert not excludes_below(problem, best.makespan * 1.001, 500, Budget(1e9), rng)
         if lower_bound(problem) < best.makespan * (1 - 1e-6):
-            proofs += excludes_below(problem, best.makespan, 500, FOREVER, rng)
+            proofs += excludes_below(problem, best.makespan, 500, Budget(1e9), rng)
     assert proofs >= 10
 
 
@@ -122,7 +121,7 @@ def test_dive_places_every_sample_near_the_goal(seed, limited):
     limits = {"tokens": tokens, "capacities": [np.ceil(1.2 * tokens.sum() / 10)]}
     problem = make_problem(costs, 10, **(limits if limited else {}))
     goal = 1.03 * costs.sum(axis=0).max() / 10
-    bins = dive(problem, goal, FOREVER, rng)
+    bins = dive(problem, goal, Budget(1e9), rng)
     assert bins is not None
     assert set(bins) <= set(range(10))
     assert problem.fits(problem.loads(bins))
@@ -134,10 +133,10 @@ def test_out_of_reach_out_of_time_and_unsuitable():
     costs = tiles_and_tokens(rng, 40)
     problem = make_problem(costs, 5)
     average = costs.sum(axis=0).max() / 5
-    assert dive(problem, 0.9 * average, FOREVER, rng) is None
-    assert dive(problem, 1.1 * average, 0.0, rng) is None
-    assert not excludes_below(problem, average, 500, 0.0, rng)
-    assert excludes_below(problem, 0.9 * average, 500, FOREVER, rng)
+    assert dive(problem, 0.9 * average, Budget(1e9), rng) is None
+    assert dive(problem, 1.1 * average, Budget(0), rng) is None
+    assert not excludes_below(problem, average, 500, Budget(0), rng)
+    assert excludes_below(problem, 0.9 * average, 500, Budget(1e9), rng)
     assert not applies(make_problem(rng.lognormal(0, 1, (40, 2)), 5))
     assert not applies(make_problem(costs, 4, bin_group=2, grouped=(0,)))
     assert not applies(make_problem(np.zeros((0, 2)), 3))

@@ -1,17 +1,17 @@
 """Search against a goal: planted solutions are found, limits and samples are kept."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dflop_jax.schedule.solver.bounds import lower_bound
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.ejection import pursue
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.local_search import State, descend
 from dflop_jax.schedule.solver.problem import make_problem
-
-FOREVER = float("inf")
 
 
 def planted(rng, n_bins):
@@ -37,9 +37,9 @@ def check_whole(state, n):
 def test_finds_a_planted_assignment_where_descent_is_stuck(seed):
     problem = make_problem(planted(np.random.default_rng(seed), 10), 10)
     state = State(problem, lpt(problem))
-    descend(state, 30.0, FOREVER, 10**6)
+    descend(state, 30.0, Budget(10**6))
     assert state.makespan == 31
-    pursue(state, 30.0, FOREVER, 20_000, 100, np.random.default_rng(0))
+    pursue(state, 30.0, Budget(20_000), 100, np.random.default_rng(0))
     assert state.makespan == 30
     check_whole(state, problem.n)
 
@@ -50,7 +50,7 @@ def test_ejections_lower_what_repair_alone_leaves():
     problem, left = make_problem(costs, 10), []
     for patience in (0, 300):
         state = State(problem, lpt(problem))
-        pursue(state, 1.003, FOREVER, 50_000, patience, np.random.default_rng(0))
+        pursue(state, 1.003, Budget(50_000), patience, np.random.default_rng(0))
         left.append(total_excess(state, 1.003))
         check_whole(state, problem.n)
     assert left[0] > 0
@@ -65,7 +65,7 @@ def test_excess_never_grows(group, grouped):
     rng, goal = np.random.default_rng(0), 1.001 * lower_bound(problem)
     excess = [total_excess(state, goal)]
     for _ in range(10):
-        pursue(state, goal, FOREVER, 3000, 5, rng)
+        pursue(state, goal, Budget(3000), 5, rng)
         excess.append(total_excess(state, goal))
         check_whole(state, 60)
     assert all(b <= a + 1e-6 for a, b in itertools.pairwise(excess))
@@ -80,7 +80,7 @@ def test_keeps_limits():
     state = State(problem, lpt(problem))
     assert (state.bins >= 0).all()
     before = state.makespan
-    pursue(state, costs.sum() / 8, FOREVER, 20_000, 50, rng)
+    pursue(state, costs.sum() / 8, Budget(20_000), 50, rng)
     assert problem.fits(state.loads_RB)
     assert state.makespan < before
     check_whole(state, 40)
@@ -92,8 +92,9 @@ def test_same_seed_same_bins_and_rounds_are_kept_to():
     found = []
     for _ in range(2):
         state = State(problem, np.arange(80) % 12)
-        left = pursue(state, goal, FOREVER, 2000, 10**9, np.random.default_rng(3))
-        assert -24 <= left <= 0  # bins are priced together
+        budget = Budget(2000)
+        pursue(state, goal, budget, 10**9, np.random.default_rng(3))
+        assert -24 <= budget.left <= 0  # bins are priced together
         found.append(state.bins)
     assert (found[0] == found[1]).all()
 
@@ -102,5 +103,21 @@ def test_same_seed_same_bins_and_rounds_are_kept_to():
 def test_few_samples_and_bins(n, n_bins):
     problem = make_problem(np.ones((n, 2)), n_bins)
     state = State(problem, np.zeros(n, int))
-    pursue(state, 0.5, FOREVER, 1000, 5, np.random.default_rng(0))
+    pursue(state, 0.5, Budget(1000), 5, np.random.default_rng(0))
     check_whole(state, n)
+
+
+def test_bins_of_unlike_room_and_what_they_carry():
+    """Every bin is filled in proportion to its room, what was there before included."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, (60, 1)).astype(float)
+    room = np.array([20.0, 40.0, 80.0, 160.0])
+    base = np.array([[10.0, 0.0, 0.0, 30.0]])
+    whole = make_problem(sizes, 4)
+    problem = replace(whole, scale_RB=1 / room[None], base_RB=base)
+    state = State(problem, np.zeros(60, int))
+    goal = (sizes.sum() + base.sum()) / room.sum() + 0.02
+    pursue(state, goal, Budget(20_000), 100, rng)
+    check_whole(state, 60)
+    assert state.makespan <= goal * (1 + 1e-9)
+    assert np.allclose(state.loads_RB[0] - base[0], np.bincount(state.bins, sizes[:, 0], 4))

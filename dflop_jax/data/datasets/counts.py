@@ -1,4 +1,4 @@
-"""What samples cost under a model's published preprocessing, from header tables alone."""
+"""Tiles, windows and tokens of samples under a model's preprocessing, from header tables alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.datasets.shape_index import KINDS, ShapeTable
+from dflop_jax.data.datasets.llava_records import KINDS
+from dflop_jax.data.datasets.shape_index import ShapeTable
 from dflop_jax.data.media.mel import MelSpec, sound_counts
 from dflop_jax.data.media.token_sources import TokenSources
 
@@ -32,8 +33,16 @@ class VisionLayout(Protocol):
         """LLM tokens of clips of int [n] frames, one tile each."""
         ...
 
-    def cut(self, image: Image.Image, alone: bool) -> np.ndarray:
-        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture."""
+    def least_size(self, width: int, height: int) -> tuple[int, int] | None:
+        """Pixels that tiles of a picture of this size need at least, so that a larger one may be
+        decoded at a smaller scale; None where it is to be decoded whole."""
+        ...
+
+    def cut(
+        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture; `size` is its true
+        (width, height) where it was decoded at a smaller scale."""
         ...
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:
@@ -64,8 +73,8 @@ class Preprocessing:
         assert len(self.between_frames) in (0, self.max_frames - 1)
 
 
-class SampleCost(NamedTuple):
-    """What one sample costs: encoder items, and LLM tokens by their origin."""
+class SampleCount(NamedTuple):
+    """Tiles and windows of one sample, and its LLM tokens by their origin."""
 
     tiles: int
     frames: int
@@ -83,8 +92,8 @@ class SampleCost(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SampleCosts:
-    """Costs of n samples, each field int64 [n].
+class SampleCounts:
+    """Counts of n samples, each field int64 [n].
 
     tiles: pictures' tiles and clips' frames; frames: of those, the frames. windows: of sound, 30 s
     each; audio_frames: mel frames in them that are no padding. frame_text_tokens: text between a
@@ -100,6 +109,11 @@ class SampleCosts:
     audio_tokens: np.ndarray
     frame_text_tokens: np.ndarray
 
+    @classmethod
+    def of_one(cls, **counts: int) -> SampleCounts:
+        """Return the counts of a single sample; those that are not named are 0."""
+        return cls(**{name: np.array([counts.get(name, 0)]) for name in SampleCount._fields})
+
     def __len__(self) -> int:
         return len(self.tiles)
 
@@ -108,22 +122,23 @@ class SampleCosts:
         media = self.visual_tokens + self.audio_tokens
         return self.text_tokens + media + self.frame_text_tokens
 
-    def taken(self, rows: np.ndarray) -> SampleCosts:
-        """The costs of the given rows, in that order."""
-        return SampleCosts(**{f: getattr(self, f)[rows] for f in SampleCost._fields})
+    def taken(self, rows: np.ndarray) -> SampleCounts:
+        """Return the counts of the given rows, in that order."""
+        return SampleCounts(**{f: getattr(self, f)[rows] for f in SampleCount._fields})
 
-    def where(self, keep: np.ndarray, other: SampleCosts) -> SampleCosts:
-        """These costs where `keep` bool [n], elsewhere those of `other`."""
-        return SampleCosts(**{
-            f: np.where(keep, getattr(self, f), getattr(other, f)) for f in SampleCost._fields
+    def where(self, keep: np.ndarray, other: SampleCounts) -> SampleCounts:
+        """Return these counts where `keep` bool [n], elsewhere those of `other`."""
+        return SampleCounts(**{
+            f: np.where(keep, getattr(self, f), getattr(other, f)) for f in SampleCount._fields
         })  # fmt: skip
 
-    def __getitem__(self, i: int) -> SampleCost:
-        return SampleCost(*(int(getattr(self, f)[i]) for f in SampleCost._fields))
+    def __getitem__(self, i: int) -> SampleCount:
+        return SampleCount(*(int(getattr(self, f)[i]) for f in SampleCount._fields))
 
 
-def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np.ndarray]:
-    """(costs of the records that the model can take, and which those are: bool [len(table)]).
+def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, np.ndarray]:
+    """Return the counts of the records that the model can take, and which those are: bool
+    [len(table)].
 
     Left out are media that the model does not take, pictures too thin for any grid, sounds too
     short for a token.
@@ -157,7 +172,7 @@ def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np
         ends = np.concatenate([[0], np.cumsum(values)])
         return np.diff(ends[table.media_start])[usable]
 
-    costs = SampleCosts(
+    counts = SampleCounts(
         tiles=summed(tiles),
         frames=summed(frames),
         windows=summed(windows),
@@ -167,4 +182,4 @@ def sample_costs(table: ShapeTable, how: Preprocessing) -> tuple[SampleCosts, np
         audio_tokens=summed(heard),
         frame_text_tokens=summed(between),
     )
-    return costs, usable
+    return counts, usable

@@ -1,0 +1,133 @@
+"""Decoding behind one interface, and what happens to samples that cannot be decoded.
+
+What goes to a decoder is the index of a sample, what comes back is a `Sample` (plain arrays by
+name) or the reason why there is none, as data. So a decoder may work in threads, as here, or in
+processes that have opened the same source.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from dflop_jax.data.sample import EMPTY, Sample, Source, fits_in
+
+MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
+MIN_SEEN = 64  # the share of bad samples is judged over at least so many (or the whole dataset)
+logger = logging.getLogger("dflop_jax.data")
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that cannot be decoded: why, in one line that names it."""
+
+    reason: str
+
+
+Decoded = Sample | BadSample
+
+
+class Decoder(Protocol):
+    """Decodes samples of one source in the background."""
+
+    def submit(self, index: int) -> Future[Decoded]:
+        """Begin to decode a sample; errors of the program itself are raised by the future."""
+        ...
+
+    def close(self) -> None:
+        """Give up what has not begun and wait for the rest."""
+        ...
+
+
+def decode(source: Source, index: int) -> Decoded:
+    """Return the sample as large as its load says, or why there is none."""
+    try:
+        sample = source.sample(index)
+    except ValueError as e:
+        return BadSample(f"{e}")
+    promised = source.load(index)
+    if sample.load != promised:
+        label = source.label(index)
+        return BadSample(f"{label}: decoded to {sample.load}, its header promised {promised}")
+    return sample
+
+
+class ThreadDecoder:
+    """Decodes in `workers` threads: the libraries that read media let go of Python's lock."""
+
+    def __init__(self, source: Source, workers: int) -> None:
+        self._source = source
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
+
+    def submit(self, index: int) -> Future[Decoded]:
+        return self._pool.submit(decode, self._source, index)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Replacements:
+    """Counts, names and replaces the samples of a source that cannot be decoded.
+
+    A bad sample gives way to the next one in the source's order that is no larger, piece by piece,
+    and can be decoded, else to an empty one: the same for every process and every run.
+    """
+
+    def __init__(self, source: Source, max_bad_fraction: float) -> None:
+        self._source, self._max_bad_fraction = source, max_bad_fraction
+        self._lock = threading.Lock()
+        self._seen: set[int] = set()
+        self._bad: set[int] = set()
+
+    def __len__(self) -> int:
+        """Distinct samples found undecodable so far."""
+        return len(self._bad)
+
+    def __contains__(self, index: int) -> bool:
+        """Whether a sample is known to be bad, so that it need not be tried again."""
+        return index in self._bad
+
+    def usable(
+        self, index: int, decoded: Decoded | None, again: Callable[[int], Decoded]
+    ) -> Sample:
+        """Return what was decoded of a sample, or what replaces it, decoded by `again`.
+
+        Args:
+          decoded: None of a sample that is known to be bad.
+
+        Raises:
+          ValueError: more than the share `max_bad_fraction` of the distinct samples seen are bad.
+        """
+        if decoded is not None and (sample := self._counted(index, decoded)) is not None:
+            return sample
+        n, limit = len(self._source), self._source.load(index)
+        for other in ((index + k) % n for k in range(1, min(MAX_TRIES, n))):
+            if other in self or not fits_in(self._source.load(other), limit):
+                continue
+            if (sample := self._counted(other, again(other))) is not None:
+                return sample
+        return EMPTY
+
+    def _counted(self, index: int, decoded: Decoded) -> Sample | None:
+        """Return the sample, None if it is bad; that is logged the first time."""
+        with self._lock:
+            known = index in self._bad
+            self._seen.add(index)
+            if isinstance(decoded, Sample):
+                return decoded
+            self._bad.add(index)
+            bad, seen = len(self._bad), len(self._seen)
+        if known:
+            return None
+        logger.warning("replaced a sample that cannot be decoded: %s", decoded.reason)
+        if bad > self._max_bad_fraction * max(seen, min(len(self._source), MIN_SEEN)):
+            raise ValueError(
+                f"{self._source.name}: {bad} of {seen} samples cannot be decoded, the last is "
+                f"{decoded.reason}; repair them or raise "
+                f"data.max_bad_fraction={self._max_bad_fraction}"
+            )
+        return None

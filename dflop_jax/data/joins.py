@@ -1,0 +1,104 @@
+"""Where the features that stand at a group's tokens lie in the groups that feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflop_jax.data.features import features_per_row
+from dflop_jax.data.placement import Held, placement
+from dflop_jax.data.sample import Sample
+from dflop_jax.records import Edge, Load, Plan, Schedule, first_pieces
+
+if TYPE_CHECKING:  # processes that only decode do not load JAX
+    from dflop_jax.contract import MultimodalModel
+
+
+def places_of(
+    plan: Plan,
+    schedule: Schedule,
+    group: int,
+    pieces: Sequence[Held],
+    loads: Sequence[Load],
+    model: MultimodalModel,
+) -> dict[int, tuple[np.ndarray, ...]]:
+    """Return `PackedGroup.places` of a group that holds these pieces."""
+    target = schedule.groups[group]
+    rows = (len(target.rows), plan.data_ranks(target.module) * target.shape.rows)
+    places: dict[int, tuple[np.ndarray, ...]] = {}
+    for source in plan.sources(target.module):
+        pair = source, target.module
+        edges = [e for e in plan.edges if (e.source, e.target) == pair]
+        (k,) = {e.sources for e in edges}
+        shape, feeders = (*rows, target.shape.tokens, k), schedule.fed_by(group, source)
+        for feeder in feeders:
+            index = np.full(shape, -1, np.int32)
+            places[feeder] = (index, np.zeros(shape, np.float32)) if k > 1 else (index,)
+        features = _Features(source, feeders, schedule, loads, model, edges[0])
+        for piece in pieces:
+            if pair not in piece.sample.places:
+                continue
+            joins = piece.sample.places[pair]
+            index = joins.index[piece.tokens]
+            for feeder, flat in features.of_sample(piece).items():
+                moved = np.where(index >= 0, flat[np.maximum(index, 0)], -1)
+                places[feeder][0][piece.row][piece.room] = moved
+                if k > 1:
+                    assert joins.weight is not None, f"places of {pair} have no weights"
+                    weight = np.where(moved >= 0, joins.weight[piece.tokens], 0)
+                    places[feeder][1][piece.row][piece.room] = weight
+    return places
+
+
+class _Features:
+    """Where the features of a source module stand in the groups that feed one group.
+
+    Arrays are by the number of a piece, int64: the group it lies in (-1: in none of these), its
+    microbatch, its first feature in that, and the features and tokens of a row there.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        feeders: Sequence[int],
+        schedule: Schedule,
+        loads: Sequence[Load],
+        model: MultimodalModel,
+        edge: Edge,
+    ) -> None:
+        self._source, self._alone = source, source in model.piece_tokens
+        self._first = first_pieces(loads, source)
+        self._feeder, self._microbatch, self._base, self._per_row, self._tokens = np.full(
+            (5, self._first[-1]), -1
+        )
+        for feeder in feeders:
+            group = schedule.groups[feeder]
+            placed = placement(group, loads, alone=self._alone)
+            n = features_per_row(model.modules[source], edge, group.shape)
+            inside = 0 if self._alone else placed.offset * n // group.shape.tokens
+            self._feeder[placed.piece] = feeder
+            self._microbatch[placed.piece] = placed.microbatch
+            self._base[placed.piece] = placed.row * n + inside
+            self._per_row[placed.piece], self._tokens[placed.piece] = n, group.shape.tokens
+
+    def of_sample(self, target: Held) -> dict[int, np.ndarray]:
+        """Return by feeding group where each feature of a piece's sample stands in the microbatch
+        of the piece: int64 [features of all its pieces of the source], -1 for those elsewhere."""
+        sample: Sample = target.sample
+        lengths = np.array(sample.load.lengths(self._source), np.int64)
+        first = self._first[target.place]
+        mine = slice(first, first + len(lengths))
+        assert (self._microbatch[mine] == target.row[0]).all(), (
+            f"pieces of {self._source!r} of sample {target.place} of the batch do not feed its "
+            "microbatch"
+        )
+        counts = self._per_row[mine]
+        if not self._alone:
+            counts = lengths * counts // self._tokens[mine]
+        starts = np.cumsum(counts) - counts
+        flat = np.arange(int(counts.sum())) + np.repeat(self._base[mine] - starts, counts)
+        feeders = self._feeder[mine]
+        owner = np.repeat(feeders, counts)
+        return {g: np.where(owner == g, flat, -1) for g in dict.fromkeys(feeders.tolist())}

@@ -1,0 +1,117 @@
+"""The segments of a plan on the devices at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.pipeline.order import links, tied_ends, with_backward
+from dflop_jax.pipeline.segment import AXES, Segment, parts_of
+from dflop_jax.records import Plan
+
+
+def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
+    """The named submesh over its devices; ValueError when there are too few."""
+    m = plan.submesh(name)
+    if m.devices.stop > len(devices):
+        raise ValueError(
+            f"submesh {name!r} needs devices {m.first}..{m.devices.stop - 1} but only "
+            f"{len(devices)} exist; lower plan.devices or start with more devices"
+        )
+    block = devices[m.first : m.devices.stop]
+    if not can_join(block):
+        raise ValueError(
+            f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
+            "wait for each other; start one process per device (dflop launch -n N)"
+        )
+    return Mesh(np.array(block).reshape(m.shape), AXES)
+
+
+def can_join(devices: Sequence[jax.Device]) -> bool:
+    """Whether devices can form a submesh: CPU devices of several processes must be one of each."""
+    processes = [d.process_index for d in devices]
+    return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))
+
+
+def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
+    """Freeze groups that train, in the order of the model.
+
+    Raises:
+      ValueError: unknown name in `freeze`, or everything frozen.
+    """
+    known = dict.fromkeys(g for m in model.modules.values() for g in m.freeze_groups.values())
+    if unknown := set(freeze) - set(known):
+        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
+    if set(freeze) >= set(known):
+        raise ValueError("every part of the model is frozen; nothing is left to train")
+    return tuple(g for g in known if g not in freeze)
+
+
+def make_segments(
+    model: MultimodalModel,
+    plan: Plan,
+    devices: list[jax.Device],
+    *,
+    freeze: tuple[str, ...] = (),
+) -> dict[str, Segment]:
+    """Segments of a plan by name, in topological order.
+
+    Raises:
+      ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
+        does not cover the model's layers.
+    """
+    trained_groups(model, freeze)
+    _check_model(plan, model)
+    trains = {
+        s.name: frozenset(
+            part
+            for part in parts_of(s, model.modules[s.module])
+            if model.modules[s.module].freeze_groups[part] not in freeze
+        )
+        for s in plan.segments
+    }
+    shared = tied_ends(plan)
+    for reader, owner in shared.items():
+        trains[reader] |= trains[owner] & {"entry"}
+    backward = with_backward(plan, {n for n, parts in trains.items() if parts})
+    segments: dict[str, Segment] = {}
+    for s in plan.segments:
+        receives = [k for k in links(plan) if k.target == s.name and k.source in backward]
+        segments[s.name] = Segment(
+            plan=s,
+            module=model.modules[s.module],
+            mesh=make_mesh(plan, s.submesh, devices),
+            microbatches=plan.group_size,
+            trainable=trains[s.name],
+            wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),
+            # All of the model's that it reads, also from modules that the plan leaves out.
+            edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in plan.edges)),
+            shares_entry=s.name in shared,
+        )
+    return segments
+
+
+def _check_model(plan: Plan, model: MultimodalModel) -> None:
+    """ValueError for a plan that was made for another model."""
+    if unknown := set(plan.modules) - set(model.modules):
+        raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks")
+    known = edges_of(model)
+    for e in plan.edges:
+        if e not in known:
+            raise ValueError(f"the plan has an edge {e} that the model lacks; plan again")
+    for e in known:
+        if {e.source, e.target} <= set(plan.modules) and e not in plan.edges:
+            raise ValueError(f"the plan lacks the model's edge {e}; plan again")
+    for name in plan.modules:
+        module, parts = model.modules[name], plan.segments_of(name)
+        if parts[-1].stop != module.n_layers:
+            raise ValueError(
+                f"the plan covers {parts[-1].stop} layers of {name!r}, the model has "
+                f"{module.n_layers}; it was made for another model"
+            )
+        if module.tied != (name in plan.tied):
+            raise ValueError(f"plan and model differ on whether {name!r} is tied; plan again")

@@ -1,0 +1,151 @@
+"""What everything in a step takes by a profile: the prices that planner and scheduler begin with.
+
+Programs come from the profile's fit. What crosses devices comes from a hardware table: activations
+between segments, gradients at the step's end; without one (what is measured here knows no links) it
+takes no time. Devices are numbered node by node; a submesh's model axis is the innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dflop_jax.hardware import Hardware
+from dflop_jax.pipeline.order import links, tied_ends
+from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
+from dflop_jax.profile.fit import Array, CostModel, Mesh, parameter_bytes
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    ModelProfile,
+    Plan,
+    Price,
+    Prices,
+    ProgramId,
+    SegmentPlan,
+    SendId,
+    SubmeshPlan,
+    Task,
+)
+
+_UPDATE_PASSES = 7  # float32 arrays that AdamW reads and writes: 4 and 3
+
+
+def plan_prices(plan: Plan, profile: ModelProfile, hardware: Hardware | None = None) -> Prices:
+    """Prices of everything in a step of the plan.
+
+    Raises:
+      ValueError: the profile lacks a module or degree that the plan uses.
+    """
+    return prices_of(plan, CostModel(profile), hardware)
+
+
+def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) -> Prices:
+    """`plan_prices` from a cost model that is at hand, whose fits are then made once."""
+    return Prices(
+        programs=program_prices(plan, costs),
+        step_end=step_end_seconds(plan, costs.profile, hardware),
+        sends=send_seconds(plan, costs, hardware),
+        concurrency=costs.profile.concurrency,
+    )
+
+
+def program_prices(plan: Plan, costs: CostModel) -> dict[ProgramId, Price]:
+    """Price of every segment at every shape of its module, forward and backward."""
+    programs: dict[ProgramId, Price] = {}
+    for s in plan.segments:
+        mesh, shapes = plan.submesh(s.submesh).shape, plan.shapes(s.module)
+        rows = np.array([shape.rows for shape in shapes])
+        tokens = np.array([shape.tokens for shape in shapes])
+        for direction in (FORWARD, BACKWARD):
+            static_s = costs.group_s(s, mesh, plan.group_size, rows, tokens, direction)
+            pair_s = float(costs.group_pair_s(s, mesh, plan.group_size, direction))
+            for shape, seconds in zip(shapes, static_s, strict=True):
+                programs[ProgramId(s.name, shape, direction)] = Price(float(seconds), pair_s)
+    return programs
+
+
+def reduce_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
+    """Seconds to add up a segment's gradients over its data ranks; each keeps its part of the
+    sum."""
+    return _over_ranks(s, mesh, profile, hardware, reduce_scatter_s)
+
+
+def update_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
+    """Seconds of AdamW on each rank's part of a segment, and of the new parameters' way to all
+    ranks."""
+    gathered = _over_ranks(s, mesh, profile, hardware, all_gather_s)
+    if hardware is None:
+        return gathered
+    part = parameter_bytes(s, mesh, profile) / np.asarray(mesh[1])
+    return gathered + _UPDATE_PASSES * part / hardware.memory_bandwidth
+
+
+def step_end_seconds(
+    plan: Plan, profile: ModelProfile, hardware: Hardware | None
+) -> dict[Task, float]:
+    """Seconds of every segment's reduction and update. A segment that reads the parameters of a
+    tied entry sends their gradient to their owner, and receives them new."""
+    seconds: dict[Task, float] = {}
+    for s in plan.segments:
+        mesh = plan.submesh(s.submesh).shape
+        seconds[Task(s.name, NO_GROUP, REDUCE)] = float(reduce_s(s, mesh, profile, hardware))
+        seconds[Task(s.name, NO_GROUP, UPDATE)] = float(update_s(s, mesh, profile, hardware))
+    for reader, owner in tied_ends(plan).items() if hardware else ():
+        here, there = (plan.submesh(plan.segment(n).submesh) for n in (reader, owner))
+        ends_bytes = profile.ends_param_bytes[plan.segment(reader).module] / here.model
+        for direction in (REDUCE, UPDATE):
+            took_s = _between(here, there, ends_bytes, hardware)
+            seconds[Task(reader, NO_GROUP, direction)] += took_s
+    return seconds
+
+
+def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dict[SendId, float]:
+    """Seconds of what each segment sends to one on other devices, for every shape of the reader,
+    and of the gradients that come back, which are as many bytes.
+
+    Each device that reads gets its data rank's activations over its own link: hidden states of the
+    reader's shape, for every edge between the two. Of several groups that feed one, each is priced
+    as if it filled all places of it.
+    """
+    seconds: dict[SendId, float] = {}
+    for link in links(plan) if hardware else ():
+        reader = plan.segment(link.target)
+        here, there = (plan.submesh(plan.segment(n).submesh) for n in (link.target, link.source))
+        for shape in plan.shapes(reader.module):
+            hidden = costs.predict(reader.module, here.model, shape.rows, shape.tokens, "hidden")
+            took_s = _between(here, there, float(hidden) * plan.group_size, hardware)
+            for direction in (FORWARD, BACKWARD):
+                key = SendId(link.source, link.target, shape, direction)
+                if took_s:
+                    seconds[key] = seconds.get(key, 0.0) + took_s
+    return seconds
+
+
+def _between(
+    here: SubmeshPlan, there: SubmeshPlan, n_bytes: float, hardware: Hardware | None
+) -> float:
+    """Seconds of as many bytes for each device from one submesh to another; 0 on the same mesh."""
+    if hardware is None or (here.first, here.shape) == (there.first, there.shape):
+        return 0.0
+    nodes = {d // hardware.devices_per_node for d in (*here.devices, *there.devices)}
+    return send_s(n_bytes, hardware, across=len(nodes) > 1)
+
+
+def _over_ranks(
+    s: SegmentPlan,
+    mesh: Mesh,
+    profile: ModelProfile,
+    hardware: Hardware | None,
+    collective: Callable[..., float],
+) -> Array:
+    _, data, model = mesh
+    if hardware is None:
+        return np.zeros(np.shape(data))
+    size = parameter_bytes(s, mesh, profile)
+    by_rank = [collective(size, int(d), hardware, stride=model) for d in np.ravel(data)]
+    return np.reshape(by_rank, np.shape(data))

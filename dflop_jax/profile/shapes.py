@@ -1,0 +1,41 @@
+"""Which shapes are worth timing, from the data that a run will see."""
+
+from __future__ import annotations
+
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.records import DataProfile, Shape
+
+
+def shapes_to_time(
+    data: DataProfile, model: MultimodalModel, token_multiple: int
+) -> dict[str, list[Shape]]:
+    """Per-rank shapes of every module, from a few pieces to what a large microbatch may hold.
+
+    The last one of a module is a large one. A module that the data do not use gets small ones, so
+    that a plan of it has prices.
+    """
+    return {m: _shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules}
+
+
+def _shapes(
+    data: DataProfile, module: str, piece_tokens: int | None, token_multiple: int
+) -> list[Shape]:
+    most_pieces = max(len(load.lengths(module)) for load in data.loads)
+    if not most_pieces:
+        tokens = piece_tokens or token_multiple
+        return [Shape(1, tokens), Shape(2, tokens)]
+    if piece_tokens:
+        counts = (most_pieces // 8, most_pieces // 2, most_pieces, 2 * most_pieces)
+        rows = {max(least, n) for least, n in enumerate(counts, 1)}
+        return [Shape(n, piece_tokens) for n in sorted(rows)]
+
+    def up(tokens: float) -> int:
+        return max(token_multiple, -(-int(tokens) // token_multiple) * token_multiple)
+
+    longest_piece = max(n for load in data.loads for n in load.lengths(module))
+    largest_sample = max(load.tokens(module) for load in data.loads)
+    longest = up(longest_piece)
+    capacities = sorted({up(longest / 4), longest, up(longest * 2)})
+    shapes = [Shape(1, tokens) for tokens in capacities]
+    shapes += [Shape(4, capacities[0]), Shape(max(2, -(-largest_sample // longest)), longest)]
+    return shapes

@@ -1,0 +1,87 @@
+"""The frozen records that flow from stage to stage.
+
+Every arrow of the data flow (profile -> plan -> schedule -> trace) is one of these. A record
+validates itself when made, so a wrong one cannot exist; `record_files` writes and reads it as
+versioned JSON, so every stage can run alone from a file. No record knows a modality: modules are
+names, joined by the edges that the model declares.
+"""
+
+from dflop_jax.records.data import (
+    Bucket,
+    DataProfile,
+    Load,
+    Shape,
+    first_pieces,
+    numbered,
+    piece_tokens,
+)
+from dflop_jax.records.plan import (
+    REMAT,
+    Edge,
+    Grouping,
+    Plan,
+    Predicted,
+    Remat,
+    SegmentPlan,
+    SubmeshPlan,
+    with_remat,
+)
+from dflop_jax.records.prices import Price, Prices, ProgramId, SendId
+from dflop_jax.records.profile import LayerTiming, ModelProfile, Profile
+from dflop_jax.records.schedule import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    Direction,
+    Group,
+    RankRows,
+    Row,
+    Schedule,
+    Status,
+    Task,
+)
+from dflop_jax.records.trace import RETURN, SEND, Event, Trace
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "NO_GROUP",
+    "REDUCE",
+    "REMAT",
+    "RETURN",
+    "SEND",
+    "UPDATE",
+    "Bucket",
+    "DataProfile",
+    "Direction",
+    "Edge",
+    "Event",
+    "Group",
+    "Grouping",
+    "LayerTiming",
+    "Load",
+    "ModelProfile",
+    "Plan",
+    "Predicted",
+    "Price",
+    "Prices",
+    "Profile",
+    "ProgramId",
+    "RankRows",
+    "Remat",
+    "Row",
+    "Schedule",
+    "SegmentPlan",
+    "SendId",
+    "Shape",
+    "Status",
+    "SubmeshPlan",
+    "Task",
+    "Trace",
+    "first_pieces",
+    "numbered",
+    "piece_tokens",
+    "with_remat",
+]

@@ -1,0 +1,9 @@
+"""What a record asks of its values."""
+
+from __future__ import annotations
+
+
+def require(ok: bool, message: str) -> None:
+    """ValueError with the message unless it is so."""
+    if not ok:
+        raise ValueError(message)

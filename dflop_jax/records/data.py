@@ -1,0 +1,116 @@
+"""What samples ask of the modules, and the static shapes that they are packed into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dflop_jax.records.check import require
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one sample asks of every module, known from headers and text before it is decoded.
+
+    `pieces[module]` are the token counts of the pieces that the module cannot divide: a tile, a
+    picture at native resolution, a window of sound, the sequence of text. A module that the sample
+    does not use is absent or has none.
+    """
+
+    pieces: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        require(
+            all(n >= 1 for lengths in self.pieces.values() for n in lengths),
+            f"every piece of a sample has at least one token, got {self}",
+        )
+
+    def lengths(self, module: str) -> tuple[int, ...]:
+        """Token counts of the module's pieces; () if the sample does not use it."""
+        return self.pieces.get(module, ())
+
+    def tokens(self, module: str) -> int:
+        return sum(self.lengths(module))
+
+
+@dataclass(frozen=True)
+class DataProfile:
+    """Loads of (a part of) a dataset of `n_total` samples."""
+
+    source: str
+    n_total: int
+    loads: tuple[Load, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.loads) > 0, f"no usable sample in {self.source or 'the dataset'}")
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """Static shape of one microbatch of a module on one data rank: `rows` rows of `tokens`.
+
+    A row holds pieces of at most `tokens` tokens in all, kept apart by segment ids; a tile that a
+    module takes alone is a row of one piece.
+    """
+
+    rows: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        require(min(self.rows, self.tokens) >= 1, f"a shape needs rows, tokens >= 1, got {self}")
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.tokens
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Shapes of groups that belong together: one for every module that runs, in module order.
+
+    The one-to-one policies choose among a plan's buckets; a module that is absent has no group.
+    """
+
+    shapes: tuple[tuple[str, Shape], ...]
+
+    def __post_init__(self) -> None:
+        names = [m for m, _ in self.shapes]
+        require(len(set(names)) == len(names) > 0, f"a bucket names modules once, got {names}")
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Shape | None]) -> Bucket:
+        """The bucket of these shapes, without the modules that have none."""
+        return cls(tuple((m, s) for m, s in shapes.items() if s is not None))
+
+    def shape(self, module: str) -> Shape | None:
+        """The module's shape; None where the bucket has no group of it."""
+        return next((s for m, s in self.shapes if m == module), None)
+
+    def tokens(self, module: str) -> int:
+        """Tokens of one microbatch of the module on one data rank, padding included."""
+        shape = self.shape(module)
+        return shape.size if shape else 0
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{m}:{s.name}" for m, s in self.shapes)
+
+
+def numbered(loads: Sequence[Load], module: str) -> tuple[tuple[int, int], ...]:
+    """(sample, place among the sample's pieces) of every piece of a module, by its number."""
+    return tuple((s, k) for s, load in enumerate(loads) for k in range(len(load.lengths(module))))
+
+
+def first_pieces(loads: Sequence[Load], module: str) -> tuple[int, ...]:
+    """Number of every sample's first piece of a module, and one past the last: [samples + 1]."""
+    return tuple(accumulate((len(load.lengths(module)) for load in loads), initial=0))
+
+
+def piece_tokens(loads: Iterable[Load], module: str) -> tuple[int, ...]:
+    """Token count of every piece of a module, by its number."""
+    return tuple(n for load in loads for n in load.lengths(module))

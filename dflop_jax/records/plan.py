@@ -1,0 +1,261 @@
+"""The graph of modules, and where a plan puts them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal, get_args
+
+from dflop_jax.records.check import require
+from dflop_jax.records.data import Bucket, Shape
+
+Remat = Literal["none", "layers", "dots"]
+REMAT: tuple[str, ...] = get_args(Remat)
+Grouping = Literal["balanced", "arrival"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Outputs of the module `source` stand at places of the module `target`.
+
+    Attributes:
+      name: the field under which the target reads them; edges of one name are added up.
+      tap: which output of the source: "" its exit's features, else the name of one of its taps.
+      leaves: layers of the source that have run where the tap leaves; -1: its exit.
+      enters: layers of the target that have run where they are read; -1: its entry reads them.
+      sources: outputs that one place is a weighted sum of; 1: a plain copy.
+    """
+
+    source: str
+    target: str
+    name: str
+    tap: str = ""
+    leaves: int = -1
+    enters: int = -1
+    sources: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            self.source != self.target and bool(self.name) and self.sources >= 1,
+            f"an edge joins two modules by a field and has sources >= 1, got {self}",
+        )
+        require(
+            (self.leaves >= 0) == bool(self.tap) and min(self.leaves, self.enters) >= -1,
+            f"an edge from a tap says after how many layers it leaves, got {self}",
+        )
+
+
+@dataclass(frozen=True)
+class SubmeshPlan:
+    """A named block of devices [first, first + n_devices) as a (stage, data, model) mesh."""
+
+    name: str
+    first: int
+    stage: int
+    data: int
+    model: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.first >= 0 and min(self.stage, self.data, self.model) >= 1,
+            f"submesh {self.name!r}: axis sizes must be >= 1 and first >= 0, got {self}",
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.stage, self.data, self.model)
+
+    @property
+    def n_devices(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first, self.first + self.n_devices)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Layers [start, stop) of a module on a submesh, with the module's ends where they belong.
+
+    `remat` says what a layer's backward computes again, for less memory: "none", "layers" (all of
+    it) or "dots" (all but matrix products).
+    """
+
+    name: str
+    module: str
+    start: int
+    stop: int
+    submesh: str
+    first: bool
+    last: bool
+    remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
+        require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
+
+    @property
+    def n_layers(self) -> int:
+        return self.stop - self.start
+
+    def sends(self, edge: Edge) -> bool:
+        """Whether the edge leaves from this segment; a tap leaves from where its layer ran."""
+        if edge.source != self.module:
+            return False
+        return self.last if edge.leaves < 0 else self.runs_to(edge.leaves)
+
+    def runs_to(self, layers: int) -> bool:
+        """Whether so many layers of the module have run inside this segment."""
+        return self.start < layers <= self.stop or (self.first and layers == 0)
+
+    def reads(self, edge: Edge) -> bool:
+        """Whether the edge enters this segment."""
+        if edge.target != self.module:
+            return False
+        if edge.enters < 0:
+            return self.first
+        return self.start <= edge.enters < self.stop or (self.last and edge.enters == self.stop)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the planner expects of a plan: seconds of a mean step, share of it in which each
+    submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
+    step by the profile's single layers, `makespan_s` by the plan's own programs once those were
+    timed, else the same."""
+
+    makespan_s: float = 0.0
+    busy_fraction: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, float] = field(default_factory=dict)
+    chosen_by_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static choice for a run.
+
+    `segments` stand module by module, every module after those that it reads; `edges` are the
+    model's. `group_size` microbatches are run by one program call. `grouping` says how samples meet
+    microbatches: "balanced" (min-max, packed) or "arrival" (in order, one sample a row).
+    `lookahead` more groups than in 1F1B may be in flight, so that unlike ones do not leave a
+    submesh waiting. At most `fan_in` groups of one module feed a group. The exits of `tied` modules
+    read the parameters of their entries. `work_budget` bounds the solver of one batch in units of
+    work (pairs of rows priced), so that the step hides it; 0: the scheduler's default. `predicted`
+    holds the planner's figures.
+    """
+
+    policy: str
+    submeshes: tuple[SubmeshPlan, ...]
+    segments: tuple[SegmentPlan, ...]
+    buckets: tuple[Bucket, ...]
+    edges: tuple[Edge, ...] = ()
+    group_size: int = 1
+    order: Literal["1f1b", "gpipe"] = "1f1b"
+    grouping: Grouping = "balanced"
+    lookahead: int = 0
+    fan_in: int = 1
+    tied: tuple[str, ...] = ()
+    work_budget: int = 0
+    predicted: Predicted = Predicted()
+
+    def __post_init__(self) -> None:
+        names = [m.name for m in self.submeshes]
+        require(len(set(names)) == len(names), f"submesh names repeat: {names}")
+        require(len(self.segments) > 0 and len(self.buckets) > 0, "a plan needs segments, buckets")
+        require(self.group_size >= 1, f"group_size {self.group_size} must be at least 1")
+        require(self.fan_in >= 1, f"fan_in {self.fan_in} must be at least 1")
+        require(self.lookahead >= 0, f"lookahead {self.lookahead} must not be negative")
+        require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
+        require(
+            self.grouping in get_args(Grouping),
+            f"grouping {self.grouping!r} is not balanced or arrival",
+        )
+        seg_names = [s.name for s in self.segments]
+        require(len(set(seg_names)) == len(seg_names), f"segment names repeat: {seg_names}")
+        for s in self.segments:
+            require(s.submesh in names, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}")
+            self._check_stages(s)
+        for module in self.modules:
+            parts = self.segments_of(module)
+            joined = [s.start for s in parts][1:] == [s.stop for s in parts][:-1]
+            ends = parts[0].start == 0 and parts[0].first and parts[-1].last
+            inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
+            require(joined and ends and inner, f"segments of {module!r} do not join end to end")
+        by_module = [s.module for s in self.segments]
+        runs = [m for m, before in zip(by_module, [None, *by_module]) if m != before]
+        require(len(runs) == len(set(runs)), f"segments must stand module by module, got {runs}")
+        place = {m: i for i, m in enumerate(runs)}
+        for e in self.edges:
+            require(
+                e.source in place and e.target in place and place[e.source] < place[e.target],
+                f"edge {e.source} -> {e.target} must join modules of the plan, the source first; "
+                f"it has {runs}",
+            )
+        for b in self.buckets:
+            unknown = {m for m, _ in b.shapes} - set(runs)
+            require(not unknown, f"bucket {b.name} has modules {unknown} that the plan lacks")
+
+    def _check_stages(self, s: SegmentPlan) -> None:
+        stage = self.submesh(s.submesh).stage
+        require(
+            s.n_layers % stage == 0,
+            f"segment {s.name!r}: {s.n_layers} layers do not divide into {stage} stages; "
+            "choose a stage count that divides them or split the module into segments",
+        )
+        require(
+            self.group_size % stage == 0,
+            f"group_size {self.group_size} must be a multiple of stage={stage} of {s.submesh!r}",
+        )
+        inner = [e for e in self.edges if (e.leaves >= 0 and s.sends(e)) or (
+            e.enters >= 0 and s.reads(e))]  # fmt: skip
+        require(
+            stage == 1 or not inner,
+            f"segment {s.name!r} has {stage} stages and an edge between its layers; use segments "
+            "in place of stages for this module",
+        )
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Module names in topological order."""
+        return tuple(dict.fromkeys(s.module for s in self.segments))
+
+    @cached_property
+    def n_devices(self) -> int:
+        return max(m.devices.stop for m in self.submeshes)
+
+    def submesh(self, name: str) -> SubmeshPlan:
+        return next(m for m in self.submeshes if m.name == name)
+
+    def segment(self, name: str) -> SegmentPlan:
+        return next(s for s in self.segments if s.name == name)
+
+    def segments_of(self, module: str) -> tuple[SegmentPlan, ...]:
+        return tuple(s for s in self.segments if s.module == module)
+
+    def data_ranks(self, module: str) -> int:
+        """Data-parallel degree of a module; all its segments share it."""
+        ranks = {self.submesh(s.submesh).data for s in self.segments_of(module)}
+        require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
+        return ranks.pop()
+
+    def shapes(self, module: str) -> tuple[Shape, ...]:
+        """The module's compiled shapes, in the order of the buckets."""
+        found = (b.shape(module) for b in self.buckets)
+        return tuple(dict.fromkeys(s for s in found if s is not None))
+
+    def sources(self, module: str) -> tuple[str, ...]:
+        """Modules whose outputs it reads."""
+        return tuple(dict.fromkeys(e.source for e in self.edges if e.target == module))
+
+    def targets(self, module: str) -> tuple[str, ...]:
+        """Modules that read its outputs."""
+        return tuple(dict.fromkeys(e.target for e in self.edges if e.source == module))
+
+
+def with_remat(plan: Plan, remat: Remat) -> Plan:
+    """The plan with every segment's `remat` replaced."""
+    segments = tuple(dataclasses.replace(s, remat=remat) for s in plan.segments)
+    return dataclasses.replace(plan, segments=segments)

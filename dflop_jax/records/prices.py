@@ -1,0 +1,77 @@
+"""What everything in a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflop_jax.records.check import require
+from dflop_jax.records.data import Shape
+from dflop_jax.records.plan import Plan
+from dflop_jax.records.schedule import NO_GROUP, Direction, Schedule, Task
+
+
+@dataclass(frozen=True)
+class ProgramId:
+    """A compiled program: a segment at a shape in a direction."""
+
+    segment: str
+    shape: Shape
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a program call: `static_s` for its shape, padding included, and `pair_s` for every
+    unit of `Group.pairs`, where the attention kernel skips what is not in a piece."""
+
+    static_s: float
+    pair_s: float = 0.0
+
+    def of(self, pairs: float) -> float:
+        return self.static_s + self.pair_s * pairs
+
+
+@dataclass(frozen=True)
+class SendId:
+    """What one segment sends another on other devices: activations to a group of this shape of the
+    target's (forward), or their gradient that comes back (backward)."""
+
+    source: str
+    target: str
+    shape: Shape
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What everything in a step takes, in seconds when run alone: the one price that scheduler,
+    planner, simulator and correction ask.
+
+    Attributes:
+      programs: of groups' tasks.
+      step_end: of the tasks that run once a step (reduce, update); absent ones take no time.
+      sends: of what crosses from one submesh to another; absent ones take no time.
+      concurrency: devices that really compute at once.
+    """
+
+    programs: Mapping[ProgramId, Price]
+    step_end: Mapping[Task, float] = field(default_factory=dict)
+    sends: Mapping[SendId, float] = field(default_factory=dict)
+    concurrency: float = float("inf")
+
+    def __post_init__(self) -> None:
+        every = [p.static_s for p in self.programs.values()]
+        every += [p.pair_s for p in self.programs.values()]
+        every += [*self.step_end.values(), *self.sends.values()]
+        bad = [s for s in every if not 0 <= s < float("inf")]
+        require(not bad, f"prices must be finite and not negative, got {bad[:3]}")
+        require(self.concurrency > 0, "concurrency must be above 0")
+
+    def task_s(self, plan: Plan, schedule: Schedule, task: Task) -> float:
+        """Seconds of a task run alone; 0 without a price."""
+        if task.group == NO_GROUP:
+            return self.step_end.get(task, 0.0)
+        group = schedule.groups[task.group]
+        price = self.programs.get(ProgramId(task.segment, group.shape, task.direction))
+        return price.of(group.pairs) if price else 0.0

@@ -1,0 +1,101 @@
+"""One global batch as groups of every module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflop_jax.records.check import require
+from dflop_jax.records.data import Shape
+
+Direction = Literal["forward", "backward", "reduce", "update"]
+FORWARD: Direction = "forward"
+BACKWARD: Direction = "backward"
+REDUCE: Direction = "reduce"
+UPDATE: Direction = "update"
+Status = Literal["optimal", "feasible", "greedy"]
+NO_GROUP = -1  # the group of a task that runs once a step
+
+
+Row = tuple[int, ...]  # pieces, by their number among the module's pieces of the global batch
+RankRows = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Microbatches of one module and one shape, run by one program call.
+
+    `rows[microbatch][data_rank][row]` names the pieces of a row; a module's pieces are numbered
+    through the samples of the global batch (see `numbered`). `feeds` are the places in the schedule
+    of the groups that read its output, one of every module that reads the module's. `pairs` is the
+    sum of p^2 over the pieces of the data rank with most: what attention costs where the kernel
+    skips what is not in a piece.
+    """
+
+    module: str
+    shape: Shape
+    rows: tuple[tuple[RankRows, ...], ...]
+    feeds: tuple[int, ...] = ()
+    pairs: int = 0
+
+    def __post_init__(self) -> None:
+        require(len(self.rows) > 0, f"a group of {self.module!r} holds no microbatch")
+        for microbatch in self.rows:
+            for rank in microbatch:
+                require(
+                    len(rank) <= self.shape.rows,
+                    f"a group of {self.module!r} has {len(rank)} rows in shape {self.shape.name}",
+                )
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return tuple(p for m in self.rows for rank in m for row in rank for p in row)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One program call: a segment, a group's place in the schedule (`NO_GROUP`: once a step), a
+    direction."""
+
+    segment: str
+    group: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One global batch as groups of every module, their edges, and optionally the order of tasks.
+
+    Without an `order` the runtime makes one by list scheduling. Times are seconds; `makespan_s` is
+    the simulator's, and no schedule of this batch under the same plan can be faster than
+    `lower_bound_s`. `work` counts what the solver did, in the unit of `Plan.work_budget`.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    order: tuple[Task, ...] = ()
+    makespan_s: float = 0.0
+    lower_bound_s: float = 0.0
+    status: Status = "greedy"
+    work: int = 0
+    elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, int]] = set()
+        for i, g in enumerate(self.groups):
+            for p in g.pieces:
+                require(
+                    (g.module, p) not in seen, f"a piece of {g.module!r} is scheduled twice: {p}"
+                )
+                seen.add((g.module, p))
+            fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
+            require(
+                len(fed) == len(g.feeds) == len(set(fed)) and g.module not in fed,
+                f"group {i} feeds {g.feeds}; it may feed one group of each other module",
+            )
+
+    def fed_by(self, group: int, module: str) -> tuple[int, ...]:
+        """Groups of `module` that feed a group."""
+        return tuple(
+            i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds
+        )

@@ -1,0 +1,136 @@
+"""A lower bound on the simulated step: no schedule of a batch under a plan's shapes is faster.
+
+Every resource must work off its share of every module's volume, at the best price that its shapes
+offer, and of the content, at least evenly spread. Before its first task something else may have to
+run, and after its last one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from dflop_jax.pipeline.order import links, resources
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Direction,
+    Plan,
+    Prices,
+    ProgramId,
+    Shape,
+)
+from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.costs import directions, group_costs
+from dflop_jax.schedule.cover import cheap_covers, demand, fractional_cost
+from dflop_jax.schedule.placing import content_bound
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats
+
+_SAFE = 1 - 1e-9  # sums of the same floats in another order differ by less
+
+
+def lower_bound_s(
+    batch: Batch, plan: Plan, capacity: Capacity, prices: Prices, trainable: Collection[str]
+) -> float:
+    """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
+    whatever order they run."""
+    costs = group_costs(plan, prices, trainable)
+    work_R = np.zeros(costs.n_resources)
+    shared = 0.0  # seconds times devices, of all modules
+    resource_of = resources(plan)
+    ids = sorted({resource_of[s.submesh] for s in plan.segments})
+    devices = {s.name: plan.submesh(s.submesh).n_devices for s in plan.segments}
+    for module in plan.modules:
+        shapes = plan.shapes(module)
+        if not len(batch.lengths[module]) or not shapes:
+            continue
+        static_CR = np.array([costs.static_s[module, s] for s in shapes])
+        pair_CR = np.array([costs.pair_s[module, s] for s in shapes])
+        pairs = content_bound(batch.lengths[module] ** 2, capacity.ranks[module])
+        work_R += _volume_s(batch, module, shapes, capacity, static_CR)
+        work_R += pairs * pair_CR.min(axis=0)
+        weight_R = np.zeros(costs.n_resources)
+        for s in plan.segments_of(module):  # of a resource's segments, the one of fewest devices
+            r = ids.index(resource_of[s.submesh])
+            few = min(devices[s.name], prices.concurrency)
+            weight_R[r] = min(weight_R[r] or np.inf, few)
+        total_C = (static_CR * weight_R).sum(axis=1)
+        shared += float(_volume_s(batch, module, shapes, capacity, total_C[:, None])[0])
+        shared += pairs * float((pair_CR * weight_R).sum(axis=1).min())
+    end_R = np.zeros(costs.n_resources)
+    for task, end_s in prices.step_end.items():
+        segment = plan.segment(task.segment)
+        if segment.name in trainable and len(batch.lengths[segment.module]):
+            end_R[ids.index(resource_of[segment.submesh])] += end_s
+    first_R, last_R = _ends(batch, plan, prices, trainable, ids)
+    alone = float((first_R + work_R + np.maximum(end_R, last_R)).max())
+    return max(alone, shared / prices.concurrency) * _SAFE
+
+
+def _volume_s(
+    batch: Batch, module: str, shapes: tuple[Shape, ...], capacity: Capacity, static_CR: Floats
+) -> Floats:
+    """[R]: least static seconds of groups of these shapes that hold all pieces of a module: the
+    cheapest whole numbers of groups that meet the conditions on volume, or, where these are too
+    many to list, fractions of groups."""
+    buckets = [Bucket.of({module: s}) for s in shapes]
+    wanted = demand(batch, buckets, capacity, [module])
+    least_R = np.zeros(static_CR.shape[1])
+    for r, cost_C in enumerate(static_CR.T):
+        least_R[r] = fractional_cost(wanted, cost_C)
+        if (cost_C <= 0).any() or len(wanted.need_D) == 0:
+            continue
+        alone_C = np.where(
+            ((wanted.room_DC <= 0) & (wanted.need_D[:, None] > 0)).any(axis=0),
+            np.inf,
+            np.ceil((wanted.need_D[:, None] / np.maximum(wanted.room_DC, 1e-9)).max(axis=0)),
+        )
+        ceiling = float((alone_C * cost_C).min())  # the best answer of equal groups
+        if np.isfinite(ceiling):
+            counts_XC, complete = cheap_covers(wanted, cost_C, ceiling * (1 + ROUNDING))
+            if complete and len(counts_XC):
+                least_R[r] = max(least_R[r], float((counts_XC @ cost_C).min()))
+    return least_R
+
+
+def _ends(
+    batch: Batch, plan: Plan, prices: Prices, trainable: Collection[str], ids: list[int]
+) -> tuple[Floats, Floats]:
+    """[R] twice: seconds that pass at least before a resource's first task of a group, and after
+    its last one, because of what other resources must have done.
+
+    A group holds pieces of some sample, and with them runs what that sample's pieces in other
+    modules need: forward before it, backward after it.
+    """
+    tasks = directions(plan, trainable)
+    resource_of = resources(plan)
+    into: dict[str, list[str]] = {s.name: [] for s in plan.segments}
+    for link in links(plan):
+        into[link.target].append(link.source)
+
+    def least_s(name: str, direction: Direction) -> float:
+        module = plan.segment(name).module
+        known = [
+            prices.programs.get(ProgramId(name, shape, direction)) for shape in plan.shapes(module)
+        ]
+        return min((p.static_s if p else 0.0 for p in known), default=0.0)
+
+    first_R, last_R = np.full(len(ids), np.inf), np.full(len(ids), np.inf)
+    for lacks in batch.absences:
+        active = [s for s in plan.segments if s.module not in lacks]
+        before: dict[str, float] = {}
+        after: dict[str, float] = {}
+        for s in active:
+            sources = [u for u in into[s.name] if u in before]
+            before[s.name] = max((before[u] + least_s(u, FORWARD) for u in sources), default=0.0)
+            back = [u for u in sources if BACKWARD in tasks[u] and BACKWARD in tasks[s.name]]
+            after[s.name] = max((after[u] + least_s(u, BACKWARD) for u in back), default=0.0)
+        for s in active:
+            r = ids.index(resource_of[s.submesh])
+            first_R[r] = min(first_R[r], before[s.name])
+            last_R[r] = min(last_R[r], after[s.name])
+    first_R[np.isinf(first_R)] = 0.0
+    last_R[np.isinf(last_R)] = 0.0
+    return first_R, last_R

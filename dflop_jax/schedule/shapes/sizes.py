@@ -1,0 +1,235 @@
+"""What buckets may be for the data at hand, and starting sets of them.
+
+Starts are chains: one main size and a few smaller ones, the modules in the data's own ratio. Sizes
+within a factor of two keep the pipeline steady, and small ones top up the last microbatches. Where
+attention over a long row of several pieces is dear, chains of several short rows are tried too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from dflop_jax.records import Bucket, Edge, Load, Shape
+from dflop_jax.schedule.batch import Capacity
+
+Buckets = tuple[Bucket, ...]
+SecondsOf = Callable[[Bucket], Mapping[str, float]]
+
+# Chains, the most promising first (by held-out makespans of five data sets and meshes): cuts of a
+# batch over the finest that is sensible, and how far below the main size the smallest lies.
+_TOPS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
+_BEND = 1.3  # sizes of a chain are denser near the main one
+_ROWS = (1, 2, 4, 8)  # of a chain's buckets
+_CHEAPER = 0.97  # than with fewer rows, or a chain of so many is not worth trying
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """For what buckets are chosen.
+
+    Attributes:
+      global_batch: samples of a step.
+      ranks: data ranks by module, in topological order.
+      edges: the model's, for the simulated order of groups.
+      piece_tokens: modules whose rows take one piece each, and its tokens.
+      n_buckets: at most so many are chosen.
+      group_size: microbatches run by one program call.
+      seconds: bucket -> seconds of one group by module, forward and backward; by default each
+        module's time is its volume, scaled so that the modules are equally busy on this data, plus
+        2% of a microbatch of the mean size for each call.
+      token_multiple: tokens of packed rows are a multiple of it (128 on GPU).
+      max_tokens: by module, most tokens of a microbatch on one rank that memory allows.
+      max_microbatches: most microbatches that an average batch is cut into.
+      effort: "full" (seconds), or "quick" (a tenth of it: no MILP, fewer batches), good enough to
+        rank plans. Either does a fixed amount of work.
+      devices: modules of one number share devices; by default each has its own.
+    """
+
+    global_batch: int
+    ranks: Mapping[str, int]
+    edges: tuple[Edge, ...] = ()
+    piece_tokens: Mapping[str, int] = field(default_factory=dict)
+    n_buckets: int = 4
+    group_size: int = 1
+    seconds: SecondsOf | None = None
+    token_multiple: int = 128
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    max_microbatches: int = 16
+    effort: str = "full"
+    seed: int = 0
+    devices: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.ranks, self.group_size)
+
+
+@dataclass(frozen=True)
+class ModuleSizes:
+    """What a module's shapes may be. `volume` are the tokens of an average batch on one rank;
+    `piece` are those of a row that takes one piece (0: rows are packed), and `multiple` what packed
+    rows are a multiple of; `longest` is the longest piece, `mean` the mean one, `sample` the tokens
+    per rank of the sample with most; `most` is what memory allows."""
+
+    piece: int
+    multiple: int
+    volume: float
+    longest: int
+    mean: float
+    sample: int
+    most: float = math.inf
+
+    @property
+    def least(self) -> int:
+        """Tokens on a rank of a shape that holds the largest sample."""
+        return max(self.sample, _round_up(self.longest, self.piece or self.multiple))
+
+    def shape(self, tokens: float, rows: int = 1, holds_all: bool = False) -> Shape | None:
+        """The shape of about so many tokens on a rank, in about so many rows if these are packed;
+        `holds_all` makes room for the largest sample. None: no tokens."""
+        if self.volume <= 0 or (tokens <= 0 and not holds_all):
+            return None
+        tokens = min(tokens, self.most)
+        if self.piece:
+            n = math.ceil(tokens / self.piece - 1e-9)
+            n = max(n, -(-self.sample // self.piece)) if holds_all else n
+            return Shape(max(1, min(n, int(min(self.most, 1e15)) // self.piece)), self.piece)
+        longest = _round_up(self.longest, self.multiple)
+        if holds_all:
+            tokens = max(tokens, self.sample)
+            rows = min(rows, max(1, round(tokens / longest)))
+        length = self.multiple * max(1, math.ceil(tokens / rows / self.multiple - 1e-9))
+        length = max(length, longest) if holds_all else length
+        if self.most < math.inf:
+            length = min(length, int(self.most) // self.multiple * self.multiple)
+            rows = min(rows, max(1, int(self.most) // length))
+        return Shape(rows, length)
+
+
+Sizes = Mapping[str, ModuleSizes]
+
+
+def sizes_of(loads: Sequence[Load], spec: BucketSpec) -> dict[str, ModuleSizes]:
+    """Sizes of every module that the loads use.
+
+    Raises:
+      ValueError: a sample that no bucket within the limits can hold.
+    """
+    scale = spec.global_batch / len(loads)
+    found: dict[str, ModuleSizes] = {}
+    for m, ranks in spec.ranks.items():
+        lengths = [n for load in loads for n in load.lengths(m)]
+        if not lengths:
+            continue
+        piece = spec.piece_tokens.get(m, 0)
+        sizes = ModuleSizes(
+            piece=piece,
+            multiple=spec.token_multiple,
+            volume=sum(lengths) * scale / ranks,
+            longest=max(lengths),
+            mean=sum(lengths) / len(lengths),
+            sample=_sample_tokens(loads, m, ranks, piece or spec.token_multiple),
+            most=spec.max_tokens.get(m, math.inf),
+        )
+        usable = sizes.most // (piece or sizes.multiple) * (piece or sizes.multiple)
+        if sizes.least > usable:
+            raise ValueError(
+                f"the largest sample needs a capacity of {sizes.least} tokens of {m}, memory "
+                f"allows {int(sizes.most)}: drop or truncate such samples, or use more ranks"
+            )
+        found[m] = sizes
+    return found
+
+
+def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) -> int:
+    """Tokens on one rank that the sample with most of them needs, its pieces whole."""
+    most = 0
+    for load in loads:
+        lengths = load.lengths(module)
+        if len(lengths) > 1:
+            most = max(most, -(-len(lengths) // ranks) * _round_up(max(lengths), unit))
+        elif lengths:
+            most = max(most, _round_up(lengths[0], unit))
+    return most
+
+
+def bucket_of(
+    sizes: Sizes, tokens: Mapping[str, float], rows: int = 1, holds_all: bool = False
+) -> Bucket:
+    """The bucket of about so many tokens of each module on a rank."""
+    return Bucket.of({m: s.shape(tokens.get(m, 0.0), rows, holds_all) for m, s in sizes.items()})
+
+
+def chains(sizes: Sizes, spec: BucketSpec, seconds: SecondsOf) -> list[Buckets]:
+    """Starts of at most K sizes below each of a few main sizes, the most promising first: each
+    with one row and with as many as make packed tokens cheaper."""
+    finest = min(float(spec.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
+    below_K = (np.arange(spec.n_buckets) / max(1, spec.n_buckets - 1)) ** _BEND
+    packed = [m for m, s in sizes.items() if not s.piece]
+    found: dict[Buckets, None] = {}
+    for top, depth in product(_TOPS, _DEPTHS):
+        cut = max(1.0, finest * top)
+        tokens = {m: s.volume / cut for m, s in sizes.items()}
+        least = math.inf
+        for rows in _ROWS:
+            if rows > 1 and not any(tokens[m] / rows >= sizes[m].mean for m in packed):
+                break
+            whole = bucket_of(sizes, tokens, rows)
+            by_module = seconds(whole)
+            price = sum(by_module.get(m, 0.0) / max(1, whole.tokens(m)) for m in packed)
+            if price > least * _CHEAPER:
+                break
+            least = price
+            chain = [
+                bucket_of(sizes, {m: share * n for m, n in tokens.items()}, rows, place == 0)
+                for place, share in enumerate((1 - depth * below_K).tolist())
+            ]
+            found[tuple(dict.fromkeys(chain))] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of one bucket: the tokens of some modules scaled (0: without the module), or their
+    packed rows cut anew."""
+
+    bucket: int
+    modules: tuple[str, ...]
+    scale: float = 1.0
+    cut: float = 1.0
+
+    def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
+        """The bucket after the move, changed by at least one unit; None if nothing is left."""
+        shapes = dict(bucket.shapes)
+        for m in self.modules:
+            shape = shapes.get(m)
+            if shape is None:
+                continue
+            moved = _moved(shape, sizes[m], self.scale, self.cut)
+            if moved is None:
+                del shapes[m]
+            else:
+                shapes[m] = moved
+        return Bucket.of(shapes) if shapes else None
+
+
+def _moved(shape: Shape, size: ModuleSizes, scale: float, cut: float) -> Shape | None:
+    if scale == 0:
+        return None
+    if cut != 1:
+        return shape if size.piece else size.shape(shape.size, max(1, int(shape.rows * cut)))
+    unit = size.piece or size.multiple
+    rows = 1 if size.piece else shape.rows
+    units = shape.size // rows // unit
+    scaled = round(units * scale)
+    scaled = max(scaled, units + 1) if scale > 1 else min(scaled, units - 1)
+    return size.shape(max(1, scaled) * unit * rows, rows)
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return max(multiple, int(-(-value // multiple)) * multiple)

@@ -1,0 +1,54 @@
+"""The loss of a global batch: each module's sum over its denominator, weighted and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dflop_jax.contract import MultimodalModel, loss_weight_of
+
+WEIGHTS = "weights"  # the field that a module with a loss reads
+
+
+def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
+    """Names of the modules that end in a loss, in topological order."""
+    return tuple(
+        name
+        for name, module in model.modules.items()
+        if any(WEIGHTS in names for names in module.inputs.values())
+    )
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """How the losses of a global batch are scaled.
+
+    Attributes:
+      denominators: by module with a loss, the sum of its token weights over the whole batch.
+      factors: by the same, what its mean is multiplied by in the sum of all losses.
+    """
+
+    denominators: dict[str, float]
+    factors: dict[str, float]
+
+    @classmethod
+    def of(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
+        return cls(dict(denominators), {m: loss_weight_of(model.modules[m]) for m in denominators})
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What every token's loss of a module is multiplied by; a batch without any counts one."""
+        return {m: self.factors[m] / max(n, 1.0) for m, n in self.denominators.items()}
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Denominator of the last module with a loss."""
+        return round(list(self.denominators.values())[-1]) if self.denominators else 0
+
+    def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
+        """By module, a sum of the batch (`StepResult.sums`) over its denominator."""
+        return {m: sums.get(f"{m}.{name}", 0.0) / max(n, 1.0) for m, n in self.denominators.items()}
+
+    def total(self, sums: Mapping[str, float]) -> float:
+        """The loss that is trained on."""
+        return sum(self.factors[m] * mean for m, mean in self.means(sums).items())

@@ -1,0 +1,117 @@
+"""Measures what planning starts from: the data's loads and the model's times, on all processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import msgspec
+
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.config import PlanConfig
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.data import Source
+from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.profile.shapes import shapes_to_time
+from dflop_jax.record_files import load, save
+from dflop_jax.records import DataProfile, LayerTiming, ModelProfile, Profile, Shape
+from dflop_jax.train.prepare import Workplace
+
+OnProgress = Callable[[int, int], None]
+DEGREES = (1, 2, 4, 8)  # of tensor parallelism
+
+
+def profile_data(config: PlanConfig, source: Source) -> DataProfile:
+    """Loads of up to `profile_samples` samples, evenly spread over the dataset."""
+    n = min(len(source), config.profile_samples)
+    if n == 0:
+        raise ValueError(f"{source.name}: the dataset is empty")
+    picked = [i * len(source) // n for i in range(n)]
+    return DataProfile(source.name, len(source), tuple(source.load(i) for i in picked))
+
+
+def profile_model(
+    place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
+) -> ModelProfile:
+    """Return the model's timings, from the cache when its programs, devices, shapes and versions
+    are the same.
+
+    Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
+    devices compute at once is measured by all together.
+    """
+    config, model, peers = place.config, place.model, place.peers
+    shapes = shapes_to_time(data, model, place.token_multiple)
+    if place.hardware:
+        largest = min(config.plan.max_model, place.hardware.devices_per_node)
+        degrees = [d for d in DEGREES if d <= largest]
+        return roofline_profile(model, place.hardware, shapes, degrees, n_devices=place.n_devices)
+    devices = [d for d in place.devices if d.process_index == peers.process]
+    # Tensor parallelism stays inside a process.
+    degrees = [d for d in DEGREES if d <= min(config.plan.max_model, max(len(devices), 1))]
+    known = b""
+    if peers.is_hub:
+        n = len(place.devices)
+        key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
+        cached = Path(config.cache_dir) / f"profile-{key}.json"
+        if cached.exists():
+            known = msgspec.json.encode(load(ModelProfile, cached))
+    known = peers.share("profile/cached", known)
+    if known:
+        return msgspec.json.decode(known, type=ModelProfile)
+    apart = _compute_apart(devices, peers)
+    timings: list[LayerTiming] = []
+    if apart or peers.is_hub:
+        part = (peers.process, peers.count) if apart else (0, 1)
+        timings = time_layers(model, shapes, degrees, devices, share=part, on_progress=on_progress)
+    parts = peers.gather("profile/timings", msgspec.json.encode(timings))
+    concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
+    profile = None
+    if peers.is_hub:
+        timings = [t for p in parts for t in msgspec.json.decode(p, type=list[LayerTiming])]
+        profile = model_profile(model, shapes, timings, devices, key=key)
+        profile = replace(profile, concurrency=concurrency)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        save(profile, cached)
+    encoded = peers.share("profile", msgspec.json.encode(profile))
+    return msgspec.json.decode(encoded, type=ModelProfile)
+
+
+def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
+    """Whether no two processes compute with the same cores: accelerators, hosts of their own or
+    pinned processes."""
+    if not devices or devices[0].platform != "cpu":
+        own: list[str] = []
+    elif hasattr(os, "sched_getaffinity"):
+        own = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
+    else:
+        own = [socket.gethostname()]
+    gathered = peers.gather("profile/cores", msgspec.json.encode(own))
+    cores = [core for part in gathered for core in msgspec.json.decode(part, type=list[str])]
+    return peers.share("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
+
+
+def _concurrency(
+    model: MultimodalModel, shape: Shape, place: Workplace, local: Sequence[jax.Device]
+) -> float:
+    """How many devices really compute at once: the rate of all against that of one alone."""
+    every, peers = place.devices, place.peers
+    if len(every) == 1 or every[0].platform != "cpu":
+        return float(len(every))
+    alone = together(model, shape, local[:1]) if peers.is_hub else 0.0
+    peers.barrier("profile/together")
+    mine = together(model, shape, local) if local else 0.0
+    alone, rate = peers.sums("profile/rates", [alone, mine])
+    return min(float(len(every)), max(1.0, rate / alone))
+
+
+def make_profile(
+    place: Workplace, source: Source, on_progress: OnProgress | None = None
+) -> Profile:
+    """Return the data profile of a source and the model profile on the devices at hand."""
+    data = profile_data(place.config.plan, source)
+    return Profile(profile_model(place, data, on_progress), data)

@@ -1,0 +1,55 @@
+"""What fits, and how: every sample against a plain search over the preparations."""
+
+import numpy as np
+import pytest
+
+from dflop_jax.data.datasets.counts import SampleCounts
+from dflop_jax.data.datasets.fitting import ANSWER_TOKENS, fit, preparations
+from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.sample import Limits
+
+SPEC = MediaSpec(8, 3)
+
+
+@pytest.mark.parametrize(
+    "tiles, frames, expected",
+    [(9, 32, [(9, 32), (5, 16), (3, 8), (2, 4), (1, 2), (1, 1)]), (1, 1, [(1, 1)]),
+     (1, 3, [(1, 3), (1, 2), (1, 1)])],
+)  # fmt: skip
+def test_media_are_halved_down_to_one(tiles, frames, expected):
+    between = tuple((k,) for k in range(frames - 1))
+    ways = preparations(SPEC, Limits(tiles, frames), between)
+    assert [(how.vision.max_tiles, how.max_frames) for how in ways] == expected
+    assert [how.between_frames for how in ways] == [between[: n - 1] for _, n in expected]
+    for oversize in ("drop", "error"):
+        limits = Limits(tiles, frames, oversize=oversize)
+        assert preparations(SPEC, limits, between) == ways[:1]
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "drop"])
+@pytest.mark.parametrize("n", [0, 1, 400])
+def test_each_sample_takes_the_first_way_that_will_do(n, oversize):
+    rng = np.random.default_rng(n)
+    limits = Limits(max_tokens=100, oversize=oversize)
+    text = rng.integers(1, 150, n)
+    prompt = np.minimum(text, rng.integers(0, 100, n))
+    frames = rng.integers(0, 12, n)
+    ways = preparations(SPEC, limits)
+
+    def counts(how):
+        zeros = np.zeros(n, np.int64)
+        tiles = np.minimum(frames, how.max_frames // 4)
+        return SampleCounts(tiles, zeros, zeros, zeros, text, 10 * tiles, zeros, zeros)
+
+    fitted = fit(counts, prompt, ways, limits)
+    for i in range(n):
+        needed = min(text[i], prompt[i] + ANSWER_TOKENS) if oversize == "truncate" else text[i]
+        visual = [10 * min(frames[i], how.max_frames // 4) for how in ways]
+        good = [way for way, v in enumerate(visual) if v + needed <= 100]
+        assert fitted.fits[i] == bool(good)
+        if good:
+            way = good[0]
+            kept = min(text[i], 100 - visual[way])
+            assert (fitted.way[i], fitted.text_tokens[i]) == (way, kept)
+            assert fitted.counts.visual_tokens[i] == visual[way]
+            assert fitted.llm_tokens[i] == visual[way] + kept <= 100

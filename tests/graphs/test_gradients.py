@@ -1,0 +1,177 @@
+"""A made-up graph of modules trains: its gradients equal the plain computation under any layout."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dflop_jax.contract import edges_of
+from dflop_jax.data.packing import pack_group
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.programs import GroupArrays
+from dflop_jax.records import (
+    Bucket,
+    Group,
+    Plan,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+    first_pieces,
+    piece_tokens,
+)
+from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
+from tests.pipeline import plain
+
+MODEL = MadeUp()
+SHAPES = {
+    "sights": Shape(3, 64),
+    "smells": Shape(16, GRAINS),
+    "words": Shape(2, 192),
+    "echoes": Shape(1, 40),
+}
+# By module: data ranks, and of each segment (last layer + 1, first device).
+LAYOUTS = {
+    "all apart": {
+        "sights": (1, [(1, 0), (3, 1)]),
+        "smells": (2, [(2, 2)]),
+        "words": (1, [(2, 4), (4, 5), (6, 6)]),
+        "echoes": (1, [(2, 7)]),
+    },
+    "two ranks each, shared": {
+        "sights": (2, [(3, 0)]),
+        "smells": (1, [(2, 0)]),
+        "words": (2, [(3, 2), (6, 4)]),
+        "echoes": (2, [(2, 4)]),
+    },
+    "one device": {m: (1, [(MODEL.modules[m].n_layers, 0)]) for m in MODEL.modules},
+}
+
+
+def make_plan(layout, fan_in=1, group_size=1):
+    submeshes, segments = [], []
+    for module, (ranks, parts) in LAYOUTS[layout].items():
+        start = 0
+        for i, (stop, first) in enumerate(parts):
+            name = f"{module}{i}"
+            submeshes.append(SubmeshPlan(name, first, 1, ranks, 1))
+            segments.append(
+                SegmentPlan(name, module, start, stop, name, i == 0, i == len(parts) - 1)
+            )
+            start = stop
+    return Plan(
+        "test",
+        tuple(submeshes),
+        tuple(segments),
+        (Bucket.of(SHAPES),),
+        edges_of(MODEL),
+        fan_in=fan_in,
+        group_size=group_size,
+        tied=("words",),
+    )
+
+
+def dealt(plan, module, pieces, tokens):
+    """Pieces into the rows of one group, first fit over ranks in turn."""
+    shape, ranks = SHAPES[module], plan.data_ranks(module)
+    rows = [[] for _ in range(ranks * shape.rows)]
+    for k, p in enumerate(pieces):
+        turn = [(k + i) % len(rows) for i in range(len(rows))]
+        place = next(r for r in turn if sum(tokens[q] for q in rows[r]) + tokens[p] <= shape.tokens)
+        rows[place].append(int(p))
+    every = tuple(map(tuple, rows))
+    return tuple(every[r * shape.rows : (r + 1) * shape.rows] for r in range(ranks))
+
+
+def make_schedule(plan, loads, n_groups, seed, fan_in=1):
+    """Samples at random into groups of words; their pictures into `fan_in` groups that feed it."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(loads))
+    tokens = {m: piece_tokens(loads, m) for m in plan.modules}
+    first = {m: first_pieces(loads, m) for m in plan.modules}
+    groups = []
+
+    def pieces_of(module, members):
+        return [p for s in members for p in range(first[module][s], first[module][s + 1])]
+
+    for k in range(n_groups):
+        members = order[k::n_groups].tolist()
+        split = {m: [pieces_of(m, members)] for m in plan.modules}
+        split["sights"] = [split["sights"][0][i::fan_in] for i in range(fan_in)]
+        # a group without a piece is not run, unless others read it
+        parts = [(m, p) for m in ("sights", "smells") for p in split[m] if p]
+        consumer = len(groups) + len(parts)
+        for m, p in parts:
+            groups.append(Group(m, SHAPES[m], (dealt(plan, m, p, tokens[m]),), (consumer,)))
+        echoes = split["echoes"][0]
+        feeds = (consumer + 1,) if echoes else ()
+        words = split["words"][0]
+        groups.append(
+            Group("words", SHAPES["words"], (dealt(plan, "words", words, tokens["words"]),), feeds)
+        )
+        if echoes:
+            rows = dealt(plan, "echoes", echoes, tokens["echoes"])
+            groups.append(Group("echoes", SHAPES["echoes"], (rows,)))
+    return Schedule(0, tuple(groups))
+
+
+@functools.cache
+def oracle(n=12):
+    """(samples, parameters, scales, loss, gradients), one sample at a time on one device."""
+    data = MadeUpData(n)
+    samples = [data.sample(i) for i in range(n)]
+    scales = scales_of(samples)
+    ex = Executor(MODEL, make_plan("one device"), optax.sgd(1.0))
+    ex.init(0)
+    params = plain.join(ex.plan, ex.state.params)
+    ex.close()
+    loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    with jax.numpy_rank_promotion("allow"):
+        for s in samples:
+            value, gradient = jax.value_and_grad(lambda p, s=s: plain_loss(p, s, scales))(params)
+            loss += float(value)
+            grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
+    return samples, params, scales, loss, grads
+
+
+@pytest.mark.parametrize(
+    "layout, fan_in, n_groups",
+    [("one device", 1, 2), ("all apart", 1, 3), ("all apart", 3, 2),
+     ("two ranks each, shared", 2, 2)],
+)  # fmt: skip
+def test_step_equals_plain_computation(layout, fan_in, n_groups):
+    samples, params, scales, want_loss, want = oracle()
+    loads = [s.load for s in samples]
+    plan = make_plan(layout, fan_in)
+    schedule = make_schedule(plan, loads, n_groups, seed=fan_in, fan_in=fan_in)
+    fed = max(len(schedule.fed_by(i, "sights")) for i in range(len(schedule.groups)))
+    assert fed == fan_in
+    arrays = []
+    for g in range(len(schedule.groups)):
+        packed = pack_group(plan, schedule, g, samples, loads, model=MODEL)
+        arrays.append(GroupArrays(packed.fields, packed.places))
+    ex = Executor(MODEL, plan, optax.sgd(1.0), clip_norm=0.0, evaluates=True)
+    try:
+        ex.init(0)
+        start = plain.join(plan, ex.state.params)
+        jax.tree.map(np.testing.assert_array_equal, start, params)
+        ex.compile()
+        evaluated = ex.run_evaluation(schedule, arrays).result().sums
+        result = ex.run_step(schedule, arrays, scales).result()
+        after = plain.join(plan, ex.state.params)
+    finally:
+        ex.close()
+    loss = sum(scales[m] * result.sums[f"{m}.loss_sum"] for m in scales)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert evaluated == pytest.approx(result.sums, rel=1e-5)
+    grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
+    flat = jax.tree_util.tree_leaves_with_path(want)
+    squares = sum(np.square(w).sum() for _, w in flat)
+    assert result.grad_norm == pytest.approx(np.sqrt(squares), rel=1e-5)  # the tied one counts once
+    for (path, w), g in zip(flat, jax.tree.leaves(grads), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert np.abs(w).max() > 0, where
+        # The update is a difference of float32 parameters of order one.
+        assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where

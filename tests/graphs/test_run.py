@@ -1,0 +1,68 @@
+"""A model and a data class alone: profiled, planned, scheduled, trained, resumed and simulated."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
+from dflop_jax.config import CheckpointConfig
+from dflop_jax.plan.evaluate import sample_batches
+from dflop_jax.plan.predict import simulate
+from dflop_jax.record_files import load
+from dflop_jax.records import Plan, Profile
+
+
+def config(folder, policy="dflop", devices=4, **train) -> Config:
+    return Config(
+        model=ModelConfig(factory="tests.graphs.made_up:build"),
+        data=DataConfig(factory="tests.graphs.made_up:make_data", n_samples=64),
+        plan=PlanConfig(policy=policy, devices=devices, max_model=1, max_stage=2, buckets=2,
+                        max_microbatches=4, effort="quick", time_finalists=False),
+        train=TrainConfig(**{"steps": 4, "global_batch": 16, "learning_rate": 1e-3, **train}),
+        checkpoint=CheckpointConfig(every=2),
+        run_dir=str(folder / policy),
+        cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made_up")
+    result = Trainer(config(folder, steps=12)).fit()
+    return folder, result
+
+
+def test_it_learns_under_the_planners_choice(run):
+    _, result = run
+    assert result.steps_done == 12
+    assert result.compiles_after_warmup == 0
+    assert np.mean(result.losses[-3:]) < np.mean(result.losses[:3])
+
+
+def test_any_policy_gives_the_same_losses(run):
+    folder, result = run
+    other = Trainer(config(folder, "orch", devices=2, steps=12)).fit()
+    np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
+
+
+def test_a_run_of_it_resumes_bit_for_bit(run):
+    folder, _ = run
+    half = replace(config(folder, steps=12), run_dir=str(folder / "half"))
+    Trainer(replace(half, train=replace(half.train, steps=6, final_lr_fraction=1.0,
+                                        warmup_steps=0))).fit()  # fmt: skip
+    whole = replace(half, train=replace(half.train, final_lr_fraction=1.0, warmup_steps=0))
+    straight = Trainer(replace(whole, run_dir=str(folder / "straight"))).fit()
+    rest = Trainer(whole, existing="resume").fit()
+    assert rest.losses == straight.losses[6:]
+
+
+def test_its_plan_is_simulated_from_the_files_of_the_run(run):
+    folder, _ = run
+    plan = load(Plan, folder / "dflop/plan.json")
+    profile = load(Profile, folder / "dflop/profile.json")
+    batches = sample_batches(profile.data.loads, 16, 3)
+    trace = simulate(plan, batches, profile.model)
+    ran = {e.segment for e in trace.events}
+    assert ran == {s.name for s in plan.segments}
+    assert trace.makespan_s > 0

@@ -1,0 +1,18 @@
+"""A rule in place of the bucket search, which has tests of its own and takes seconds."""
+
+import pytest
+
+import dflop_jax.plan.evaluate as evaluate_module
+
+from .cases import simple_buckets
+
+
+@pytest.fixture(autouse=True)
+def _quick_buckets(monkeypatch, request):
+    if "real_buckets" not in request.fixturenames:
+        monkeypatch.setattr(evaluate_module, "choose_buckets", simple_buckets)
+
+
+@pytest.fixture
+def real_buckets():
+    """For tests that use the bucket search itself."""

@@ -1,0 +1,173 @@
+"""Prices by hand, from the fit and the collectives, which have tests of their own."""
+
+import dataclasses
+
+import pytest
+
+from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    Bucket,
+    Edge,
+    LayerTiming,
+    ModelProfile,
+    Plan,
+    SegmentPlan,
+    SendId,
+    Shape,
+    SubmeshPlan,
+    Task,
+)
+
+HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
+PARAMS = {"a": 25_000, "b": 45_000}  # of all layers and both ends
+LAYERS = {"a": 2, "b": 4}
+
+
+def profile(tied=(), pair_s=0.0):
+    """Module `a` takes pieces of 16 tokens, `b` packs; a layer's backward costs three forwards."""
+    timings = [
+        LayerTiming(m, model, Shape(rows, tokens), f, 3 * f, f, 3 * f, 0, 0, 10.0 * rows * tokens)
+        for m, shapes in (("a", [(1, 16), (4, 16)]), ("b", [(1, 32), (1, 128), (4, 64)]))
+        for model in (1, 2)
+        for rows, tokens in shapes
+        for f in [1e-6 * rows * tokens / model]
+    ]
+    timings = [
+        dataclasses.replace(t, pair_forward_s=pair_s, pair_backward_s=3 * pair_s)
+        if t.module == "b"
+        else t
+        for t in timings
+    ]
+    return ModelProfile(
+        key="k",
+        device="cpu",
+        timings=tuple(timings),
+        layer_param_bytes=dict.fromkeys(PARAMS, 10_000),
+        ends_param_bytes=dict.fromkeys(PARAMS, 5_000),
+        n_layers=LAYERS,
+        entry_share=dict.fromkeys(PARAMS, 0.3),
+        concurrency=8.0,
+        task_overhead_s=1e-4,
+        edges=(Edge("a", "b", "f"),),
+        tied=tuple(tied),
+        piece_tokens={"a": 16},
+    )
+
+
+def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()):
+    """`a` on the first devices, the 4 layers of `b` in segments on those that follow."""
+    first, meshes, parts = a[0] * a[1] * a[2], [SubmeshPlan("a", 0, *a)], []
+    parts.append(SegmentPlan("a", "a", 0, 2, "a", True, True))
+    for i in range(segments):
+        meshes.append(SubmeshPlan(f"b{i}", first + i * b[0] * b[1] * b[2], *b))
+        k = 4 // segments
+        ends = i == 0, i == segments - 1
+        parts.append(SegmentPlan(f"b{i}", "b", i * k, (i + 1) * k, f"b{i}", *ends))
+    buckets = (
+        Bucket.of({"a": Shape(2, 16), "b": Shape(1, 64)}),
+        Bucket.of({"b": Shape(2, 32)}),
+        Bucket.of({"a": Shape(2, 16), "b": Shape(1, 96)}),
+    )
+    joined = tuple(Edge("a", "b", f"f{i}") for i in range(edges))
+    return Plan("t", tuple(meshes), tuple(parts), buckets, joined, group_size, tied=tuple(tied))
+
+
+def test_every_program_has_a_price_by_its_shape():
+    p, costs = plan(b=(2, 1, 1), group_size=2), CostModel(profile())
+    prices = plan_prices(p, profile())
+    assert prices.concurrency == 8.0
+    want = {("a", Shape(2, 16))} | {("b0", Shape(*s)) for s in ((1, 64), (2, 32), (1, 96))}
+    assert {(k.segment, k.shape) for k in prices.programs} == want
+    assert len(prices.programs) == 2 * len(want)
+    for k, price in prices.programs.items():
+        s = p.segment(k.segment)
+        mesh = p.submesh(s.submesh).shape
+        got = costs.group_s(s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
+        assert (price.static_s, price.pair_s) == (float(got), 0.0)
+
+
+@pytest.mark.parametrize("stage, ticks", [(1, 1.0), (2, 1.5)])
+def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
+    """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""
+    prices = plan_prices(plan(b=(stage, 1, 1), group_size=2), profile(pair_s=1e-9)).programs
+    of_b = {k.direction: v.pair_s for k, v in prices.items() if k.segment == "b0"}
+    assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
+    assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
+    assert {v.pair_s for k, v in prices.items() if k.segment == "a"} == {0.0}
+
+
+def test_nothing_crosses_in_no_time_without_hardware():
+    prices = plan_prices(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
+    assert prices.sends == {}
+    assert set(prices.step_end.values()) == {0.0}
+
+
+@pytest.mark.parametrize("first, across", [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize("edges", [1, 2])
+def test_what_a_module_sends_another(first, across, edges):
+    """The reader's hidden states of a group, to each of its devices, for every edge."""
+    p = plan((1, first, 1), (2, 1, 1), group_size=2, edges=edges)
+    sends = plan_prices(p, profile(), HARDWARE).sends
+    assert len(sends) == 2 * 3
+    for shape in p.shapes("b"):
+        took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
+        for direction in (FORWARD, BACKWARD):
+            assert sends[SendId("a", "b0", shape, direction)] == pytest.approx(took)
+
+
+def test_what_passes_between_segments_of_one_module():
+    sends = plan_prices(plan(segments=2), profile(), HARDWARE).sends
+    ends = {("a", "b0"), ("b0", "b1")}
+    assert {(k.source, k.target) for k in sends} == ends
+    assert len(sends) == 2 * 3 * 2
+    one = SendId("b0", "b1", Shape(2, 32), BACKWARD)
+    assert sends[one] == pytest.approx(send_s(640.0, HARDWARE, across=False))
+
+
+def test_segments_on_the_same_devices_send_nothing():
+    p = plan()
+    p = dataclasses.replace(
+        p, submeshes=tuple(dataclasses.replace(m, first=0) for m in p.submeshes)
+    )
+    assert plan_prices(p, profile(), HARDWARE).sends == {}
+
+
+def test_the_step_ends_with_reduction_and_update():
+    p = plan((1, 3, 2), (1, 8, 1))
+    got = plan_prices(p, profile(), HARDWARE).step_end
+    for name, ways, ranks in (("a", 2, 3), ("b0", 1, 8)):
+        own = PARAMS[name[0]] / ways
+        assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(
+            reduce_scatter_s(own, ranks, HARDWARE, stride=ways)
+        )
+        update = all_gather_s(own, ranks, HARDWARE, stride=ways)
+        update += 7 * own / ranks / HARDWARE.memory_bandwidth
+        assert got[Task(name, NO_GROUP, UPDATE)] == pytest.approx(update)
+
+
+def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
+    loose = plan_prices(plan(segments=2), profile(), HARDWARE).step_end
+    tied = plan_prices(plan(segments=2, tied=["b"]), profile(["b"]), HARDWARE).step_end
+    update = 7 * 2_500 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
+    send = send_s(5_000, HARDWARE)
+    for name, direction, more in (
+        ("b0", REDUCE, 0.0),
+        ("b1", REDUCE, send),
+        ("b0", UPDATE, update),
+        ("b1", UPDATE, update + send),
+    ):
+        task = Task(name, NO_GROUP, direction)
+        assert tied[task] == pytest.approx(loose[task] + more)
+
+
+def test_a_degree_that_was_not_measured_is_an_error():
+    with pytest.raises(ValueError, match=r"'b' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
+        plan_prices(plan(b=(1, 1, 4)), profile())

@@ -1,0 +1,138 @@
+"""The search against exhaustive evaluation of its space: every placement, cut and remat alone.
+
+Long because all its cases share one oracle of the whole space.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import dflop_jax.plan.search as search_module
+import dflop_jax.plan.space as space_module
+from dflop_jax.plan.bounds import all_bounds
+from dflop_jax.plan.search import SearchSpec, search_plan
+from dflop_jax.plan.space import families
+
+from .cases import (
+    BATCH,
+    CONFIG,
+    SPACES,
+    data_profile,
+    exhaustive,
+    model_profile,
+    random_case,
+    run,
+)
+
+# Two modules in many cases, then two encoders apart, a chain of three modules with one behind the
+# LLM, and one with a tap and an edge that passes a module by.
+CASES = [
+    *(("two", seed) for seed in range(16)),
+    *(("apart", seed) for seed in (0, 2, 3)),
+    *(("chain", seed) for seed in (0, 2, 3)),
+    *(("taps", seed) for seed in (2, 3)),
+]
+
+
+@pytest.mark.parametrize("graph, seed", CASES)
+def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
+    profile, data, n_devices, hardware, rng = random_case(seed, graph)
+    policy = "orch" if n_devices == 1 or seed % 5 == 2 else "dflop"
+    most = 3 if graph != "two" else int(rng.choice([3, 6]))
+    config = dataclasses.replace(CONFIG, policy=policy, max_microbatches=most)
+    # Every other case gets memory for half of the candidates, so that remat has something to do.
+    tight = seed % 4 < 2
+    every = exhaustive(policy, n_devices, profile, data, config, hardware, remat=tight)
+    peaks = sorted(peak for *_, peak in every)
+    memory_bytes = peaks[len(peaks) // 2] if tight else 0.0
+    fit = [e for e in every if not memory_bytes or e[3] <= memory_bytes]
+
+    def search():
+        return search_plan(
+            profile,
+            data,
+            n_devices=n_devices,
+            global_batch=BATCH,
+            config=dataclasses.replace(config, effort="quick"),
+            memory_bytes=memory_bytes,
+            hardware=hardware,
+            shown=5,
+        )
+
+    result = search()
+    best = {}
+    for name, _, took, peak in fit:
+        best[name] = min(best.get(name, (np.inf,)), (took, peak))
+    ranked = sorted((took, name) for name, (took, _) in best.items())
+    got = [(c.makespan_s, c.name) for c in result.candidates]
+    assert [t for t, _ in got] == pytest.approx([t for t, _ in ranked[: len(got)]], rel=2e-6)
+    assert len(got) == min(5, len(ranked))
+    for c in result.candidates:
+        took, peak = best[c.name]
+        assert (c.makespan_s, c.peak_bytes) == pytest.approx((took, peak), rel=1e-9)
+    assert result.n_fit == len({(name, m) for name, m, *_ in fit})
+
+    space = SPACES[policy]
+
+    def shuffled(*args, **kwargs):
+        found = list(space(*args, **kwargs))
+        for i in rng.permutation(len(found)):
+            yield found[i].rows(rng.permutation(len(found[i])))
+
+    monkeypatch.setitem(space_module.SPACES, policy, shuffled)
+    assert search() == result
+
+
+@pytest.mark.parametrize("graph, seed", [("two", 3), ("apart", 3), ("chain", 3), ("taps", 3)])
+def test_no_bound_is_above_what_it_bounds(graph, seed):
+    profile, data, n_devices, hardware, _ = random_case(seed, graph)
+    config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=3)
+    every = exhaustive("dflop", n_devices, profile, data, config, hardware)
+    took = {(name, m): seconds for name, m, seconds, _ in every}
+    spec = SearchSpec(n_devices, BATCH, config, hardware=hardware)
+    rules, _ = search_module._prepared(profile, data, spec)
+    shares = []
+    for bounds in all_bounds(families(rules, n_devices, config)["dflop"], rules):
+        for p, c in np.ndindex(bounds.bound_s.shape):
+            outline = bounds.outline(p)
+            m = int(bounds.cuts[c]) * outline.group_size
+            exact_s = took[rules.placement(outline).name, m]
+            assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
+            shares.append(bounds.bound_s[p, c] / exact_s)
+    assert len(shares) == len(took)
+    assert np.mean(shares) > 0.5  # a bound of nothing would leave everything to be simulated
+
+
+@pytest.mark.parametrize("frozen", ["vision", "llm"])
+def test_frozen_parts_are_not_timed_nor_given_an_optimizer(frozen):
+    def trains(s):
+        return s.module != frozen
+
+    profile = model_profile(vision=4.0)
+    config = dataclasses.replace(CONFIG, policy="dflop")
+    every = exhaustive("dflop", 3, profile, data_profile(), config, trains=trains)
+    result = run(trains=trains, profile=profile)
+    least = min(took for _, _, took, _ in every)
+    assert result.candidates[0].makespan_s == pytest.approx(least, rel=1e-9)
+    whole = run(profile=profile).plan.predicted
+    # A frozen LLM still runs backward, for the encoder below it; a frozen encoder does not.
+    got = result.plan.predicted
+    assert got.makespan_s <= whole.makespan_s * (1.0 if frozen == "llm" else 0.8)
+
+
+@pytest.mark.parametrize("frozen", [{"vision"}, {"vision", "llm"}, {"llm"}])
+def test_frozen_parts_of_a_graph(frozen):
+    """What a tap reads is frozen, or what stands between trained parts."""
+
+    def trains(s):
+        return s.module not in frozen
+
+    profile, data, *_ = random_case(2, "taps")
+    config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=2)
+    every = exhaustive("dflop", 3, profile, data, config, trains=trains)
+    result = search_plan(
+        profile, data, n_devices=3, global_batch=BATCH, config=config, trains=trains, refine=False
+    )
+    least = min(took for _, _, took, _ in every)
+    assert result.candidates[0].makespan_s == pytest.approx(least, rel=1e-9)

@@ -1,0 +1,263 @@
+"""The simulator against closed forms, a naive re-implementation and the conservation of work."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.pipeline.order import order_tasks, resources, step_graph
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    Edge,
+    Schedule,
+    Task,
+)
+from dflop_jax.sim.pipeline import simulate_schedules, simulate_step
+from tests.sim.cases import (
+    ONE,
+    TWO,
+    batch,
+    chain,
+    graph,
+    group,
+    names,
+    prices,
+    random_case,
+    same_prices,
+)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [1, 2, 4, 9])
+def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
+    """The closed form of both schedules: (m + p - 1) (F + B), bubble (p - 1) / (m + p - 1)."""
+    plan = chain(stages, sources=min(1, stages - 1), order=order)
+    trace = simulate_step(plan, batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0), names(plan))
+    assert trace.makespan_s == pytest.approx((m + stages - 1) * 3.0)
+    for fraction in trace.busy_fraction().values():
+        assert fraction == pytest.approx(m / (m + stages - 1))
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("m", [1, 2, 9])
+def test_a_chain_of_three_modules_is_a_pipeline_of_three(order, m):
+    """An encoder, a model that reads it, a generator that reads that one: a textbook's stages."""
+    plan = graph("a", "b", "c", edges=["ab", "bc"], order=order)
+    trace = simulate_step(plan, batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0), names(plan))
+    assert trace.makespan_s == pytest.approx((m + 2) * 3.0)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+@pytest.mark.parametrize(
+    "source, target", [((1.0, 2.0), 7.0), ((0.5, 0.5), 1.5), ((2.0, 3.0), 1.0)]
+)
+def test_two_unequal_stages_fill_and_then_run_at_the_slowest(m, source, target):
+    plan = chain(2, sources=1)
+    forward_s, backward_s = source
+    priced = prices(
+        plan,
+        {("a0", FORWARD): forward_s, ("a0", BACKWARD): backward_s, ("b0", BACKWARD): target},
+    )
+    trace = simulate_step(plan, batch(plan, m), priced, names(plan))
+    if target >= forward_s + backward_s:  # the target never waits after its first input
+        want = forward_s + m * target + backward_s
+    else:  # the source waits for the target once or never, then has m rounds of its own
+        wait = max(0.0, target - (forward_s if m > 1 else 0.0))
+        want = m * (forward_s + backward_s) + wait
+    assert trace.makespan_s == pytest.approx(want)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_several_groups_that_feed_one_come_before_it(n):
+    """n producers of 1 s, one reader of 5 s that waits for all, n backwards that follow it."""
+    plan = chain(2, sources=1)
+    schedule = Schedule(0, (*[group("a", ONE, (n,))] * n, group("b")))
+    priced = prices(plan, {("a0", FORWARD): 1.0, ("a0", BACKWARD): 2.0, ("b0", BACKWARD): 5.0})
+    trace = simulate_step(plan, schedule, priced, names(plan))
+    spans = spans_of(trace)
+    assert spans[Task("b0", n, BACKWARD)] == (n, n + 5.0)
+    assert trace.makespan_s == pytest.approx(n + 5.0 + 2.0 * n)
+    assert [spans[Task("a0", i, FORWARD)] for i in range(n)] == [(i, i + 1.0) for i in range(n)]
+
+
+def test_shapes_and_pairs_make_the_price_of_a_group():
+    plan = chain(1)
+    schedule = Schedule(0, (group("b", ONE, pairs=10), group("b", TWO, pairs=3)))
+    priced = prices(plan, {("b0", BACKWARD, ONE): 1.0, ("b0", BACKWARD, TWO): 4.0})
+    content = {k: replace(v, pair_s=0.5) for k, v in priced.programs.items()}
+    trace = simulate_step(plan, schedule, replace(priced, programs=content), names(plan))
+    first, second = (e.end_s - e.start_s for e in trace.events if e.group >= 0)
+    assert (first, second) == (1.0 + 10 * 0.5, 4.0 + 3 * 0.5)
+
+
+def test_an_edge_between_layers_holds_up_its_readers_only():
+    """Features that leave after layer 1 of `a` and enter before layer 1 of `b`."""
+    deep = Edge("a", "b", "deep", tap="t", leaves=1, enters=1)
+    plan = graph("a:2", "b:2", edges=[deep])
+    schedule = batch(plan, 1)
+    seconds = {(n, d): 1.0 for n in names(plan) for d in (FORWARD, BACKWARD)}
+    seconds["a0", FORWARD] = 5.0
+    spans = spans_of(simulate_step(plan, schedule, prices(plan, seconds), names(plan)))
+    assert spans[Task("b0", 1, FORWARD)] == (0.0, 1.0)  # needs nothing of a
+    assert spans[Task("a1", 0, BACKWARD)] == (5.0, 6.0)  # nothing reads its exit
+    assert spans[Task("b1", 1, BACKWARD)] == (5.0, 6.0)  # waits for the tap, not for a1
+    assert spans[Task("a0", 0, BACKWARD)] == (6.0, 7.0)  # after both gradients
+    assert spans[Task("b0", 1, BACKWARD)] == (6.0, 7.0)
+
+
+def test_two_modules_that_read_one_both_send_it_their_gradient():
+    plan = graph("a", "b", "c", edges=["ab", "ac"])
+    seconds = {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 3.0}
+    priced = prices(plan, seconds | {("c0", BACKWARD): 7.0})
+    spans = spans_of(simulate_step(plan, batch(plan, 1), priced, names(plan)))
+    assert spans[Task("a0", 0, BACKWARD)] == (8.0, 9.0)
+    # Where neither trains nor sends anything back, nothing of `a` runs backward.
+    frozen = simulate_step(plan, batch(plan, 1), priced, ["b0", "c0"])
+    assert frozen.makespan_s == 8.0
+
+
+@pytest.mark.parametrize("concurrency, factor", [(1.0, 2.0), (1.5, 4 / 3), (2.0, 1.0), (9.0, 1.0)])
+def test_overlapping_tasks_share_the_cores(concurrency, factor):
+    # A group that nothing feeds, and frozen forwards of the source, need nothing of each other.
+    plan = chain(2, sources=1)
+    seconds = {("a0", FORWARD): 3.0, ("b0", BACKWARD, ONE): 3.0}
+    schedule = Schedule(0, (group("b"), group("a", ONE, (2,)), group("b", TWO)))
+    priced = prices(plan, seconds, concurrency=concurrency)
+    assert simulate_step(plan, schedule, priced, ["b0"]).makespan_s == pytest.approx(3.0 * factor)
+
+
+def test_one_task_alone_is_never_slowed_down():
+    # Durations are those of a task alone on its submesh, crowded or not.
+    plan = chain(1)
+    priced = prices(plan, {("b0", BACKWARD): 3.0}, concurrency=0.5)
+    assert simulate_step(plan, batch(plan, 1), priced, ["b0"]).makespan_s == pytest.approx(3.0)
+
+
+def test_the_longer_of_two_overlapping_tasks_speeds_up_when_alone():
+    plan = chain(2, sources=1)
+    priced = prices(plan, {("a0", FORWARD): 1.0, ("b0", BACKWARD, ONE): 3.0}, concurrency=1.0)
+    schedule = Schedule(0, (group("b"), group("a", ONE, (2,)), group("b", TWO)))
+    trace = simulate_step(plan, schedule, priced, ["b0"])
+    ends = {(e.segment, e.group): e.end_s for e in trace.events}
+    assert ends["a0", 1] == pytest.approx(2.0)  # both at half speed
+    assert ends["b0", 0] == pytest.approx(4.0)  # two seconds left, alone
+
+
+def spans_of(trace):
+    return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
+
+
+def replay(plan, schedule, priced, order, graph):
+    """Unlimited cores: fixed point of start = max(end of inputs, end of the one before)."""
+    resource = resources(plan)
+    where = {s.name: resource[s.submesh] for s in plan.segments}
+    free, end, spans = {}, {}, {}
+    for t in order:  # in list order all inputs are known already
+        start = max([free.get(where[t.segment], 0.0), *(end[d] for d in graph.waits_for[t])])
+        end[t] = free[where[t.segment]] = start + priced.task_s(plan, schedule, t)
+        spans[t] = (start, end[t])
+    return spans
+
+
+def random_order(rng, graph):
+    """Any order that the graph allows."""
+    waiting = {t: len(graph.waits_for[t]) for t in graph.tasks}
+    ready, order = [t for t, n in waiting.items() if n == 0], []
+    while ready:
+        task = ready.pop(int(rng.integers(0, len(ready))))
+        order.append(task)
+        for t in graph.followers[task]:
+            waiting[t] -= 1
+            ready += [t] if waiting[t] == 0 else []
+    return tuple(order)
+
+
+def test_enough_cores_equal_the_replay():
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        plan, schedule, priced, trainable = random_case(rng, concurrency=99.0)
+        graph = step_graph(plan, schedule.groups, trainable)
+        order = order_tasks(plan, graph, schedule.groups)
+        if rng.random() < 0.5:  # an order of the schedule's own is followed
+            order = random_order(rng, graph)
+            schedule = replace(schedule, order=order)
+        trace = simulate_step(plan, schedule, priced, trainable)
+        assert trace.step == schedule.step
+        assert spans_of(trace) == replay(plan, schedule, priced, order, graph)
+
+
+def test_an_order_that_is_none_of_the_step_is_refused():
+    plan = chain(2, sources=1)
+    schedule = batch(plan, 2)
+    graph = step_graph(plan, schedule.groups, names(plan))
+    order = order_tasks(plan, graph, schedule.groups)
+    for bad in (order[1:], order[::-1], (*order, order[0])):
+        with pytest.raises(ValueError, match="the order"):
+            simulate_step(plan, replace(schedule, order=bad), prices(plan, {}), names(plan))
+
+
+def test_shared_cores_keep_the_work():
+    """Work is neither lost nor made: cores deliver at most `concurrency` device seconds a second,
+    and each task gets its own, which follows from integrating the speeds between events."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        plan, schedule, priced, trainable = random_case(rng)
+        cores = float(rng.uniform(0.5, 6.0))
+        trace = simulate_step(plan, schedule, replace(priced, concurrency=cores), trainable)
+        size = {m.name: m.n_devices for m in plan.submeshes}
+        edges = sorted({t for e in trace.events for t in (e.start_s, e.end_s)})
+        done = dict.fromkeys(range(len(trace.events)), 0.0)
+        for a, b in itertools.pairwise(edges):
+            live = [i for i, e in enumerate(trace.events) if e.start_s <= a and e.end_s >= b]
+            total = sum(size[trace.events[i].submesh] for i in live)
+            for i in live:
+                alone = min(size[trace.events[i].submesh], cores)
+                share = size[trace.events[i].submesh] * min(1.0, cores / total)
+                done[i] += (b - a) * share / alone
+        for i, e in enumerate(trace.events):
+            want = priced.task_s(plan, schedule, Task(e.segment, e.group, e.direction))
+            assert done[i] == pytest.approx(want, abs=1e-6)
+        free = simulate_step(plan, schedule, priced, trainable)
+        assert trace.makespan_s >= free.makespan_s - 1e-9
+
+
+def test_no_group_takes_no_time_but_updates():
+    plan = chain(2, sources=1)
+    priced = prices(plan, {("a0", REDUCE): 1.0, ("b0", REDUCE): 2.0, ("b0", UPDATE): 4.0})
+    none = Schedule(0, ())
+    assert simulate_step(plan, none, prices(plan, {}), names(plan)).makespan_s == 0.0
+    trace = simulate_step(plan, none, priced, names(plan))
+    starts = {(e.segment, e.direction): e.start_s for e in trace.events}
+    assert starts["a0", UPDATE] == starts["b0", UPDATE] == 2.0  # the norm needs every reduction
+    assert trace.makespan_s == 6.0
+
+
+def test_tied_ends_reduce_and_update_through_their_owner():
+    """The reader reduces first, so that the owner adds both gradients; then it gets them new."""
+    plan = replace(chain(2), tied=("b",))
+    steps = {(n, d): 1.0 for n in names(plan) for d in (REDUCE, UPDATE)}
+    spans = spans_of(simulate_step(plan, Schedule(0, ()), prices(plan, steps), names(plan)))
+    reader, owner = ([spans[Task(n, NO_GROUP, d)] for d in (REDUCE, UPDATE)] for n in ("b1", "b0"))
+    assert reader == [(0.0, 1.0), (3.0, 4.0)]
+    assert owner == [(1.0, 2.0), (2.0, 3.0)]
+
+
+def test_steps_follow_one_another():
+    plan = chain(2, sources=1)
+    priced = same_prices(plan, 1.0, 2.0, 3.0)
+    one = simulate_step(plan, batch(plan, 2), priced, names(plan))
+    steps = [batch(plan, 2, step=s) for s in (5, 6, 7)]
+    trace = simulate_schedules(plan, steps, priced, names(plan))
+    assert trace.step == 5
+    assert trace.source == one.source == "simulated"
+    assert trace.makespan_s == pytest.approx(3 * one.makespan_s)
+    assert sorted({e.group for e in trace.events}) == [NO_GROUP, *range(12)]
+    third = [e for e in trace.events if e.group >= 8]
+    assert min(e.start_s for e in third) == pytest.approx(2 * one.makespan_s)
+    assert simulate_schedules(plan, [], priced, names(plan)).events == ()

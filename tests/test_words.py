@@ -1,0 +1,47 @@
+"""The engine knows no modality: the rooms between data and model never name one."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "dflop_jax"
+ROOMS = ("pipeline", "schedule", "plan", "sim", "profile", "records")
+WORDS = re.compile(r"(?<![a-z])(llms?|vision|visual|audio|tiles)(?![a-z])", re.IGNORECASE)
+
+
+def named(text: str) -> list[tuple[int, str]]:
+    """Return (line, word) of every name and string of a source that names a modality."""
+    words = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NAME, tokenize.STRING):
+            words += [(token.start[0], w) for w in WORDS.findall(token.string)]
+    return words
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_modality_is_named(room):
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    spoken = {str(f.relative_to(ROOT)): named(f.read_text(encoding="utf-8")) for f in files}
+    assert {f: words for f, words in spoken.items() if words} == {}
+
+
+@pytest.mark.parametrize(
+    "text, n",
+    [
+        ('x = "llm"', 1),
+        ("vision_ranks = 1", 1),
+        ("def f(n_tiles): ...", 1),
+        ('"""Of the LLM."""', 1),
+        ("# the llm", 0),
+        ("projectile = fertile = 1", 0),
+        ("a.audio.b", 1),
+    ],
+)
+def test_names_and_strings_are_seen(text, n):
+    assert len(named(text)) == n

@@ -1,0 +1,70 @@
+"""Planning for devices that are not here, and what would help."""
+
+import pytest
+
+from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.train import planning, prepare, profiling
+
+
+def elsewhere(**changes):
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(n_samples=60),
+        plan=PlanConfig(
+            **{
+                "hardware": "a100-80",
+                "devices": 4,
+                "policy": "auto",
+                "effort": "quick",
+                "max_microbatches": 4,
+            }
+            | changes
+        ),
+        train=TrainConfig(global_batch=16),
+    )
+
+
+@pytest.fixture(scope="module")
+def place_and_profile():
+    place = prepare.set_up(elsewhere())
+    return place, profiling.make_profile(place, place.source())
+
+
+def test_planning_for_hardware_that_is_not_here(place_and_profile):
+    place, profile = place_and_profile
+    assert place.devices == []
+    assert profile.model.device == "a100-80"
+    assert {t.model for t in profile.model.timings} == {1, 2}
+    result = planning.make_plan(place, profile)
+    assert result.plan.n_devices == 4
+    assert all(s.tokens % 128 == 0 for s in result.plan.shapes("llm"))
+
+
+def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
+    place, profile = place_and_profile
+    found = {w.change: w.makespan_s for w in planning.what_would_help(place, profile)}
+    now = planning.make_plan(place, profile, refine=False, shown=1).candidates[0].makespan_s
+    assert found["as it is"] == now
+    more = planning.make_plan(place, profile, refine=False, shown=1, n_devices=8)
+    assert found["twice the devices"] == more.candidates[0].makespan_s
+    for change in ("twice the memory", "links between submeshes 8x", "half the work in vision"):
+        assert 0 < found[change] <= now
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"hardware": "a1000"}, "unknown hardware 'a1000'; known: a100-40, a100-80"),
+        ({"devices": 0}, "plan.devices=0 on a100-80: say how many devices"),
+    ],
+)
+def test_hardware_that_cannot_be_planned_for(changes, says):
+    with pytest.raises(ValueError, match=says):
+        prepare.set_up(elsewhere(**changes))
+
+
+@pytest.mark.parametrize("n", [1, 7, 13])
+def test_one_device_and_prime_numbers_of_them(place_and_profile, n):
+    place, profile = place_and_profile
+    result = planning.make_plan(place, profile, n_devices=n)
+    assert result.plan.n_devices == n

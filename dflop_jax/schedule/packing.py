@@ -50,7 +50,12 @@ def pack(
         return None
     descend(search.state, 0.0, budget.part(_EVEN_WORK))
     rows = [sorted(samples.tolist()) for samples in search.state.members]
-    return [rows[m * width : m * width + n] for m, n in enumerate(widths)]
+    packed = []
+    for m, n in enumerate(widths):
+        own, spare = rows[m * width : m * width + n], rows[m * width + n : (m + 1) * width]
+        # A row without room may hold samples that take none of it; any row serves these.
+        packed.append([[*own[0], *(i for row in spare for i in row)], *own[1:]])
+    return packed
 
 
 def _fill_problem(

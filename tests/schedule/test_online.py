@@ -15,7 +15,9 @@ from dflop_jax.schedule import Capacity, oversize, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
+from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import columns, improve, milp
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
@@ -79,6 +81,26 @@ def test_graphs_of_other_shapes(n):
         plan = make_plan(buckets, ranks, edges=edges)
         got = solve(loads, plan, make_prices(plan, pair_s=1e-6), work=500)
         check(got, loads, plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
+    """Many samples take no room in the rows that they are packed into."""
+    rng = np.random.default_rng(seed)
+    loads = []
+    for c in rng.random(30) < 0.4:
+        more = {"c": (int(rng.integers(60, 125)),)} if c else {}
+        loads.append(Load({"a": (int(rng.integers(10, 60)),), **more}))
+    buckets = [Bucket.of({"a": Shape(3, 64), "c": Shape(1, 128)}),
+               Bucket.of({"a": Shape(6, 64), "c": Shape(3, 128)})]  # fmt: skip
+    plan = make_plan(buckets, {"a": 1, "b": 1, "c": 1}, edges=[("a", "c")])
+    batch, capacity = Batch(loads, plan.modules), capacity_of(plan)
+    for n in range(2, 12):
+        chosen = [buckets[i] for i in rng.integers(0, 2, n)]
+        packed = pack(batch, chosen, capacity, Budget(300), rng)
+        held = [i for microbatch in packed or () for row in microbatch for i in row]
+        assert packed is None or sorted(held) == list(range(30))
+    check(solve(loads, plan, make_prices(plan), work=500), loads, plan)
 
 
 def test_pieces_of_one_sample_may_lie_in_several_rows_of_the_last_module():

@@ -98,9 +98,11 @@ class PlanConfig:
         Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
-    time_finalists: Annotated[
-        bool, "compile the last few candidates and time their programs before choosing one"
-    ] = True
+    finalists: Annotated[
+        NonNegativeInt,
+        "plans whose own programs are timed before one is chosen; batches are then scheduled by "
+        "these times (1: the best plan by the profile; 0: choose and schedule by the profile)",
+    ] = 3
     profile_samples: Annotated[
         PositiveInt, "samples whose shapes are read for the data profile"
     ] = 2000

@@ -26,14 +26,14 @@ def config(policy: str = "dflop") -> Config:
     return Config(
         model=ModelConfig(size="tiny+tiny-short"),
         data=DataConfig(n_samples=4096),
-        # Compiling and timing the finalists would take as long as the training itself.
+        # Compiling and timing more of them would take as long as the training itself.
         plan=PlanConfig(
             policy=policy,
             devices=8,
             buckets=3,
             max_model=1,
             max_microbatches=8,
-            time_finalists=False,
+            finalists=1,
         ),
         train=TrainConfig(steps=20, global_batch=64, warmup_steps=5),
         run_dir=f"runs/demo/{policy}",

@@ -212,7 +212,7 @@ class Executor:
 
     def calibrate(
         self,
-        repeats: int = 2,
+        repeats: int = 5,
         sync: Callable[[], None] = lambda: None,
         *,
         ends: bool = False,

@@ -34,7 +34,7 @@ from dflop_jax.records import (
 )
 
 _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
-FINALISTS = 3  # placements whose buckets are chosen, and plans whose programs are timed
+FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
 
@@ -137,9 +137,11 @@ def search_plan(
         least = ranking.least_bytes
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, least))
     plans = _refined(evaluator, best) if spec.refine else [best[0].choice.plan]
-    timed = plans[:FINALISTS] if time_plan and spec.refine else []
+    timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
     if time_plan and timed:
         plans = [_timed(evaluator, p, time_plan(p)) for p in timed]
+        if len(plans) == 1:  # the profile chose
+            plans = [_chosen_by(p, timed[0].predicted.makespan_s) for p in plans]
     return SearchResult(
         _fastest(plans),
         tuple(r.candidate(evaluator) for r in best),
@@ -175,10 +177,12 @@ def _prepared(
 
 
 def _timed(evaluator: Evaluator, plan: Plan, prices: Prices) -> Plan:
-    """The plan with the figures of its own programs; what it was chosen by stays."""
-    chosen_by_s = plan.predicted.makespan_s
-    plan = evaluator.evaluate(replace(plan, lookahead=0), chosen_by_s, prices)
-    return replace(plan, predicted=replace(plan.predicted, chosen_by_s=chosen_by_s))
+    """The plan with the figures of its own programs."""
+    return evaluator.evaluate(replace(plan, lookahead=0), plan.predicted.makespan_s, prices)
+
+
+def _chosen_by(plan: Plan, makespan_s: float) -> Plan:
+    return replace(plan, predicted=replace(plan.predicted, chosen_by_s=makespan_s))
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

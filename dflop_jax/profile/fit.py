@@ -3,7 +3,9 @@
 A quantity is fitted as overhead + a * size + b * size * tokens (size = rows * tokens): launch cost,
 the linear parts and attention over a row, or fewer of these terms where the timings cannot tell
 them apart. Coefficients are not negative and errors are relative, so small shapes count as much as
-large ones. Where only the number of rows varies (a module that takes one piece a row), what the fit
+large ones. A layer's seconds and the ends' are fitted together, to whole programs of the depths
+that were timed: the split of one noisy difference of two programs is never believed alone. Where
+only the number of rows varies (a module that takes one piece a row), what the fit of whole programs
 misses is interpolated between the timings: caches make large shapes dearer.
 
 Fitted numbers keep 24 bits (seven digits): the last bits of a least-squares fit differ from one
@@ -24,11 +26,8 @@ from scipy.optimize import nnls
 
 from dflop_jax.records import BACKWARD, LayerTiming, ModelProfile, SegmentPlan
 
-_KINDS = {
-    "layer_forward": "layer_forward_s",
-    "layer_backward": "layer_backward_s",
-    "ends_forward": "ends_forward_s",
-    "ends_backward": "ends_backward_s",
+DEPTHS = (1, 3)  # layers of the programs that are timed
+_BYTES = {
     "layer_temp": "layer_temp_bytes",
     "ends_temp": "ends_temp_bytes",
     "hidden": "hidden_bytes",
@@ -62,6 +61,25 @@ def _terms(timings: Sequence[LayerTiming]) -> list[int]:
     if len(shapes) < 2:
         return [1]
     return [0, 1, 2] if len(shapes) > 2 and len(lengths) > 1 else [0, 1]
+
+
+def _nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Coefficients of least squared relative error, none below zero."""
+    weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
+    scale = features.max(axis=0)
+    solution, _ = nnls(features / scale * weights[:, None], values * weights)
+    solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+    return rounded(solution / scale)
+
+
+def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> np.ndarray:
+    """Seconds of programs of so many layers with both ends, by timing."""
+    return np.array(
+        [
+            depth * getattr(t, f"layer_{direction}_s") + getattr(t, f"ends_{direction}_s")
+            for t in timings
+        ]
+    )
 
 
 def parameter_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
@@ -109,14 +127,17 @@ class CostModel:
         """The three coefficients, 0 of terms that are left out."""
         timings = self._timings(module, model)
         terms = _terms(timings)
-        values = np.array([getattr(t, _KINDS[kind]) for t in timings])
-        weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
-        features = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])[:, terms]
-        scale = features.max(axis=0)
-        solution, _ = nnls(features / scale * weights[:, None], values * weights)
-        solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+        shapes = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])[:, terms]
         coefficients = np.zeros(3)
-        coefficients[terms] = rounded(solution / scale)
+        if kind in _BYTES:
+            values = np.array([getattr(t, _BYTES[kind]) for t in timings])
+            coefficients[terms] = _nonnegative(shapes, values)
+            return coefficients
+        part, _, direction = kind.partition("_")
+        features = np.vstack([np.hstack([d * shapes, shapes]) for d in DEPTHS])
+        values = np.concatenate([_programs_s(timings, direction, d) for d in DEPTHS])
+        layer, ends = np.split(_nonnegative(features, values), 2)
+        coefficients[terms] = ends if part == "ends" else layer
         return coefficients
 
     def _fitted(self, module: str, model: int, kind: str, features: np.ndarray) -> np.ndarray:
@@ -129,8 +150,17 @@ class CostModel:
         if len({t.shape.tokens for t in timings}) > 1:
             return np.zeros(1), np.ones(1)
         features = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])
-        fitted = self._fitted(module, model, kind, features)
-        values = np.array([getattr(t, _KINDS[kind]) for t in timings])
+        if kind in _BYTES:
+            fitted = self._fitted(module, model, kind, features)
+            values = np.array([getattr(t, _BYTES[kind]) for t in timings])
+        else:
+            direction = kind.partition("_")[2]
+            layer, ends = (
+                self._fitted(module, model, f"{part}_{direction}", features)
+                for part in ("layer", "ends")
+            )
+            fitted = DEPTHS[-1] * layer + ends
+            values = _programs_s(timings, direction, DEPTHS[-1])
         ratio = np.divide(values, fitted, out=np.ones(len(timings)), where=fitted > 0)
         return np.log([float(t.shape.size) for t in timings]), rounded(ratio)
 

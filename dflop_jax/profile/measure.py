@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from statistics import median
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from dflop_jax.contract import Module, MultimodalModel, edges_of, pair_flops_of,
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.spmd_loop import ADAPTER
+from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import part_names
 from dflop_jax.records import (
     BACKWARD,
@@ -41,7 +43,9 @@ from dflop_jax.records import (
 )
 
 Progress = Callable[[int, int], None]
-_DEPTHS = (1, 3)
+Run = Callable[[], Any]
+_LEAST_RUNS, _MOST_RUNS = 3, 25  # of each program, within
+_RUNS_S = 0.5  # seconds of it in all
 _PACKED = 4  # pieces in a row where their number makes no difference
 _SHORT = 16  # pieces in a row of short ones
 _SCALE = 0.05  # of random parameters and activations
@@ -49,11 +53,13 @@ _VALUES = 65521  # random numbers that are repeated; a prime, so that no two row
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """Seconds of a segment's programs and bytes that they need."""
+class _Programs:
+    """A segment's compiled programs with arguments at hand, and the bytes that they need.
 
-    forward_s: float
-    backward_s: float
+    `runs`: for each number of pieces in a row, calls of forward and of backward.
+    """
+
+    runs: tuple[tuple[Run, Run], ...]
     temp_bytes: float
     hidden_bytes: float
 
@@ -88,12 +94,12 @@ def time_layers(
     devices: Sequence[jax.Device],
     *,
     share: tuple[int, int] = (0, 1),
-    repeats: int = 3,
     on_progress: Progress | None = None,
 ) -> list[LayerTiming]:
     """Time every module at its per-rank `shapes` and each tensor-parallel degree.
 
-    Degrees that a module's sizes do not divide by are left out. `share` (i, n): only the i-th of n
+    Degrees that a module's sizes do not divide by are left out, as are shapes that the device's
+    memory does not hold. `share` (i, n): only the i-th of n
     parts of the work, for one of n processes that measure on devices of their own.
     """
     jobs = [(m, tp, shape) for m in model.modules for tp in model_degrees for shape in shapes[m]]
@@ -103,11 +109,14 @@ def time_layers(
     for i, (module, tp, shape) in enumerate(jobs):
         if (module, tp) not in undivided:
             try:
-                timings.append(_time_layer(model, module, shape, devices, tp, repeats))
+                timings.append(_time_layer(model, module, shape, devices, tp))
             except ValueError:  # the segment says that a dim does not divide over the degree
                 if tp == 1:
                     raise
                 undivided.add((module, tp))
+            except jax.errors.JaxRuntimeError as e:  # a shape that memory does not hold
+                if "RESOURCE_EXHAUSTED" not in str(e) or shape == min(shapes[module]):
+                    raise
         if on_progress:
             on_progress(i + 1, len(jobs))
     return timings
@@ -170,15 +179,23 @@ def assembled(
     )
 
 
-def time_s(run: Callable[[], Any], repeats: int) -> float:
-    """Least seconds of `repeats` awaited calls, after one to warm up."""
-    jax.block_until_ready(run())
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
+def seconds_of(runs: Sequence[Run], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Median seconds of each of some awaited calls, made by turns after one each to warm up.
+
+    By turns, so that what disturbs a machine for a while disturbs all of them alike.
+    """
+    for run in runs:
         jax.block_until_ready(run())
-        best = min(best, time.perf_counter() - start)
-    return best
+    took: list[list[float]] = [[] for _ in runs]
+    begin_s = clock()
+    for n in range(_MOST_RUNS):
+        if n >= _LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
+            break
+        for run, mine in zip(runs, took, strict=True):
+            start_s = clock()
+            jax.block_until_ready(run())
+            mine.append(clock() - start_s)
+    return [median(mine) for mine in took]
 
 
 def _part_bytes(module: Module, part: str) -> int:
@@ -262,37 +279,33 @@ def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int)
     return batch
 
 
-def _measure(
-    segment: Segment, shape: Shape, repeats: int, below: int, pieces: Sequence[int]
-) -> list[_Measured]:
-    """What the segment takes with rows of each number of pieces."""
+def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:
+    """The segment's programs on rows of each number of pieces."""
     params, x, fields, dy, grads = segment.argument_structs(shape, BACKWARD)
     kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
     forward = segment.lower(shape, kind).compile()
     backward = segment.lower(shape, BACKWARD).compile()
     params, x, dy = jax.tree.map(partial(_random, below=below), (params, x, dy))
     sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
-    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = _nbytes(segment.hidden_struct(shape))
-    measured = []
+
+    def run_backward(batch: Any) -> Any:
+        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0])
+        return dx, done
+
+    runs = []
     for n in pieces:
         batch = _packed(fields, n, below)
-
-        def run_backward(batch: Any = batch) -> Any:
-            _, dx, sums[0], done = backward(params, x, batch, dy, sums[0])
-            return dx, done
-
-        forward_s = time_s(partial(forward, params, x, batch), repeats)
-        measured.append(_Measured(forward_s, time_s(run_backward, repeats), float(temp), hidden))
-    return measured
+        runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
+    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
+    return _Programs(tuple(runs), float(temp), _nbytes(segment.hidden_struct(shape)))
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
     """(one layer, both ends) of what programs of the two depths take."""
-    step = _DEPTHS[1] - _DEPTHS[0]
+    step = DEPTHS[1] - DEPTHS[0]
     # Noise can make the deeper program look faster; a layer never costs less than nothing.
     layer = max(deep - shallow, 0.02 * deep) / step
-    return layer, max(shallow - _DEPTHS[0] * layer, 0.0)
+    return layer, max(shallow - DEPTHS[0] * layer, 0.0)
 
 
 def _apart(layer_s: tuple[float, float], pairs: Sequence[float]) -> tuple[float, float]:
@@ -303,35 +316,28 @@ def _apart(layer_s: tuple[float, float], pairs: Sequence[float]) -> tuple[float,
 
 
 def _time_layer(
-    model: MultimodalModel,
-    module: str,
-    shape: Shape,
-    devices: Sequence[jax.Device],
-    tp: int,
-    repeats: int,
+    model: MultimodalModel, module: str, shape: Shape, devices: Sequence[jax.Device], tp: int
 ) -> LayerTiming:
     skips = pair_flops_of(model.modules[module]) > 0
     pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
     low, high = (
-        _measure(
-            _segment(model, module, depth, devices, (1, 1, tp)),
-            shape,
-            repeats,
-            model.vocab_size,
-            pieces,
-        )
-        for depth in _DEPTHS
+        _programs(_segment(model, module, d, devices, (1, 1, tp)), shape, model.vocab_size, pieces)
+        for d in DEPTHS
     )
-    layer_f, ends_f = _split(low[0].forward_s, high[0].forward_s)
-    layer_b, ends_b = _split(low[0].backward_s, high[0].backward_s)
+    by_filling = list(zip(low.runs, high.runs, strict=True))
+    took_s = iter(seconds_of([run for depths in by_filling for runs in depths for run in runs]))
+    split = []  # forward's and backward's (layer, ends) of each filling
+    for _ in by_filling:
+        low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))
+        split.append((_split(low_f, high_f), _split(low_b, high_b)))
+    (layer_f, ends_f), (layer_b, ends_b) = split[0]
     pair_f = pair_b = 0.0
     if skips:
         pairs = [_pairs(shape, n) for n in pieces]
-        short_f, _ = _split(low[1].forward_s, high[1].forward_s)
-        short_b, _ = _split(low[1].backward_s, high[1].backward_s)
+        (short_f, _), (short_b, _) = split[1]
         layer_f, pair_f = _apart((layer_f, short_f), pairs)
         layer_b, pair_b = _apart((layer_b, short_b), pairs)
-    layer_m = max(high[0].temp_bytes - low[0].temp_bytes, 0.0) / (_DEPTHS[1] - _DEPTHS[0])
+    layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
     return LayerTiming(
         module=module,
         model=tp,
@@ -341,8 +347,8 @@ def _time_layer(
         ends_forward_s=ends_f,
         ends_backward_s=ends_b,
         layer_temp_bytes=layer_m,
-        ends_temp_bytes=max(low[0].temp_bytes - _DEPTHS[0] * layer_m, 0.0),
-        hidden_bytes=low[0].hidden_bytes,
+        ends_temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0),
+        hidden_bytes=low.hidden_bytes,
         pair_forward_s=pair_f,
         pair_backward_s=pair_b,
     )
@@ -355,9 +361,7 @@ def _pairs(shape: Shape, pieces: int) -> float:
     return float(shape.rows * (whole * length**2 + rest**2))
 
 
-def together(
-    model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device], repeats: int = 3
-) -> float:
+def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]) -> float:
     """Programs per second of `devices` that all run the same one-layer backward of the last module
     at once, each at `shape`.
 
@@ -366,7 +370,8 @@ def together(
     """
     last, n = list(model.modules)[-1], len(devices)
     segment = _segment(model, last, 1, devices, (1, n, 1))
-    return n / _measure(segment, shape, repeats, model.vocab_size, [_PACKED])[0].backward_s
+    ((_, backward),) = _programs(segment, shape, model.vocab_size, [_PACKED]).runs
+    return n / seconds_of([backward])[0]
 
 
 def _overhead_s(device: jax.Device) -> float:
@@ -374,4 +379,4 @@ def _overhead_s(device: jax.Device) -> float:
     sharding = jax.sharding.SingleDeviceSharding(device)
     x = jax.device_put(np.zeros(8, np.float32), sharding)
     program = jax.jit(lambda a: a + 1).lower(x).compile()
-    return time_s(lambda: program(x), 20)
+    return seconds_of([lambda: program(x)])[0]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.records import DataProfile, Shape
 
+LARGE = 4  # of the largest samples in the largest shape
+
 
 def shapes_to_time(
     data: DataProfile, model: MultimodalModel, token_multiple: int
 ) -> dict[str, list[Shape]]:
-    """Per-rank shapes of every module, from a few pieces to what a large microbatch may hold.
+    """Per-rank shapes of every module, from a few pieces to `LARGE` of the largest samples.
 
     The last one of a module is a large one. A module that the data do not use gets small ones, so
     that a plan of it has prices.
@@ -25,7 +27,7 @@ def _shapes(
         tokens = piece_tokens or token_multiple
         return [Shape(1, tokens), Shape(2, tokens)]
     if piece_tokens:
-        counts = (most_pieces // 8, most_pieces // 2, most_pieces, 2 * most_pieces)
+        counts = (most_pieces // 8, most_pieces // 2, most_pieces, LARGE * most_pieces)
         rows = {max(least, n) for least, n in enumerate(counts, 1)}
         return [Shape(n, piece_tokens) for n in sorted(rows)]
 
@@ -37,5 +39,6 @@ def _shapes(
     longest = up(longest_piece)
     capacities = sorted({up(longest / 4), longest, up(longest * 2)})
     shapes = [Shape(1, tokens) for tokens in capacities]
-    shapes += [Shape(4, capacities[0]), Shape(max(2, -(-largest_sample // longest)), longest)]
+    largest = Shape(max(2, -(-LARGE * largest_sample // longest)), longest)
+    shapes += [Shape(4, capacities[0]), largest]
     return shapes

@@ -26,7 +26,7 @@ from dflop_jax.records.plan import (
     SubmeshPlan,
     with_remat,
 )
-from dflop_jax.records.prices import Price, Prices, ProgramId, SendId
+from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId
 from dflop_jax.records.profile import LayerTiming, ModelProfile, Profile
 from dflop_jax.records.schedule import (
     BACKWARD,
@@ -66,6 +66,7 @@ __all__ = [
     "Plan",
     "Predicted",
     "Price",
+    "PriceList",
     "Prices",
     "Profile",
     "ProgramId",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -75,3 +76,27 @@ class Prices:
         group = schedule.groups[task.group]
         price = self.programs.get(ProgramId(task.segment, group.shape, task.direction))
         return price.of(group.pairs) if price else 0.0
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """`Prices` as pairs, for JSON has no keys but strings; no concurrency stands for any."""
+
+    programs: tuple[tuple[ProgramId, Price], ...]
+    step_end: tuple[tuple[Task, float], ...]
+    sends: tuple[tuple[SendId, float], ...]
+    concurrency: float | None
+
+    @classmethod
+    def of(cls, prices: Prices) -> PriceList:
+        return cls(
+            tuple(prices.programs.items()),
+            tuple(prices.step_end.items()),
+            tuple(prices.sends.items()),
+            None if prices.concurrency == math.inf else prices.concurrency,
+        )
+
+    @property
+    def prices(self) -> Prices:
+        concurrency = math.inf if self.concurrency is None else self.concurrency
+        return Prices(dict(self.programs), dict(self.step_end), dict(self.sends), concurrency)

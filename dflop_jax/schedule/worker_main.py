@@ -6,39 +6,14 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from dataclasses import dataclass
 
 import msgspec
 
-from dflop_jax.records import Load, Plan, Price, Prices, ProgramId, Schedule, SendId, Task
+from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule
 from dflop_jax.schedule.online import schedule_batch
-
-
-@dataclass(frozen=True)
-class PriceList:
-    """`Prices` as pairs, for JSON has no keys but strings; no concurrency stands for any."""
-
-    programs: tuple[tuple[ProgramId, Price], ...]
-    step_end: tuple[tuple[Task, float], ...]
-    sends: tuple[tuple[SendId, float], ...]
-    concurrency: float | None
-
-    @classmethod
-    def of(cls, prices: Prices) -> PriceList:
-        return cls(
-            tuple(prices.programs.items()),
-            tuple(prices.step_end.items()),
-            tuple(prices.sends.items()),
-            None if prices.concurrency == math.inf else prices.concurrency,
-        )
-
-    @property
-    def prices(self) -> Prices:
-        concurrency = math.inf if self.concurrency is None else self.concurrency
-        return Prices(dict(self.programs), dict(self.step_end), dict(self.sends), concurrency)
 
 
 @dataclass(frozen=True)

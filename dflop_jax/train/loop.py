@@ -16,7 +16,7 @@ from dflop_jax.config import Config
 from dflop_jax.data import Loader, Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
-from dflop_jax.records import Prices, Profile
+from dflop_jax.records import PriceList, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -215,6 +215,7 @@ class Loop:
             self.loader.state(done),
             self.ex.plan,
             self.profile,
+            PriceList.of(self.prices),
             self.peers.count,
             len(self.place.devices),
             self._corrector.state if self._corrector else None,

@@ -12,7 +12,7 @@ import msgspec
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.records import Plan, Profile
+from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import Correction, Monitor
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ class Meta:
     Attributes:
       policy: as configured; the plan names what was chosen.
       loader: see `Loader.state`.
+      prices: that batches are scheduled by.
       processes, devices: of the run that saved it.
       correction, monitor: of the scheduler's predictions, where they were corrected.
     """
@@ -34,6 +35,7 @@ class Meta:
     loader: dict[str, Any]
     plan: Plan
     profile: Profile
+    prices: PriceList
     processes: int
     devices: int
     correction: Correction | None = None

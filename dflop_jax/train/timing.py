@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,12 +12,14 @@ import msgspec
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import State
-from dflop_jax.records import Plan, Predicted, Price, Prices, ProgramId, SendId, Task
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.record_files import load, save
+from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 
-_FINALIST = "finalist"  # the key under which process 0 names plans to time, and then the chosen one
+_FINALIST = "finalist"  # the key under which process 0 names plans to time, then the chosen one
 
 
 def make_executor(place: Workplace, plan: Plan) -> Executor:
@@ -48,11 +50,17 @@ class Timed:
     n_programs: int
     parts: tuple[Calibration, ...]
 
-    def prices(self, concurrency: float) -> Prices:
-        """Prices of the compiled programs, on process 0."""
+    def prices(self, profile: ModelProfile) -> Prices:
+        """Prices of the compiled programs, on process 0; what a group's content adds to them, and
+        how many devices compute at once, are the profile's."""
         ex = self.executor
-        prices = merged(ex.plan, self.parts, one_at_a_time=ex.one_at_a_time)
-        return dataclasses.replace(prices, concurrency=concurrency)
+        own = merged(ex.plan, self.parts, one_at_a_time=ex.one_at_a_time)
+        by_profile = plan_prices(ex.plan, profile)
+        programs = {
+            key: dataclasses.replace(price, pair_s=by_profile.programs.get(key, price).pair_s)
+            for key, price in own.programs.items()
+        }
+        return dataclasses.replace(own, programs=programs, concurrency=by_profile.concurrency)
 
 
 def compile_and_time(place: Workplace, ex: Executor) -> Timed:
@@ -65,42 +73,49 @@ def compile_and_time(place: Workplace, ex: Executor) -> Timed:
 
 
 class Finalists:
-    """Times the programs of the plans that a search could not tell apart by the profile.
+    """Times the programs of plans, for the choice between them and for the scheduler.
 
-    Process 0 searches and calls `time`, then `choose`; the others are in `follow` meanwhile, which
-    times the same plans with it. What was timed is kept in the cache folder, so that the same run
-    comes to the same plan again and compiles no other.
+    Process 0 searches and calls `prices`, then `choose`; the others are in `follow` meanwhile,
+    which times the same plans with it. What was timed is kept in the cache folder, so that the same
+    run comes to the same plan and the same schedules again, and compiles no other plan.
     """
 
-    def __init__(self, place: Workplace, profile_key: str, concurrency: float, progress: Progress):
-        self._place, self._progress = place, progress
-        self._key, self._concurrency = profile_key, concurrency
+    def __init__(self, place: Workplace, profile: ModelProfile, progress: Progress):
+        self._place, self._profile, self._progress = place, profile, progress
         self._timed: dict[str, Timed] = {}
 
-    def time(self, plan: Plan) -> Prices:
-        """Prices of a plan's own programs; process 0 only."""
+    def prices(self, plan: Plan) -> Prices:
+        """Prices of a plan's own programs, or the profile's where no plan is to be timed; process 0
+        only."""
+        if not self._place.config.plan.finalists:
+            return plan_prices(plan, self._profile)
         file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
-        if (known := read_prices(file)) is not None:
-            return dataclasses.replace(known, concurrency=self._concurrency)
+        with suppress(ValueError):  # none yet, or one of another version
+            return load(PriceList, file).prices
         meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
         self._progress.log(f"timing the programs of {plan.policy}: {meshes}")
-        self._place.peers.share(_FINALIST, msgspec.json.encode((plan, False)))
-        prices = self._time(plan).prices(self._concurrency)
-        write_prices(file, prices)
+        self._place.peers.share(_FINALIST, msgspec.json.encode((plan, None)))
+        prices = self._time(plan).prices(self._profile)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".tmp")
+        save(PriceList.of(prices), fresh)
+        fresh.replace(file)
         return prices
 
-    def choose(self, plan: Plan) -> Plan:
-        """End `follow` on the other processes with the chosen plan; process 0 only."""
-        self._place.peers.share(_FINALIST, msgspec.json.encode((plan, True)))
-        return plan
+    def choose(self, plan: Plan, prices: Prices) -> None:
+        """End `follow` on the other processes with the chosen plan and its prices; process 0
+        only."""
+        chosen = msgspec.json.encode((plan, PriceList.of(prices)))
+        self._place.peers.share(_FINALIST, chosen)
 
-    def follow(self) -> Plan:
-        """Time what process 0 times, until it has chosen; returns the chosen plan."""
+    def follow(self) -> tuple[Plan, Prices]:
+        """Time what process 0 times, until it has chosen; returns the chosen plan and its
+        prices."""
         while True:
             data = self._place.peers.share(_FINALIST)
-            plan, chosen = msgspec.json.decode(data, type=tuple[Plan, bool])
-            if chosen:
-                return plan
+            plan, prices = msgspec.json.decode(data, type=tuple[Plan, PriceList | None])
+            if prices:
+                return plan, prices.prices
             self._time(plan)
 
     def take(self, plan: Plan) -> Timed | None:
@@ -125,34 +140,5 @@ class Finalists:
         """What a plan's times depend on, as one word."""
         programs = dataclasses.replace(plan, predicted=Predicted(), work_budget=0, lookahead=0)
         trained = self._place.trained
-        facts = (self._key, programs, trained.frozen, sorted(trained.rates))
+        facts = (self._profile.key, programs, trained.frozen, sorted(trained.rates))
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PriceFile:
-    """Prices as JSON holds them."""
-
-    programs: Sequence[tuple[ProgramId, Price]]
-    step_end: Sequence[tuple[Task, float]]
-    sends: Sequence[tuple[SendId, float]]
-
-
-def write_prices(file: Path, prices: Prices) -> None:
-    """Keep prices (but for the concurrency) in a file, whose folder is made."""
-    rows = _PriceFile(
-        list(prices.programs.items()), list(prices.step_end.items()), list(prices.sends.items())
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".tmp")
-    fresh.write_bytes(msgspec.json.encode(rows))
-    fresh.replace(file)
-
-
-def read_prices(file: Path) -> Prices | None:
-    """Prices of a file; None where there is none, or one of another version."""
-    try:
-        rows = msgspec.json.decode(file.read_bytes(), type=_PriceFile)
-        return Prices(dict(rows.programs), dict(rows.step_end), dict(rows.sends))
-    except (FileNotFoundError, ValueError):
-        return None

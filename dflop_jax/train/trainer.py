@@ -19,7 +19,6 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
@@ -124,7 +123,7 @@ class Trainer:
             folder = RunFolder(config.run_dir, existing=self._existing)
             stack.enter_context(folder)
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
-        ex = self._prepare(folder, progress, resumed)
+        ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
         saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
         ex.init(config.train.seed, None if resumed else self._begin)
@@ -141,9 +140,6 @@ class Trainer:
             folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)
             folder.write_profile(self.profile)
-        # Prices come from the saved profile, not from this run's clock: the same seed gives the
-        # same schedules, so the same losses bit for bit.
-        prices = plan_prices(ex.plan, self.profile.model)
         timed = self._timed or self._warm_up(ex, progress)
         if folder:
             folder.write_plan(self._predicted(ex.plan, prices, timed))
@@ -177,17 +173,17 @@ class Trainer:
                     f"with {value}; start all with the same configuration"
                 )
 
-    def _prepare(
-        self, folder: RunFolder | None, progress: Progress, resumed: Resumed | None
-    ) -> Executor:
-        plan = self._executor.plan if self._executor else None
+    def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
+        """Return the plan's executor, and the prices that batches are scheduled by: those of the
+        checkpoint where the run goes on as it was, so that it makes the same schedules."""
+        plan, prices = self._executor.plan if self._executor else None, None
         if resumed and self.profile is None:
             self.profile = resumed.meta.profile
-        if resumed and plan is None:
+        if resumed and plan in (None, resumed.meta.plan):
             was = resumed.meta.processes, resumed.meta.devices, resumed.meta.policy
             now = self.peers.count, len(self.place.devices), self.config.plan.policy
             if was == now:
-                plan = resumed.meta.plan
+                plan, prices = resumed.meta.plan, resumed.meta.prices.prices
             else:
                 progress.log("the checkpoint is of other devices or another policy: planning anew")
                 self.profile = None
@@ -199,11 +195,10 @@ class Trainer:
             self.profile = make_profile(self.place, self.source)
             shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
             self.profile = msgspec.json.decode(shared, type=Profile)
-        if plan is None:
-            progress.log("planning")
-            plan = self._search(self.profile, progress)
-        elif self.config.train.remat != "auto":
-            plan = with_remat(plan, self.config.train.remat)
+        remat = self.config.train.remat
+        if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
+            plan, prices = other, None
+        plan, prices = self._choose(plan, prices, self.profile, progress)
         if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
         meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
@@ -211,20 +206,27 @@ class Trainer:
             f"plan {plan.policy}: {meshes} (stage x data x model); buckets "
             + ", ".join(b.name for b in plan.buckets)
         )
-        return self._executor
+        return self._executor, prices
 
-    def _search(self, profile: Profile, progress: Progress) -> Plan:
-        """Return the plan that process 0 finds; where the search times finalists, all take part,
-        and the chosen one's executor is ready."""
-        finalists = Finalists(self.place, profile.model.key, profile.model.concurrency, progress)
-        if self.peers.is_hub:
-            time_plan = finalists.time if self.config.plan.time_finalists else None
-            plan = finalists.choose(make_plan(self.place, profile, time_plan=time_plan).plan)
+    def _choose(
+        self, plan: Plan | None, prices: Prices | None, profile: Profile, progress: Progress
+    ) -> tuple[Plan, Prices]:
+        """Return the plan that process 0 was given or finds, and its prices; where programs are
+        timed for it, all take part, and the chosen plan's executor is ready."""
+        finalists = Finalists(self.place, profile.model, progress)
+        if not self.peers.is_hub:
+            plan, prices = finalists.follow()
         else:
-            plan = finalists.follow()
-        self._timed = finalists.take(plan)
-        self._executor = self._timed.executor if self._timed else None
-        return plan
+            if plan is None:
+                progress.log("planning")
+                plan = make_plan(self.place, profile, time_plan=finalists.prices).plan
+            prices = finalists.prices(plan) if prices is None else prices
+            finalists.choose(plan, prices)
+        if timed := finalists.take(plan):
+            if self._executor:
+                self._executor.close()
+            self._timed, self._executor = timed, timed.executor
+        return plan, prices
 
     def _warm_up(self, ex: Executor, progress: Progress) -> Timed:
         """Compile and time everything, all processes together."""
@@ -242,7 +244,7 @@ class Trainer:
         schedules = [
             schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
         ]
-        own = timed.prices(self.profile.model.concurrency)
+        own = timed.prices(self.profile.model)
         trace = simulate_schedules(plan, schedules, own, ex.trainable, awaited=ex.awaited)
         busy = trace.busy_fraction()  # of links too
         predicted = replace(

@@ -18,7 +18,7 @@ def config(folder, policy="dflop", devices=4, **train) -> Config:
         model=ModelConfig(factory="tests.graphs.made_up:build"),
         data=DataConfig(factory="tests.graphs.made_up:make_data", n_samples=64),
         plan=PlanConfig(policy=policy, devices=devices, max_model=1, max_stage=2, buckets=2,
-                        max_microbatches=4, effort="quick", time_finalists=False),
+                        max_microbatches=4, effort="quick", finalists=1),
         train=TrainConfig(**{"steps": 4, "global_batch": 16, "learning_rate": 1e-3, **train}),
         checkpoint=CheckpointConfig(every=2),
         run_dir=str(folder / policy),

@@ -338,8 +338,10 @@ def random_case(seed, graph="two"):
     return profile, DataProfile("random", 30, tuple(loads)), n_devices, hardware, rng
 
 
-def run(policy="dflop", n_devices=3, profile=None, data=None, effort="quick", **kwargs):
-    config = dataclasses.replace(CONFIG, policy=policy, effort=effort)
+def run(
+    policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3, **kwargs
+):
+    config = dataclasses.replace(CONFIG, policy=policy, effort=effort, finalists=finalists)
     return search_plan(
         profile or model_profile(),
         data or data_profile(),

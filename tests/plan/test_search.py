@@ -186,7 +186,7 @@ def test_programs_of_finalists_are_timed_and_decide():
 
     untimed = run(effort="full", n_devices=4)
     timed = run(effort="full", n_devices=4, time_plan=time_plan)
-    assert 2 <= len(asked) == timed.n_timed <= search_module.FINALISTS
+    assert 2 <= len(asked) == timed.n_timed <= CONFIG.finalists
     assert len({repr((p.segments, p.buckets)) for p in asked}) == len(asked)
     assert asked[0] == untimed.plan
     assert untimed.n_timed == 0
@@ -194,9 +194,29 @@ def test_programs_of_finalists_are_timed_and_decide():
     assert by_profile == sorted(by_profile)
     assert timed.plan.buckets != untimed.plan.buckets or timed.plan.segments != asked[0].segments
     predicted = timed.plan.predicted
-    assert predicted.chosen_by_s in by_profile[1:]
-    assert predicted.chosen_by_s < predicted.makespan_s < 1.5 * predicted.chosen_by_s
+    assert predicted.chosen_by_s == predicted.makespan_s  # not the profile's, which chose no plan
+    assert min(by_profile[1:]) < predicted.makespan_s < 1.5 * max(by_profile[1:])
     assert timed.plan.work_budget == work_budget(predicted.makespan_s)
+
+
+@pytest.mark.parametrize("finalists", [0, 1])
+def test_one_finalist_is_chosen_by_the_profile(finalists):
+    profile = model_profile()
+    config = {"effort": "full", "n_devices": 4, "finalists": finalists}
+
+    def time_plan(plan):
+        prices = plan_prices(plan, profile)
+        programs = {k: Price(1.2 * p.static_s) for k, p in prices.programs.items()}
+        return dataclasses.replace(prices, programs=programs)
+
+    untimed = run(**config)
+    timed = run(**config, time_plan=time_plan)
+    assert timed.n_timed == finalists
+    assert timed.plan.buckets == untimed.plan.buckets
+    chosen_by_s = untimed.plan.predicted.makespan_s
+    assert timed.plan.predicted.chosen_by_s == chosen_by_s
+    slower = timed.plan.predicted.makespan_s / chosen_by_s
+    assert slower == pytest.approx(1.2 if finalists else 1.0, rel=0.05)
 
 
 def test_a_spec_is_the_same_as_its_fields_by_name():

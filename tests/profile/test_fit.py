@@ -108,6 +108,24 @@ def test_exact_coefficients_are_recovered(c):
             assert predict(model, "llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
 
 
+def test_a_noisy_split_does_not_spoil_whole_programs():
+    """Each program is off by up to 15%, so that layers and ends of single shapes are far off."""
+    rng = np.random.default_rng(3)
+    shapes = [Shape(i, t) for i, t in ((1, 96), (1, 352), (1, 704), (4, 96), (4, 352))]
+    for _ in range(20):
+        rows = []
+        for shape in shapes:
+            whole = [(d + 2) * cost(LAYER, shape) * rng.uniform(0.85, 1.15) for d in (1, 3)]
+            layer = max(whole[1] - whole[0], 0.02 * whole[1]) / 2
+            ends = max(whole[0] - layer, 0.0)
+            rows.append(LayerTiming("llm", 1, shape, layer, layer, ends, ends))
+        model = CostModel(profile(rows))
+        for shape in (*shapes, Shape(2, 352)):
+            got = sum(n * predict(model, "llm", 1, shape, f"{part}_forward")
+                      for part, n in (("layer", 3), ("ends", 1)))  # fmt: skip
+            assert got == pytest.approx(5 * cost(LAYER, shape), rel=0.2)
+
+
 def test_small_shapes_count_as_much_as_large_ones():
     rng = np.random.default_rng(0)
     shapes = [Shape(i, t) for i in (1, 2, 4) for t in (32, 64, 128, 512)]

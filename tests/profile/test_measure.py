@@ -23,9 +23,9 @@ def nano():
 
 def test_shares_of_the_work_make_the_whole(nano):
     devices = jax.devices()[:1]
-    parts = [time_layers(nano, SHAPES, [1], devices, share=(i, 2), repeats=1) for i in (0, 1)]
+    parts = [time_layers(nano, SHAPES, [1], devices, share=(i, 2)) for i in (0, 1)]
     assert [[t.module for t in part] for part in parts] == [["vision"], ["llm"]]
-    assert time_layers(nano, SHAPES, [1], devices, share=(2, 3), repeats=1) == []
+    assert time_layers(nano, SHAPES, [1], devices, share=(2, 3)) == []
     profile = model_profile(nano, SHAPES, parts[0] + parts[1], devices, key="k")
     assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
     assert all(t.layer_backward_s > 0 for t in profile.timings)
@@ -43,13 +43,29 @@ def test_shares_of_the_work_make_the_whole(nano):
 def test_devices_that_run_at_once_run_the_last_module(nano, monkeypatch):
     timed = []
 
-    def fake(segment, shape, repeats, below, pieces):
+    def fake(segment, shape, below, pieces):
         timed.append((segment.name, segment.mesh.shape["data"], shape))
-        return [SimpleNamespace(backward_s=0.5)]
+        return measure._Programs((("forward", "backward"),), 0.0, 0.0)
 
-    monkeypatch.setattr(measure, "_measure", fake)
+    monkeypatch.setattr(measure, "_programs", fake)
+    monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
     assert together(nano, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]
+
+
+@pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])
+def test_programs_are_timed_by_turns_until_they_have_had_their_time(took_s, n_runs):
+    """A clock played by hand; one run in the middle is disturbed."""
+    now, calls = [0.0], []
+
+    def run(i):
+        calls.append(i)
+        now[0] += took_s[i] * (10 if len(calls) == 5 else 1)
+
+    got = measure.seconds_of([lambda: run(0), lambda: run(1)], clock=lambda: now[0])
+    assert got == pytest.approx(took_s)
+    assert calls == [0, 1] * (len(calls) // 2)
+    assert len(calls) // 2 - 1 == n_runs  # one to warm up
 
 
 class Taps(dict):
@@ -124,7 +140,7 @@ def two(**fields):
 def test_what_lies_between_layers_is_timed_with_the_ends():
     model, devices = two(), jax.devices()[:1]
     shapes = {m: [Shape(2, 16)] for m in "ab"}
-    timings = time_layers(model, shapes, [1], devices, repeats=1)
+    timings = time_layers(model, shapes, [1], devices)
     profile = model_profile(model, shapes, timings, devices, key="k")
     assert profile.edges == (Edge("a", "b", "deep", tap="mid", leaves=3, enters=3),)
     assert profile.ends_param_bytes == {"a": 4 * (16 * 8 + 2 * 64), "b": 4 * (16 * 8 + 64)}
@@ -142,16 +158,16 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s."""
     calls = []
 
-    def fake(segment, shape, repeats, below, pieces):
-        found = []
+    def fake(segment, shape, below, pieces):
+        runs = []
         for n in pieces:
             pairs, depth = measure._pairs(shape, n), segment.plan.n_layers
-            seconds = 7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)
-            found.append(measure._Measured(*seconds, 10.0 * depth + 5, 64.0))
+            runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
-        return found
+        return measure._Programs(tuple(runs), 10.0 * segment.plan.n_layers + 5, 64.0)
 
-    monkeypatch.setattr(measure, "_measure", fake)
+    monkeypatch.setattr(measure, "_programs", fake)
+    monkeypatch.setattr(measure, "seconds_of", list)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
     for t in time_layers(two(pair_flops=4.0), shapes, [1], jax.devices()[:1]):
         assert (t.layer_forward_s, t.layer_backward_s) == pytest.approx((2.0, 3.0))
@@ -211,7 +227,24 @@ def test_a_profile_is_named_by_the_programs_it_timed():
 def test_a_degree_that_divides_nothing_is_left_out():
     """A width of 8 splits in 2 and not in 3; what fails alone is an error."""
     shapes, devices = {m: [Shape(2, 16)] for m in "ab"}, jax.devices()[:3]
-    timings = time_layers(two(), shapes, [1, 2, 3], devices, repeats=1)
+    timings = time_layers(two(), shapes, [1, 2, 3], devices)
     assert [(t.module, t.model) for t in timings] == [(m, d) for m in "ab" for d in (1, 2)]
     with pytest.raises(ValueError, match="does not divide"):
         measure._segment(two(), "a", 1, devices, (1, 1, 3)).param_specs()
+
+
+def test_a_shape_that_memory_does_not_hold_is_left_out(nano, monkeypatch):
+    shapes = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32), Shape(2, 32), Shape(9, 32)]}
+
+    def fake(model, module, shape, devices, tp):
+        if shape.rows > limit:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return module, shape
+
+    monkeypatch.setattr(measure, "_time_layer", fake)
+    for limit in (2, 9):
+        got = time_layers(nano, shapes, [1], jax.devices()[:1])
+        assert got == [(m, s) for m in shapes for s in shapes[m] if s.rows <= limit]
+    limit = 1
+    with pytest.raises(jax.errors.JaxRuntimeError):  # not even the smallest
+        time_layers(nano, shapes, [1], jax.devices()[:1])

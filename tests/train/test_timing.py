@@ -11,7 +11,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.pipeline.order import links
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
 from dflop_jax.train import timing
-from dflop_jax.train.timing import Finalists, read_prices, write_prices
+from dflop_jax.train.timing import Finalists
 
 from ..plans import chain, programs
 
@@ -26,24 +26,6 @@ def prices_of(plan, forward_s=1.0):
     }
     ends = {Task(s.name, NO_GROUP, REDUCE): 0.5 for s in plan.segments}
     return Prices(programs(plan, forward_s), ends, sends, concurrency=2.0)
-
-
-# ---- files ----
-
-
-def test_prices_come_back_but_for_the_concurrency(tmp_path):
-    prices, file = prices_of(PLANS[2]), tmp_path / "new" / "times.json"
-    write_prices(file, prices)
-    assert read_prices(file) == replace(prices, concurrency=float("inf"))
-    assert not list(file.parent.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"programs": [[1, 2]]}'])
-def test_another_file_holds_no_prices(tmp_path, text):
-    file = tmp_path / "times.json"
-    if text is not None:
-        file.write_text(text)
-    assert read_prices(file) is None
 
 
 # ---- processes, played by threads ----
@@ -70,7 +52,7 @@ def timed(monkeypatch):
         place.peers.barrier(f"compiled {ex.plan.n_devices}")  # as the real one: all take part
         seen.append((place.peers.process, ex.plan))
         fake = SimpleNamespace(executor=ex, n_programs=1)
-        fake.prices = lambda concurrency: replace(prices_of(ex.plan), concurrency=concurrency)
+        fake.prices = lambda profile: replace(prices_of(ex.plan), concurrency=profile.concurrency)
         return fake
 
     monkeypatch.setattr(timing, "make_executor", lambda place, plan: FakeExecutor(plan))
@@ -78,26 +60,33 @@ def timed(monkeypatch):
     return seen
 
 
-def finalists(peers, folder):
-    config = SimpleNamespace(cache_dir=str(folder), train=SimpleNamespace(seed=7))
+def finalists(peers, folder, n=3):
+    config = SimpleNamespace(
+        cache_dir=str(folder / "new"),
+        train=SimpleNamespace(seed=7),
+        plan=SimpleNamespace(finalists=n),
+    )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
     place = SimpleNamespace(config=config, trained=trained, peers=peers)
-    return Finalists(place, "key", 1.5, SimpleNamespace(log=lambda text: None))
+    profile = SimpleNamespace(key="key", concurrency=1.5)
+    return Finalists(place, profile, SimpleNamespace(log=lambda text: None))
 
 
-def run_two(folder, search):
-    """What both processes come to: (plan, what was taken) each."""
+def run_two(folder, search, n=3):
+    """What both processes come to: (plan, its prices, what was taken) each."""
     here, there = socket.socketpair()
 
     def hub():
-        mine = finalists(Peers(0, 2, {1: here}), folder)
-        plan = mine.choose(search(mine))
-        return plan, mine.take(plan)
+        mine = finalists(Peers(0, 2, {1: here}), folder, n)
+        plan = search(mine)
+        prices = mine.prices(plan)
+        mine.choose(plan, prices)
+        return plan, prices, mine.take(plan)
 
     def other():
-        mine = finalists(Peers(1, 2, {0: there}), folder)
-        plan = mine.follow()
-        return plan, mine.take(plan)
+        mine = finalists(Peers(1, 2, {0: there}), folder, n)
+        plan, prices = mine.follow()
+        return plan, prices, mine.take(plan)
 
     with ThreadPoolExecutor(2) as pool:
         return [f.result(20) for f in [pool.submit(hub), pool.submit(other)]]
@@ -107,12 +96,13 @@ def test_all_processes_time_the_same_plans_and_keep_the_chosen_one(timed, tmp_pa
     made = []
 
     def search(mine):
-        made.extend(mine.time(plan) for plan in PLANS)
+        made.extend(mine.prices(plan) for plan in PLANS)
         # The planner writes its figures into the plan that it chooses.
         return replace(PLANS[1], predicted=Predicted(1.0), lookahead=1, work_budget=9)
 
-    (plan, kept), (same, theirs) = run_two(tmp_path, search)
+    (plan, prices, kept), (same, their_prices, theirs) = run_two(tmp_path, search)
     assert plan == same
+    assert prices == their_prices == made[1]
     for process in (0, 1):
         assert [p for who, p in timed if who == process] == PLANS
     assert all(prices.concurrency == 1.5 for prices in made)
@@ -122,16 +112,48 @@ def test_all_processes_time_the_same_plans_and_keep_the_chosen_one(timed, tmp_pa
         assert one.executor.state != 7  # the memory is free for the next
 
 
+def first_of_two(mine):
+    return [mine.prices(plan) for plan in PLANS[:2]] and PLANS[0]
+
+
 def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
-    first = run_two(tmp_path, lambda mine: [mine.time(p) for p in PLANS[:2]] and PLANS[0])
-    assert all(kept is not None for _, kept in first)
+    first = run_two(tmp_path, first_of_two)
+    assert all(kept is not None for _, _, kept in first)
     timed.clear()
-    again = run_two(tmp_path, lambda mine: [mine.time(p) for p in PLANS[:2]] and PLANS[0])
+    again = run_two(tmp_path, first_of_two)
     assert timed == []
-    assert [plan for plan, _ in again] == [PLANS[0]] * 2
-    assert [kept for _, kept in again] == [None, None]
+    assert [(plan, prices) for plan, prices, _ in again] == [first[0][:2]] * 2
+    assert [kept for _, _, kept in again] == [None, None]
+    assert not list((tmp_path / "new").glob("*.tmp"))
 
 
-def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path):
-    assert run_two(tmp_path, lambda mine: PLANS[2]) == [(PLANS[2], None)] * 2
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"record": "PriceList", "version": 1}'])
+def test_a_file_that_holds_no_prices_is_made_anew(timed, tmp_path, text):
+    first = run_two(tmp_path, first_of_two)
+    for file in (tmp_path / "new").iterdir():
+        file.write_text(text)
+    timed.clear()
+    again = run_two(tmp_path, first_of_two)
+    assert len(timed) == 4
+    assert again[1][:2] == first[1][:2]
+
+
+def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, monkeypatch):
+    by_profile = prices_of(PLANS[2], 3.0)
+    monkeypatch.setattr(timing, "plan_prices", lambda plan, profile: by_profile)
+    got = run_two(tmp_path, lambda mine: PLANS[2], n=0)
+    assert got == [(PLANS[2], by_profile, None)] * 2
     assert timed == []
+
+
+def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
+    plan = PLANS[0]
+    own, by_profile = prices_of(plan), programs(plan, 2.0)
+    by_profile = {k: replace(p, pair_s=0.5) for k, p in by_profile.items()}
+    monkeypatch.setattr(timing, "merged", lambda *_, **__: own)
+    monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.5))
+    ex = SimpleNamespace(plan=plan, one_at_a_time=False)
+    got = timing.Timed(ex, 1, ()).prices(SimpleNamespace())
+    assert got.concurrency == 1.5
+    assert (got.step_end, got.sends) == (own.step_end, own.sends)
+    assert got.programs == {k: replace(p, pair_s=0.5) for k, p in own.programs.items()}

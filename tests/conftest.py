@@ -28,6 +28,9 @@ jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dflop_j
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+MOST_BYTES = 1_500_000_000  # from which on a test process drops what jax keeps after every test
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real media beside the checkout; tests that need it skip without it."""
@@ -41,6 +44,25 @@ def shared_data() -> Path:
 def _forget_programs() -> Iterator[None]:
     """Drop what a file of tests has traced and compiled: jax keeps it all, gigabytes a worker."""
     yield
+    _clear()
+
+
+@pytest.fixture(autouse=True)
+def _stay_small() -> Iterator[None]:
+    """Drop it earlier where a file of tests compiles much."""
+    yield
+    if _held_bytes() > MOST_BYTES:
+        _clear()
+
+
+def _held_bytes() -> int:
+    """Memory of this process; 0 where /proc does not tell."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _clear() -> None:
     jax.clear_caches()
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc alone

@@ -1,16 +1,16 @@
 """`benchmarks/gpu_step.py` on toy sizes without a GPU, and what it knows by itself."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_step.py"
+from .scripts import BENCHMARKS, module, refusal
+
+SCRIPT = BENCHMARKS / "gpu_step.py"
 # Runs a script and says which packages it needed.
 RUN = """
 import runpy, sys
@@ -24,22 +24,18 @@ finally:
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("gpu_step", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_step"] = module  # its dataclasses look for their module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gpu_step"]
-
-
-def run(*arguments):
-    command = [sys.executable, "-c", RUN, str(SCRIPT), *map(str, arguments)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return module("gpu_step")
 
 
 def test_a_tiny_run_without_a_gpu(tmp_path):
-    out = run("--tiny", "--json", tmp_path / "out.json")
+    arguments = ["--tiny", "--json", str(tmp_path / "out.json")]
+    out = subprocess.run(
+        [sys.executable, "-c", RUN, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     assert out.returncode == 0, out.stderr
     assert "dflop_jax" not in out.stderr.splitlines()[-1].split()
     record = json.loads((tmp_path / "out.json").read_text())
@@ -61,10 +57,9 @@ def test_a_tiny_run_without_a_gpu(tmp_path):
 
 
 def test_without_a_gpu_it_says_so():
-    out = run()
-    assert out.returncode == 2
-    assert out.stdout.startswith("No GPU: jax sees only cpu.")
-    assert "give --tiny" in out.stdout
+    said = refusal("gpu_step")
+    assert said.startswith("No GPU: jax sees only cpu.")
+    assert "give --tiny" in said
 
 
 @pytest.mark.parametrize(

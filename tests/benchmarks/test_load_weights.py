@@ -1,23 +1,16 @@
 """`benchmarks/load_weights.py` from the command line, on a small checkpoint."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "load_weights.py"
-
-
-def run(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+from .scripts import refusal, run
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 def test_a_small_checkpoint(tmp_path):
-    out = run("--gb", 0.02, "--width", 256, "--json", tmp_path / "out.json")
+    out = run("load_weights", "--gb", 0.02, "--width", 256, "--json", tmp_path / "out.json")
     assert out.returncode == 0, out.stderr
     row = json.loads((tmp_path / "out.json").read_text())
     assert row["file_mb"] == pytest.approx(20, rel=0.2)
@@ -30,6 +23,4 @@ def test_a_small_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("bad", [("--gb", "0"), ("--gb", "-1"), ("--width", "100"), ("--gb", "x")])
 def test_bad_sizes(bad):
-    out = run(*bad)
-    assert out.returncode == 2
-    assert bad[0] in out.stderr
+    assert bad[0] in refusal("load_weights", *bad)

@@ -2,23 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
+from .scripts import BENCHMARKS, refusal, run
 
 
 @pytest.fixture
@@ -36,7 +23,7 @@ def traces(tmp_path):
 def test_what_runs_execute_is_measured(tmp_path, traces):
     """Every method places every sample (the benchmark asserts it), and the run's is the best."""
     done = run(
-        BENCHMARKS / "schedule_run.py",
+        "schedule_run",
         *("--sizes", "24x4", "--seeds", 1, "--effort", "quick"),
         *("--shapes", traces, "--json", tmp_path / "rows.json"),
     )
@@ -52,7 +39,7 @@ def test_what_runs_execute_is_measured(tmp_path, traces):
 
 def test_quick_run_writes_rows_and_a_picture(tmp_path, traces):
     done = run(
-        BENCHMARKS / "schedule.py",
+        "schedule",
         *("--quick", "--seeds", "1:2", "--shapes", traces),
         *("--json", tmp_path / "rows.json", "--plot", tmp_path / "picture.png"),
         cwd=tmp_path,
@@ -74,7 +61,7 @@ def test_parts_are_measured_alone_and_merged(tmp_path, traces):
     """Two methods in two runs; the better bound and "no answer" (null) survive the merge."""
     part = ["--sizes", "24x4", "--seeds", 1, "--quick", "--shapes", traces, "--methods"]
     for name in ("LPT", "ours"):
-        done = run(BENCHMARKS / "schedule.py", *part, name, "--json", f"{name}.json", cwd=tmp_path)
+        done = run("schedule", *part, name, "--json", f"{name}.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "powers of two" not in done.stdout
     rows = json.loads((tmp_path / "LPT.json").read_text())
@@ -83,7 +70,7 @@ def test_parts_are_measured_alone_and_merged(tmp_path, traces):
     rows.append(rows[0] | looser | {"method": "CP-SAT 10 s"})
     (tmp_path / "LPT.json").write_text(json.dumps(rows))
     done = run(
-        BENCHMARKS / "schedule.py",
+        "schedule",
         *("--merge", "LPT.json", "ours.json", "--json", "all.json"),
         cwd=tmp_path,
     )
@@ -111,15 +98,14 @@ def test_parts_are_measured_alone_and_merged(tmp_path, traces):
         (("--json", "absent/rows.json"), "no such folder"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message, tmp_path):
-    done = run(BENCHMARKS / "schedule.py", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal("schedule", *arguments)
 
 
 def test_a_missing_solver_is_named_with_the_remedy(tmp_path):
     done = run(
-        BENCHMARKS / "schedule.py",
+        "schedule",
         *("--methods", "CP-SAT", "--cpsat-python", tmp_path / "no-such-python"),
         cwd=tmp_path,
     )
@@ -132,7 +118,7 @@ def test_a_missing_solver_is_named_with_the_remedy(tmp_path):
 def test_cpsat_solves_a_small_instance():
     task = {"costs": [[3, 1], [3, 1], [2, 4], [2, 4]], "n_bins": 2}
     task |= {"time_limit_s": 5.0, "workers": 1}
-    done = run(BENCHMARKS / "cpsat.py", input=json.dumps(task))
+    done = run("cpsat", input=json.dumps(task))
     bins = json.loads(done.stdout)["bins"]
     assert bins[0] != bins[1]
     assert bins[2] != bins[3]

@@ -1,26 +1,13 @@
 """`benchmarks/simulator.py`: what it writes of given rows, what it runs, and bad arguments."""
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from .scripts import module, refusal
 
 
 @pytest.fixture(scope="module")
 def simulator():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("simulator", BENCHMARKS / "simulator.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["simulator"] = module
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return module("simulator")
 
 
 def rows(set_up, errors, run=0):
@@ -59,9 +46,10 @@ def test_twenty_schedules_of_each_set_up(simulator):
         assert policies == {"dflop", "orch", "blind"}
 
 
-def test_only_undisturbed_steps_count(simulator):
-    from simulator_steps import DISTURBED, SLOWER, Step, undisturbed
-
+def test_only_undisturbed_steps_count():
+    steps = module("simulator_steps")
+    Step, undisturbed = steps.Step, steps.undisturbed
+    DISTURBED, SLOWER = steps.DISTURBED, steps.SLOWER
     quiet, loud = Step(1.0, DISTURBED, 2.0, None), Step(1.0, 2 * DISTURBED, 1.0, None)
     slow = Step(1.0, 0.0, 2.01 * SLOWER, None)
     assert undisturbed([loud, quiet, slow, loud]) == [quiet]
@@ -79,8 +67,4 @@ def test_only_undisturbed_steps_count(simulator):
     ],
 )
 def test_bad_arguments(arguments, why):
-    command = [sys.executable, str(BENCHMARKS / "simulator.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert "Traceback" not in done.stderr
+    assert why in refusal("simulator", *arguments)

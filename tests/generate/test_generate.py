@@ -1,5 +1,6 @@
 """Answers of a trained model: through the command line, and what a careless user may type."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -209,13 +210,12 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
     assert {0, 1} < seen
 
 
-def run_anew(model, params, sample, tokens):
-    """Logits after a prompt and some more tokens: no padding, no cache, no loop over layers."""
+@functools.partial(jax.jit, static_argnums=0)
+def run_anew(model, params, row, place, pixels):
+    """Logits after a row of tokens, with the features of pictures in their places: no padding, no
+    cache, no loop over layers."""
     llm, vision = model.modules["llm"], model.modules["vision"]
-    row = np.concatenate([sample.fields["llm"]["tokens"], np.asarray(tokens, np.int32)])
-    index = sample.places["vision", "llm"].index[:, 0]
-    place = np.append(index, np.full(len(tokens), -1))
-    features = run_layers(vision, params["vision"], sample.fields["vision"])
+    features = run_layers(vision, params["vision"], pixels)
     features = vision.exit(params["vision"]["exit"], features, {}).reshape(-1, llm.size.width)
     batch = {
         "tokens": row[None],
@@ -239,7 +239,7 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     config = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
     generator = Generator(config, "run")
     shown = []
-    answer = generator.answer("Is it red?", "wide.png", Sampling(6), shown.append)
+    answer = generator.answer("Is it red?", "wide.png", Sampling(4), shown.append)
     programs = generator._prefill._cache_size(), generator._step._cache_size()
     assert programs == (1, 1)
     assert "".join(shown) == answer.answer
@@ -247,8 +247,11 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     params = load_params("run", model, jax.devices()[0]).params
     sample = prompt_sample("Is it red?", "wide.png", config.data, model, ByteTokenizer())
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
+    prompt, pixels = sample.fields["llm"]["tokens"], sample.fields["vision"]
+    place = sample.places["vision", "llm"].index[:, 0]
     for n, token in enumerate(answer.tokens):
-        logits = run_anew(model, params, sample, answer.tokens[:n])
+        row = np.append(prompt, np.int32(answer.tokens[:n])).astype(np.int32)
+        logits = run_anew(model, params, row, np.append(place, np.full(n, -1)), pixels)
         assert int(logits.argmax()) == token
     # Another question and another picture of as many tiles.
     counter = CompileCounter()

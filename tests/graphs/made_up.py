@@ -148,11 +148,12 @@ def build(size="", dtype="float32"):
 @dataclass(frozen=True)
 class MadeUpData:
     """`n` samples: the first is text only, others have up to three pictures of `sizes` patches,
-    whiffs, and echoes of some of their words."""
+    whiffs, and echoes of some of their words. `kinds` of equal lengths recur, if it is not 0."""
 
     n: int = 12
     sizes: tuple[int, ...] = (4, 10, 16)
     seed: int = 0
+    kinds: int = 0
     name = "made up"
 
     def __len__(self):
@@ -165,15 +166,17 @@ class MadeUpData:
         return self.sample(index).load
 
     def sample(self, index):
-        rng = np.random.default_rng((self.seed, index))
-        pictures = [] if index == 0 else rng.choice(self.sizes, int(rng.integers(0, 4))).tolist()
-        whiffs = 0 if index == 0 else int(rng.integers(0, 3))
-        heard = 0 if index % 4 == 0 else int(rng.integers(1, 5))
+        kind = index % (self.kinds or self.n)
+        rng = np.random.default_rng((self.seed, kind))
+        pictures = [] if kind == 0 else rng.choice(self.sizes, int(rng.integers(0, 4))).tolist()
+        whiffs = 0 if kind == 0 else int(rng.integers(0, 3))
+        heard = 0 if kind % 4 == 0 else int(rng.integers(1, 5))
         merge = MadeUp.modules["sights"].merge
         seen = sum(pictures) // merge
         smelt = whiffs * GRAINS
         text = int(rng.integers(6, 14))
         t = text + seen + smelt
+        rng = np.random.default_rng((self.seed, index, 1))
         tokens = rng.integers(0, VOCAB, t).astype(np.int32)
         fields = {
             "words": {
@@ -206,27 +209,28 @@ class MadeUpData:
         return Sample(fields, places, Load(pieces))
 
 
-def plain_loss(params, sample, scales):
-    """The weighted loss of one sample, every module run plainly on its own pieces."""
-    modules, outputs = MadeUp.modules, {}
+def plain_loss(params, pieces, fields, indices, scales):
+    """The weighted loss of one sample of these (module, lengths of its pieces), every module run
+    plainly on its own pieces."""
+    modules, lengths_of, outputs = MadeUp.modules, dict(pieces), {}
     total = 0.0
     for name, module in modules.items():
-        lengths = sample.load.lengths(name)
+        lengths = lengths_of.get(name)
         if not lengths:
             continue
-        fields, start, after, taps = sample.fields[name], 0, [], []
+        start, after, taps = 0, [], []
         for order, n in enumerate(lengths):
             per_piece = name == "smells"
             cut = slice(order, order + 1) if per_piece else slice(start, start + n)
-            batch = {k: v[cut] if per_piece else v[cut][None] for k, v in fields.items()}
+            batch = {k: v[cut] if per_piece else v[cut][None] for k, v in fields[name].items()}
             batch["segment_ids"] = jnp.ones((1, n), jnp.int32)
             placed = {"seen": 0.0, "heard": 0.0, "deep": 0.0}
-            for (source, target), at in sample.places.items():
+            for (source, target), index in indices.items():
                 if target != name:
                     continue
                 for key, rows in outputs[source].items():
-                    index = at.index[cut, 0]
-                    taken = jnp.where((index >= 0)[:, None], rows[jnp.maximum(index, 0)], 0.0)
+                    own = index[cut, 0]
+                    taken = jnp.where((own >= 0)[:, None], rows[jnp.maximum(own, 0)], 0.0)
                     where = {"exit": "seen", "early": "deep", "last": "heard"}[key]
                     placed[where] = placed[where] + taken[None]
             p = params[name]

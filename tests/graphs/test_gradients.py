@@ -120,7 +120,7 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
 @functools.cache
 def oracle(n=12):
     """(samples, parameters, scales, loss, gradients), one sample at a time on one device."""
-    data = MadeUpData(n)
+    data = MadeUpData(n, kinds=5)  # few, so that the oracle compiles few programs
     samples = [data.sample(i) for i in range(n)]
     scales = scales_of(samples)
     ex = Executor(MODEL, make_plan("one device"), optax.sgd(1.0))
@@ -128,9 +128,12 @@ def oracle(n=12):
     params = plain.join(ex.plan, ex.state.params)
     ex.close()
     loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    value_and_grad = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
     with jax.numpy_rank_promotion("allow"):
         for s in samples:
-            value, gradient = jax.value_and_grad(lambda p, s=s: plain_loss(p, s, scales))(params)
+            pieces = tuple(s.load.pieces.items())
+            indices = {edge: places.index for edge, places in s.places.items()}
+            value, gradient = value_and_grad(params, pieces, s.fields, indices, scales)
             loss += float(value)
             grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
     return samples, params, scales, loss, grads

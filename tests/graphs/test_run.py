@@ -13,13 +13,15 @@ from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
 
 
-def config(folder, policy="dflop", devices=4, **train) -> Config:
+def config(folder, policy="dflop", devices=4, steps=12) -> Config:
     return Config(
         model=ModelConfig(factory="tests.graphs.made_up:build"),
         data=DataConfig(factory="tests.graphs.made_up:make_data", n_samples=64),
         plan=PlanConfig(policy=policy, devices=devices, max_model=1, max_stage=2, buckets=2,
                         max_microbatches=4, effort="quick", finalists=1),
-        train=TrainConfig(**{"steps": 4, "global_batch": 16, "learning_rate": 1e-3, **train}),
+        # The learning rate stays, so that a shorter run is the beginning of a longer one.
+        train=TrainConfig(steps=steps, global_batch=16, learning_rate=1e-3, warmup_steps=0,
+                          final_lr_fraction=1.0),
         checkpoint=CheckpointConfig(every=2),
         run_dir=str(folder / policy),
         cache_dir=str(folder / "cache"),
@@ -29,7 +31,7 @@ def config(folder, policy="dflop", devices=4, **train) -> Config:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made_up")
-    result = Trainer(config(folder, steps=12)).fit()
+    result = Trainer(config(folder)).fit()
     return folder, result
 
 
@@ -42,17 +44,16 @@ def test_it_learns_under_the_planners_choice(run):
 
 def test_any_policy_gives_the_same_losses(run):
     folder, result = run
-    other = Trainer(config(folder, "orch", devices=2, steps=12)).fit()
+    other = Trainer(config(folder, "orch", devices=2)).fit()
     np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
 
 
 def test_a_run_of_it_resumes_bit_for_bit(run):
-    folder, _ = run
-    half = replace(config(folder, steps=12), run_dir=str(folder / "half"))
-    Trainer(replace(half, train=replace(half.train, steps=6, final_lr_fraction=1.0,
-                                        warmup_steps=0))).fit()  # fmt: skip
-    whole = replace(half, train=replace(half.train, final_lr_fraction=1.0, warmup_steps=0))
-    straight = Trainer(replace(whole, run_dir=str(folder / "straight"))).fit()
+    folder, straight = run
+    half, whole = (
+        replace(config(folder, steps=steps), run_dir=str(folder / "half")) for steps in (6, 12)
+    )
+    Trainer(half).fit()
     rest = Trainer(whole, existing="resume").fit()
     assert rest.losses == straight.losses[6:]
 

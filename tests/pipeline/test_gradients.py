@@ -100,8 +100,8 @@ PLANS = {
     "llm stage 2, dp 2, tp 2 on 8, shared": ((0, 1, 8, 1), (0, 2, 2, 2), {"group_size": 2}),
     "llm stage 4": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 4}),
     "vision stage 2": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 2}),
-    "llm as 4 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4}),
-    "llm as 4 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4, "tied": False}),
+    "llm as 3 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3}),
+    "llm as 3 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3, "tied": False}),
     "tied across segments of dp 2 x tp 2": ((0, 1, 2, 1), (0, 1, 2, 2), {"llm_segments": 2}),
     "three groups feed one": ((0, 1, 2, 1), (2, 1, 2, 1), {"fan_in": 3}),
     "two groups feed one, stage 2": (

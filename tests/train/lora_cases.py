@@ -8,8 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.executor import Executor
 from models.llava import build
 
 from ..pipeline import plain
@@ -76,10 +78,23 @@ def samples():
     return plain.random_samples(base(), N, 1, max_tiles=1)  # two shapes for the oracle to compile
 
 
-def plain_loss_and_grads(tied: bool, params):
-    m = base(tied)
-    folded = FoldedModel({**m.modules, "llm": Folded(m.modules["llm"])})
-    return plain.plain_loss_and_grads(folded, params, samples())
+@functools.cache
+def oracle(tied: bool):
+    """(initial parameters with acting adapters, loss and gradients of the folded weights, loss
+    without the adapters), computed plainly."""
+    m = adapted(tied)
+    plan = plain.plan_of(m, (0, 1, 1, 1), (0, 1, 1, 1))
+    ex = Executor(m, plan, optax.sgd(1.0), freeze=FREEZE)
+    ex.init(0)
+    let_act(ex)
+    params = plain.join(plan, ex.state.params)
+    ex.close()
+    modules = base(tied).modules
+    folded = FoldedModel({**modules, "llm": Folded(modules["llm"])})
+    loss, grads = plain.plain_loss_and_grads(folded, params, samples())
+    llm = {part: tree for part, tree in params["llm"].items() if part != "adapter"}
+    without, _ = plain.plain_loss_and_grads(base(tied), params | {"llm": llm}, samples())
+    return params, loss, grads, without
 
 
 def n_bytes(structs) -> int:

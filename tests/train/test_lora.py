@@ -29,7 +29,7 @@ from .lora_cases import (
     base,
     let_act,
     n_bytes,
-    plain_loss_and_grads,
+    oracle,
     samples,
 )
 
@@ -38,7 +38,7 @@ PLANS = {
     "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
     "tp 2": ((0, 1, 1, 2), (2, 1, 1, 2), {}),
     "llm stage 2, dp 2, tp 2": ((0, 1, 8, 1), (0, 2, 2, 2), {"group_size": 2}),
-    "4 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4}),
+    "3 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3}),
     "2 segments of stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"llm_segments": 2, "group_size": 2}),
 }
 
@@ -69,7 +69,7 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("one device", "float32"), ("one device", "bfloat16"), ("4 segments", "float32")],
+    [("one device", "bfloat16"), ("3 segments", "float32")],
 )
 def test_it_begins_as_the_base_model_bit_for_bit(name, dtype):
     tied = name == "one device"
@@ -107,18 +107,13 @@ def test_gradients_are_those_of_the_folded_weights(name):
     plan = plan_of(name, m)
     schedule = plain.random_schedule(plan, samples(), 2, seed=len(name), text_only=(0,))
     loss, grads, params, _ = grads_of(m, plan, samples(), schedule, freeze=FREEZE, change=let_act)
-    want_loss, want = plain_loss_and_grads(tied, params)
+    start, want_loss, want, without_adapters = oracle(tied)
+    assert_trees_close(params, start, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert set(grads["llm"]) == {"adapter"}
     assert_trees_close(grads["llm"], {"adapter": want["llm"]["adapter"]})
     assert_trees_close({"vision": grads["vision"]}, {"vision": want["vision"]})
-    # The adapters matter: without them the loss is another one.
-    plain_base = plain.plain_loss_and_grads(
-        base(tied),
-        params | {"llm": {k: v for k, v in params["llm"].items() if k != "adapter"}},
-        samples(),
-    )
-    assert abs(plain_base[0] - loss) > 1e-3
+    assert abs(without_adapters - loss) > 1e-3  # they matter
 
 
 def test_tensor_parallel_shards_follow_the_axes():
@@ -167,7 +162,7 @@ def test_the_base_has_no_gradient_and_no_optimizer_state(name):
 
 def test_only_adapters_change():
     m = adapted()
-    plan = plan_of("4 segments", m)
+    plan = plan_of("3 segments", m)
     train = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2)
     freeze = ("vision", "connector", *FREEZE)
     ex = Executor(m, plan, make_optimizer(train), clip_norm=1.0, freeze=freeze)
@@ -192,7 +187,7 @@ def test_only_adapters_change():
 
 def test_a_checkpoint_does_not_depend_on_the_plan():
     found = []
-    for name in ("one device", "llm stage 2, dp 2, tp 2", "4 segments"):
+    for name in ("one device", "llm stage 2, dp 2, tp 2", "3 segments"):
         m = adapted()
         ex = Executor(m, plan_of(name, m), optax.adam(1e-3), freeze=FREEZE)
         ex.close()

@@ -5,7 +5,6 @@ import os
 import signal
 from dataclasses import replace
 
-import jax
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
@@ -14,35 +13,51 @@ from dflop_jax.schedule import worker as schedule_worker
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, bucket, nano_profile
+from .resume_cases import _in_a_folder_of_its_own, compiled, quick  # noqa: F401
 
 K = 3
-PLAN = replace(NANO, buckets=(bucket(24, 384), bucket(8, 192), bucket(0, 96)))
+STEPS = 14  # of the runs that are compared
+PLAN = replace(NANO, buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
 
 
-@pytest.fixture(autouse=True)
-def _keep_the_compile_cache(tmp_path, monkeypatch):
-    jax.devices()
-    monkeypatch.chdir(tmp_path)
-    kept = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", kept)
-
-
-def fit(run_dir: str, steps: int, *, correct: bool = False, **train):
+def fit(run_dir, steps: int, *, correct: bool = False):
     config = Config(
         model=ModelConfig(size="nano"),
-        data=DataConfig(n_samples=512, max_tiles=4, max_frames=8, max_tokens=256),
-        train=TrainConfig(steps=steps, global_batch=8, **train),
+        data=DataConfig(n_samples=512, max_tiles=2, max_frames=4, max_tokens=160),
+        train=TrainConfig(steps=steps, global_batch=8, eval_samples=8, eval_every=100),
         schedule=ScheduleConfig(correct=correct),
-        run_dir=run_dir,
+        run_dir=str(run_dir),
     )
     trainer = Trainer(config, plan=PLAN, profile=nano_profile())
     return trainer.fit(), read_metrics(run_dir)
 
 
+@pytest.fixture(scope="module")
+def sent():
+    """Prices that were sent to the worker of a run, in order."""
+    sent = []
+    update = schedule_worker.ScheduleWorker.update_prices
+
+    def spy(self, prices):
+        sent.append(prices)
+        update(self, prices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_worker.ScheduleWorker, "update_prices", spy)
+        yield sent
+
+
+@pytest.fixture(scope="module")
+def undisturbed(quick, sent, tmp_path_factory):
+    """The rows of a run that nothing disturbs and nothing corrects."""
+    sent.clear()
+    _, rows = fit(tmp_path_factory.mktemp("undisturbed") / "run", STEPS)
+    assert len(sent) == 1  # the worker's own, when it starts
+    return rows
+
+
 def test_no_compile_in_200_varied_steps():
-    result, rows = fit("run", 200, eval_samples=8, eval_every=100)
+    result, rows = fit("run", 200)
     assert [r["step"] for r in rows] == list(range(200))
     assert [r["compiles"] for r in rows[1:]] == [0] * 199
     assert result.compiles_after_warmup == 0
@@ -57,8 +72,7 @@ def test_no_compile_in_200_varied_steps():
     assert result.evaluation.step == 200
 
 
-def test_killing_the_scheduler_costs_no_step_and_no_sample(monkeypatch, caplog):
-    _, undisturbed = fit("undisturbed", 12)
+def test_killing_the_scheduler_costs_no_step_and_no_sample(undisturbed, monkeypatch):
     killed = []
     get = schedule_worker.ScheduleWorker.get
 
@@ -69,31 +83,21 @@ def test_killing_the_scheduler_costs_no_step_and_no_sample(monkeypatch, caplog):
         return get(self, step)
 
     monkeypatch.setattr(schedule_worker.ScheduleWorker, "get", kill_once)
-    _, rows = fit("killed", 12)
+    _, rows = fit("killed", STEPS)
     assert len(killed) == 1
-    assert [r["step"] for r in rows] == list(range(12))
+    assert [r["step"] for r in rows] == list(range(STEPS))
     # Every sample of every batch was trained on: equal token counts, equal losses to rounding.
     assert [r["supervised_tokens"] for r in rows] == [r["supervised_tokens"] for r in undisturbed]
     for a, b in zip(rows, undisturbed, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-def test_correction_reaches_the_scheduler_and_changes_no_loss(monkeypatch, capsys):
-    sent = []
-    update = schedule_worker.ScheduleWorker.update_prices
-
-    def spy(self, prices):
-        sent.append(prices)
-        update(self, prices)
-
-    monkeypatch.setattr(schedule_worker.ScheduleWorker, "update_prices", spy)
-    _, plain = fit("plain", 14)
-    assert len(sent) == 1  # the worker's own, when it starts
+def test_correction_reaches_the_scheduler_and_changes_no_loss(undisturbed, sent, capsys):
     sent.clear()
-    _, rows = fit("corrected", 14, correct=True)
+    _, rows = fit("corrected", STEPS, correct=True)
     # The made-up profile is far off, so the observed times move the prices.
     assert len(sent) > 8
     assert sent[-1].programs != sent[0].programs
     assert "sampling of task times" in capsys.readouterr().err
-    for a, b in zip(rows, plain, strict=True):
+    for a, b in zip(rows, undisturbed, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

@@ -20,16 +20,10 @@ from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
 from dflop_jax.report.colours import DARK, INK, luminance
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
+from dflop_jax.report.panels import Panel, label_of, legend_entries, rows_of, segment_modules
 from dflop_jax.report.run_folder import SIMULATED, TRACE, has_steps, read_plan
 from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, number, summarise
-from dflop_jax.report.timeline import (
-    Panel,
-    label_of,
-    legend_entries,
-    rows_of,
-    segment_modules,
-)
-from dflop_jax.report.trace import read_labelled
+from dflop_jax.report.trace import read_trace
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
@@ -113,7 +107,7 @@ def _read(name: str, folder: Path) -> _Run:
     submeshes = [m.name for m in plan.submeshes]
     traces = []
     for file in files:
-        for trace, labels in read_labelled(folder / file):
+        for trace, labels in read_trace(folder / file):
             title = titles[file].format(name=name, step=trace.step, source=trace.source)
             panel = Panel(title, trace, segment_modules(plan), submeshes)
             if trace.makespan_s > 0:

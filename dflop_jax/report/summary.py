@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dflop_jax.records import Bucket, Plan, Shape, SubmeshPlan
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
+from dflop_jax.report.panels import Panel, segment_modules
 from dflop_jax.report.run_folder import (
     LOSS,
     SUMMARY,
@@ -26,7 +27,6 @@ from dflop_jax.report.run_folder import (
     read_plan,
     read_traces,
 )
-from dflop_jax.report.timeline import Panel, draw_losses, draw_timeline, segment_modules
 
 
 @dataclass(frozen=True)
@@ -204,14 +204,16 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
 
 def write_summary(folder: str | Path) -> RunSummary:
     """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
+    from dflop_jax.report.timeline import draw
+
     path = Path(folder)
     summary = summarise(path)
     pictures = []
     panels = trace_panels(path, summary.name)
     if panels:
-        draw_timeline(panels, path / TIMELINE)
+        draw(panels, {}, path / TIMELINE)
         pictures.append(TIMELINE)
-    draw_losses({summary.name: loss_curve(path)}, path / LOSS)
+    draw([], {summary.name: loss_curve(path)}, path / LOSS)
     (path / SUMMARY).write_text(markdown(summary, [*pictures, LOSS]), encoding="utf-8")
     return summary
 

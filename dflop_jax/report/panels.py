@@ -27,9 +27,10 @@ class Panel:
     submeshes: Sequence[str] = ()
 
 
-def segment_modules(plan: Plan) -> dict[str, str]:
-    """Module of each segment, for `Panel.modules`."""
-    return {s.name: s.module for s in plan.segments}
+def panel_of(plan: Plan, trace: Trace, title: str) -> Panel:
+    """The panel of a plan's trace."""
+    modules = {s.name: s.module for s in plan.segments}
+    return Panel(title, trace, modules, [m.name for m in plan.submeshes])
 
 
 def rows_of(panel: Panel) -> list[str]:

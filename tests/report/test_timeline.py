@@ -1,5 +1,8 @@
 """Timelines: sizes, and colours read back from the pixels at known times."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -80,8 +83,9 @@ def test_rows_follow_the_flow_and_modules_the_plan():
         "alpha",
         "idle",
     ]
-    plan = panels.segment_modules(make_plan())
-    assert plan == {"vision": "vision", "llm": "llm"}
+    planned = panels.panel_of(make_plan(), trace, "x")
+    assert planned.modules == {"vision": "vision", "llm": "llm"}
+    assert planned.submeshes == ["enc", "llm"]
     assert panels.module_of("part7", {"part7": "llm"}) == "llm"
     assert panels.module_of("llm.3", {}) == "llm"
     assert panels.module_of("foreign", {}) == "foreign"
@@ -136,3 +140,11 @@ def test_loss_curves_of_any_length(tmp_path, n):
     assert drawn > 0  # the legend at least
     tl.draw([], {"run": curve, "other": curve}, tmp_path / "c.png")
     assert share(pixels(tmp_path / "c.png"), tl.LINE_COLOURS[1]) > 0
+
+
+def test_matplotlib_is_loaded_only_to_draw():
+    """It takes a second of every process that trains."""
+    code = "import sys, dflop_jax.report.compare, dflop_jax.report.html; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "dflop_jax.report.panels" in loaded.split()
+    assert "matplotlib" not in loaded.split()

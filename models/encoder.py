@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention, attention_flops
+from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 
 Array = jax.Array
@@ -99,6 +99,11 @@ class Encoder(ABC):
     @abstractmethod
     def _end(self, part: str) -> nn.Module:
         """The Linen module of "entry" or "exit"."""
+
+    @property
+    def pair_flops(self) -> float:
+        s = self.size
+        return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=False)
 
     def segment_ids(self, batch: Batch) -> Array | None:
         """int [items, tokens]: an item's tokens of one id see each other; None: all do."""

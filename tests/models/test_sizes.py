@@ -289,6 +289,16 @@ def test_flops_as_counted_by_hand(items, tokens):
     assert vision.flops("exit", items, 1) == 2 * (patches // 4) * (1024 * 128 + 128 * 128)
 
 
+def test_pairs_cost_something_where_a_kernel_skips_the_others():
+    """All pairs of a whole row come to the scores of a layer; of a causal kernel to half."""
+    for kernel, share in (("xla", 0.0), ("pallas", 0.5)):
+        llm = DecoderModule(BIG_DECODER, F32, attention_kernel=kernel)
+        assert llm.pair_flops * 96**2 == share * 4 * 2 * (2 * 96 * 96 * 64)
+    for kernel, share in (("xla", 0.0), ("pallas", 1.0)):
+        vision = VisionModule(BIG_VISION, 128, F32, attention_kernel=kernel)
+        assert vision.pair_flops * 256**2 == share * 8 * 2 * 256 * 256 * 64
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     "module",

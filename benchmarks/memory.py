@@ -37,14 +37,14 @@ from dflop_jax.profile.parts import part_work
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, Remat, SegmentPlan, Shape
 from models.audio import AudioModule
 from models.decoder import DecoderModule
-from models.sizes import AUDIO, DECODERS, SIZES, VISION
+from models.sizes import AUDIO, DECODERS, LLAVA, VISION
 from models.vit import VisionModule
 
 GIB = 2**30
 TARGET = 0.05
 BF16 = jnp.dtype("bfloat16")
 MODULES: dict[str, Any] = {
-    "SigLIP-400M": VisionModule(SIZES["llava-ov-7b"].vision, 3584, BF16),
+    "SigLIP-400M": VisionModule(LLAVA["llava-ov-7b"].vision, 3584, BF16),
     "InternViT-300M": VisionModule(VISION["internvit-300m"], 2048, BF16),
     "Whisper-large-v3": AudioModule(AUDIO["whisper-large-v3"], 4096, BF16),
     "Qwen2.5-7B": DecoderModule(DECODERS["qwen2.5-7b"], BF16),

@@ -52,12 +52,10 @@ def attention(
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    on_gpu = jax.default_backend() == "gpu"
-    if kernel == "pallas" or (
-        kernel == "auto" and on_gpu and q_BTNH.dtype.itemsize == 2 and T >= attention_gpu.BLOCK
-    ):
+    if kernel == "pallas" or (T >= attention_gpu.BLOCK and skips(kernel, q_BTNH.dtype)):
+        interpret = jax.default_backend() != "gpu"
         return attention_gpu.flash_attention(
-            q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, interpret=not on_gpu
+            q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, interpret=interpret
         )
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
@@ -88,6 +86,18 @@ def known_kernel(name: str) -> str:
 def attend_by(kernel: str) -> Attend:
     """`attention` by the named kernel."""
     return partial(attention, kernel=kernel)
+
+
+def skips(kernel: str, dtype: jnp.dtype) -> bool:
+    """Whether a kernel leaves out the tokens of other segments (in rows that fill a block)."""
+    on_gpu = jax.default_backend() == "gpu"
+    return kernel == "pallas" or (kernel == "auto" and on_gpu and dtype.itemsize == 2)
+
+
+def pair_flops(kernel: str, dtype: jnp.dtype, heads: int, head_dim: int, *, causal: bool) -> float:
+    """Forward FLOPs of a layer for a pair of tokens of one segment, 0 where whole rows are computed
+    (see the engine's contract); of a causal pair half, as only one sees the other."""
+    return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, dtype)
 
 
 def attention_flops(items: int, tokens: int, heads: int, head_dim: int) -> float:

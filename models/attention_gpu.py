@@ -6,8 +6,8 @@ rows the cost falls to that of the samples alone. Query heads of a group share o
 nothing is added up atomically, so results are the same in every run.
 
 jax has a kernel of this kind (`jax.experimental.pallas.ops.gpu.attention`), which 0.11 deprecates;
-it repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton backend
-(its other one, Mosaic, knows only Hopper and newer): before jax 0.12 this must move.
+it repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton
+backend, which 0.12.0 still has (the other one, Mosaic, knows only Hopper and newer).
 
 On a CPU the same kernels run interpreted, for tests: exact but slow, and no word on speed.
 

@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import Attend, attend_by, attention, attention_flops
-from models.encoder import Encoder
+from models.encoder import Batch, BlockForm, Encoder
 from models.layers import LayerNorm, Linear, exact_gelu, named
 from models.sizes import AudioSize
 
 Array = jax.Array
-Batch = Mapping[str, Array]
 KERNEL = 3  # frames that a step of the conv stem sees
 
 
@@ -71,37 +69,6 @@ class EntryModule(nn.Module):
         return x + jax.lax.stop_gradient(position).astype(self.dtype)[None]
 
 
-class Block(nn.Module):
-    """Pre-norm encoder layer; the key has no bias. Real positions do not see padding."""
-
-    size: AudioSize
-    dtype: jnp.dtype
-    attend: Attend = attention
-
-    @nn.compact
-    def __call__(self, x: Array, mel_frames: Array) -> Array:
-        s, dtype = self.size, self.dtype
-        width, heads, mlp = (s.width,), (s.n_heads, s.head_dim), (s.mlp,)
-        embed, head_names = ("embed",), ("heads", None)
-        residual = (2 * s.n_layers) ** -0.5  # keeps the sum of all branches of order one
-
-        h = LayerNorm(s.norm_eps, name="attn_norm")(x)
-        q, k, v = (
-            Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
-            for name, bias in (("query", True), ("key", False), ("value", True))
-        )
-        ids = jnp.arange(s.positions, dtype=jnp.int32)[None] < audio_positions(mel_frames)[:, None]
-        h = self.attend(q, k, v, ids.astype(jnp.int32), causal=False)
-        std = residual * s.width**-0.5
-        x = x + Linear(heads, width, head_names, embed, dtype, bias=True, std=std, name="out")(h)
-
-        h = LayerNorm(s.norm_eps, name="mlp_norm")(x)
-        h = Linear(width, mlp, embed, ("mlp",), dtype, bias=True, name="up")(h)
-        h = exact_gelu(h)
-        std = residual * s.mlp**-0.5
-        return x + Linear(mlp, width, ("mlp",), embed, dtype, bias=True, std=std, name="down")(h)
-
-
 class ExitModule(nn.Module):
     """Average over two positions, final norm, linear connector."""
 
@@ -121,16 +88,9 @@ class ExitModule(nn.Module):
 
 @dataclass(frozen=True)
 class AudioModule(Encoder):
-    """The encoder and its connector as the engine sees them.
-
-    Features come out as [chunks, tokens_per_chunk, out_width]; of a chunk the first
-    `audio_tokens(mel_frames)` are to be used.
-    """
+    """See `Encoder`; of a chunk's features the first `audio_tokens(mel_frames)` are to be used."""
 
     size: AudioSize
-    out_width: int
-    dtype: jnp.dtype
-    attention_kernel: str = "auto"
 
     @property
     def item_tokens(self) -> int:
@@ -144,6 +104,17 @@ class AudioModule(Encoder):
     def freeze_groups(self) -> Mapping[str, str]:
         return {"entry": "audio", "layers": "audio", "exit": "connector"}
 
+    @property
+    def form(self) -> BlockForm:
+        """The key has no bias."""
+        return BlockForm(exact_gelu, biases=(True, False, True))
+
+    def segment_ids(self, batch: Batch) -> Array:
+        """Real positions do not see padding."""
+        real = audio_positions(batch["mel_frames"])[:, None]
+        ids = jnp.arange(self.size.positions, dtype=jnp.int32)[None] < real
+        return ids.astype(jnp.int32)
+
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """`mel` float32 [items, mel_bins, frames]; `mel_frames` int32 [items], how many of the
         frames are real (0 for a chunk that pads); `tokens` is fixed by the chunk."""
@@ -154,20 +125,13 @@ class AudioModule(Encoder):
             return jax.ShapeDtypeStruct((items,), jnp.int32)
         raise ValueError(f"the audio module has no field {name!r}; it reads 'mel', 'mel_frames'")
 
-    def _linen(self, part: str) -> nn.Module:
+    def _end(self, part: str) -> nn.Module:
         if part == "entry":
             return EntryModule(self.size, self.dtype)
-        if part == "layers":
-            return Block(self.size, self.dtype, attend_by(self.attention_kernel))
         return ExitModule(self.size, self.out_width, self.dtype)
 
-    def flops(self, part: str, items: int, tokens: int) -> float:
-        """Matrix-product FLOPs of `items` chunks; `tokens` is fixed by the chunk."""
+    def _end_flops(self, part: str, items: int) -> float:
         s = self.size
-        n = float(items * s.positions)
         if part == "entry":
-            return 2 * n * KERNEL * s.width * (2 * s.mel_bins + s.width)
-        if part == "layers":
-            products = 4 * s.width**2 + 2 * s.width * s.mlp
-            return 2 * n * products + attention_flops(items, s.positions, s.n_heads, s.head_dim)
+            return 2.0 * items * s.positions * KERNEL * s.width * (2 * s.mel_bins + s.width)
         return 2.0 * items * s.tokens_per_chunk * s.width * self.out_width

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax.numpy as jnp
 
 from models import hf
+from models.attention import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
+from models.hf_sizes import folder_size
 from models.hf_tensors import WeightMap
 from models.lora import Lora
+from models.media import audio_facts, vision_facts
+from models.sizes import Family, ModelSize
 from models.vit import VisionModule
 
 # Modules that are published without the others, and where their checkpoints have the parameters.
@@ -25,17 +28,26 @@ PUBLISHED_ALONE: Mapping[str, Callable[[Any], WeightMap]] = {
 
 
 @dataclass(frozen=True)
-class Composed(ABC):
-    """Modules in topological order and what the data must look like; `size` has the `decoder`."""
+class Composed:
+    """Encoders and a decoder as a model of the engine's contract."""
 
-    size: Any
+    size: ModelSize
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
 
     @property
-    @abstractmethod
-    def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]: ...
+    def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
+        """In topological order; the LLM has a line end where pictures are laid out in lines."""
+        s, kernel = self.size, self.attention_kernel
+        found: dict[str, VisionModule | AudioModule | DecoderModule] = {}
+        if s.vision:
+            found["vision"] = VisionModule(s.vision, s.decoder.width, self.dtype, kernel)
+        if s.audio:
+            found["audio"] = AudioModule(s.audio, s.decoder.width, self.dtype, kernel)
+        newline = s.layout == "anyres"
+        found["llm"] = DecoderModule(s.decoder, self.dtype, self.lora, newline, kernel)
+        return found
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -57,8 +69,10 @@ class Composed(ABC):
         }
 
     @property
-    @abstractmethod
-    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]: ...
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        s = self.size
+        facts = {"vision": vision_facts(s.vision, s.layout)} if s.vision else {}
+        return facts | ({"audio": audio_facts(s.audio, s.max_windows)} if s.audio else {})
 
     @property
     def vocab_size(self) -> int:
@@ -74,18 +88,42 @@ class Composed(ABC):
         modules = self.modules
         return {n: partial(to, modules[n]) for n, to in PUBLISHED_ALONE.items() if n in modules}
 
-    def _llm(self, newline: bool = False) -> DecoderModule:
-        return DecoderModule(
-            self.size.decoder, self.dtype, self.lora, newline, self.attention_kernel
+
+@dataclass(frozen=True)
+class Published(Composed):
+    """A composition that transformers has too."""
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where a checkpoint of transformers has the model's parameters."""
+        if self.size.audio:
+            return hf.qwen2_audio(self)
+        assert self.size.vision is not None
+        return (
+            hf.internvl(self)
+            if self.size.vision.form == "internvit"
+            else (hf.llava_onevision(self))
         )
 
-    def _vision(self) -> VisionModule:
-        size = self.size
-        return VisionModule(size.vision, size.decoder.width, self.dtype, self.attention_kernel)
 
-    def _audio(self) -> AudioModule:
-        size = self.size
-        return AudioModule(size.audio, size.decoder.width, self.dtype, self.attention_kernel)
+Model = TypeVar("Model", bound=Composed)
+
+
+def made(cls: type[Model], family: Family, size: str, dtype: str, attention_kernel: str) -> Model:
+    """The model of a family of sizes; what the factories in `models/` call.
+
+    Args:
+      size: the name of a composition, names of encoders and a decoder joined by "+" (see
+        `models.sizes`), or, of published models, a folder with a config.json of transformers.
+      dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      attention_kernel: "auto" (by platform), "xla" or "pallas"; see `models.attention`.
+
+    Raises:
+      ValueError: unknown size, dtype or kernel; the message lists the known ones.
+    """
+    found = (folder_size(size, family.kind) if family.kind else None) or family.find(size)
+    kernel = known_kernel(attention_kernel)
+    return cls(found, known_dtype(dtype), attention_kernel=kernel)
 
 
 def known_dtype(name: str) -> jnp.dtype:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from models import generate
-from models.attention import Attend, attend_by, attention, attention_flops
+from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
 from models.loss import cross_entropy, head_logits
@@ -150,6 +150,11 @@ class DecoderModule:
     @property
     def tied(self) -> bool:
         return self.size.tied
+
+    @property
+    def pair_flops(self) -> float:
+        s = self.size
+        return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=True)
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

@@ -1,26 +1,84 @@
-"""What all encoders have in common: three Linen parts, called on the fields that they read."""
+"""What all encoders have in common: a stem, equal pre-norm layers and a connector, as three Linen
+parts that are called on the fields that they read."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.layers import apply, axis_names, init_values
+from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
+from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 
 Array = jax.Array
 Batch = Mapping[str, Array]
+QK_NORM_EPS = 1e-6
 
 
+class BlockForm(NamedTuple):
+    """In what the layers of encoders differ.
+
+    `biases` says whether query, key and value have one, `qk_norm` whether queries and keys are
+    normed over all heads together, `scaled` whether a learnt scale per feature follows each branch.
+    """
+
+    gelu: Callable[[Array], Array]
+    norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
+    biases: tuple[bool, bool, bool] = (True, True, True)
+    qk_norm: bool = False
+    scaled: bool = False
+
+
+class Block(nn.Module):
+    """Pre-norm encoder layer: full attention among tokens of a segment, two-layer MLP."""
+
+    size: Any  # width, n_layers, n_heads, head_dim, mlp, norm_eps
+    form: BlockForm
+    dtype: jnp.dtype
+    attend: Attend = attention
+
+    @nn.compact
+    def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
+        s, form, dtype = self.size, self.form, self.dtype
+        width, heads, mlp = (s.width,), (s.n_heads, s.head_dim), (s.mlp,)
+        embed, head_names = ("embed",), ("heads", None)
+        # Without a scale of their own, this keeps the sum of all branches of order one.
+        residual = (2 * s.n_layers) ** -0.5
+        out_std = None if form.scaled else residual * s.width**-0.5
+        down_std = None if form.scaled else residual * s.mlp**-0.5
+
+        h = form.norm(s.norm_eps, name="attn_norm")(x)
+        q, k, v = (
+            Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
+            for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
+        )
+        if form.qk_norm:
+            q = RMSNorm(QK_NORM_EPS, head_names, name="query_norm")(q)
+            k = RMSNorm(QK_NORM_EPS, head_names, name="key_norm")(k)
+        h = self.attend(q, k, v, segment_ids, causal=False)
+        h = Linear(heads, width, head_names, embed, dtype, True, out_std, name="out")(h)
+        x = x + (LayerScale(name="attn_scale")(h) if form.scaled else h)
+
+        h = form.norm(s.norm_eps, name="mlp_norm")(x)
+        h = form.gelu(Linear(width, mlp, embed, ("mlp",), dtype, True, name="up")(h))
+        h = Linear(mlp, width, ("mlp",), embed, dtype, True, down_std, name="down")(h)
+        return x + (LayerScale(name="mlp_scale")(h) if form.scaled else h)
+
+
+@dataclass(frozen=True)
 class Encoder(ABC):
-    """A stack of equal layers between a stem and a connector."""
+    """An encoder and its connector as the engine sees them; features come out as
+    [items, tokens of an item for the LLM, out_width]."""
 
     size: Any
+    out_width: int
     dtype: jnp.dtype
+    attention_kernel: str = "auto"
 
     @property
     @abstractmethod
@@ -31,11 +89,25 @@ class Encoder(ABC):
     def item_tokens(self) -> int:
         """Tokens that it works on for one item."""
 
+    @property
+    @abstractmethod
+    def form(self) -> BlockForm: ...
+
     @abstractmethod
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct: ...
 
     @abstractmethod
-    def _linen(self, part: str) -> nn.Module: ...
+    def _end(self, part: str) -> nn.Module:
+        """The Linen module of "entry" or "exit"."""
+
+    @property
+    def pair_flops(self) -> float:
+        s = self.size
+        return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=False)
+
+    def segment_ids(self, batch: Batch) -> Array | None:
+        """int [items, tokens]: an item's tokens of one id see each other; None: all do."""
+        return None
 
     @property
     def n_layers(self) -> int:
@@ -45,29 +117,40 @@ class Encoder(ABC):
     def tied(self) -> bool:
         return False
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The Linen module of a part and what its inputs look like."""
-        fields = [self.field_spec(name, 1, 0) for name in self.inputs[part]]
-        hidden = jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype)
-        return self._linen(part), tuple(fields if part == "entry" else [hidden, *fields])
+    def _linen(self, part: str) -> nn.Module:
+        if part == "layers":
+            return Block(self.size, self.form, self.dtype, attend_by(self.attention_kernel))
+        return self._end(part)
+
+    def _example(self, part: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a part is called on."""
+        if part == "entry":
+            return tuple(self.field_spec(name, 1, 0) for name in self.inputs[part])
+        return (jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype),)
 
     def init(self, part: str, key: Array) -> Any:
-        module, args = self._part(part)
-        return init_values(module, key, *args)
+        return init_values(self._linen(part), key, *self._example(part))
 
     def logical_axes(self, part: str) -> Any:
-        module, args = self._part(part)
-        return axis_names(module, *args)
-
-    def _apply(self, part: str, params: Any, batch: Batch, *hidden: Array) -> Array:
-        fields = [batch[name] for name in self.inputs[part]]
-        return apply(self._linen(part), params, *hidden, *fields)
+        return axis_names(self._linen(part), *self._example(part))
 
     def entry(self, params: Any, batch: Batch) -> Array:
-        return self._apply("entry", params, batch)
+        return apply(self._linen("entry"), params, *(batch[n] for n in self.inputs["entry"]))
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return self._apply("layers", params, batch, x)
+        return apply(self._linen("layers"), params, x, self.segment_ids(batch))
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return self._apply("exit", params, batch, x)
+        return apply(self._linen("exit"), params, x)
+
+    def flops(self, part: str, items: int, tokens: int) -> float:
+        """Matrix-product FLOPs of `items`; `tokens` is fixed by the item."""
+        s, n = self.size, self.item_tokens
+        if part == "layers":
+            products = 4 * s.width**2 + 2 * s.width * s.mlp
+            return 2.0 * items * n * products + attention_flops(items, n, s.n_heads, s.head_dim)
+        return self._end_flops(part, items)
+
+    @abstractmethod
+    def _end_flops(self, part: str, items: int) -> float:
+        """FLOPs of "entry" or "exit"."""

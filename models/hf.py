@@ -6,6 +6,7 @@ a tower's map leaves the connector out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from models import hf_config, hf_names, hf_sizes
@@ -22,13 +23,13 @@ INV_FREQ = r".*rotary_emb\.inv_freq"
 
 
 class Composition(Protocol):
-    """A model with a `size` whose `decoder` is the module "llm"."""
+    """A model of `models.composed`."""
 
     @property
     def size(self) -> Any: ...
 
     @property
-    def modules(self) -> Any: ...
+    def modules(self) -> Mapping[str, Any]: ...
 
 
 def _llm(module: DecoderModule, prefix: str) -> list[Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.hf_config import DEFAULTS, Config, rules, side
-from models.sizes import AudioSize, DecoderSize, LlavaSize, Qwen2AudioSize, VisionSize
+from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 
 # ---- a size as a configuration ----
 
@@ -124,36 +124,36 @@ def _inner(config: Config, key: str, kind: str) -> dict[str, Any]:
     return rules(name).read(inner)
 
 
-def read_llava(config: Config) -> LlavaSize:
+def read_llava(config: Config) -> ModelSize:
     """Size of a LLaVA-OneVision configuration."""
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] |= bool(config.get("tie_word_embeddings", False))
     vision = _inner(config, "vision_config", "siglip_vision_model")
-    return LlavaSize(_vision(vision), _decoder(text), "anyres")
+    return ModelSize(_decoder(text), _vision(vision), layout="anyres")
 
 
-def read_internvl(config: Config) -> LlavaSize:
+def read_internvl(config: Config) -> ModelSize:
     """Size of an InternVL configuration."""
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", True))
     vision = _inner(config, "vision_config", "internvl_vision")
-    return LlavaSize(_vision(vision), _decoder(text), "dynamic")
+    return ModelSize(_decoder(text), _vision(vision), layout="dynamic")
 
 
-def read_qwen2_audio(config: Config) -> Qwen2AudioSize:
+def read_qwen2_audio(config: Config) -> ModelSize:
     """Size of a Qwen2-Audio configuration."""
     audio = _inner(config, "audio_config", "qwen2_audio_encoder")
-    return Qwen2AudioSize(_audio(audio), _decoder(_inner(config, "text_config", "qwen2")))
+    return ModelSize(_decoder(_inner(config, "text_config", "qwen2")), audio=_audio(audio))
 
 
-READERS: Mapping[str, Callable[[Config], Any]] = {
+READERS: Mapping[str, Callable[[Config], ModelSize]] = {
     "llava_onevision": read_llava,
     "internvl": read_internvl,
     "qwen2_audio": read_qwen2_audio,
 }
 
 
-def folder_size(folder: str, kind: str) -> Any | None:
+def folder_size(folder: str, kind: str) -> ModelSize | None:
     """The size that a folder's config.json states, None when there is no such file.
 
     Raises:

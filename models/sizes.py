@@ -9,13 +9,9 @@ about as long in the encoder as in the LLM.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
-
-Tower = TypeVar("Tower")
-Size = TypeVar("Size")
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -140,36 +136,20 @@ Layout = Literal["tiles", "anyres", "dynamic"]
 
 
 @dataclass(frozen=True)
-class LlavaSize:
-    """A vision tower joined to a decoder by a two-layer MLP as wide as the decoder."""
+class ModelSize:
+    """A decoder and its encoders: a vision tower, joined by a two-layer MLP as wide as the decoder,
+    a Whisper-form encoder, joined by one linear layer, or both. Of a sound `max_windows` windows
+    are heard (Qwen2-Audio hears the first)."""
 
-    vision: VisionSize
     decoder: DecoderSize
+    vision: VisionSize | None = None
+    audio: AudioSize | None = None
     layout: Layout = "tiles"
+    max_windows: int = 1
 
     def __post_init__(self) -> None:
-        if self.layout == "anyres" and self.vision.merge != 1:
+        if self.layout == "anyres" and self.vision and self.vision.merge != 1:
             raise ValueError(f"the anyres layout needs a token for each patch: {self.vision}")
-
-
-@dataclass(frozen=True)
-class Qwen2AudioSize:
-    """A Whisper-form encoder joined to a decoder by one linear layer."""
-
-    audio: AudioSize
-    decoder: DecoderSize
-
-
-@dataclass(frozen=True)
-class OmniSize:
-    """A vision tower and a Whisper-form encoder, both joined to one decoder; of a sound so many
-    windows are heard."""
-
-    vision: VisionSize
-    audio: AudioSize
-    decoder: DecoderSize
-    layout: Layout = "tiles"
-    max_windows: int = 16
 
 
 def _internvit(
@@ -237,27 +217,29 @@ def _unmerged(size: VisionSize) -> VisionSize:
 # LLaVA-OneVision drops SigLIP's last layer and its final norm (released weights: 26 layers).
 _LLAVA_OV_VISION = dataclasses.replace(VISION["siglip-so400m"], n_layers=26, post_norm=False)
 
-SIZES: Mapping[str, LlavaSize] = {
-    "nano": LlavaSize(VISION["nano"], DECODERS["nano"]),
-    "tiny": LlavaSize(VISION["tiny"], DECODERS["tiny"]),
-    "anyres-nano": LlavaSize(_unmerged(VISION["nano"]), DECODERS["nano"], "anyres"),
+LLAVA: Mapping[str, ModelSize] = {
+    "nano": ModelSize(DECODERS["nano"], VISION["nano"]),
+    "tiny": ModelSize(DECODERS["tiny"], VISION["tiny"]),
+    "anyres-nano": ModelSize(DECODERS["nano"], _unmerged(VISION["nano"]), layout="anyres"),
     **{
-        f"llava-ov-{name.removeprefix('qwen2.5-')}": LlavaSize(_LLAVA_OV_VISION, decoder, "anyres")
+        f"llava-ov-{name.removeprefix('qwen2.5-')}": ModelSize(
+            decoder, _LLAVA_OV_VISION, layout="anyres"
+        )
         for name, decoder in DECODERS.items()
         if name.startswith(("qwen2.5-", "llama3-"))
     },
 }
 
 
-def _internvl(vision: str, decoder: str) -> LlavaSize:
+def _internvl(vision: str, decoder: str) -> ModelSize:
     # InternVL-2.5 adds image tokens to Qwen2.5's vocabulary and unties the head.
     larger = dataclasses.replace(DECODERS[decoder], vocab=151674, tied=False)
-    return LlavaSize(VISION[vision], larger, "dynamic")
+    return ModelSize(larger, VISION[vision], layout="dynamic")
 
 
 # The InternVL-2.5 models whose LLM is Qwen2.5 (the others have InternLM2.5).
-INTERNVL: Mapping[str, LlavaSize] = {
-    "internvl-nano": LlavaSize(VISION["internvit-nano"], DECODERS["nano"], "dynamic"),
+INTERNVL: Mapping[str, ModelSize] = {
+    "internvl-nano": ModelSize(DECODERS["nano"], VISION["internvit-nano"], layout="dynamic"),
     "internvl-2.5-1b": _internvl("internvit-300m", "qwen2.5-0.5b"),
     "internvl-2.5-4b": _internvl("internvit-300m", "qwen2.5-3b"),
     "internvl-2.5-38b": _internvl("internvit-6b", "qwen2.5-32b"),
@@ -265,78 +247,80 @@ INTERNVL: Mapping[str, LlavaSize] = {
 }
 
 
-def _qwen2_audio(audio: str, decoder: str) -> Qwen2AudioSize:
+def _qwen2_audio(audio: str, decoder: str) -> ModelSize:
     # The reference never ties the head.
-    return Qwen2AudioSize(AUDIO[audio], dataclasses.replace(DECODERS[decoder], tied=False))
+    return ModelSize(dataclasses.replace(DECODERS[decoder], tied=False), audio=AUDIO[audio])
 
 
-QWEN2_AUDIO: Mapping[str, Qwen2AudioSize] = {
+QWEN2_AUDIO: Mapping[str, ModelSize] = {
     "qwen2-audio-nano": _qwen2_audio("whisper-nano", "nano"),
     "qwen2-audio-tiny": _qwen2_audio("whisper-tiny", "tiny"),
-    "qwen2-audio-7b": Qwen2AudioSize(AUDIO["whisper-large-v3"], DECODERS["qwen-7b"]),
+    "qwen2-audio-7b": _qwen2_audio("whisper-large-v3", "qwen-7b"),
 }
 
-
-OMNI: Mapping[str, OmniSize] = {
-    "omni-nano": OmniSize(VISION["nano"], AUDIO["whisper-nano"], DECODERS["nano"]),
-    "omni-tiny": OmniSize(VISION["tiny"], AUDIO["whisper-tiny"], DECODERS["tiny"]),
-    "omni-7b": OmniSize(
-        _LLAVA_OV_VISION, AUDIO["whisper-large-v3"], DECODERS["qwen2.5-7b"], "anyres"
+OMNI_WINDOWS = 16
+OMNI: Mapping[str, ModelSize] = {
+    "omni-nano": ModelSize(
+        DECODERS["nano"], VISION["nano"], AUDIO["whisper-nano"], max_windows=OMNI_WINDOWS
+    ),
+    "omni-tiny": ModelSize(
+        DECODERS["tiny"], VISION["tiny"], AUDIO["whisper-tiny"], max_windows=OMNI_WINDOWS
+    ),
+    "omni-7b": ModelSize(
+        DECODERS["qwen2.5-7b"],
+        _LLAVA_OV_VISION,
+        AUDIO["whisper-large-v3"],
+        "anyres",
+        OMNI_WINDOWS,
     ),
 }
 
 
-def _find(
-    name: str,
-    known: Mapping[str, Size],
-    towers: Mapping[str, Tower],
-    join: Callable[[Tower, DecoderSize], Size],
-) -> Size:
-    """The composition called `name`, or TOWER+DECODER for any two rows of the tables."""
-    if name in known:
-        return known[name]
-    tower, plus, decoder = name.partition("+")
-    if plus and tower in towers and decoder in DECODERS:
-        return join(towers[tower], DECODERS[decoder])
-    raise ValueError(
-        f"unknown model size {name!r}; known: {', '.join(known)}; or TOWER+DECODER of "
-        f"{', '.join(towers)} and {', '.join(DECODERS)}"
-    )
+@dataclass(frozen=True)
+class Family:
+    """Compositions of one kind: those with a name, and tables whose rows can be joined.
 
-
-def find(name: str) -> LlavaSize:
-    """A LLaVA-form size by name, or TOWER+DECODER.
-
-    Raises:
-      ValueError: no such size; the message lists the known ones.
+    Attributes:
+      kind: model_type in a config.json of transformers; "": no such folder holds one.
+      tables: field of `ModelSize` -> its rows, in the order of ROW+ROW+...
     """
-    return _find(name, SIZES, _of_form("siglip"), LlavaSize)
 
+    kind: str
+    known: Mapping[str, ModelSize]
+    tables: Mapping[str, Mapping[str, Any]]
+    max_windows: int = 1
 
-def find_internvl(name: str) -> LlavaSize:
-    """An InternVL size by name, or TOWER+DECODER; ValueError as for `find`."""
-    return _find(name, INTERNVL, _of_form("internvit"), partial(LlavaSize, layout="dynamic"))
+    def find(self, name: str) -> ModelSize:
+        """The composition called `name`, or ROW+ROW+... with a row of each table.
 
-
-def find_qwen2_audio(name: str) -> Qwen2AudioSize:
-    """A Qwen2-Audio size by name, or TOWER+DECODER; ValueError as for `find`."""
-    return _find(name, QWEN2_AUDIO, AUDIO, Qwen2AudioSize)
-
-
-def find_omni(name: str) -> OmniSize:
-    """A size of three modules by name, or VISION+AUDIO+DECODER; ValueError as for `find`."""
-    vision, _, rest = name.partition("+")
-    audio, _, decoder = rest.partition("+")
-    if name in OMNI:
-        return OMNI[name]
-    if vision in VISION and audio in AUDIO and decoder in DECODERS:
-        layout: Layout = "dynamic" if VISION[vision].form == "internvit" else "tiles"
-        return OmniSize(VISION[vision], AUDIO[audio], DECODERS[decoder], layout)
-    raise ValueError(
-        f"unknown model size {name!r}; known: {', '.join(OMNI)}; or VISION+AUDIO+DECODER of "
-        f"{', '.join(VISION)}; {', '.join(AUDIO)}; {', '.join(DECODERS)}"
-    )
+        Raises:
+          ValueError: no such size; the message lists the known ones.
+        """
+        if name in self.known:
+            return self.known[name]
+        rows = name.split("+")
+        tables = list(self.tables.items())
+        if len(rows) == len(tables) and all(r in t for r, (_, t) in zip(rows, tables)):
+            parts = {field: table[r] for r, (field, table) in zip(rows, tables)}
+            form = parts["vision"].form if "vision" in parts else ""
+            layout: Layout = "dynamic" if form == "internvit" else "tiles"
+            return ModelSize(**parts, layout=layout, max_windows=self.max_windows)
+        joined = " + ".join(f"({', '.join(table)})" for _, table in tables)
+        raise ValueError(
+            f"unknown model size {name!r}; known: {', '.join(self.known)}; or one of each of "
+            f"{joined}"
+        )
 
 
 def _of_form(form: str) -> dict[str, VisionSize]:
     return {name: size for name, size in VISION.items() if size.form == form}
+
+
+LLAVA_FAMILY = Family("llava_onevision", LLAVA, {"vision": _of_form("siglip"), "decoder": DECODERS})
+INTERNVL_FAMILY = Family(
+    "internvl", INTERNVL, {"vision": _of_form("internvit"), "decoder": DECODERS}
+)
+QWEN2_AUDIO_FAMILY = Family("qwen2_audio", QWEN2_AUDIO, {"audio": AUDIO, "decoder": DECODERS})
+OMNI_FAMILY = Family(
+    "", OMNI, {"vision": VISION, "audio": AUDIO, "decoder": DECODERS}, OMNI_WINDOWS
+)

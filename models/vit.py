@@ -1,7 +1,7 @@
-"""Vision tower: patches, pre-norm encoder, connector as exit.
+"""Vision towers: patches, pre-norm encoder, connector as exit. An item is a tile.
 
-The parts here are of SigLIP form (arXiv 2303.15343), those of InternViT stand in
-`models/internvit.py`. Full attention within a tile; an item is a tile.
+Two forms: SigLIP (arXiv 2303.15343) and InternViT (arXiv 2312.14238, 2412.05271), which has a class
+token, layer scale and, in the 6B tower, RMSNorm and normed queries and keys.
 """
 
 from __future__ import annotations
@@ -12,21 +12,48 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from models.attention import Attend, attend_by, attention, attention_flops
 from models.connector import Connector, connector_flops
-from models.encoder import Encoder
-from models.internvit import InternVitBlock, InternVitEntry
-from models.layers import LayerNorm, Linear, named, normal
-from models.patches import patchify
+from models.encoder import BlockForm, Encoder
+from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named, normal
 from models.sizes import VisionSize
 
 Array = jax.Array
-Batch = Mapping[str, Array]
+
+# Of ImageNet's pixels, red, green, blue.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+def patchify(pixels: Array, patch_px: int) -> Array:
+    """[items, px, px, channels] -> [items, patches, patch_px^2 * channels], patches in row order.
+
+    Each patch is flattened (row, column, channel); pixels beyond the last whole patch are left out,
+    as a convolution with stride `patch_px` and no padding does.
+    """
+    items, height, width, channels = pixels.shape
+    rows, cols = height // patch_px, width // patch_px
+    x = pixels[:, : rows * patch_px, : cols * patch_px]
+    x = x.reshape(items, rows, patch_px, cols, patch_px, channels).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(items, rows * cols, patch_px * patch_px * channels)
+
+
+def _normalised(patches: Array, size: VisionSize) -> Array:
+    """Float32 colours, as the tower was trained on them."""
+    x = patches.astype(jnp.float32)
+    if size.form == "siglip":
+        return x / 127.5 - 1.0  # mean 0.5, std 0.5
+    # Colours are the innermost of a patch's features.
+    mean, std = (
+        np.tile(np.array(c, np.float32), size.patch_px**2)[None, None] for c in (MEAN, STD)
+    )
+    return (x / 255.0 - mean) / std
 
 
 class EntryModule(nn.Module):
-    """uint8 pixels -> patch embeddings plus learned positions."""
+    """uint8 pixels -> patch embeddings, behind a class token in the internvit form, plus learned
+    positions."""
 
     size: VisionSize
     dtype: jnp.dtype
@@ -34,56 +61,25 @@ class EntryModule(nn.Module):
     @nn.compact
     def __call__(self, pixels: Array) -> Array:
         s = self.size
-        x = patchify(pixels, s.patch_px).astype(jnp.float32) / 127.5 - 1.0  # mean 0.5, std 0.5
-        patch = Linear(
-            (x.shape[-1],), (s.width,), (None,), ("embed",), self.dtype, bias=True, name="patch"
-        )
-        init = named(normal(s.width**-0.5), None, "embed")
-        position = self.param("position", init, (s.patches_per_tile, s.width), jnp.float32)
-        return patch(x.astype(self.dtype)) + position.astype(self.dtype)[None]
-
-
-class Block(nn.Module):
-    """Pre-norm encoder layer: multi-head attention with biases, GELU (tanh form) MLP."""
-
-    size: VisionSize
-    dtype: jnp.dtype
-    attend: Attend = attention
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        s, dtype = self.size, self.dtype
-        width, heads, mlp = (s.width,), (s.n_heads, s.head_dim), (s.mlp,)
-        embed, head_names = ("embed",), ("heads", None)
-        residual = (2 * s.n_layers) ** -0.5  # keeps the sum of all branches of order one
-
-        h = LayerNorm(s.norm_eps, name="attn_norm")(x)
-        q, k, v = (
-            Linear(width, heads, embed, head_names, dtype, bias=True, name=name)(h)
-            for name in ("query", "key", "value")
-        )
-        h = self.attend(q, k, v, None, causal=False)
-        std = residual * s.width**-0.5
-        x = x + Linear(heads, width, head_names, embed, dtype, bias=True, std=std, name="out")(h)
-
-        h = LayerNorm(s.norm_eps, name="mlp_norm")(x)
-        h = jax.nn.gelu(Linear(width, mlp, embed, ("mlp",), dtype, bias=True, name="up")(h))
-        std = residual * s.mlp**-0.5
-        return x + Linear(mlp, width, ("mlp",), embed, dtype, bias=True, std=std, name="down")(h)
+        x = _normalised(patchify(pixels, s.patch_px), s).astype(self.dtype)
+        fan_in, width = (x.shape[-1],), (s.width,)
+        x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
+        init = normal(s.width**-0.5)
+        if s.form == "internvit":
+            token = self.param("class_token", named(init, "embed"), width, jnp.float32)
+            first = jnp.broadcast_to(token.astype(self.dtype), (x.shape[0], 1, s.width))
+            x = jnp.concatenate([first, x], axis=1)
+        shape = (s.tokens_in_tower, s.width)
+        position = self.param("position", named(init, None, "embed"), shape, jnp.float32)
+        return x + position.astype(self.dtype)[None]
 
 
 @dataclass(frozen=True)
 class VisionModule(Encoder):
-    """The tower and its connector as the engine sees them.
-
-    Features come out as [tiles, tokens_per_tile, out_width]. The tower's final norm, if any, is
-    part of the exit and so freezes with the connector.
-    """
+    """See `Encoder`; the tower's final norm, if any, is part of the exit and so freezes with the
+    connector."""
 
     size: VisionSize
-    out_width: int
-    dtype: jnp.dtype
-    attention_kernel: str = "auto"
 
     @property
     def item_tokens(self) -> int:
@@ -97,6 +93,14 @@ class VisionModule(Encoder):
     def freeze_groups(self) -> Mapping[str, str]:
         return {"entry": "vision", "layers": "vision", "exit": "connector"}
 
+    @property
+    def form(self) -> BlockForm:
+        s = self.size
+        if s.form == "siglip":
+            return BlockForm(jax.nn.gelu)
+        norm = RMSNorm if s.rms_norm else LayerNorm
+        return BlockForm(exact_gelu, norm, (s.qkv_bias,) * 3, s.qk_norm, scaled=True)
+
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of `pixels` for `items` tiles; `tokens` is fixed by the tile."""
         if name != "pixels":
@@ -104,24 +108,13 @@ class VisionModule(Encoder):
         px = self.size.tile_px
         return jax.ShapeDtypeStruct((items, px, px, 3), jnp.uint8)
 
-    def _linen(self, part: str) -> nn.Module:
-        s, dtype = self.size, self.dtype
-        if part == "exit":
-            return Connector(s, self.out_width, dtype)
+    def _end(self, part: str) -> nn.Module:
         if part == "entry":
-            return EntryModule(s, dtype) if s.form == "siglip" else InternVitEntry(s, dtype)
-        block = Block if s.form == "siglip" else InternVitBlock
-        return block(s, dtype, attend_by(self.attention_kernel))
+            return EntryModule(self.size, self.dtype)
+        return Connector(self.size, self.out_width, self.dtype)
 
-    def flops(self, part: str, items: int, tokens: int) -> float:
-        """Matrix-product FLOPs of `items` tiles; `tokens` is fixed by the tile."""
+    def _end_flops(self, part: str, items: int) -> float:
         s = self.size
-        n = float(items * s.tokens_in_tower)
         if part == "entry":
             return 2.0 * items * s.patches_per_tile * 3 * s.patch_px**2 * s.width
-        if part == "layers":
-            products = 4 * s.width**2 + 2 * s.width * s.mlp
-            return 2 * n * products + attention_flops(
-                items, s.tokens_in_tower, s.n_heads, s.head_dim
-            )
         return connector_flops(s, self.out_width, items)

@@ -79,10 +79,11 @@ def ranking(result: SearchResult, explain: bool) -> Table:
 
 def chosen(result: SearchResult) -> str:
     """The plan in a line, with the buckets that it got at last."""
+    from dflop_jax.report.summary import submesh_rows
+
     plan = result.plan
     meshes = ", ".join(
-        f"{m.name} {m.stage}x{m.data}x{m.model} on devices {m.first}-{m.devices.stop - 1}"
-        for m in plan.submeshes
+        f"{name} {shape} on devices {devices}" for name, devices, shape, _ in submesh_rows(plan)
     )
     buckets = ", ".join(b.name for b in plan.buckets)
     return (

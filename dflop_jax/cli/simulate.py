@@ -28,8 +28,9 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.record_files import load, save
     from dflop_jax.records import Plan
+    from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED
-    from dflop_jax.report.timeline import Panel, draw_timeline, segment_modules
+    from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.sim.pipeline import simulate_schedules
     from dflop_jax.train import planning, prepare, profiling
@@ -53,9 +54,7 @@ def run(args: argparse.Namespace) -> Any:
     if not (folder / PLAN).exists():  # that of a run stays
         save(plan, folder / PLAN)
         save(profile, folder / PROFILE)
-    submeshes = tuple(m.name for m in plan.submeshes)
-    panel = Panel(f"{plan.policy}, simulated", trace, segment_modules(plan), submeshes)
-    draw_timeline([panel], folder / "simulated.png")
+    draw([panel_of(plan, trace, f"{plan.policy}, simulated")], {}, folder / "simulated.png")
     summary = {
         "makespan_s": trace.makespan_s,
         "step_s": trace.makespan_s / args.batches,

@@ -73,7 +73,8 @@ def roofline_profile(
             )
         into = (edge for edge in edges_of(model) if edge.target == name and edge.enters < 0)
         placed = tuple(dict.fromkeys(edge.name for edge in into))
-        predictors = [_Predictor(module, placed, ways, hardware, e) for ways in degrees]
+        alone = name in model.piece_tokens
+        predictors = [_Predictor(module, placed, ways, hardware, e, alone) for ways in degrees]
         timings += [p.timing(name, shape) for p in predictors for shape in shapes[name]]
         entry_share[name] = predictors[0].entry_share(shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
@@ -97,13 +98,14 @@ _PAIR_BACKWARD = 3.5
 @dataclass(frozen=True)
 class _Predictor:
     """Seconds and bytes of one module at one tensor-parallel degree; edges fill the fields `placed`
-    of its entry."""
+    of its entry, and `alone` says whether a row is one piece: what pads rows then costs as much."""
 
     module: Module
     placed: Names
     ways: int
     hardware: Hardware
     efficiency: Efficiency
+    alone: bool = False
 
     def part_s(self, part: str, direction: str, shape: Shape) -> float:
         kernels = part_kernels(self.module, part, direction, shape, self.ways, self.placed)
@@ -115,8 +117,10 @@ class _Predictor:
 
     def layer_s(self, direction: str, shape: Shape) -> float:
         """Seconds of a layer; without attention over whole rows where its kernel skips that."""
-        if not pair_flops_of(self.module):
-            return self.part_s("layers", direction, shape)
+        if self.alone or not pair_flops_of(self.module):
+            times = _PAIR_BACKWARD if direction == BACKWARD else 1.0
+            pairs = shape.size * shape.tokens  # of kernels whose products the trace does not show
+            return self.part_s("layers", direction, shape) + times * pairs * self.pair_s(shape)
         if shape.tokens > _ROW:  # what else a layer does with scores of whole rows goes, too
             shape = Shape(-(-shape.size // _ROW), _ROW)
         kernels = part_kernels(self.module, "layers", direction, shape, self.ways)
@@ -138,7 +142,7 @@ class _Predictor:
 
     def timing(self, name: str, shape: Shape) -> LayerTiming:
         work = work_of(self.module, shape, self.ways, placed=self.placed)
-        pair_s = self.pair_s(shape)
+        pair_s = 0.0 if self.alone else self.pair_s(shape)
         return LayerTiming(
             module=name,
             model=self.ways,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.colors import to_rgb
-
 from dflop_jax.records import REDUCE, RETURN, SEND, UPDATE
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
@@ -52,6 +50,6 @@ def palette(modules: Sequence[str]) -> Palette:
 
 
 def luminance(colour: str) -> float:
-    """How bright a colour looks, from 0 to 1."""
-    r, g, b = to_rgb(colour)
-    return 0.299 * r + 0.587 * g + 0.114 * b
+    """How bright a colour "#rrggbb" looks, from 0 to 1."""
+    r, g, b = bytes.fromhex(colour[1:])
+    return (0.299 * r + 0.587 * g + 0.114 * b) / 255

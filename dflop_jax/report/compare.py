@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from dflop_jax.report.panels import Panel
 from dflop_jax.report.summary import (
     RunSummary,
     figures,
@@ -19,7 +20,6 @@ from dflop_jax.report.summary import (
     summarise,
     trace_panels,
 )
-from dflop_jax.report.timeline import Panel, draw_comparison
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 
@@ -33,11 +33,13 @@ def compare(folders: Sequence[Path], out: Path) -> Table:
     Raises:
       ValueError: no folder, or one that is not a run folder with at least a step.
     """
+    from dflop_jax.report.timeline import draw
+
     runs = _runs(folders)
     panels = [p for name, (folder, _) in runs.items() for p in _chosen(folder, name)]
     curves = {name: loss_curve(folder) for name, (folder, _) in runs.items()}
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(panels, curves, out)
+    draw(panels, curves, out)
 
     table = Table()
     table.add_column("figure")

@@ -20,16 +20,17 @@ from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
 from dflop_jax.report.colours import DARK, INK, luminance
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
+from dflop_jax.report.panels import Panel, label_of, legend_entries, panel_of, rows_of
 from dflop_jax.report.run_folder import SIMULATED, TRACE, has_steps, read_plan
-from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, number, summarise
-from dflop_jax.report.timeline import (
-    Panel,
-    label_of,
-    legend_entries,
-    rows_of,
-    segment_modules,
+from dflop_jax.report.summary import (
+    RunSummary,
+    bucket_text,
+    label_texts,
+    number,
+    submesh_rows,
+    summarise,
 )
-from dflop_jax.report.trace import read_labelled
+from dflop_jax.report.trace import read_trace
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
@@ -110,14 +111,12 @@ def _read(name: str, folder: Path) -> _Run:
     # Without a trace there is nothing to show of a run without steps: the error says what to do.
     summary = summarise(folder) if not files or has_steps(folder) else None
     plan = read_plan(folder)
-    submeshes = [m.name for m in plan.submeshes]
     traces = []
     for file in files:
-        for trace, labels in read_labelled(folder / file):
+        for trace, labels in read_trace(folder / file):
             title = titles[file].format(name=name, step=trace.step, source=trace.source)
-            panel = Panel(title, trace, segment_modules(plan), submeshes)
             if trace.makespan_s > 0:
-                traces.append((panel, labels))
+                traces.append((panel_of(plan, trace, title), labels))
     return _Run(name, folder, plan, summary, traces)
 
 
@@ -148,31 +147,13 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
 
 def _plan(run: _Run) -> dict[str, Any]:
     plan = run.plan
-    layers = {
-        m.name: [
-            f"{s.module} {_span(s.start, s.stop)}" for s in plan.segments if s.submesh == m.name
-        ]
-        for m in plan.submeshes
-    }
     return {
         "name": run.name,
         "text": f"policy {plan.policy} · order {plan.order}, lookahead {plan.lookahead} · "
         f"{plan.grouping} grouping, {plan.group_size} a group",
-        "submeshes": [
-            (
-                m.name,
-                _span(m.first, m.devices.stop),
-                " × ".join(map(str, m.shape)),
-                ", ".join(layers[m.name]) or "none",
-            )
-            for m in plan.submeshes
-        ],
+        "submeshes": submesh_rows(plan),
         "buckets": [bucket_text(b) for b in plan.buckets],
     }
-
-
-def _span(first: int, stop: int) -> str:
-    return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
 
 
 def _panel(

@@ -238,4 +238,4 @@ def read_plan(folder: str | Path) -> Plan:
 def read_traces(folder: str | Path) -> list[Trace]:
     """Traces of a run; empty when it wrote none (a run that was killed early)."""
     path = Path(folder) / TRACE
-    return read_trace(path) if path.exists() else []
+    return [trace for trace, _ in read_trace(path)] if path.exists() else []

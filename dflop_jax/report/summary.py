@@ -15,8 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import Bucket, Plan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Plan, Shape
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
+from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     LOSS,
     SUMMARY,
@@ -26,7 +27,6 @@ from dflop_jax.report.run_folder import (
     read_plan,
     read_traces,
 )
-from dflop_jax.report.timeline import Panel, draw_losses, draw_timeline, segment_modules
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def summarise(folder: str | Path) -> RunSummary:
         loss_first=losses[0],
         loss_last=losses[-1],
         n_bad=int(np.nansum(column(rows, "n_bad"))),
-        submeshes=[_submesh(plan, m) for m in plan.submeshes],
+        submeshes=_submesh_texts(plan),
         buckets=[bucket_text(b) for b in plan.buckets],
     )
 
@@ -123,12 +123,31 @@ def bucket_text(bucket: Bucket) -> str:
     return ", ".join(shape_text(m, s) for m, s in bucket.shapes) + " tokens"
 
 
-def _submesh(plan: Plan, m: SubmeshPlan) -> str:
-    layers = [f"{s.module} {s.start}-{s.stop - 1}" for s in plan.segments if s.submesh == m.name]
-    return (
-        f"{m.name}: devices {m.first}-{m.devices.stop - 1} as stage {m.stage} x data {m.data} "
-        f"x model {m.model}, layers {', '.join(layers) or 'none'}"
-    )
+def submesh_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """(name, devices, stages x data x model, layers) of each submesh."""
+    layers: dict[str, list[str]] = {m.name: [] for m in plan.submeshes}
+    for s in plan.segments:
+        layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}")
+    return [
+        (
+            m.name,
+            _span(m.first, m.devices.stop),
+            " × ".join(map(str, m.shape)),
+            ", ".join(layers[m.name]) or "none",
+        )
+        for m in plan.submeshes
+    ]
+
+
+def _span(first: int, stop: int) -> str:
+    return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
+
+
+def _submesh_texts(plan: Plan) -> list[str]:
+    return [
+        f"{name}: devices {devices} as stage × data × model {shape}, layers {layers}"
+        for name, devices, shape, layers in submesh_rows(plan)
+    ]
 
 
 def figures(s: RunSummary) -> list[tuple[str, str]]:
@@ -204,14 +223,16 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
 
 def write_summary(folder: str | Path) -> RunSummary:
     """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
+    from dflop_jax.report.timeline import draw
+
     path = Path(folder)
     summary = summarise(path)
     pictures = []
     panels = trace_panels(path, summary.name)
     if panels:
-        draw_timeline(panels, path / TIMELINE)
+        draw(panels, {}, path / TIMELINE)
         pictures.append(TIMELINE)
-    draw_losses({summary.name: loss_curve(path)}, path / LOSS)
+    draw([], {summary.name: loss_curve(path)}, path / LOSS)
     (path / SUMMARY).write_text(markdown(summary, [*pictures, LOSS]), encoding="utf-8")
     return summary
 
@@ -219,9 +240,8 @@ def write_summary(folder: str | Path) -> RunSummary:
 def trace_panels(folder: Path, name: str) -> list[Panel]:
     """Panels of a run's traces that hold an event, modules named from its plan."""
     plan = read_plan(folder)
-    modules, submeshes = segment_modules(plan), [m.name for m in plan.submeshes]
     return [
-        Panel(f"{name}, step {t.step}, {t.source}", t, modules, submeshes)
+        panel_of(plan, t, f"{name}, step {t.step}, {t.source}")
         for t in read_traces(folder)
         if t.makespan_s > 0
     ]

@@ -2,14 +2,14 @@
 
 A timeline has one panel per trace, all under one time axis: a row per submesh, a bar per task
 coloured by module and direction, the group's number inside, idle time left light, and the busy
-share of each submesh at the right.
+share of each submesh at the right. Import this module where a picture is drawn: matplotlib takes
+a second to load.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,88 +19,36 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Plan, Trace
-from dflop_jax.report.colours import (
-    DIRECTION_COLOURS,
-    FAINT,
-    IDLE,
-    INK,
-    MODULE_COLOURS,
-    Palette,
-    luminance,
-    palette,
-)
+from dflop_jax.records import Event
+from dflop_jax.report.colours import FAINT, IDLE, INK, Palette, luminance, palette
+from dflop_jax.report.panels import Panel, colour_of, legend_entries, modules_of, rows_of
 
 WIDTH_PX, DPI = 1400, 100
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
 LEFT_IN, RIGHT_IN = 1.35, 0.85
 LEGEND_COLUMNS = 8
 BAR = 0.80  # height of a bar in a row of height 1
+Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A trace to draw: its title, the module of each segment (default: from the segment's name)
-    and submeshes that get a row even when they stay idle."""
-
-    title: str
-    trace: Trace
-    modules: Mapping[str, str] = field(default_factory=dict)
-    submeshes: Sequence[str] = ()
-
-
-def segment_modules(plan: Plan) -> dict[str, str]:
-    """Module of each segment, for `Panel.modules`."""
-    return {s.name: s.module for s in plan.segments}
-
-
-def draw_timeline(panels: Sequence[Panel], out: str | Path) -> None:
-    """Draw panels under one common time axis to a PNG.
+def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], out: str | Path) -> None:
+    """Draw panels under one time axis and, below them, the loss curves by run, to a PNG; either
+    part may be empty.
 
     Raises:
-      ValueError: no panel, or none that holds an event.
+      ValueError: neither a curve nor a panel, or panels without an event.
     """
     foot = _foot_height(panels)
-    fig = _figure(_panels_height(panels) + foot)
-    _draw_panels(fig, panels, bottom_in=foot)
-    _legend(fig, panels)
+    below = LOSS_IN if curves else 0.0
+    above = _panels_height(panels) + foot if panels or not curves else 0.0
+    fig = Figure(figsize=(WIDTH_PX / DPI, above + below), facecolor="white")
+    if above:
+        _draw_panels(fig, panels, bottom_in=below + foot)
+        _legend(fig, panels, bottom_in=below)
+    if below:
+        _draw_loss_axes(fig, curves)
     fig.savefig(out, dpi=DPI)
-
-
-def draw_losses(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], out: Path) -> None:
-    """Draw loss over step, one named (steps, losses) curve per run, to a PNG."""
-    fig = _figure(LOSS_IN + 0.6)
-    _draw_loss_axes(fig, curves, bottom_in=0.0, height_in=LOSS_IN + 0.6)
-    fig.savefig(out, dpi=DPI)
-
-
-def draw_comparison(
-    panels: Sequence[Panel],
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    out: str | Path,
-) -> None:
-    """Timelines under one time axis and, below, the loss curves; either part may be empty."""
-    foot = _foot_height(panels)
-    above = _panels_height(panels) + foot if panels else 0.0
-    fig = _figure(above + LOSS_IN)
-    if panels:
-        _draw_panels(fig, panels, bottom_in=LOSS_IN + foot)
-        _legend(fig, panels, bottom_in=LOSS_IN)
-    _draw_loss_axes(fig, curves, bottom_in=0.0, height_in=LOSS_IN)
-    fig.savefig(out, dpi=DPI)
-
-
-def _figure(height_in: float) -> Figure:
-    return Figure(figsize=(WIDTH_PX / DPI, height_in), facecolor="white")
-
-
-def rows_of(panel: Panel) -> list[str]:
-    """Submeshes from top to bottom: in the order in which they first work, idle ones last."""
-    first: dict[str, float] = dict.fromkeys(panel.submeshes, math.inf)
-    for e in panel.trace.events:
-        first[e.submesh] = min(first.get(e.submesh, math.inf), e.start_s)
-    return sorted(first, key=lambda name: (first[name], name))
 
 
 def _panels_height(panels: Sequence[Panel]) -> float:
@@ -198,59 +146,15 @@ def _draw_bars(
     ax.add_collection(bars)
 
 
-def module_of(segment: str, modules: Mapping[str, str]) -> str:
-    """Return the segment's module; without a plan, the known module its name starts with."""
-    if segment in modules:
-        return modules[segment]
-    return next((m for m in MODULE_COLOURS if segment.startswith(m)), segment)
-
-
-def modules_of(panels: Sequence[Panel]) -> list[str]:
-    """Modules of all panels in the order of their plans, then those that only traces name."""
-    planned = [m for p in panels for m in p.modules.values()]
-    traced = [module_of(e.segment, p.modules) for p in panels for e in p.trace.events]
-    return list(dict.fromkeys([*planned, *traced]))
-
-
-def colour_of(e: Event, modules: Mapping[str, str], colours: Palette) -> str:
-    """Return the colour of a task's bar."""
-    if e.direction in DIRECTION_COLOURS:
-        return DIRECTION_COLOURS[e.direction]
-    return colours[module_of(e.segment, modules)][e.direction == BACKWARD]
-
-
 def _number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
-
-
-def label_of(e: Event, modules: Mapping[str, str]) -> str:
-    """Return what the legend calls a task."""
-    if e.direction in DIRECTION_COLOURS:
-        return e.direction
-    return f"{module_of(e.segment, modules)} {e.direction}"
-
-
-def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Label -> colour of all that is drawn: modules in their order, sends and per-step tasks,
-    idle."""
-    colours = palette(modules_of(panels))
-    labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
-    rank = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
-    entries = {
-        label_of(e, p.modules): colour_of(e, p.modules, colours)
-        for p in panels
-        for e in p.trace.events
-    }
-    return {label: entries[label] for label in sorted(entries, key=lambda x: rank.get(x, -1))} | {
-        "idle": IDLE
-    }
 
 
 def _foot_height(panels: Sequence[Panel]) -> float:
     return FOOT_IN + 0.2 * math.ceil(len(legend_entries(panels)) / LEGEND_COLUMNS)
 
 
-def _legend(fig: Figure, panels: Sequence[Panel], bottom_in: float = 0.0) -> None:
+def _legend(fig: Figure, panels: Sequence[Panel], bottom_in: float) -> None:
     entries = legend_entries(panels)
     edge = {"idle": "#cbd2d9"}
     fig.legend(
@@ -265,13 +169,8 @@ def _legend(fig: Figure, panels: Sequence[Panel], bottom_in: float = 0.0) -> Non
     )
 
 
-def _draw_loss_axes(
-    fig: Figure,
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    bottom_in: float,
-    height_in: float,
-) -> None:
-    ax = _axes(fig, bottom_in + 0.6, height_in - 1.0)
+def _draw_loss_axes(fig: Figure, curves: Mapping[str, Curve]) -> None:
+    ax = _axes(fig, 0.6, LOSS_IN - 1.0)
     for i, (name, (steps, losses)) in enumerate(curves.items()):
         colour = LINE_COLOURS[i % len(LINE_COLOURS)]
         marker = "o" if len(steps) == 1 else ""

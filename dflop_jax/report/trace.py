@@ -12,28 +12,9 @@ from typing import Any
 
 import msgspec
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    REDUCE,
-    RETURN,
-    SEND,
-    UPDATE,
-    Event,
-    Group,
-    Schedule,
-    Trace,
-)
+from dflop_jax.records import Event, Group, Schedule, Trace
 
-# Colour names of chrome://tracing, which ignores slice names.
-_COLOURS = {
-    FORWARD: "thread_state_running",
-    BACKWARD: "rail_response",
-    REDUCE: "grey",
-    UPDATE: "generic_work",
-    SEND: "thread_state_runnable",
-    RETURN: "thread_state_runnable",
-}
+Labelled = tuple[Trace, dict[int, str]]  # a trace and the labels of its groups
 
 
 def group_label(group: Group) -> str:
@@ -76,14 +57,13 @@ def _slice(pid: int, tid: int, e: Event, labels: Mapping[int, str]) -> dict[str,
         "tid": tid,
         "name": f"{e.segment} {e.direction}",
         "cat": e.direction,
-        "cname": _COLOURS.get(e.direction, "grey"),
         "ts": start_ns / 1e3,
         "dur": (end_ns - start_ns) / 1e3,
         "args": args,
     }
 
 
-def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
+def from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
     """Return the traces that `to_chrome` wrote; times come back to within a nanosecond.
 
     Raises:
@@ -96,6 +76,7 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
         if e["name"] == "thread_name"
     }
     events: list[list[Event]] = [[] for _ in heads]
+    labels: list[dict[int, str]] = [{} for _ in heads]
     for e in obj["traceEvents"]:
         if e["ph"] != "X":
             continue
@@ -111,17 +92,12 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Trace]:
                 end_s=end_ns / 1e9,
             )
         )
-    return [Trace(h["step"], h["source"], tuple(ev)) for h, ev in zip(heads, events, strict=True)]
-
-
-def labels_of(obj: Mapping[str, Any]) -> list[dict[int, str]]:
-    """Return the labels of the groups of every trace that `to_chrome` wrote, as far as it had
-    them."""
-    labels: list[dict[int, str]] = [{} for _ in obj["otherData"]["traces"]]
-    for e in obj["traceEvents"]:
-        if "bucket" in e["args"]:
-            labels[e["pid"]][e["args"]["group"]] = e["args"]["bucket"]
-    return labels
+        if "bucket" in task:
+            labels[e["pid"]][task["group"]] = task["bucket"]
+    return [
+        (Trace(h["step"], h["source"], tuple(own)), called)
+        for h, own, called in zip(heads, events, labels, strict=True)
+    ]
 
 
 def write_trace(
@@ -131,18 +107,15 @@ def write_trace(
     Path(path).write_bytes(msgspec.json.encode(to_chrome(traces, labels)))
 
 
-def read_trace(path: str | Path) -> list[Trace]:
-    """Return the traces of a trace.json; ValueError when it is missing or not one of ours."""
-    return [trace for trace, _ in read_labelled(path)]
+def read_trace(path: str | Path) -> list[Labelled]:
+    """Return the traces of a trace.json, each with the labels of its groups.
 
-
-def read_labelled(path: str | Path) -> list[tuple[Trace, dict[int, str]]]:
-    """Return the traces of a trace.json, each with the labels of its groups; ValueError as
-    `read_trace`."""
+    Raises:
+      ValueError: the file is missing, or is not one of ours.
+    """
     remedy = "train again, or delete it to report without a timeline"
     try:
-        obj = msgspec.json.decode(Path(path).read_bytes())
-        return list(zip(from_chrome(obj), labels_of(obj), strict=True))
+        return from_chrome(msgspec.json.decode(Path(path).read_bytes()))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except (msgspec.DecodeError, KeyError, TypeError, IndexError, ValueError) as e:

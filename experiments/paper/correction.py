@@ -5,8 +5,9 @@ Minutes:  about 1 alone; under 1 after `throughput` in the same process
 Paper:    shapes that deviate are penalised; monitoring stays on only while its gain exceeds its
           overhead of about 4% of a step
 
-The plan is DFLOP's with static buckets. On the pretended hardware every program of one shape takes
-1.6 times its prediction. The rule is the one this runtime has (dflop_jax/schedule/correction.py).
+The plan is DFLOP's with static buckets; to one bucket smaller ones are added, so that samples have
+a choice. On the pretended hardware every program of one shape takes 1.6 times its prediction. The
+rule is the one this runtime has (dflop_jax/schedule/correction.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.plan.pricing import plan_prices
-from dflop_jax.records import Plan, Price, Prices, Schedule, Shape
+from dflop_jax.records import Bucket, Plan, Price, Prices, Schedule, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
@@ -31,7 +32,7 @@ from dflop_jax.schedule.correction import (
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data
 from experiments.paper.common import Result, main, percent, say
-from experiments.paper.static import planned
+from experiments.paper.static import TOKEN_MULTIPLE, planned
 from experiments.paper.systems import LLAVA, Setup, profile_of
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
@@ -40,6 +41,26 @@ SLOW = 1.6
 GLOBAL_BATCH = 256
 OVERHEAD = 0.04  # of a step, while stage times are sampled
 WORK = 1000
+PARTS = (0.85, 0.7, 0.5)  # of a plan's only bucket
+
+
+def several_buckets(plan: Plan) -> Plan:
+    """The plan, with smaller buckets beside its only one."""
+    if len(plan.buckets) > 1:
+        return plan
+    (largest,) = plan.buckets
+    last = plan.modules[-1]
+    smaller = [
+        Bucket.of({m: _scaled(s, part, whole_rows=m != last) for m, s in largest.shapes})
+        for part in PARTS
+    ]
+    return replace(plan, buckets=(largest, *smaller))
+
+
+def _scaled(shape: Shape, part: float, *, whole_rows: bool) -> Shape:
+    if whole_rows:
+        return Shape(max(1, round(part * shape.rows)), shape.tokens)
+    return Shape(shape.rows, TOKEN_MULTIPLE * round(part * shape.tokens / TOKEN_MULTIPLE))
 
 
 def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
@@ -53,7 +74,7 @@ def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
 
 
 def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
-    plan = planned(setup).plan
+    plan = several_buckets(planned(setup).plan)
     names = [s.name for s in plan.segments]
     predicted = plan_prices(plan, profile_of(setup))
     batches = data.batches(setup.mixture, setup.layout, GLOBAL_BATCH, BATCHES, 5)

@@ -25,6 +25,7 @@ from experiments.paper.common import (
 )
 from experiments.paper.systems import CLUSTER, Setup, profile_of
 
+TOKEN_MULTIPLE = 128
 CONFIG = PlanConfig(
     policy="dflop",
     effort="quick",
@@ -59,7 +60,7 @@ def planned(setup: Setup, n_devices: int = 64, global_batch: int = 256) -> Plann
         config=CONFIG,
         memory_bytes=MEMORY_SHARE * CLUSTER.memory_bytes,
         hardware=CLUSTER,
-        token_multiple=128,
+        token_multiple=TOKEN_MULTIPLE,
     )
     return Planned(found.plan, time.perf_counter() - start_s, found.n_candidates)
 

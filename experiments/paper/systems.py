@@ -11,8 +11,8 @@ from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import ModelProfile, Shape
 from models import qwen2_audio
-from models.llava import Llava
-from models.sizes import DECODERS, VISION, LlavaSize
+from models.composed import Published
+from models.sizes import DECODERS, VISION, ModelSize
 
 # 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of that for each device.
 CLUSTER = replace(find_hardware("a100-80"), network_bandwidth=12.5e9)
@@ -64,11 +64,11 @@ def model_of(setup: Setup) -> MultimodalModel:
     if setup.layout == "dynamic":
         # 16 heads as in the public DFLOP code: the published 25 split over no node
         tower = replace(VISION[setup.tower], n_heads=16)
-        size = LlavaSize(tower, DECODERS[setup.decoder], "dynamic")
+        size = ModelSize(DECODERS[setup.decoder], tower, layout="dynamic")
     else:
         tower = replace(VISION[setup.tower], merge=1, post_norm=False)
-        size = LlavaSize(tower, DECODERS[setup.decoder], "anyres")
-    return Llava(size, DTYPE, attention_kernel="pallas")
+        size = ModelSize(DECODERS[setup.decoder], tower, layout="anyres")
+    return Published(size, DTYPE, attention_kernel="pallas")
 
 
 @cache

@@ -12,7 +12,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from models.internvit import MEAN, STD
+from models.vit import MEAN, STD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -17,7 +17,7 @@ from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.text.chat import ChatTokenizer
-from models.internvit import MEAN, STD
+from models.vit import MEAN, STD
 from tests.data.media_cases import made_dataset, normalized, upright
 from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
 from tests.data.views import from_pictures, mel, mel_frames, tiles, tokens

@@ -26,12 +26,10 @@ from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.text.pieces import Piece
 from models import hf
 from models.audio import audio_tokens
+from models.composed import Published
 from models.decoder import DecoderModule
-from models.internvit import MEAN, STD
-from models.llava import Llava
-from models.qwen2_audio import Qwen2Audio
-from models.sizes import AudioSize, DecoderSize, LlavaSize, Qwen2AudioSize, VisionSize
-from models.vit import VisionModule
+from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
+from models.vit import MEAN, STD, VisionModule
 
 F32 = jnp.dtype("float32")
 SEEDS = range(3)
@@ -147,8 +145,8 @@ def test_llava_onevision(seed):
     pooled clips; with every gradient, that of the line end too."""
     rng = np.random.default_rng(50 + seed)
     decoder = draw_decoder(rng, qkv_bias=seed != 1)
-    size = LlavaSize(draw_vision(rng, "siglip", merge=1), decoder, "anyres")
-    model_ours = Llava(size, F32)
+    size = ModelSize(decoder, draw_vision(rng, "siglip", merge=1), layout="anyres")
+    model_ours = Published(size, F32)
     vision, llm = model_ours.modules["vision"], model_ours.modules["llm"]
     map_ = model_ours.weights
     model = reference(map_, transformers.LlavaOnevisionForConditionalGeneration, 50 + seed)
@@ -226,7 +224,7 @@ def test_internvl(seed):
     vision_size = draw_vision(rng, "internvit", merge=2)
     six = seed == 1  # at least once each
     vision_size = dataclasses.replace(vision_size, qkv_bias=not six, qk_norm=six, rms_norm=six)
-    model_ours = Llava(LlavaSize(vision_size, decoder, "dynamic"), F32)
+    model_ours = Published(ModelSize(decoder, vision_size, layout="dynamic"), F32)
     vision, llm = model_ours.modules["vision"], model_ours.modules["llm"]
     map_ = model_ours.weights
     model = reference(map_, transformers.InternVLForConditionalGeneration, seed)
@@ -260,7 +258,7 @@ def test_qwen2_audio(seed):
         n_heads=heads,
         mlp=int(rng.integers(10, 50)),
     )
-    model_ours = Qwen2Audio(Qwen2AudioSize(audio_size, decoder), F32)
+    model_ours = Published(ModelSize(decoder, audio=audio_size), F32)
     audio, llm = model_ours.modules["audio"], model_ours.modules["llm"]
     map_ = model_ours.weights
     model = reference(map_, transformers.Qwen2AudioForConditionalGeneration, seed)

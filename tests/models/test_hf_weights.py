@@ -15,10 +15,9 @@ from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import hf, internvl, llava, qwen2_audio
+from models.composed import Published
 from models.decoder import DecoderModule
-from models.llava import Llava
-from models.qwen2_audio import Qwen2Audio
-from models.sizes import AUDIO, DECODERS, VISION, LlavaSize, Qwen2AudioSize
+from models.sizes import AUDIO, DECODERS, VISION, ModelSize
 from models.vit import VisionModule
 
 F32 = jnp.dtype("float32")
@@ -29,15 +28,15 @@ SIGLIP = dataclasses.replace(VISION["nano"], merge=1, post_norm=False)
 
 CASES = {
     "llava": (
-        Llava(LlavaSize(SIGLIP, UNTIED, "anyres"), F32),
+        Published(ModelSize(UNTIED, SIGLIP, layout="anyres"), F32),
         transformers.LlavaOnevisionForConditionalGeneration,
     ),
     "internvl, tied": (
-        Llava(LlavaSize(VISION["internvit-nano"], NANO, "dynamic"), F32),
+        Published(ModelSize(NANO, VISION["internvit-nano"], layout="dynamic"), F32),
         transformers.InternVLForConditionalGeneration,
     ),
     "qwen2-audio": (
-        Qwen2Audio(Qwen2AudioSize(AUDIO["whisper-nano"], QWEN), F32),
+        Published(ModelSize(QWEN, audio=AUDIO["whisper-nano"]), F32),
         transformers.Qwen2AudioForConditionalGeneration,
     ),
 }

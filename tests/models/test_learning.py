@@ -13,7 +13,7 @@ N_COLOURS, N_ROWS = 4, 16
 def _coloured_squares(model, rng):
     """Rows of one tile and one supervised token, which names the tile's colour."""
     colour = rng.integers(0, N_COLOURS, N_ROWS)
-    px, n_visual = model.tile_px, model.tokens_per_tile
+    px, n_visual = model.size.vision.tile_px, model.size.vision.tokens_per_tile
     pixels = rng.integers(100, 156, (N_ROWS, px, px, 3)).astype(np.uint8)
     pixels[:, : px // 2] = 255 * (colour[:, None] >> np.arange(3) & 1)[:, None, None]
     shape = (N_ROWS, n_visual + 1)

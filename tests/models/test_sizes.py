@@ -23,9 +23,9 @@ from models.llava import build
 from models.sizes import (
     DECODERS,
     INTERNVL,
+    LLAVA,
     OMNI,
     QWEN2_AUDIO,
-    SIZES,
     VISION,
     AudioSize,
     DecoderSize,
@@ -131,13 +131,14 @@ def test_every_audio_size_fits_the_contract(name):
     check_preprocessing(model)
 
 
-@pytest.mark.parametrize("name", [*SIZES, *INTERNVL])
+@pytest.mark.parametrize("name", [*LLAVA, *INTERNVL])
 def test_every_size_fits_the_contract(name):
     factory = internvl.build if name in INTERNVL else build
     model: MultimodalModel = factory(name, "bfloat16")
     assert list(model.modules) == ["vision", "llm"]
-    assert model.vocab_size == (SIZES | INTERNVL)[name].decoder.vocab
-    assert 1 <= model.tokens_per_tile <= model.piece_tokens["vision"] <= model.tile_px**2
+    assert model.vocab_size == (LLAVA | INTERNVL)[name].decoder.vocab
+    vision = model.size.vision
+    assert 1 <= vision.tokens_per_tile <= model.piece_tokens["vision"] <= vision.tile_px**2
     check_modules(model)
     check_preprocessing(model)
 
@@ -221,9 +222,11 @@ def test_layers_split_over_the_model_axis():
 
 def test_what_the_data_must_look_like():
     tiny = build("tiny")
-    assert (tiny.tile_px, tiny.piece_tokens, tiny.tokens_per_tile) == (48, {"vision": 36}, 9)
+    assert (tiny.preprocessing["vision"]["tile_px"], tiny.piece_tokens) == (48, {"vision": 36})
+    assert tiny.size.vision.tokens_per_tile == 9
     ov = build("llava-ov-7b")
-    assert (ov.tile_px, ov.piece_tokens, ov.tokens_per_tile) == (384, {"vision": 729}, 729)
+    assert (ov.preprocessing["vision"]["tile_px"], ov.piece_tokens) == (384, {"vision": 729})
+    assert ov.size.vision.tokens_per_tile == 729
     spec = ov.modules["llm"].field_spec("visual", 2, 5)
     assert (spec.shape, spec.dtype) == ((2, 5, 3584), jnp.float32)
 
@@ -284,6 +287,16 @@ def test_flops_as_counted_by_hand(items, tokens):
         4 * 2 * patches * 256 * 256 + 2 * 2 * patches * 256 * 512 + items * 8 * 2 * 256 * 256 * 64
     )
     assert vision.flops("exit", items, 1) == 2 * (patches // 4) * (1024 * 128 + 128 * 128)
+
+
+def test_pairs_cost_something_where_a_kernel_skips_the_others():
+    """All pairs of a whole row come to the scores of a layer; of a causal kernel to half."""
+    for kernel, share in (("xla", 0.0), ("pallas", 0.5)):
+        llm = DecoderModule(BIG_DECODER, F32, attention_kernel=kernel)
+        assert llm.pair_flops * 96**2 == share * 4 * 2 * (2 * 96 * 96 * 64)
+    for kernel, share in (("xla", 0.0), ("pallas", 1.0)):
+        vision = VisionModule(BIG_VISION, 128, F32, attention_kernel=kernel)
+        assert vision.pair_flops * 256**2 == share * 8 * 2 * 256 * 256 * 64
 
 
 @pytest.mark.parametrize("part", PARTS)

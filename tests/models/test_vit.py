@@ -14,9 +14,8 @@ from test_attention import oracle as attention_oracle
 from test_decoder import to_f64
 
 from models.connector import merge_patches
-from models.patches import patchify
 from models.sizes import VISION
-from models.vit import VisionModule
+from models.vit import VisionModule, patchify
 
 NANO = VISION["nano"]
 # Pixels beyond the last whole patch, no merging, no final norm.

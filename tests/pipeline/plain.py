@@ -29,10 +29,10 @@ def random_samples(model, n: int, seed: int, *, max_tiles: int = 3, text: int = 
         tiles = 0 if i == 0 else int(rng.integers(0, max_tiles + 1))
         # The text's length follows from the tiles, so that the oracle compiles few shapes.
         before, after = text // 4, text // 4 + 2 * tiles
-        run = np.arange(tiles * model.tokens_per_tile)
+        run = np.arange(tiles * model.size.vision.tokens_per_tile)
         visual = np.concatenate([np.full(before, -1), run, np.full(after, -1)]).astype(np.int32)
         supervised = np.arange(len(visual)) >= len(visual) - after
-        px = model.tile_px
+        px = model.size.vision.tile_px
         out.append(
             PlainSample(
                 pixels=rng.integers(0, 256, (tiles, px, px, 3)).astype(np.uint8),
@@ -74,7 +74,7 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
         if group.module == "vision":
             pixels = np.zeros(
                 (len(group.rows), plan.data_ranks("vision") * group.shape.rows,
-                 model.tile_px, model.tile_px, 3), np.uint8)  # fmt: skip
+                 model.size.vision.tile_px, model.size.vision.tile_px, 3), np.uint8)  # fmt: skip
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
             for m, ranks in enumerate(group.rows):
                 for r, rank in enumerate(ranks):
@@ -96,9 +96,9 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
                 for i in row:
                     s = samples[i]
                     for t in np.flatnonzero(s.visual >= 0):
-                        tile, token = divmod(int(s.visual[t]), model.tokens_per_tile)
+                        tile, token = divmod(int(s.visual[t]), model.size.vision.tokens_per_tile)
                         v, place = tile_place[int(first_tile[i]) + tile]
-                        index[v][pos + t] = place * model.tokens_per_tile + token
+                        index[v][pos + t] = place * model.size.vision.tokens_per_tile + token
                     pos += len(s.tokens)
                 indices.append(index)
         shape = (len(group.rows), -1, group.shape.tokens)

@@ -31,6 +31,7 @@ from dflop_jax.records import (
     numbered,
 )
 from models import llava, omni, qwen2_audio
+from models.composed import Composed
 
 from . import plain
 from .test_gradients import KEY_BIAS, assert_trees_close
@@ -46,9 +47,7 @@ def model(kind):
         return llava.build("anyres-nano")
     size = omni.build("omni-nano").size
     vision = dataclasses.replace(size.vision, merge=1)
-    return omni.Omni(
-        dataclasses.replace(size, vision=vision, layout="anyres"), jnp.dtype("float32")
-    )
+    return Composed(dataclasses.replace(size, vision=vision, layout="anyres"), jnp.dtype("float32"))
 
 
 @functools.cache

@@ -182,6 +182,25 @@ def test_attention_that_skips_costs_by_pairs():
     assert predicted(Skipping(llm, flops), Shape(1, 256), 2).pair_forward_s == want / 2
 
 
+def test_kernels_of_our_models_are_not_free():
+    """The trace shows nothing of what a GPU kernel computes. A tower's tiles cost their pairs, also
+    in rows that pad; the LLM's rows cost those of what stands in them."""
+    model = build("nano", attention_kernel="pallas")
+    shapes = {"vision": [Shape(1, 16), Shape(8, 16)], "llm": [Shape(1, 256)]}
+    *tiles, text = roofline_profile(model, A100, shapes, [1], n_devices=4).timings
+    opaque = {name: roofline._Predictor(m, ("visual",), 1, A100, Efficiency())
+              for name, m in model.modules.items()}  # fmt: skip
+    speed = 312e12 if model.dtype.itemsize == 2 else A100.peak_flops("float32")
+    size, speed = model.size, speed * Efficiency().attention
+    for t in tiles:
+        flops = 4 * t.shape.rows * 16**2 * size.vision.width
+        parts = [opaque["vision"].part_s("layers", d, t.shape) for d in (FORWARD, BACKWARD)]
+        assert t.layer_forward_s == pytest.approx(parts[0] + flops / speed)
+        assert t.layer_backward_s == pytest.approx(parts[1] + 3.5 * flops / speed)
+        assert t.pair_forward_s == t.pair_backward_s == 0
+    assert text.pair_forward_s == pytest.approx(2 * size.decoder.width / speed)  # causal: half
+
+
 def test_what_edges_place_gets_a_gradient():
     """The entry's backward adds up the features' gradients only where an edge brings them."""
     llm, shape = NANO.modules["llm"], Shape(2, 96)

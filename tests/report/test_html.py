@@ -19,7 +19,7 @@ from dflop_jax.report import colours
 from dflop_jax.report.colours import DARK
 from dflop_jax.report.html import page, write_page
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
-from dflop_jax.report.trace import read_labelled, write_trace
+from dflop_jax.report.trace import read_trace, write_trace
 from tests.report.runs import make_plan, make_row, one_f_one_b
 
 
@@ -58,7 +58,7 @@ def test_the_data_hold_every_event_and_come_back(make_run):
     run = make_run()
     panels = Parsed(page([run])).data["panels"]
     assert [p["title"] for p in panels] == ["run, step 5, measured", "run, step 5, simulated"]
-    for panel, (trace, labels) in zip(panels, read_labelled(run / "trace.json"), strict=True):
+    for panel, (trace, labels) in zip(panels, read_trace(run / "trace.json"), strict=True):
         assert panel["makespan_s"] == trace.makespan_s
         back = [
             Event(panel["rows"][row]["name"], segment, group, direction, start_s, end_s)

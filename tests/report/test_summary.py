@@ -84,7 +84,7 @@ def test_summary_page_and_table_hold_every_figure(make_run):
         assert f"| {label} | {value} |" in page
         assert label in table
         assert value in table
-    assert "- submesh llm: devices 2-7 as stage 1 x data 3 x model 2, layers llm 0-5" in page
+    assert "- submesh llm: devices 2–7 as stage × data × model 1 × 3 × 2, layers llm 0–5" in page
     assert "- bucket vision 16 x 16, llm 1 x 1024 tokens per data rank" in page
     assert "bucket vision 16 x 16" in table
     for name in ("timeline.png", "loss.png"):

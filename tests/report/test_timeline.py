@@ -1,12 +1,15 @@
 """Timelines: sizes, and colours read back from the pixels at known times."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
 from dflop_jax.records import Event, Trace
-from dflop_jax.report import colours
+from dflop_jax.report import colours, panels
 from dflop_jax.report import timeline as tl
 from tests.report.runs import make_plan, one_f_one_b
 
@@ -36,8 +39,8 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
         Event("llm", "llm", 0, "forward", 0.25, 0.5),
         Event("llm", "llm", 0, "backward", 0.5, 1.0),
     )
-    panel = tl.Panel("one", Trace(0, "measured", events), {}, ("spare",))
-    tl.draw_timeline([panel], tmp_path / "t.png")
+    panel = panels.Panel("one", Trace(0, "measured", events), {}, ("spare",))
+    tl.draw([panel], {}, tmp_path / "t.png")
     image = pixels(tmp_path / "t.png")
     assert image.shape[1] == tl.WIDTH_PX
     foot = tl._foot_height([panel]) * tl.DPI
@@ -63,7 +66,7 @@ def test_traces_share_one_time_axis(tmp_path):
     """A trace twice as slow is drawn twice as long beside the other."""
     fast = Trace(0, "a", (Event("m", "llm", 0, "backward", 0.0, 1.0),))
     slow = Trace(0, "b", (Event("m", "vision", 0, "backward", 0.0, 2.0),))
-    tl.draw_timeline([tl.Panel("fast", fast), tl.Panel("slow", slow)], tmp_path / "t.png")
+    tl.draw([panels.Panel("fast", fast), panels.Panel("slow", slow)], {}, tmp_path / "t.png")
     image = pixels(tmp_path / "t.png")[:, int(tl.LEFT_IN * tl.DPI) :]
     widths = []
     for module in ("llm", "vision"):
@@ -74,19 +77,24 @@ def test_traces_share_one_time_axis(tmp_path):
 
 def test_rows_follow_the_flow_and_modules_the_plan():
     trace = one_f_one_b({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
-    assert tl.rows_of(tl.Panel("x", trace)) == ["zeta", "alpha"]
-    assert tl.rows_of(tl.Panel("x", trace, {}, ("idle", "alpha"))) == ["zeta", "alpha", "idle"]
-    plan = tl.segment_modules(make_plan())
-    assert plan == {"vision": "vision", "llm": "llm"}
-    assert tl.module_of("part7", {"part7": "llm"}) == "llm"
-    assert tl.module_of("llm.3", {}) == "llm"
-    assert tl.module_of("foreign", {}) == "foreign"
+    assert panels.rows_of(panels.Panel("x", trace)) == ["zeta", "alpha"]
+    assert panels.rows_of(panels.Panel("x", trace, {}, ("idle", "alpha"))) == [
+        "zeta",
+        "alpha",
+        "idle",
+    ]
+    planned = panels.panel_of(make_plan(), trace, "x")
+    assert planned.modules == {"vision": "vision", "llm": "llm"}
+    assert planned.submeshes == ["enc", "llm"]
+    assert panels.module_of("part7", {"part7": "llm"}) == "llm"
+    assert panels.module_of("llm.3", {}) == "llm"
+    assert panels.module_of("foreign", {}) == "foreign"
 
 
 def test_the_legend_names_what_is_drawn_and_nothing_else():
     trace = one_f_one_b({"enc": (1.0, 1.0), "llm": (1.0, 1.0)}, [1.0, 1.0], "x")
-    panel = tl.Panel("x", trace, {"enc": "vision"})
-    assert list(tl.legend_entries([panel])) == [
+    panel = panels.Panel("x", trace, {"enc": "vision"})
+    assert list(panels.legend_entries([panel])) == [
         "vision forward",
         "vision backward",
         "llm forward",
@@ -100,9 +108,9 @@ def test_the_legend_names_what_is_drawn_and_nothing_else():
 def test_modules_without_a_colour_of_their_own_take_turns():
     def panel(*modules):
         events = [Event("m", m, 0, "forward", 0.0, 1.0) for m in modules]
-        return tl.Panel("x", Trace(0, "x", tuple(events)), {m: m for m in modules})
+        return panels.Panel("x", Trace(0, "x", tuple(events)), {m: m for m in modules})
 
-    modules = tl.modules_of([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
+    modules = panels.modules_of([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
     assert modules == ["eye", "llm", "ear", "hand", "nose"]
     shades = colours.palette(modules)
     assert shades["llm"] == colours.MODULE_COLOURS["llm"]
@@ -111,24 +119,32 @@ def test_modules_without_a_colour_of_their_own_take_turns():
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    for panels in ([], [tl.Panel("empty", Trace(0, "x", ()))]):
+    for nothing in ([], [panels.Panel("empty", Trace(0, "x", ()))]):
         with pytest.raises(ValueError, match="no trace with events"):
-            tl.draw_timeline(panels, tmp_path / "t.png")
+            tl.draw(nothing, {}, tmp_path / "t.png")
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 1e-2, 900.0])
 @pytest.mark.parametrize("groups", [1, 120])
 def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
     stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
-    tl.draw_timeline([tl.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], tmp_path / "t.png")
+    tl.draw([panels.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], {}, tmp_path / "t.png")
     assert share(pixels(tmp_path / "t.png"), colours.IDLE) > 0.01
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_loss_curves_of_any_length(tmp_path, n):
     curve = ([float(i) for i in range(n)], [float("nan")] * (n // 2) + [1.0] * (n - n // 2))
-    tl.draw_losses({"run": curve}, tmp_path / "l.png")
+    tl.draw([], {"run": curve}, tmp_path / "l.png")
     drawn = share(pixels(tmp_path / "l.png"), tl.LINE_COLOURS[0])
     assert drawn > 0  # the legend at least
-    tl.draw_comparison([], {"run": curve, "other": curve}, tmp_path / "c.png")
+    tl.draw([], {"run": curve, "other": curve}, tmp_path / "c.png")
     assert share(pixels(tmp_path / "c.png"), tl.LINE_COLOURS[1]) > 0
+
+
+def test_matplotlib_is_loaded_only_to_draw():
+    """It takes a second of every process that trains."""
+    code = "import sys, dflop_jax.report.compare, dflop_jax.report.html; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "dflop_jax.report.panels" in loaded.split()
+    assert "matplotlib" not in loaded.split()

@@ -10,13 +10,13 @@ import pytest
 from dflop_jax.contract import edges_of
 from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Held, write_folder
-from models.llava import Llava
-from models.sizes import DECODERS, VISION, LlavaSize
+from models.composed import Published
+from models.sizes import DECODERS, VISION, ModelSize
 
 PARTS = ("entry", "layers", "exit")
 DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96)
 TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
-MODEL = Llava(LlavaSize(TOWER, DECODER, "dynamic"), jnp.dtype("float32"))
+MODEL = Published(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float32"))
 
 # The tower over stages and heads; the LLM in two segments, of which one is replicated over data.
 PLAN = Plan(

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.weights import Folder, Held, read_segment, write, write_folder
 from models import hf, llava
-from models.sizes import LlavaSize, VisionSize
+from models.composed import Published
+from models.sizes import ModelSize, VisionSize
 
 from .conftest import DECODER, MODEL, PLAN, held, random_params
 
@@ -48,7 +49,7 @@ def test_segments_are_written_as_the_model(folder, tmp_path):
 def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
     """Tensors without use here, in the spelling and with the values of the source."""
     vision = VisionSize(8, 4, 8, 1, 2, 8, post_norm=False)
-    model = llava.Llava(LlavaSize(vision, DECODER, "anyres"), MODEL.dtype)
+    model = Published(ModelSize(DECODER, vision, layout="anyres"), MODEL.dtype)
     params = random_params(model, 4)
     write_folder(tmp_path / "a", model.weights, held(params))
     file = tmp_path / "a" / "model.safetensors"

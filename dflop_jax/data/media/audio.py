@@ -16,7 +16,6 @@ import numpy as np
 from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
-from scipy import signal
 
 from dflop_jax.data.datasets.blob import Blob, open_media
 
@@ -80,6 +79,8 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
     """Band-limited resampling, float32 [ceil(n * to_hz / from_hz)]."""
     if from_hz == to_hz or not len(sound):
         return sound.astype(np.float32)
+    from scipy import signal  # takes seconds to load, which most runs do not need
+
     common = gcd(from_hz, to_hz)
     up, down = to_hz // common, from_hz // common
     taps = _lowpass(max(up, down))
@@ -88,6 +89,8 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _lowpass(factor: int) -> np.ndarray:
+    from scipy import signal
+
     return signal.firwin(
         2 * CROSSINGS * factor + 1, PASSED / factor, window=("kaiser", KAISER_BETA)
     )

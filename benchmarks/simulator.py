@@ -7,11 +7,14 @@ Target:   median error 5%, worst 12%. Shown: 3.0% and 11.2% (docs/results.md)
 
 Set-ups: two processes pinned to a core each; and one process with 8 pretended CPU devices on the
 cores that there are. Each runs 5 plans on batches of 4 sizes. Before the first step of a plan its
-steps are predicted twice:
+steps are predicted three times:
   calibrated  from every compiled program run alone (tasks, sends, reductions, updates)
-  layers      from the profile of single layers only: the price that the plan was chosen by
+  chosen by   from the prices that a run chooses its plan and schedules its batches by: its own
+              programs', timed when the plan was chosen
+  layers      from the profile of single layers only: what candidates are ranked by before that
 Then the schedules run by turns, each step by itself, after a round that is not counted; a
-schedule's time is the median of its steps. Batches are packed ahead: the steps are those of the
+schedule's time is the median of its steps. Plans are chosen as a run chooses them: the programs of
+two finalists are timed. Batches are packed ahead: the steps are those of the
 devices, without the host's decoding. Two kinds of steps do not count and are repeated (column
 `others`: the share of others in the steps that count, and how many did not): those in which other
 programs or the host of a virtual machine took more than 6% of the cores, and those that took 10%
@@ -37,9 +40,10 @@ import msgspec
 from simulator_steps import calibrated, run_batches, undisturbed
 
 from dflop_jax import Config, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.records import Plan, Schedule
+from dflop_jax.records import Plan, Prices, Schedule
 
 RUNS = Path("runs/simulator")  # the last simulated and measured trace of every schedule
+CACHE = RUNS / "cache"  # compiled programs are kept; what was timed is timed anew in every run
 TARGETS = {"median_abs_error": 0.05, "worst_abs_error": 0.12}
 
 
@@ -108,8 +112,10 @@ def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
             max_stage=2,
             max_microbatches=kind.microbatches,
             effort="quick",
+            finalists=2,
         ),
         train=TrainConfig(global_batch=16 if quick else set_up.batches[-1]),
+        cache_dir=str(CACHE),
     )
 
 
@@ -128,8 +134,8 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
     rows: list[dict[str, Any]] = []
     for name, kind in kinds:
         run = config(kind, set_up, quick)
-        plan = search(kind, run, place, profile)
-        mine = measure_plan(name, plan, run, place, source, profile, sizes)
+        plan, prices = search(kind, run, place, profile)
+        mine = measure_plan(name, plan, prices, run, place, source, profile, sizes)
         rows += [r | {"concurrency": profile.model.concurrency} for r in mine]
         if place.peers.is_hub:
             worst = max(abs(error(r)) for r in mine)
@@ -137,10 +143,18 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
             out.write_text(json.dumps(rows))
 
 
-def search(kind: Kind, run: Config, place: Any, profile: Any) -> Plan:
-    """Return the best plan of a kind."""
+def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Prices]:
+    """Return the best plan of a kind and its prices, found as by a run."""
     from dflop_jax.pipeline.layout import can_join
     from dflop_jax.plan.search import search_plan
+    from dflop_jax.report.progress import Progress
+    from dflop_jax.train.timing import Finalists
+
+    finalists = Finalists(replace(place, config=run), profile.model, Progress(1, quiet=True))
+    if not place.peers.is_hub:
+        plan, prices = finalists.follow()
+        finalists.take(plan)
+        return plan, prices
 
     def allowed(m: Any) -> bool:
         devices = place.devices[m.first : m.devices.stop]
@@ -150,18 +164,30 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> Plan:
             and can_join(devices)
         )
 
-    return search_plan(
+    plan = search_plan(
         profile.model,
         profile.data,
         n_devices=len(place.devices),
         global_batch=run.train.global_batch,
         config=run.plan,
         allowed=allowed,
+        time_plan=finalists.prices,
     ).plan
+    prices = finalists.prices(plan)
+    finalists.choose(plan, prices)
+    finalists.take(plan)
+    return plan, prices
 
 
 def measure_plan(
-    name: str, plan: Plan, run: Config, place: Any, source: Any, profile: Any, sizes: Any
+    name: str,
+    plan: Plan,
+    chosen_by: Prices,
+    run: Config,
+    place: Any,
+    source: Any,
+    profile: Any,
+    sizes: Any,
 ) -> list[dict[str, Any]]:
     """Rows of a plan's schedules, on process 0."""
     from dflop_jax.pipeline.calibration import merged
@@ -179,7 +205,7 @@ def measure_plan(
         first = 64 * k
         samples = {i: source.sample(first + i) for i in range(size)}
         loads = [source.load(first + i) for i in range(size)]
-        solved = msgspec.json.encode(schedule_batch(loads, plan, layers, ex.trainable, step=k))
+        solved = msgspec.json.encode(schedule_batch(loads, plan, chosen_by, ex.trainable, step=k))
         schedule = msgspec.json.decode(peers.share(f"schedule/{name}/{k}", solved), type=Schedule)
         batches.append((schedule, loads, samples))
     ex.compile(sync=lambda: peers.barrier("compiled"))
@@ -187,9 +213,9 @@ def measure_plan(
     parts, disturbance = calibrated(ex, peers)
     own = merged(plan, parts, one_at_a_time=ex.one_at_a_time)
     own = replace(own, concurrency=profile.model.concurrency)
-    predicted, from_layers = (
+    predicted, from_choice, from_layers = (
         [simulate_step(plan, b[0], prices, ex.trainable, awaited=ex.awaited) for b in batches]
-        for prices in (own, layers)
+        for prices in (own, chosen_by, layers)
     )
     measured = run_batches(ex, batches, peers)
     ex.close()
@@ -220,6 +246,7 @@ def measure_plan(
                 "others_calibrating": disturbance,
                 "others_share": statistics.mean(s.others for s in counted),
                 "calibrated_s": predicted[k].makespan_s,
+                "chosen_by_s": from_choice[k].makespan_s,
                 "layers_s": from_layers[k].makespan_s,
             }
         )
@@ -251,6 +278,8 @@ def main() -> int:
         keys = [args.only] if args.only else list(SET_UPS)
         for i, key in ((i, key) for i in range(args.runs) for key in keys):
             s, out = SET_UPS[key], Path(folder) / key
+            for timed in (*CACHE.glob("profile-*.json"), *CACHE.glob("times-*.json")):
+                timed.unlink()
             command = ["python", __file__, "--only", key, "--worker", str(out)]
             command += ["--quick"] if args.quick else []
             done = launch(command, s.processes, devices_per_process=s.devices, pin=s.processes > 1)
@@ -286,10 +315,12 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **errors(rows),
         "calibrated": errors(rows) | {"runs": by_run(rows)},
-        "chosen_by": errors(rows, "layers_s") | {"runs": by_run(rows, "layers_s")},
+        "chosen_by": errors(rows, "chosen_by_s") | {"runs": by_run(rows, "chosen_by_s")},
+        "layers": errors(rows, "layers_s") | {"runs": by_run(rows, "layers_s")},
         "targets": TARGETS,
         "set_ups": {
-            k: errors(part) | {"layers": errors(part, "layers_s")}
+            k: errors(part)
+            | {"chosen_by": errors(part, "chosen_by_s"), "layers": errors(part, "layers_s")}
             for k, part in parts.items()
             if part
         },
@@ -307,7 +338,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         if not mine:
             continue
         table = Table("plan", "submeshes", "batch", "groups", "measured ms (min - max)",
-                      "calibrated ms", "error", "layers ms", "error", "others",
+                      "calibrated ms", "error", "chosen by ms", "error", "layers ms", "error",
+                      "others",
                       title=f"{s.name}, concurrency {mine[0]['concurrency']:.2f}")  # fmt: skip
         for r in mine:
             low, high = min(r["steps_s"]), max(r["steps_s"])
@@ -319,12 +351,16 @@ def show(rows: list[dict[str, Any]]) -> None:
                 f"{1e3 * r['measured_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
                 f"{1e3 * r['calibrated_s']:.0f}",
                 f"{100 * error(r):+.1f}%",
+                f"{1e3 * r['chosen_by_s']:.0f}",
+                f"{100 * error(r, 'chosen_by_s'):+.1f}%",
                 f"{1e3 * r['layers_s']:.0f}",
                 f"{100 * error(r, 'layers_s'):+.1f}%",
                 f"{100 * r['others_share']:.0f}% ({r['disturbed']})",
             )
         console.print(table)
-        for what, source in (("calibrated", "calibrated_s"), ("layers alone", "layers_s")):
+        sources = {"calibrated": "calibrated_s", "chosen by": "chosen_by_s",
+                   "layers alone": "layers_s"}  # fmt: skip
+        for what, source in sources.items():
             e = errors(mine, source)
             console.print(
                 f"{what}: median error {100 * e['median_abs_error']:.1f}%, worst "

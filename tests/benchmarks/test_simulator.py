@@ -11,7 +11,7 @@ def simulator():
 
 
 def rows(set_up, errors, run=0):
-    one = {"set_up": set_up, "run": run, "measured_s": 2.0, "layers_s": 1.0}
+    one = {"set_up": set_up, "run": run, "measured_s": 2.0, "layers_s": 1.0, "chosen_by_s": 3.0}
     return [one | {"calibrated_s": 2.0 * (1 + e)} for e in errors]
 
 
@@ -23,7 +23,8 @@ def test_errors_of_all_and_of_each_set_up(simulator):
     pinned = found["set_ups"]["pinned"]
     assert pinned["median_abs_error"] == pytest.approx(0.04)
     assert pinned["worst_abs_error"] == pytest.approx(0.08)
-    assert pinned["layers"] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
+    for source in ("layers", "chosen_by"):
+        assert pinned[source] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
     assert found["rows"] == both
     assert set(simulator.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
 

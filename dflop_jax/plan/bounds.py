@@ -85,10 +85,10 @@ def structure_of(plan: Plan, used: Mapping[str, bool]) -> Structure:
 class Bounds:
     """A family's placements at every cut.
 
-    bound_s: of the mean makespan over the sampled batches; infinite where memory is short.
-    groups: that each sampled batch takes at least, [n_batches, n_placements, n_cuts]. peak_bytes:
-    of the device that needs the most, with the remat that is chosen (where nothing fits: the least
-    of all). choice: index into `remats`, each by module.
+    bound_s: of the mean makespan over the sampled batches; infinite where memory is short or prices
+    are not believed. groups: that each sampled batch takes at least, [n_batches, n_placements,
+    n_cuts]. peak_bytes: of the device that needs the most, with the remat that is chosen (where
+    nothing fits: the least of all). choice: index into `remats`, each by module.
     """
 
     family: Family
@@ -151,11 +151,12 @@ def _bounds(
     )
     bound_s, least_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
     peak_bytes, choice = np.zeros(shape), np.zeros(shape, int)
+    trusted = np.logical_and.reduce([t.trusted for t in modules.values()])
     fits: list[np.ndarray] = []
     for i, remat in enumerate(remats):
         peak = _peak_bytes(structure, modules, remat)
         least_bytes = np.minimum(least_bytes, peak)
-        fits.append((peak <= rules.memory_bytes) | (not rules.memory_bytes))
+        fits.append(trusted & ((peak <= rules.memory_bytes) | (not rules.memory_bytes)))
         # Where less is computed again and that fits, this is not faster.
         less = [f for f, r in zip(fits, remats[:i]) if all(r[m] in ("none", remat[m]) for m in r)]
         useful = fits[i] & ~np.any(less, axis=0) if less else fits[i]
@@ -164,7 +165,7 @@ def _bounds(
             better = useful & (took_s < bound_s)
             bound_s = np.where(better, took_s, bound_s)
             peak_bytes, choice = np.where(better, peak, peak_bytes), np.where(better, i, choice)
-        if i == 0 and useful.all():
+        if i == 0 and (useful | ~trusted).all():
             break
     return Bounds(
         family,

@@ -40,6 +40,8 @@ from dflop_jax.records import (
     Shape,
 )
 
+_BEYOND = 2.0  # times the largest timed shape of a module that prices are believed
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -86,6 +88,15 @@ class Rules:
     def node(self, n_devices: int) -> int:
         """Devices of a node."""
         return self.hardware.devices_per_node if self.hardware else n_devices
+
+    def trusted_tokens(self, module: str) -> float:
+        """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
+        astray far beyond the largest shape that was timed. Prices of `hardware` come from formulas
+        that hold at any size."""
+        if self.hardware:
+            return np.inf
+        timed = (t.shape.size for t in self.profile.timings if t.module == module)
+        return _BEYOND * max(timed)
 
     def cuts(self, group_size: int) -> np.ndarray:
         """Groups that a mean batch may be cut into."""
@@ -134,15 +145,16 @@ class Rules:
 class Segments:
     """A module in forms of one kind: of each of its segments, by remat, seconds and bytes.
 
-    rows, tokens: the shape of each form and cut, 0 rows where the data has no piece. groups: that
-    each sampled batch takes at least, [n_batches, n_forms, n_cuts]. state, kept, temporaries: see
-    `profile.fit.SegmentBytes`. reduce_s, update_s: at the step's end. These and `state` are
-    [n_forms, 1].
+    rows, tokens: the shape of each form and cut, 0 rows where the data has no piece. trusted:
+    whether its prices are believed, or no cut is finer. groups: that each sampled batch takes at
+    least, [n_batches, n_forms, n_cuts]. state, kept, temporaries: see `profile.fit.SegmentBytes`.
+    reduce_s, update_s: at the step's end. These and `state` are [n_forms, 1].
     """
 
     data: np.ndarray
     rows: Array
     tokens: Array
+    trusted: Array
     pairs: Array
     groups: Array
     forward_s: Sequence[Array]
@@ -164,6 +176,7 @@ class Segments:
             self.data[i],
             self.rows[i],
             self.tokens[i],
+            self.trusted[i],
             self.pairs[i],
             self.groups[:, i],
             of(self.forward_s),
@@ -196,7 +209,7 @@ def module_table(
         multiple = rules.token_multiple
         rows, tokens = packed_rows(volume, microbatches, data, costs, module, tp, multiple)
         room = rows * tokens * data * group_size
-    pairs = group_pairs(volume, cuts, data)
+    pairs, sizes = group_pairs(volume, cuts, data), rows * tokens
     mesh = (stage, data, tp)
     nothing, no_end = np.zeros(rows.shape), np.zeros(data.shape)
     forward, state, kept, reduce, update = [], [], [], [], []
@@ -228,6 +241,7 @@ def module_table(
         np.array(degrees),
         rows,
         tokens,
+        sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         pairs,
         least_groups(volume, room),
         forward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,31 +22,32 @@ from dflop_jax.records import (
     Load,
     Plan,
     Predicted,
-    Price,
     Prices,
     ProgramId,
     Remat,
     Schedule,
-    SegmentPlan,
-    SubmeshPlan,
     Trace,
 )
 from dflop_jax.schedule import (
     WORK_PER_S,
     BucketSpec,
-    Capacity,
     arrival_buckets,
     capacity_of,
     choose_buckets,
     schedule_batch,
 )
+from dflop_jax.schedule.batch import Batch, variants
+from dflop_jax.schedule.costs import Ticks
+from dflop_jax.schedule.groups import Room, Together, greedy_answer
+from dflop_jax.schedule.search import improved
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 
 TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
-_RANK_WORK = 200  # units for a batch of a plan that is ranked
+_RANK_WORK = 100  # units for a batch of a plan that is ranked
 _EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
@@ -132,6 +134,7 @@ class Evaluator:
     ):
         self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
+        self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
 
     def prices(self, plan: Plan) -> Prices:
@@ -154,35 +157,25 @@ class Evaluator:
         limit = self.rules.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
 
-    def n_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the scheduler makes of a batch under a plan of one bucket.
+    def n_groups(self, plan: Plan, batch: int, least: int) -> int:
+        """Groups that the scheduler makes of a batch under a plan of one bucket, at least `least`.
 
-        They are counted on a plan of whole modules and textbook prices, so that the answer is the
-        same for all placements of the same data ranks.
+        They are counted as if a group cost the same in every module, so the answer is the same for
+        all placements of the same data ranks.
         """
         capacity = capacity_of(plan)
         key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
-            whole, prices = _whole(plan, capacity)
-            counts = []
-            for work in (0, _RANK_WORK):
-                schedule = schedule_batch(self.batches[batch], whole, prices, (), work=work)
-                modules = [g.module for g in schedule.groups]
-                counts.append(max(map(modules.count, set(modules))))
-                if counts[0] == self._least_groups(plan, batch):
-                    break
-            self._groups[key] = min(counts)
+            packed = self._packed[batch]
+            buckets = variants(plan.buckets, packed, 2 ** len(plan.modules))
+            rest = np.array([len(b.shapes) - 1 for b in buckets])
+            room = Room(packed, buckets, capacity, Ticks(np.ones(len(buckets), int), rest))
+            answer = greedy_answer(room, len(plan.buckets))
+            n = _most_groups(answer)
+            if n > least:
+                n = min(n, _most_groups(improved(room, answer, Budget(_RANK_WORK), seed=0)))
+            self._groups[key] = n
         return self._groups[key]
-
-    def _least_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the volume of a batch takes at least under a plan of one bucket."""
-        least = 1
-        for module, shape in plan.buckets[0].shapes:
-            amount = self.rules.volumes[module].batches[batch]
-            each = shape.rows if module in self.rules.profile.piece_tokens else shape.size
-            room = each * plan.data_ranks(module) * plan.group_size
-            least = max(least, int(np.ceil(amount / room - 1e-9)))
-        return least
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
         """A baseline's plan, whose buckets are quantiles of what arrives."""
@@ -193,8 +186,9 @@ class Evaluator:
         return replace(plan, buckets=arrival_buckets(self.loads, spec, per_rank))
 
     def with_buckets(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> Plan:
-        """The plan with the buckets that suit it best, none larger than `most`, cutting an average
-        batch into at most `finest` microbatches.
+        """The plan with the buckets that suit it best, none larger than `most` or than its one
+        bucket where prices are not believed, cutting an average batch into at most `finest`
+        microbatches.
 
         Raises:
           ValueError: the largest sample needs a larger one.
@@ -204,6 +198,12 @@ class Evaluator:
 
     def _spec(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> BucketSpec:
         capacity, of = capacity_of(plan), resources(plan)
+        limits = {
+            m: max(self.rules.trusted_tokens(m), max((s.size for s in plan.shapes(m)), default=0))
+            for m in plan.modules
+        }
+        for m, shape in most.shapes if most else ():
+            limits[m] = min(limits[m], shape.size)
         return BucketSpec(
             global_batch=self.global_batch,
             ranks=dict(capacity.ranks),
@@ -213,7 +213,7 @@ class Evaluator:
             group_size=plan.group_size,
             seconds=lambda bucket: self._module_seconds(replace(plan, buckets=(bucket,))),
             token_multiple=self.rules.token_multiple,
-            max_tokens={m: s.size for m, s in most.shapes} if most else {},
+            max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
             max_microbatches=finest,
             effort=effort,
             devices={m: of[plan.segments_of(m)[0].submesh] for m in plan.modules},
@@ -279,18 +279,6 @@ class Evaluator:
         return replace(plan, predicted=predicted)
 
 
-def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:
-    """A plan of whole modules on as many data ranks, and textbook prices: a backward costs two
-    forwards."""
-    submeshes, segments, first = [], [], 0
-    programs: dict[ProgramId, Price] = {}
-    for m in plan.modules:
-        submeshes.append(SubmeshPlan(m, first, 1, capacity.ranks[m], 1))
-        first += capacity.ranks[m]
-        n_layers = plan.segments_of(m)[-1].stop
-        segments.append(SegmentPlan(m, m, 0, n_layers, m, True, True))
-        for shape in plan.shapes(m):
-            programs[ProgramId(m, shape, FORWARD)] = Price(1.0)
-            programs[ProgramId(m, shape, BACKWARD)] = Price(2.0)
-    whole = replace(plan, submeshes=tuple(submeshes), segments=tuple(segments))
-    return whole, Prices(programs)
+def _most_groups(answer: Sequence[Together]) -> int:
+    """Groups of the module that has most."""
+    return max(Counter(m for together in answer for m in together.placed).values())

@@ -86,7 +86,7 @@ class Ranked:
             )
         groups, n = list(self.groups), self.n_scheduled
         if n >= 0:
-            groups[n] = max(groups[n], evaluator.n_groups(choice.plan, n))
+            groups[n] = max(groups[n], evaluator.n_groups(choice.plan, n, groups[n]))
         return replace(
             self, groups=tuple(groups), n_scheduled=n + 1, bound_s=uniform.makespan_s(groups)
         )

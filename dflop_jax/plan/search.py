@@ -217,7 +217,8 @@ def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
         winner = next(t for t in tried if t.plan is fastest)
         tried += _with_buckets(evaluator, winner.ranked, winner.finest, "full")
     plans = [t.plan for t in tried]
-    plans.append(evaluator.evaluate(first.choice.plan, first.bound_s))
+    if all(_programs(p) != _programs(first.choice.plan) for p in plans):
+        plans.append(evaluator.evaluate(first.choice.plan, first.bound_s))
     in_order = []
     while plans:
         fastest = _fastest(plans)

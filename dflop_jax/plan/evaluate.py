@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,23 +22,28 @@ from dflop_jax.records import (
     Load,
     Plan,
     Predicted,
+    Price,
     Prices,
     ProgramId,
     Remat,
     Schedule,
+    SegmentPlan,
+    SubmeshPlan,
     Trace,
 )
 from dflop_jax.schedule import (
     WORK_PER_S,
     BucketSpec,
+    Capacity,
     arrival_buckets,
     capacity_of,
     choose_buckets,
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch, variants
-from dflop_jax.schedule.costs import Ticks
-from dflop_jax.schedule.groups import Room, Together, greedy_answer
+from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.groups import Room, greedy_answer
+from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim import memory
@@ -160,20 +165,25 @@ class Evaluator:
     def n_groups(self, plan: Plan, batch: int, least: int) -> int:
         """Groups that the scheduler makes of a batch under a plan of one bucket, at least `least`.
 
-        They are counted as if a group cost the same in every module, so the answer is the same for
-        all placements of the same data ranks.
+        They are counted on a plan of whole modules and textbook prices, so that the answer is the
+        same for all placements of the same data ranks. Only where the solver's answer has fewer
+        groups than the greedy one are both simulated, as in a run.
         """
         capacity = capacity_of(plan)
         key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
+            whole, prices = _whole(plan, capacity)
             packed = self._packed[batch]
             buckets = variants(plan.buckets, packed, 2 ** len(plan.modules))
-            rest = np.array([len(b.shapes) - 1 for b in buckets])
-            room = Room(packed, buckets, capacity, Ticks(np.ones(len(buckets), int), rest))
+            ticks = ticks_of(group_costs(whole, prices, ()), buckets)
+            room = Room(packed, buckets, capacity, ticks)
             answer = greedy_answer(room, len(plan.buckets))
-            n = _most_groups(answer)
+            n = _most(m for together in answer for m in together.placed)
             if n > least:
-                n = min(n, _most_groups(improved(room, answer, Budget(_RANK_WORK), seed=0)))
+                better = improved(room, answer, Budget(_RANK_WORK), seed=0)
+                if _most(m for together in better for m in together.placed) < n:
+                    schedule, _ = solve(packed, whole, prices, (), 2 * _RANK_WORK, seed=0)
+                    n = min(n, _most(g.module for g in schedule.groups))
             self._groups[key] = n
         return self._groups[key]
 
@@ -279,6 +289,23 @@ class Evaluator:
         return replace(plan, predicted=predicted)
 
 
-def _most_groups(answer: Sequence[Together]) -> int:
-    """Groups of the module that has most."""
-    return max(Counter(m for together in answer for m in together.placed).values())
+def _most(modules: Iterable[str]) -> int:
+    """How often the module stands there that stands there most often."""
+    return max(Counter(modules).values())
+
+
+def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:
+    """A plan of whole modules on as many data ranks, and textbook prices: a backward costs two
+    forwards."""
+    submeshes, segments, first = [], [], 0
+    programs: dict[ProgramId, Price] = {}
+    for m in plan.modules:
+        submeshes.append(SubmeshPlan(m, first, 1, capacity.ranks[m], 1))
+        first += capacity.ranks[m]
+        n_layers = plan.segments_of(m)[-1].stop
+        segments.append(SegmentPlan(m, m, 0, n_layers, m, True, True))
+        for shape in plan.shapes(m):
+            programs[ProgramId(m, shape, FORWARD)] = Price(1.0)
+            programs[ProgramId(m, shape, BACKWARD)] = Price(2.0)
+    whole = replace(plan, submeshes=tuple(submeshes), segments=tuple(segments))
+    return whole, Prices(programs)

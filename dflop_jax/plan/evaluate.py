@@ -251,29 +251,26 @@ class Evaluator:
         """
         prices = prices or self.prices(plan)
         trainable = self.trainable(plan)
-        schedules = self._schedules(plan, prices, min(work_budget(about_s), _EVALUATE_WORK))
-        best = self._predicted(plan, schedules, prices)
+        work = min(work_budget(about_s), _EVALUATE_WORK)
+        schedules = [
+            schedule_batch(b, plan, prices, trainable, step=i, work=work)
+            for i, b in enumerate(self.batches)
+        ]
+        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+        best = self._predicted(plan, schedules, traces)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
             longer = replace(plan, lookahead=lookahead)
             if not self.fits(longer):
                 break
-            unordered = [replace(s, order=()) for s in schedules]
-            ordered = [with_order(longer, s, prices, trainable)[0] for s in unordered]
-            other = self._predicted(longer, ordered, prices)
+            again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
+            other = self._predicted(longer, [s for s, _ in again], [trace for _, trace in again])
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
             best = other if other.predicted.makespan_s < worth_s else best
         return replace(best, work_budget=work_budget(best.predicted.makespan_s))
 
-    def _schedules(self, plan: Plan, prices: Prices, work: int) -> list[Schedule]:
-        trainable = self.trainable(plan)
-        return [
-            schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(self.batches)
-        ]
-
-    def _predicted(self, plan: Plan, schedules: Sequence[Schedule], prices: Prices) -> Plan:
-        trainable = self.trainable(plan)
-        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+    def _predicted(
+        self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
+    ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [most_in_flight(s.order) for s in schedules]
         in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}

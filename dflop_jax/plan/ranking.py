@@ -43,10 +43,10 @@ class Candidate:
 class Ranked:
     """A placement with a cut, whose mean makespan is at least `bound_s`.
 
-    most: the largest bucket that memory holds; None: any. uniform: simulates its groups; None: a
-    baseline, whose batches were scheduled. groups: of each sampled batch, at least. n_scheduled:
-    batches whose groups were counted by the scheduler; -1: not even the least number was
-    simulated. It is exact with all of them.
+    most: the largest bucket that memory holds without more remat; None: any. uniform: simulates its
+    groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
+    n_scheduled: batches whose groups were counted by the scheduler; -1: not even the least number
+    was simulated. It is exact with all of them.
     """
 
     policy: str
@@ -187,7 +187,9 @@ class Ranking:
             return None
         remat = bounds.remats[bounds.choice[p, c]]
         plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, remat)
-        fit = np.flatnonzero(np.isfinite(bounds.bound_s[p]))
+        fit = np.flatnonzero(
+            np.isfinite(bounds.bound_s[p]) & (bounds.choice[p] == bounds.choice[p, c])
+        )
         most = bounds.bucket(p, int(fit[0])) if self.rules.memory_bytes else None
         uniform = self.evaluator.uniform(plan, bounds.pairs(p, c))
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())

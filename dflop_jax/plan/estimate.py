@@ -9,15 +9,21 @@ Arrays are [n_forms, n_cuts]; the forms of a table differ in their data degree o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from dflop_jax.hardware import Hardware
-from dflop_jax.pipeline.order import with_backward
-from dflop_jax.plan.placement import Form, Outline, Placement, ends_in_layers, lay_out
+from dflop_jax.plan.placement import (
+    Form,
+    Outline,
+    Placement,
+    ends_in_layers,
+    lay_out,
+    module_segments,
+)
 from dflop_jax.plan.pricing import reduce_s, update_s
 from dflop_jax.plan.volume import (
     CUTS,
@@ -27,18 +33,19 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.fit import Array, CostModel
+from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     Bucket,
-    Edge,
     ModelProfile,
     Plan,
     Remat,
     SegmentPlan,
     Shape,
 )
+
+_BEYOND = 2.0  # times the largest timed shape of a module that prices are believed
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,15 @@ class Rules:
         """Devices of a node."""
         return self.hardware.devices_per_node if self.hardware else n_devices
 
+    def trusted_tokens(self, module: str) -> float:
+        """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
+        astray far beyond the largest shape that was timed. Prices of `hardware` come from formulas
+        that hold at any size."""
+        if self.hardware:
+            return np.inf
+        timed = (t.shape.size for t in self.profile.timings if t.module == module)
+        return _BEYOND * max(timed)
+
     def cuts(self, group_size: int) -> np.ndarray:
         """Groups that a mean batch may be cut into."""
         most = max(1, self.max_microbatches // group_size)
@@ -113,67 +129,46 @@ class Rules:
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
-        forms = tuple(form if m == module else Form((1, 1, 1)) for m in self.n_layers)
-        whole = self.placement(Outline(forms, tuple(range(len(forms)))))
-        return tuple(s for s in whole.segments if s.module == module)
-
-    @cached_property
-    def brings_backward(self) -> frozenset[Edge]:
-        """Edges whose target runs backward because of what is read: a part before them trains."""
-        firsts = np.cumsum([0, *self.n_layers.values()]).tolist()
-        forms = tuple(Form((1, 1, 1), n) for n in self.n_layers.values())
-        finest = self.structure(self.placement(Outline(forms, tuple(firsts[:-1]))))
-        trainable = {s.name for s in finest.segments if self.trains(s)}
-        backward = set(with_backward(finest, trainable))
-        return frozenset(
-            e for e in finest.edges for s in finest.segments if s.sends(e) and s.name in backward
-        )
+        ends = self._ends_in_layers.get((module, form.mesh[2]), (0.0, 0.0))
+        return module_segments(module, self.n_layers[module], 0, form, ends)[1]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A module in forms of one kind: of each of its segments, by remat, seconds and bytes.
+    """A module in forms of one kind, and each of its segments, by remat.
 
-    rows, tokens: the shape of each form and cut, 0 rows where the data has no piece. groups: that
-    each sampled batch takes at least, [n_batches, n_forms, n_cuts]. state, kept, temporaries: see
-    `profile.fit.SegmentBytes`. reduce_s, update_s: at the step's end. These and `state` are
-    [n_forms, 1].
+    data: degree of each form, [n_forms, 1]. rows, tokens: the shape of each form and cut, 0 rows
+    where the data has no piece. trusted: whether its prices are believed, or no cut is finer.
+    groups: that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. forward_s,
+    backward_s: of a group, should it run them. reduce_s, update_s: at the step's end, [n_forms, 1].
     """
 
-    data: np.ndarray
+    data: Array
     rows: Array
     tokens: Array
+    trusted: Array
     pairs: Array
     groups: Array
-    forward_s: Sequence[Array]
-    backward_s: Mapping[str, Sequence[Array]]
-    state: Sequence[Array]
-    kept: Sequence[Array]
-    temporaries: Mapping[str, Sequence[Array]]
-    reduce_s: Sequence[Array]
-    update_s: Sequence[Array]
+    forward_s: list[Array]
+    backward_s: dict[str, list[Array]]
+    needs: dict[str, list[SegmentBytes]]
+    reduce_s: list[Array]
+    update_s: list[Array]
 
-    def at(self, data: Sequence[int]) -> Segments:
+    def at(self, data: Array) -> Segments:
         """The forms with these data degrees, one after the other."""
-        i = np.searchsorted(self.data, data)
+        i = np.searchsorted(self.data[:, 0], data)
 
-        def of(arrays: Sequence[Array]) -> list[Array]:
-            return [a[i] for a in arrays]
+        def taken(value: Any) -> Any:
+            if isinstance(value, list):
+                return [taken(v) for v in value]
+            if isinstance(value, dict):
+                return {k: taken(v) for k, v in value.items()}
+            if isinstance(value, SegmentBytes):
+                return SegmentBytes(*(taken(getattr(value, f.name)) for f in fields(value)))
+            return value[..., i, :]
 
-        return Segments(
-            self.data[i],
-            self.rows[i],
-            self.tokens[i],
-            self.pairs[i],
-            self.groups[:, i],
-            of(self.forward_s),
-            {r: of(a) for r, a in self.backward_s.items()},
-            of(self.state),
-            of(self.kept),
-            {r: of(a) for r, a in self.temporaries.items()},
-            of(self.reduce_s),
-            of(self.update_s),
-        )
+        return Segments(*(taken(getattr(self, f.name)) for f in fields(self)))
 
     def shape(self, form: int, cut: int) -> Shape | None:
         rows, tokens = int(self.rows[form, cut]), int(self.tokens[form, cut])
@@ -187,54 +182,44 @@ def module_table(
     costs, volume = rules.costs, rules.volumes[module]
     stage, _, tp = form.mesh
     cuts, data = rules.cuts(group_size), np.array(degrees)[:, None]
+    microbatches = cuts * group_size
     if module in rules.profile.piece_tokens:
-        rows = piece_rows(volume, cuts * group_size, data)
+        rows = piece_rows(volume, microbatches, data)
         tokens = np.full(rows.shape, rules.profile.piece_tokens[module])
         room = rows * data * group_size
     else:
-        microbatches = cuts * group_size
         multiple = rules.token_multiple
         rows, tokens = packed_rows(volume, microbatches, data, costs, module, tp, multiple)
         room = rows * tokens * data * group_size
-    pairs = group_pairs(volume, cuts, data)
-    mesh = (stage, data, tp)
-    nothing, no_end = np.zeros(rows.shape), np.zeros(data.shape)
-    forward, state, kept, reduce, update = [], [], [], [], []
-    backward: dict[str, list[Array]] = {r: [] for r in rules.remats}
-    temporaries: dict[str, list[Array]] = {r: [] for r in rules.remats}
-    edges, gradient_goes_on = rules.profile.edges, False
+    sizes, pairs = rows * tokens, group_pairs(volume, cuts, data)
+    mesh, segments = (stage, data, tp), rules.segments(module, form)
 
-    def task_s(s: SegmentPlan, direction: str) -> Array:
-        content_s = costs.group_pair_s(s, mesh, group_size, direction) * pairs
-        return costs.group_s(s, mesh, group_size, rows, tokens, direction) + content_s
+    def group_s(remat: Remat, direction: str) -> list[Array]:
+        each = [replace(s, remat=remat) for s in segments]
+        return [
+            costs.group_s(s, mesh, group_size, rows, tokens, direction)
+            + costs.group_pair_s(s, mesh, group_size, direction) * pairs
+            for s in each
+        ]
 
-    for s in rules.segments(module, Form((stage, 1, tp), form.n_segments)):
-        trained = rules.trains(s)
-        reads = any(s.reads(e) for e in edges if e in rules.brings_backward)
-        gradient_goes_on = gradient_goes_on or trained or reads
-        fused = s.last and not any(s.sends(e) for e in edges)  # its backward is all it runs
-        forward.append(nothing if fused else task_s(s, FORWARD))
-        for r in rules.remats:
-            with_r = replace(s, remat=r)
-            backward[r].append(task_s(with_r, BACKWARD) if gradient_goes_on or fused else nothing)
-            n_bytes = costs.segment_bytes(with_r, mesh, group_size, rows, tokens, trained=trained)
-            temporaries[r].append(n_bytes.temporaries)
-        state.append(n_bytes.state)
-        kept.append(n_bytes.kept)
-        ends = (s, mesh, costs.profile, rules.hardware)
-        reduce.append(reduce_s(*ends) if trained else no_end)
-        update.append(update_s(*ends) if trained else no_end)
+    def needs(s: SegmentPlan, remat: Remat) -> SegmentBytes:
+        s = replace(s, remat=remat)
+        return costs.segment_bytes(s, mesh, group_size, rows, tokens, trained=rules.trains(s))
+
+    def end_s(of: Callable[..., Array]) -> list[Array]:
+        every = [(s, mesh, rules.profile, rules.hardware) for s in segments]
+        return [of(*ends) if rules.trains(ends[0]) else np.zeros(data.shape) for ends in every]
+
     return Segments(
-        np.array(degrees),
+        data,
         rows,
         tokens,
+        sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         pairs,
         least_groups(volume, room),
-        forward,
-        backward,
-        state,
-        kept,
-        temporaries,
-        reduce,
-        update,
+        group_s("none", FORWARD),
+        {r: group_s(r, BACKWARD) for r in rules.remats},
+        {r: [needs(s, r) for s in segments] for r in rules.remats},
+        end_s(reduce_s),
+        end_s(update_s),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,13 +40,19 @@ from dflop_jax.schedule import (
     choose_buckets,
     schedule_batch,
 )
+from dflop_jax.schedule.batch import Batch, variants
+from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.groups import Room, greedy_answer
+from dflop_jax.schedule.online import solve
+from dflop_jax.schedule.search import improved
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 
 TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
-_RANK_WORK = 200  # units for a batch of a plan that is ranked
+_RANK_WORK = 100  # units for a batch of a plan that is ranked
 _EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
@@ -132,6 +139,7 @@ class Evaluator:
     ):
         self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
+        self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
 
     def prices(self, plan: Plan) -> Prices:
@@ -154,35 +162,30 @@ class Evaluator:
         limit = self.rules.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
 
-    def n_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the scheduler makes of a batch under a plan of one bucket.
+    def n_groups(self, plan: Plan, batch: int, least: int) -> int:
+        """Groups that the scheduler makes of a batch under a plan of one bucket, at least `least`.
 
         They are counted on a plan of whole modules and textbook prices, so that the answer is the
-        same for all placements of the same data ranks.
+        same for all placements of the same data ranks. Only where the solver's answer has fewer
+        groups than the greedy one are both simulated, as in a run.
         """
         capacity = capacity_of(plan)
         key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
             whole, prices = _whole(plan, capacity)
-            counts = []
-            for work in (0, _RANK_WORK):
-                schedule = schedule_batch(self.batches[batch], whole, prices, (), work=work)
-                modules = [g.module for g in schedule.groups]
-                counts.append(max(map(modules.count, set(modules))))
-                if counts[0] == self._least_groups(plan, batch):
-                    break
-            self._groups[key] = min(counts)
+            packed = self._packed[batch]
+            buckets = variants(plan.buckets, packed, 2 ** len(plan.modules))
+            ticks = ticks_of(group_costs(whole, prices, ()), buckets)
+            room = Room(packed, buckets, capacity, ticks)
+            answer = greedy_answer(room, len(plan.buckets))
+            n = _most(m for together in answer for m in together.placed)
+            if n > least:
+                better = improved(room, answer, Budget(_RANK_WORK), seed=0)
+                if _most(m for together in better for m in together.placed) < n:
+                    schedule, _ = solve(packed, whole, prices, (), 2 * _RANK_WORK, seed=0)
+                    n = min(n, _most(g.module for g in schedule.groups))
+            self._groups[key] = n
         return self._groups[key]
-
-    def _least_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the volume of a batch takes at least under a plan of one bucket."""
-        least = 1
-        for module, shape in plan.buckets[0].shapes:
-            amount = self.rules.volumes[module].batches[batch]
-            each = shape.rows if module in self.rules.profile.piece_tokens else shape.size
-            room = each * plan.data_ranks(module) * plan.group_size
-            least = max(least, int(np.ceil(amount / room - 1e-9)))
-        return least
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
         """A baseline's plan, whose buckets are quantiles of what arrives."""
@@ -193,8 +196,9 @@ class Evaluator:
         return replace(plan, buckets=arrival_buckets(self.loads, spec, per_rank))
 
     def with_buckets(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> Plan:
-        """The plan with the buckets that suit it best, none larger than `most`, cutting an average
-        batch into at most `finest` microbatches.
+        """The plan with the buckets that suit it best, none larger than `most` or than its one
+        bucket where prices are not believed, cutting an average batch into at most `finest`
+        microbatches.
 
         Raises:
           ValueError: the largest sample needs a larger one.
@@ -204,6 +208,12 @@ class Evaluator:
 
     def _spec(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> BucketSpec:
         capacity, of = capacity_of(plan), resources(plan)
+        limits = {
+            m: max(self.rules.trusted_tokens(m), max((s.size for s in plan.shapes(m)), default=0))
+            for m in plan.modules
+        }
+        for m, shape in most.shapes if most else ():
+            limits[m] = min(limits[m], shape.size)
         return BucketSpec(
             global_batch=self.global_batch,
             ranks=dict(capacity.ranks),
@@ -213,7 +223,7 @@ class Evaluator:
             group_size=plan.group_size,
             seconds=lambda bucket: self._module_seconds(replace(plan, buckets=(bucket,))),
             token_multiple=self.rules.token_multiple,
-            max_tokens={m: s.size for m, s in most.shapes} if most else {},
+            max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
             max_microbatches=finest,
             effort=effort,
             devices={m: of[plan.segments_of(m)[0].submesh] for m in plan.modules},
@@ -241,29 +251,26 @@ class Evaluator:
         """
         prices = prices or self.prices(plan)
         trainable = self.trainable(plan)
-        schedules = self._schedules(plan, prices, min(work_budget(about_s), _EVALUATE_WORK))
-        best = self._predicted(plan, schedules, prices)
+        work = min(work_budget(about_s), _EVALUATE_WORK)
+        schedules = [
+            schedule_batch(b, plan, prices, trainable, step=i, work=work)
+            for i, b in enumerate(self.batches)
+        ]
+        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+        best = self._predicted(plan, schedules, traces)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
             longer = replace(plan, lookahead=lookahead)
             if not self.fits(longer):
                 break
-            unordered = [replace(s, order=()) for s in schedules]
-            ordered = [with_order(longer, s, prices, trainable)[0] for s in unordered]
-            other = self._predicted(longer, ordered, prices)
+            again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
+            other = self._predicted(longer, [s for s, _ in again], [trace for _, trace in again])
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
             best = other if other.predicted.makespan_s < worth_s else best
         return replace(best, work_budget=work_budget(best.predicted.makespan_s))
 
-    def _schedules(self, plan: Plan, prices: Prices, work: int) -> list[Schedule]:
-        trainable = self.trainable(plan)
-        return [
-            schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(self.batches)
-        ]
-
-    def _predicted(self, plan: Plan, schedules: Sequence[Schedule], prices: Prices) -> Plan:
-        trainable = self.trainable(plan)
-        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+    def _predicted(
+        self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
+    ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [most_in_flight(s.order) for s in schedules]
         in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}
@@ -277,6 +284,11 @@ class Evaluator:
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)
+
+
+def _most(modules: Iterable[str]) -> int:
+    """How often the module stands there that stands there most often."""
+    return max(Counter(modules).values())
 
 
 def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:

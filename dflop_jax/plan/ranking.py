@@ -40,59 +40,44 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A placement with a cut: what is ranked. `most` is the largest bucket that memory holds, None:
-    any. `uniform` simulates its groups; None: a baseline, whose batches are scheduled at once."""
+class Ranked:
+    """A placement with a cut, whose mean makespan is at least `bound_s`.
+
+    most: the largest bucket that memory holds without more remat; None: any. uniform: simulates its
+    groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
+    n_scheduled: batches whose groups were counted by the scheduler; -1: not even the least number
+    was simulated. It is exact with all of them.
+    """
 
     policy: str
     name: str
     cut: int
     plan: Plan
+    bound_s: float
     most: Bucket | None = None
     uniform: Uniform | None = None
+    groups: tuple[int, ...] = ()
+    n_scheduled: int = -1
 
     @property
     def key(self) -> tuple[str, str, int]:
         return self.policy, self.name, self.cut
 
-
-@dataclass(frozen=True)
-class Ranked:
-    """What is known of a choice: its mean makespan is at least `bound_s`.
-
-    groups: of each sampled batch, at least. n_scheduled: batches whose groups were counted by the
-    scheduler; -1: not even the least number was simulated. It is exact with all of them.
-    """
-
-    choice: Choice
-    bound_s: float
-    groups: tuple[int, ...] = ()
-    n_scheduled: int = -1
-
     @property
     def exact(self) -> bool:
-        return self.n_scheduled == len(self.groups)
+        return self.uniform is None or self.n_scheduled == len(self.groups)
 
     def refined(self, evaluator: Evaluator) -> Ranked:
-        """The choice a step nearer to exact."""
-        choice, uniform = self.choice, self.choice.uniform
-        if uniform is None:
-            plan = evaluator.evaluate(choice.plan, self.bound_s)
-            return replace(
-                self,
-                choice=replace(choice, plan=plan),
-                bound_s=plan.predicted.makespan_s,
-                n_scheduled=0,
-            )
+        """The same a step nearer to exact."""
+        assert self.uniform is not None, "a baseline is exact"
         groups, n = list(self.groups), self.n_scheduled
         if n >= 0:
-            groups[n] = max(groups[n], evaluator.n_groups(choice.plan, n))
-        return replace(
-            self, groups=tuple(groups), n_scheduled=n + 1, bound_s=uniform.makespan_s(groups)
-        )
+            groups[n] = max(groups[n], evaluator.n_groups(self.plan, n, groups[n]))
+        bound_s = self.uniform.makespan_s(groups)
+        return replace(self, groups=tuple(groups), n_scheduled=n + 1, bound_s=bound_s)
 
     def candidate(self, evaluator: Evaluator) -> Candidate:
-        plan, uniform = self.choice.plan, self.choice.uniform
+        plan, uniform = self.plan, self.uniform
         if uniform is None:
             figures = plan.predicted
             busy_s = {m: b * figures.makespan_s for m, b in figures.busy_fraction.items()}
@@ -105,9 +90,9 @@ class Ranked:
             }
         remat = [f"{m} {r}" for m in plan.modules if (r := plan.segments_of(m)[0].remat) != "none"]
         return Candidate(
-            policy=self.choice.policy,
-            name=self.choice.name,
-            microbatches=self.choice.cut * plan.group_size,
+            policy=self.policy,
+            name=self.name,
+            microbatches=self.cut * plan.group_size,
             remat=", ".join(remat) or "none",
             makespan_s=self.bound_s,
             busy_s=busy_s,
@@ -129,7 +114,7 @@ class Ranking:
         self.n_placements = sum(len(f) for found in space.values() for f in found) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
         self.least_bytes = np.inf
-        self._arrivals = self._arrival_choices(baseline)
+        self._exact = self._arrivals(baseline)
         self._tables = [
             (policy, b) for policy, found in space.items() for b in all_bounds(found, self.rules)
         ]
@@ -138,7 +123,7 @@ class Ranking:
         """The best choice of each of the `n` best placements, exact, best first."""
         best: dict[tuple[str, str], Ranked] = {}
         for ranked in self._in_order():
-            name = ranked.choice.policy, ranked.choice.name
+            name = ranked.policy, ranked.name
             if name not in best:
                 best[name] = ranked
                 if on_progress:
@@ -148,45 +133,32 @@ class Ranking:
         return list(best.values())
 
     def _in_order(self) -> Iterator[Ranked]:
-        """All choices, exact, best first; equals by name."""
-        exact: list[Ranked] = []
-        for ranked, next_s in self._by_bound():
-            if ranked is not None:
-                exact.append(ranked)
-            while exact:
-                least_s = min(r.bound_s for r in exact)
-                if next_s <= least_s * (1 + TIE):
-                    break
-                equal = [r for r in exact if r.bound_s <= least_s * (1 + TIE)]
-                first = min(equal, key=lambda r: r.choice.key)
-                exact.remove(first)
-                yield first
-
-    def _by_bound(self) -> Iterator[tuple[Ranked | None, float]]:
-        """Exact choices as they are found, and a bound on all that were not found yet; None: only
-        the bound rose."""
+        """All candidates, exact, best first; equals by name."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[str, str, int], Ranked]] = []
-        for choice in self._arrivals:
-            heap.append((0.0, choice.key, Ranked(choice, 0.0)))
-        heapq.heapify(heap)
-        while heap or upcoming:
-            if upcoming and (not heap or upcoming[0] <= heap[0][0]):
-                ranked = self._first_known(*upcoming)
-                if ranked is not None:
-                    heapq.heappush(heap, (ranked.bound_s, ranked.choice.key, ranked))
-                upcoming = next(waiting, None)
+        exact = list(self._exact)
+        while exact or heap or upcoming:
+            known_s = heap[0][0] if heap else np.inf
+            upcoming_s = upcoming[0] if upcoming else np.inf
+            least_s = min((r.bound_s for r in exact), default=np.inf)
+            if exact and least_s * (1 + TIE) < min(known_s, upcoming_s):
+                equal = [r for r in exact if r.bound_s <= least_s * (1 + TIE)]
+                first = min(equal, key=lambda r: r.key)
+                exact.remove(first)
+                yield first
                 continue
-            *_, ranked = heapq.heappop(heap)
-            if ranked.n_scheduled < 0:
-                self.n_evaluated += 1
-            ranked = ranked.refined(self.evaluator)
-            if not ranked.exact:
-                heapq.heappush(heap, (ranked.bound_s, ranked.choice.key, ranked))
-            next_s = min(heap[0][0] if heap else np.inf, upcoming[0] if upcoming else np.inf)
-            yield (ranked if ranked.exact else None), next_s
-        yield None, np.inf
+            if upcoming and upcoming_s <= known_s:
+                ranked = self._first_known(*upcoming)
+                upcoming = next(waiting, None)
+            else:
+                ranked = heapq.heappop(heap)[-1]
+                self.n_evaluated += ranked.n_scheduled < 0
+                ranked = ranked.refined(self.evaluator)
+            if ranked and ranked.exact:
+                exact.append(ranked)
+            elif ranked:
+                heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
 
     def _by_table(self) -> Iterator[tuple[float, str, Bounds, int, int]]:
         """Candidates that memory holds, the least bound first."""
@@ -209,22 +181,25 @@ class Ranking:
     def _first_known(
         self, bound_s: float, policy: str, bounds: Bounds, p: int, c: int
     ) -> Ranked | None:
-        """A choice with what its bounds say; None where devices cannot form its submeshes."""
+        """A candidate with what its bounds say; None where devices cannot form its submeshes."""
         placement = self.rules.placement(bounds.outline(p))
         if not all(map(self.allowed, placement.submeshes)):
             return None
         remat = bounds.remats[bounds.choice[p, c]]
         plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, remat)
-        fit = np.flatnonzero(np.isfinite(bounds.bound_s[p]))
+        fit = np.flatnonzero(
+            np.isfinite(bounds.bound_s[p]) & (bounds.choice[p] == bounds.choice[p, c])
+        )
         most = bounds.bucket(p, int(fit[0])) if self.rules.memory_bytes else None
         uniform = self.evaluator.uniform(plan, bounds.pairs(p, c))
-        choice = Choice(policy, placement.name, int(bounds.cuts[c]), plan, most, uniform)
-        return Ranked(choice, bound_s, tuple(bounds.groups[:, p, c].astype(int).tolist()))
+        groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
+        cut = int(bounds.cuts[c])
+        return Ranked(policy, placement.name, cut, plan, bound_s, most, uniform, groups)
 
-    def _arrival_choices(self, placements: Sequence[Placement]) -> list[Choice]:
-        """A baseline's, few enough to be simulated all."""
+    def _arrivals(self, placements: Sequence[Placement]) -> list[Ranked]:
+        """A baseline's, few enough to be scheduled and simulated all."""
         policy, most = self.evaluator.config.policy, self.evaluator.config.max_microbatches
-        choices = []
+        found = []
         for placement in placements:
             if not all(map(self.allowed, placement.submeshes)):
                 continue
@@ -237,6 +212,9 @@ class Ranking:
                     self.least_bytes = min(self.least_bytes, self.evaluator.most_bytes(plan))
                     if self.evaluator.fits(plan):
                         self.n_fit += 1
-                        choices.append(Choice(policy, placement.name, cap, plan))
+                        self.n_evaluated += 1
+                        plan = self.evaluator.evaluate(plan, 0.0)
+                        makespan_s = plan.predicted.makespan_s
+                        found.append(Ranked(policy, placement.name, cap, plan, makespan_s))
                         break
-        return choices
+        return found

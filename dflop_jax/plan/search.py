@@ -136,7 +136,7 @@ def search_plan(
     if not best:
         least = ranking.least_bytes
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, least))
-    plans = _refined(evaluator, best) if spec.refine else [best[0].choice.plan]
+    plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
     timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
     if time_plan and timed:
         plans = [_timed(evaluator, p, time_plan(p)) for p in timed]
@@ -194,7 +194,7 @@ def _fastest(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan with chosen buckets, of a ranked choice, cut into `finest` microbatches at most."""
+    """A plan with chosen buckets, of a ranked candidate, cut into `finest` microbatches at most."""
 
     plan: Plan
     ranked: Ranked
@@ -202,16 +202,16 @@ class _Tried:
 
 
 def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
-    """Plans of the best choices with buckets that suit them, the fastest first; with effort "full"
+    """Plans of the best candidates with suitable buckets, the fastest first; with effort "full"
     several granularities of buckets are tried, and the best are searched through."""
     first = best[0]
-    if first.choice.plan.grouping == "arrival":
-        return [r.choice.plan for r in best]
+    if first.plan.grouping == "arrival":
+        return [r.plan for r in best]
     quick = evaluator.config.effort == "quick"
     close = [r for r in best[:FINALISTS] if r.bound_s <= CLOSE * first.bound_s]
     tried: list[_Tried] = []
     for ranked in close[: 1 if quick else None]:
-        cut = ranked.choice.cut * ranked.choice.plan.group_size
+        cut = ranked.cut * ranked.plan.group_size
         most = evaluator.config.max_microbatches
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
         for n in finest[:1] if quick else finest:
@@ -221,7 +221,8 @@ def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
         winner = next(t for t in tried if t.plan is fastest)
         tried += _with_buckets(evaluator, winner.ranked, winner.finest, "full")
     plans = [t.plan for t in tried]
-    plans.append(evaluator.evaluate(first.choice.plan, first.bound_s))
+    if all(_programs(p) != _programs(first.plan) for p in plans):
+        plans.append(evaluator.evaluate(first.plan, first.bound_s))
     in_order = []
     while plans:
         fastest = _fastest(plans)
@@ -236,9 +237,9 @@ def _programs(plan: Plan) -> tuple[object, ...]:
 
 
 def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Tried]:
-    """The choice's plan with chosen buckets; nothing if they do not fit."""
+    """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan = evaluator.with_buckets(ranked.choice.plan, ranked.choice.most, finest, effort)
+        plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     if evaluator.rules.remat == "auto":

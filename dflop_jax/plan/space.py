@@ -7,10 +7,9 @@ Outlines that differ in sizes only form a family, whose numbers are arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -18,35 +17,21 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.placement import Form, Outline, Placement
+from dflop_jax.profile.fit import Array
 
 _FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
 _GRAINS = 16  # at least, into which the devices are divided for more blocks
-
-
-class Kind(NamedTuple):
-    """What a module's form is but for its data degree."""
-
-    n_segments: int
-    stage: int
-    model: int
-
-    @property
-    def size(self) -> int:
-        """Devices of one data rank."""
-        return self.n_segments * self.stage * self.model
-
-    def form(self, data: int) -> Form:
-        return Form((self.stage, data, self.model), self.n_segments)
 
 
 @dataclass(frozen=True)
 class Family:
     """Outlines that differ in sizes only.
 
-    kinds, blocks: of every module. data, first: degree and first device, [n_outlines, n_modules].
+    forms: of every module, with a data degree of 1. blocks: of every module. data, first: degree
+    and first device, [n_outlines, n_modules].
     """
 
-    kinds: tuple[Kind, ...]
+    forms: tuple[Form, ...]
     blocks: tuple[int, ...]
     data: np.ndarray
     first: np.ndarray
@@ -56,16 +41,14 @@ class Family:
 
     @property
     def group_size(self) -> int:
-        return max(k.stage for k in self.kinds)
-
-    @property
-    def alone(self) -> tuple[bool, ...]:
-        """Of every module, whether it has its devices for itself."""
-        return tuple(self.blocks.count(b) == 1 for b in self.blocks)
+        return max(f.mesh[0] for f in self.forms)
 
     def outline(self, i: int) -> Outline:
-        forms = zip(self.kinds, self.data[i].tolist(), strict=True)
-        return Outline(tuple(k.form(d) for k, d in forms), tuple(self.first[i].tolist()))
+        sized = (
+            Form((f.mesh[0], d, f.mesh[2]), f.n_segments)
+            for f, d in zip(self.forms, self.data[i].tolist(), strict=True)
+        )
+        return Outline(tuple(sized), tuple(self.first[i].tolist()))
 
     def rows(self, keep: np.ndarray) -> Family:
         return replace(self, data=self.data[keep], first=self.first[keep])
@@ -94,15 +77,15 @@ def separate(
         if n_blocks < n_blocks_at_least or n_blocks > n_devices:
             continue
         sizes = _splits(n_devices, n_blocks)
-        kinds = [
-            _kinds(n, n_devices, models[m], max_stage, m not in unstaged)
+        forms = [
+            _forms(n, n_devices, models[m], max_stage, m not in unstaged)
             if blocks.count(b) == 1
-            else _kinds(n, n_devices, models[m], 1, False)
+            else _forms(n, n_devices, models[m], 1, False)
             for (m, n), b in zip(n_layers.items(), blocks, strict=True)
         ]
         most_pipelines = len(n_layers) if n_blocks <= _FEW_BLOCKS else 1
-        for chosen in product(*kinds):
-            if sum(k.n_segments * k.stage > 1 for k in chosen) <= most_pipelines:
+        for chosen in product(*forms):
+            if sum(f.n_segments * f.mesh[0] > 1 for f in chosen) <= most_pipelines:
                 yield from _family(chosen, blocks, sizes)
 
 
@@ -119,10 +102,10 @@ def shared(
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
     models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
     *others, last = n_layers
-    kinds = [_kinds(n_layers[m], n_devices, models[m], 1, False) for m in others]
-    loops = _kinds(n_layers[last], n_devices, models[last], max_stage, last not in unstaged)
-    kinds.append([k for k in loops if k.n_segments == 1])
-    for chosen in product(*kinds):
+    forms = [_forms(n_layers[m], n_devices, models[m], 1, False) for m in others]
+    loops = _forms(n_layers[last], n_devices, models[last], max_stage, last not in unstaged)
+    forms.append([f for f in loops if f.n_segments == 1])
+    for chosen in product(*forms):
         yield from _family(chosen, (0,) * len(n_layers), np.array([[n_devices]]))
 
 
@@ -151,33 +134,41 @@ def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
     return np.diff(ends, axis=1)
 
 
-def _kinds(
+def _forms(
     n_layers: int, n_devices: int, models: Sequence[int], max_stage: int, stages: bool
-) -> list[Kind]:
-    """Kinds of a module. A pipeline of depth s comes as s segments, and as one segment with stage=s
-    where `stages` are allowed and divide its layers."""
-    kinds = []
+) -> list[Form]:
+    """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
+    segment with stage=s where `stages` are allowed and divide its layers."""
+    forms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
             if depth == 1 or (stages and n_layers % depth == 0):
-                kinds.append(Kind(1, depth, model))
+                forms.append(Form((depth, 1, model)))
             if depth > 1:
-                kinds.append(Kind(depth, 1, model))
-    return kinds
+                forms.append(Form((1, 1, model), depth))
+    return forms
 
 
-def _family(kinds: Sequence[Kind], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
-    """The family of these kinds on the splits that they divide, unless it is empty or no group of
+def _family(forms: Sequence[Form], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
+    """The family of these forms on the splits that they divide, unless it is empty or no group of
     microbatches can be one of every segment's."""
-    most = max(k.stage for k in kinds)
-    if any(most % k.stage for k in kinds):
+    most = max(f.mesh[0] for f in forms)
+    if any(most % f.mesh[0] for f in forms):
         return
     own = sizes[:, list(blocks)]
-    unit = np.array([k.size for k in kinds])
+    unit = np.array([f.n_devices for f in forms])
     fits = (own % unit == 0).all(axis=1)
     if fits.any():
         firsts = (np.cumsum(sizes, axis=1) - sizes)[:, list(blocks)]
-        yield Family(tuple(kinds), blocks, (own // unit)[fits], firsts[fits])
+        yield Family(tuple(forms), blocks, (own // unit)[fits], firsts[fits])
+
+
+def in_nodes(first: Array, n_devices: Array, model: int, node: int) -> Array:
+    """Whether tensor-parallel groups of `model` devices, one after the other on `n_devices` from
+    `first` on, all lie inside a node."""
+    to_next = node - first % node  # devices up to the next node
+    whole = (n_devices <= to_next + node) | (node % model == 0)
+    return (n_devices <= to_next) | ((to_next % model == 0) & whole)
 
 
 def families(rules: Rules, n_devices: int, config: PlanConfig) -> dict[str, list[Family]]:
@@ -187,27 +178,25 @@ def families(rules: Rules, n_devices: int, config: PlanConfig) -> dict[str, list
     Raises:
       ValueError: nothing is left.
     """
-    wanted = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    limits = _limits(rules, n_devices, config)
-    crossing = _crossing(rules, n_devices)
-    timed = {(t.module, t.model) for t in rules.profile.timings}
-    degrees = {
-        m: [k for k in range(1, limits["max_model"] + 1) if (m, k) in timed] for m in rules.n_layers
-    }
+    searched = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
+    node, timed = rules.node(n_devices), _timed_degrees(rules)
+    max_model = min(config.max_model, node)
+    degrees = {m: [k for k in range(1, max_model + 1) if (m, k) in timed] for m in rules.n_layers}
     spaces: dict[str, list[Family]] = {}
-    for policy in wanted:
+    for policy in searched:
         if policy not in SPACES:
             continue
         kept = spaces.setdefault(policy, [])
         for family in SPACES[policy](
-            n_devices, rules.n_layers, **limits, unstaged=rules.unstaged, degrees=degrees
-        ):
-            inside = np.ones(len(family), bool)
-            for m, kind in enumerate(family.kinds):
-                ranks = family.data[:, m] * kind.n_segments * kind.stage
-                inside &= ranks <= crossing(kind.model)[family.first[:, m] % rules.node(n_devices)]
-            if inside.any():
-                kept.append(family.rows(inside))
+            n_devices, rules.n_layers, max_model=max_model, max_stage=config.max_stage,
+            unstaged=rules.unstaged, degrees=degrees,
+        ):  # fmt: skip
+            inside = [
+                in_nodes(first, data * form.n_devices, form.mesh[2], node)
+                for form, data, first in zip(family.forms, family.data.T, family.first.T)
+            ]
+            if (keep := np.all(inside, axis=0)).any():
+                kept.append(family.rows(keep))
     if spaces and not any(spaces.values()):
         raise ValueError(_none(config, n_devices))
     return spaces
@@ -221,53 +210,30 @@ def baseline(rules: Rules, n_devices: int, config: PlanConfig) -> list[Placement
     """
     if config.policy not in BASELINES:
         return []
-    timed = {(t.module, t.model) for t in rules.profile.timings}
-    crossing, node = _crossing(rules, n_devices), rules.node(n_devices)
+    node, timed = rules.node(n_devices), _timed_degrees(rules)
 
     def lies_well(p: Placement) -> bool:
-        segments = ((s.module, p.mesh_of(s)) for s in p.segments)
+        meshes = [(s.module, p.mesh_of(s)) for s in p.segments]
         return all(
-            (module, m.model) in timed
-            and m.n_devices // m.model <= crossing(m.model)[m.first % node]
-            for module, m in segments
+            (module, m.model) in timed and in_nodes(m.first, m.n_devices, m.model, node)
+            for module, m in meshes
         )
 
-    space = BASELINES[config.policy]
-    kept = list(
-        filter(lies_well, space(n_devices, rules.n_layers, **_limits(rules, n_devices, config)))
+    every = BASELINES[config.policy](
+        n_devices,
+        rules.n_layers,
+        max_model=min(config.max_model, node),
+        max_stage=config.max_stage,
     )
+    kept = [p for p in every if lies_well(p)]
     if not kept:
         raise ValueError(_none(config, n_devices))
     return kept
 
 
-class _Limits(TypedDict):
-    max_model: int
-    max_stage: int
-
-
-def _limits(rules: Rules, n_devices: int, config: PlanConfig) -> _Limits:
-    return {
-        "max_model": min(config.max_model, rules.node(n_devices)),
-        "max_stage": config.max_stage,
-    }
-
-
-def _crossing(rules: Rules, n_devices: int) -> Callable[[int], np.ndarray]:
-    """For a tensor-parallel degree: by the place in a node where a module begins, how many groups
-    of so many devices it may have before one crosses into the next node."""
-    node = rules.node(n_devices)
-    known: dict[int, np.ndarray] = {}
-
-    def of(model: int) -> np.ndarray:
-        if model not in known:
-            whole = np.arange(node)[:, None] + np.arange(node + 1) * model
-            crosses = whole % node + model > node
-            first = np.where(crosses.any(axis=1), crosses.argmax(axis=1), np.iinfo(int).max)
-            known[model] = first
-        return known[model]
-
-    return of
+def _timed_degrees(rules: Rules) -> set[tuple[str, int]]:
+    """(module, tensor-parallel degree) of which the profile has timings."""
+    return {(t.module, t.model) for t in rules.profile.timings}
 
 
 def _none(config: PlanConfig, n_devices: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.pipeline.order import links, resources
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
 from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
@@ -27,6 +27,20 @@ class ByteTable:
     kept: Mapping[tuple[str, Shape], float]
 
 
+def peaks_of(
+    needs: Sequence[SegmentBytes], resource: Sequence[int], in_flight: Sequence[int]
+) -> dict[int, Array]:
+    """Peak bytes per device of each resource, from what its segments need and the groups that each
+    has in flight. Segments on the same devices hold what all of them hold, and the temporaries of
+    one program at a time."""
+    steady: dict[int, Array] = dict.fromkeys(resource, 0.0)
+    work = dict(steady)
+    for n, r, groups in zip(needs, resource, in_flight, strict=True):
+        steady[r] = steady[r] + n.state + n.kept * groups
+        work[r] = np.maximum(work[r], n.temporaries)
+    return {r: steady[r] + work[r] for r in steady}
+
+
 def peak_bytes(
     plan: Plan,
     costs: CostModel,
@@ -36,24 +50,25 @@ def peak_bytes(
     """Peak bytes per device of each submesh, with `in_flight[segment]` groups kept.
 
     The groups in flight are those of an order (`pipeline.order.most_in_flight`), each of the
-    module's largest shape. Submeshes that share devices hold what all of them hold, and the
-    temporaries of one program at a time. `trainable` names the segments that train; None: all.
+    module's largest shape. `trainable` names the segments that train; None: all.
     """
-    resource_of = resources(plan)
-    steady: dict[int, float] = dict.fromkeys(resource_of.values(), 0.0)
-    work = dict(steady)
+    resource = resources(plan)
+    needs: list[SegmentBytes] = []
     for s in plan.segments:
-        resource = resource_of[s.submesh]
         shapes = plan.shapes(s.module)
         rows = np.array([shape.rows for shape in shapes])
         tokens = np.array([shape.tokens for shape in shapes])
         trained = trainable is None or s.name in trainable
         mesh = plan.submesh(s.submesh).shape
-        needs = costs.segment_bytes(s, mesh, plan.group_size, rows, tokens, trained=trained)
-        kept = float(needs.kept.max(initial=0.0))
-        steady[resource] += float(needs.state) + kept * in_flight.get(s.name, 0)
-        work[resource] = max(work[resource], float(needs.temporaries.max(initial=0.0)))
-    return {name: steady[resource] + work[resource] for name, resource in resource_of.items()}
+        each = costs.segment_bytes(s, mesh, plan.group_size, rows, tokens, trained=trained)
+        largest = (float(v.max(initial=0.0)) for v in (each.kept, each.temporaries))
+        needs.append(SegmentBytes(float(each.state), *largest))
+    peaks = peaks_of(
+        needs,
+        [resource[s.submesh] for s in plan.segments],
+        [in_flight.get(s.name, 0) for s in plan.segments],
+    )
+    return {name: float(peaks.get(r, 0.0)) for name, r in resource.items()}
 
 
 def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:

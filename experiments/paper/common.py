@@ -123,9 +123,9 @@ def placements(
     step = max(1, n_devices // 32) if n_devices > 64 else 1
     ends = ends_in_layers(profile)
     for family in separate(n_devices, profile.n_layers, **bounds):
-        *others, _ = family.kinds
-        inside = all(k.model <= hardware.devices_per_node for k in family.kinds)
-        if family.group_size > 1 or any(k.n_segments > 1 for k in others) or not inside:
+        *others, _ = family.forms
+        inside = all(f.mesh[2] <= hardware.devices_per_node for f in family.forms)
+        if family.group_size > 1 or any(f.n_segments > 1 for f in others) or not inside:
             continue
         for i in range(len(family)):
             outline = family.outline(i)

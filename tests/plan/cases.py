@@ -249,6 +249,14 @@ def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=N
             bucket = Bucket.of(
                 {m: shape_of(m, cut, size, data, profile, r, model[m]) for m, r in ranks.items()}
             )
+            finest = Bucket.of(
+                {m: shape_of(m, top, size, data, profile, r, model[m]) for m, r in ranks.items()}
+            )
+            timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
+            if not hardware and any(
+                s.size > max(2 * timed[m], finest.tokens(m)) for m, s in bucket.shapes
+            ):
+                continue  # far beyond what was timed
             pairs = {
                 m: math.ceil(
                     sum(n**2 for load in data.loads for n in load.lengths(m))

@@ -16,7 +16,7 @@ from dflop_jax.plan.evaluate import sample_batches, work_budget
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.records import Bucket, Price, Shape, with_remat
+from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
@@ -24,6 +24,7 @@ from dflop_jax.sim.pipeline import simulate_step
 from .cases import (
     BATCH,
     CONFIG,
+    LINKS,
     TILE,
     capacity,
     data_profile,
@@ -345,3 +346,32 @@ def test_submeshes_that_devices_cannot_form_are_left_out():
     assert {c.name for c in some} == {c.name for c in every if "@2" in c.name and "*" not in c.name}
     with pytest.raises(ValueError, match="the devices at hand cannot form"):
         run("dflop", 4, allowed=lambda m: False)
+
+
+def test_no_microbatch_is_far_larger_than_what_was_timed(real_buckets):
+    """Where calls cost all and tokens nothing, one huge group is the fastest by extrapolation."""
+    whole = model_profile()
+    timings = tuple(
+        dataclasses.replace(t, layer_forward_s=1.0, layer_backward_s=3.0) for t in whole.timings
+    )
+    small = tuple(
+        dataclasses.replace(t, shape=Shape(t.shape.rows, t.shape.tokens // 4))
+        if t.module == "llm"
+        else t
+        for t in timings
+    )
+
+    def size(timings, **options):
+        profile = dataclasses.replace(whole, timings=timings)
+        plan = run(n_devices=2, profile=profile, **options).plan
+        return max(b.tokens("llm") for b in plan.buckets)
+
+    assert size(timings) > 128 >= size(small)  # timed up to 256 and 64 tokens
+    assert size(small, hardware=LINKS) == size(timings)  # formulas hold at any size
+
+
+def test_a_sample_larger_than_what_was_timed_still_has_a_plan():
+    profile, data = model_profile(), data_profile()
+    long = dataclasses.replace(data, loads=(*data.loads, Load({"vision": (TILE,), "llm": (1999,)})))
+    plan = run(profile=profile, data=long).plan
+    assert max(b.tokens("llm") for b in plan.buckets) >= 1999

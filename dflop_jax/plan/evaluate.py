@@ -39,6 +39,8 @@ from dflop_jax.schedule import (
     choose_buckets,
     schedule_batch,
 )
+from dflop_jax.schedule.batch import Batch, check_fits
+from dflop_jax.schedule.online import solve
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 
@@ -133,6 +135,7 @@ class Evaluator:
         self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
         self._groups: dict[tuple[object, ...], int] = {}
+        self._arrays: dict[int, Batch] = {}
 
     def prices(self, plan: Plan) -> Prices:
         return prices_of(plan, self.rules.costs, self.rules.hardware)
@@ -164,14 +167,14 @@ class Evaluator:
         key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
             whole, prices = _whole(plan, capacity)
-            counts = []
+            arrays = self._arrays.setdefault(batch, Batch(self.batches[batch], plan.modules))
+            check_fits(arrays, plan.buckets, capacity)
             for work in (0, _RANK_WORK):
-                schedule = schedule_batch(self.batches[batch], whole, prices, (), work=work)
-                modules = [g.module for g in schedule.groups]
-                counts.append(max(map(modules.count, set(modules))))
-                if counts[0] == self._least_groups(plan, batch):
+                outline = solve(arrays, whole, prices, (), work, 0).outline
+                modules = [g.module for g in outline.groups]
+                self._groups[key] = max(map(modules.count, set(modules)))
+                if self._groups[key] == self._least_groups(plan, batch):
                     break
-            self._groups[key] = min(counts)
         return self._groups[key]
 
     def _least_groups(self, plan: Plan, batch: int) -> int:

@@ -120,18 +120,22 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     row_room = batch.row_room(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
     asks_NM = np.stack([batch.tokens[m] for m in shared] or [np.zeros(batch.n, np.int64)], axis=1)
     asks_NM = asks_NM[:, : len(shared)]
-    row_free: Ints = np.zeros(0, np.int64)
+    free_GR: Ints = np.zeros((0, width), np.int64)
     free_GM: Ints = np.zeros((0, len(shared)), np.int64)
+    widest_G: Ints = np.zeros(0, np.int64)  # room of the emptiest row
     packed: Packed = []
     for i in order:
         tokens = int(batch.tokens[batch.anchor][i]) if batch.anchor else 0
-        fits = (row_free >= tokens) & np.repeat((free_GM >= asks_NM[i]).all(axis=1), width)
-        row = int(fits.argmax()) if fits.any() else len(row_free)
-        if row == len(row_free):
-            row_free = np.append(row_free, np.full(width, row_room))
+        fits_G = (widest_G >= tokens) & (free_GM >= asks_NM[i]).all(axis=1)
+        g = int(fits_G.argmax()) if fits_G.any() else len(packed)
+        if g == len(packed):
+            free_GR = np.concatenate([free_GR, np.full((1, width), row_room)])
             free_GM = np.concatenate([free_GM, room_M])
+            widest_G = np.append(widest_G, row_room)
             packed.append([[] for _ in range(width)])
-        row_free[row] -= tokens
-        free_GM[row // width] -= asks_NM[i]
-        packed[row // width][row % width].append(i)
+        row = int((free_GR[g] >= tokens).argmax())
+        free_GR[g, row] -= tokens
+        widest_G[g] = free_GR[g].max()
+        free_GM[g] -= asks_NM[i]
+        packed[g][row].append(i)
     return packed

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
-from dflop_jax.schedule.batch import Capacity, rows_needed
+from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
 from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
 from dflop_jax.schedule.shapes.milp import solve_choice
 from dflop_jax.schedule.shapes.sizes import (
@@ -83,7 +83,7 @@ def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
     effort = _EFFORTS[spec.effort]
     sizes = sizes_of(loads, spec)
     seconds = spec.seconds or even_seconds(loads, spec)
-    front = largest(loads, tuple(sizes))
+    front = Batch(largest(loads, tuple(sizes)), tuple(sizes))
     share = min(1.0, _USUAL_BATCH / spec.global_batch)
     few = max(1, round(effort.first * share))
     batches = _drawn(loads, spec, effort)
@@ -144,26 +144,22 @@ def _drawn(loads: Sequence[Load], spec: BucketSpec, effort: _Effort) -> list[lis
     return [[loads[i] for i in pick] for pick in picks]
 
 
-def _holding(buckets: Buckets, front: Sequence[Load], sizes: Sizes, capacity: Capacity) -> Buckets:
+def _holding(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
     """The set with rows added to its roomiest bucket until it holds every sample."""
     ranked = roomiest_first(buckets)
     first, rest = ranked[0], ranked[1:]
-    while not _holds_all((first, *rest), front, capacity):
+    while not front.able_any((first, *rest), capacity).all():
         more = {}
         for m, size in sizes.items():
             shape = first.shape(m) or size.shape(0, holds_all=True)
             assert shape is not None, "a module with volume has a shape"
-            needs = max(rows_needed(load.lengths(m), shape) for load in front)
+            needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
             short = needs > shape.rows * capacity.ranks[m]
             more[m] = Shape(shape.rows + 1, shape.tokens) if short else shape
         grown = Bucket.of(more)
         assert grown != first, "a row that holds the longest piece was chosen"
         first = grown
     return (first, *rest)
-
-
-def _holds_all(buckets: Buckets, front: Sequence[Load], capacity: Capacity) -> bool:
-    return all(any(capacity.holds(b, load) for b in buckets) for load in front)
 
 
 def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_final: int) -> Buckets:
@@ -182,7 +178,7 @@ def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fin
 
 
 def _refined(
-    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Sequence[Load], spec: BucketSpec
+    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Batch, spec: BucketSpec
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
@@ -203,7 +199,7 @@ def _refined(
         if moved is None or moved in best:
             continue
         buckets = (*best[: move.bucket], moved, *best[move.bucket + 1 :])
-        if _holds_all(buckets, front, spec.capacity) and evaluator.beats(buckets, best):
+        if front.able_any(buckets, spec.capacity).all() and evaluator.beats(buckets, best):
             best, untried = buckets, len(moves)
     return best
 

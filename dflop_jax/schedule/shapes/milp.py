@@ -31,7 +31,7 @@ def solve_choice(
     spec: BucketSpec,
     seconds: SecondsOf,
     *,
-    must_hold: Sequence[Load],
+    must_hold: Batch,
     max_nodes: int,
 ) -> Buckets:
     """The MILP: binary z[c] (compiled), integer n[s, c] (groups of c that batch s runs).
@@ -58,16 +58,15 @@ def solve_choice(
         want = demand(Batch(loads, tuple(spec.ranks)), candidates, capacity)
         most_C = np.ceil(_SLACK * _alone(want))
         limits += [n[s] <= cp.multiply(most_C, z), want.room_DC @ n[s] >= _SLACK * want.need_D]
-    for load in must_hold:
-        able_C = np.array([capacity.holds(b, load) for b in candidates], float)
-        limits.append(able_C @ z >= 1)
+    able_CN = np.array([must_hold.able(b, capacity) for b in candidates], float)
+    limits.append(able_CN.T @ z >= 1)
     problem = cp.Problem(cp.Minimize(cp.sum(n @ price_C) / len(batches) + fill), limits)
     with warnings.catch_warnings():  # the best answer within the nodes is what is asked for
         warnings.filterwarnings("ignore", message="Solution may be inaccurate")
         problem.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
     on_C = np.zeros(len(candidates)) if z.value is None else z.value
     chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
-    if not all(any(capacity.holds(b, load) for b in chosen) for load in must_hold):
+    if not must_hold.able_any(chosen, capacity).all():
         chosen = list(roomiest_first(candidates)[:1])  # no answer in so many nodes
     return roomiest_first(chosen)
 

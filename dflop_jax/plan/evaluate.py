@@ -169,23 +169,10 @@ class Evaluator:
             whole, prices = _whole(plan, capacity)
             arrays = self._arrays.setdefault(batch, Batch(self.batches[batch], plan.modules))
             check_fits(arrays, plan.buckets, capacity)
-            for work in (0, _RANK_WORK):
-                outline = solve(arrays, whole, prices, (), work, 0).outline
-                modules = [g.module for g in outline.groups]
-                self._groups[key] = max(map(modules.count, set(modules)))
-                if self._groups[key] == self._least_groups(plan, batch):
-                    break
+            outline = solve(arrays, whole, prices, (), _RANK_WORK, 0).outline
+            modules = [g.module for g in outline.groups]
+            self._groups[key] = max(map(modules.count, set(modules)))
         return self._groups[key]
-
-    def _least_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the volume of a batch takes at least under a plan of one bucket."""
-        least = 1
-        for module, shape in plan.buckets[0].shapes:
-            amount = self.rules.volumes[module].batches[batch]
-            each = shape.rows if module in self.rules.profile.piece_tokens else shape.size
-            room = each * plan.data_ranks(module) * plan.group_size
-            least = max(least, int(np.ceil(amount / room - 1e-9)))
-        return least
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
         """A baseline's plan, whose buckets are quantiles of what arrives."""

@@ -117,7 +117,8 @@ def solve(
         answers = [greedy_answer(room, len(plan.buckets))]
         if work > 0:
             better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
-            answers = [better, *answers]
+            alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]
+            answers = [better] if alike and not room.priced else [better, *answers]
     best: Solution | None = None
     for place, answer in enumerate(answers):
         alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope

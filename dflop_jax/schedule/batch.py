@@ -97,7 +97,7 @@ class Batch:
             in_row_N = shape.tokens // np.maximum(longest_N, 1)
             fits_N = count_N <= rows * in_row_N  # first fit fills rows no worse than equal pieces
             unequal_N = self.tokens[m] < count_N * longest_N
-            for i in np.flatnonzero(able_N & ~fits_N & (in_row_N > 0) & unequal_N):
+            for i in np.flatnonzero(able_N & ~fits_N & (in_row_N > 0) & unequal_N).tolist():
                 fits_N[i] = rows_needed(self.loads[i].lengths(m), shape) <= rows
             able_N &= fits_N
         return able_N
@@ -157,7 +157,7 @@ def check_fits(batch: Batch, buckets: Sequence[Bucket], capacity: Capacity) -> N
     """ValueError that names the first sample which no bucket can hold."""
     bad = np.flatnonzero(~batch.able_any(buckets, capacity))
     if len(bad):
-        load = batch.loads[bad[0]]
+        load = batch.loads[int(bad[0])]
         modules = list(capacity.ranks)[::-1]
         largest = max(buckets, key=lambda b: tuple(b.tokens(m) for m in modules))
         asks = ", ".join(

@@ -36,7 +36,8 @@ _CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 3
 # Samples; of larger batches fewer are scheduled, since they take longer and differ less.
 _USUAL_BATCH, _LARGE_BATCH = 100, 512
 _EVALUATE_WORK = 2000
-_MILP_SHARE = 0.5  # of the batches that refinement may schedule, again for the MILP's answer
+_MILP_BATCHES = 4  # at most
+_MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
 _STEPS = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity
 _CUTS = (2.0, 0.5)  # factors of packed rows
 
@@ -45,7 +46,7 @@ _CUTS = (2.0, 0.5)  # factors of packed rows
 class _Effort:
     """Work of a choice: starts tried, on how many batches first, how many of them then on all
     `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each;
-    nodes of the MILP (0: none) over `first` batches."""
+    nodes of the MILP (0: none)."""
 
     starts: int
     first: int
@@ -107,7 +108,7 @@ def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
         candidates = _candidates((*chained, best), sizes, spec)
         answers = solve_choices(
             candidates,
-            evaluator.batches[:few],
+            evaluator.batches[:_MILP_BATCHES],
             spec,
             seconds,
             must_hold=front,
@@ -115,9 +116,9 @@ def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
         )
         evaluator.left = round(_MILP_SHARE * budget)
         starts = [_holding(answer, front, sizes, spec.capacity) for answer in answers]
-        other = _best_start(starts, evaluator, few, effort.finalists)
-        other = _refined(other, sizes, evaluator, front, spec)
         n = len(batches)
+        other = _best_start(starts, evaluator, n, 1)
+        other = _refined(other, sizes, evaluator, front, spec)
         best = (best, other)[first_least([evaluator.mean_s(s, n) for s in (best, other)])]
     return _choice(roomiest_first(best), evaluator)
 

@@ -15,7 +15,7 @@ from dflop_jax.schedule.shapes.evaluate import roomiest_first
 from dflop_jax.schedule.shapes.sizes import Buckets, BucketSpec, SecondsOf
 from dflop_jax.schedule.solver.problem import Floats
 
-SLACKS = (1.004, 1.02, 1.05)  # room over volume that packing whole samples may need
+SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need
 _GAP = 0.004  # relative, at which the MILP counts as solved
 _IDLE_PRICE = 0.2  # of a second in a module that is not the slowest: padding there is not free
 

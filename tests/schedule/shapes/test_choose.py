@@ -93,6 +93,21 @@ def test_milp_equals_exhaustive_choice(seed, devices):
         assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
 
 
+def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch):
+    """Short and long texts, attention over a row dear: its answers join the starts and make the
+    choice faster, and what is chosen without it stays a choice."""
+    rng = np.random.default_rng(2)
+    lengths = np.where(rng.random(400) < 0.05, 960, np.where(rng.random(400) < 0.5, 40, 250))
+    loads = [Load({"b": (int(n),)}) for n in lengths]
+    spans = []
+    for nodes in (0, 1):
+        full = replace(_EFFORTS["full"], milp_nodes=nodes, budget=60)
+        monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", {"full": full})
+        spec = spec_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
+        spans.append(choose_buckets(loads, spec).expected_s)
+    assert spans[1] < 0.99 * spans[0]
+
+
 def test_largest_holds_for_all():
     rng = np.random.default_rng(0)
     loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]

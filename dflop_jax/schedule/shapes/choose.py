@@ -32,7 +32,7 @@ from dflop_jax.schedule.shapes.sizes import (
 _ARRIVAL_DRAWS = 512  # microbatches drawn to see what arrival order needs
 # Of the MILP's candidates: cuts of a batch over the finest that is sensible, and lengths of packed
 # rows (or, where a row takes one piece, numbers of rows) in the last module and in the others.
-_CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 3
+_CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 2
 # Samples; of larger batches fewer are scheduled, since they take longer and differ less.
 _USUAL_BATCH, _LARGE_BATCH = 100, 512
 _EVALUATE_WORK = 2000

@@ -13,7 +13,6 @@ from schedule_data import TILE_TOKENS, trace_loads
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
 from dflop_jax.schedule import BucketSpec, choose_buckets, evaluate_buckets, oversize
-from dflop_jax.schedule.shapes import choose
 from dflop_jax.schedule.shapes.choose import even_seconds
 
 K = 4
@@ -40,16 +39,6 @@ class Setting:
 
 
 SETTINGS = (Setting(2, 6, 64), Setting(2, 6, 256), Setting(4, 4, 512))
-
-
-def without_milp(loads: Sequence[Load], spec: BucketSpec) -> tuple[Bucket, ...]:
-    """The choice with full effort but for the MILP's set among the starts."""
-    every = choose._EFFORTS
-    choose._EFFORTS = every | {"full": replace(every["full"], milp_nodes=0)}
-    try:
-        return choose_buckets(loads, spec).buckets
-    finally:
-        choose._EFFORTS = every
 
 
 def alternatives(
@@ -107,10 +96,7 @@ def bucket_table(traces: Path, seeds: Sequence[int], *, quick: bool) -> Table:
             spec = replace(s.spec, seed=seed, effort="quick" if quick else "full")
             spec = replace(spec, seconds=even_seconds(seen, spec))
             ours = choose_buckets(seen, spec).buckets
-            sets = {"ours": ours}
-            if not quick:
-                sets["without the MILP"] = without_milp(seen, spec)
-            for name, buckets in (sets | alternatives(seen, spec, ours, seed)).items():
+            for name, buckets in ({"ours": ours} | alternatives(seen, spec, ours, seed)).items():
                 if oversize([x for b in batches for x in b], buckets, spec.capacity):
                     continue
                 r = evaluate_buckets(buckets, batches, spec)

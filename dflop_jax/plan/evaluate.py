@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,12 +40,8 @@ from dflop_jax.schedule import (
     choose_buckets,
     schedule_batch,
 )
-from dflop_jax.schedule.batch import Batch, variants
-from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.groups import Room, greedy_answer
+from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.online import solve
-from dflop_jax.schedule.search import improved
-from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 
@@ -162,29 +158,20 @@ class Evaluator:
         limit = self.rules.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
 
-    def n_groups(self, plan: Plan, batch: int, least: int) -> int:
-        """Groups that the scheduler makes of a batch under a plan of one bucket, at least `least`.
+    def n_groups(self, plan: Plan, batch: int) -> int:
+        """Groups that the scheduler makes of a batch under a plan of one bucket.
 
         They are counted on a plan of whole modules and textbook prices, so that the answer is the
-        same for all placements of the same data ranks. Only where the solver's answer has fewer
-        groups than the greedy one are both simulated, as in a run.
+        same for all placements of the same data ranks.
         """
         capacity = capacity_of(plan)
         key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
         if key not in self._groups:
             whole, prices = _whole(plan, capacity)
-            packed = self._packed[batch]
-            buckets = variants(plan.buckets, packed, 2 ** len(plan.modules))
-            ticks = ticks_of(group_costs(whole, prices, ()), buckets)
-            room = Room(packed, buckets, capacity, ticks)
-            answer = greedy_answer(room, len(plan.buckets))
-            n = _most(m for together in answer for m in together.placed)
-            if n > least:
-                better = improved(room, answer, Budget(_RANK_WORK), seed=0)
-                if _most(m for together in better for m in together.placed) < n:
-                    schedule, _ = solve(packed, whole, prices, (), 2 * _RANK_WORK, seed=0)
-                    n = min(n, _most(g.module for g in schedule.groups))
-            self._groups[key] = n
+            arrays = self._packed[batch]
+            check_fits(arrays, plan.buckets, capacity)
+            outline = solve(arrays, whole, prices, (), _RANK_WORK, 0).outline
+            self._groups[key] = max(Counter(g.module for g in outline.groups).values())
         return self._groups[key]
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
@@ -284,11 +271,6 @@ class Evaluator:
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)
-
-
-def _most(modules: Iterable[str]) -> int:
-    """How often the module stands there that stands there most often."""
-    return max(Counter(modules).values())
 
 
 def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:

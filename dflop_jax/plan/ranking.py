@@ -72,7 +72,7 @@ class Ranked:
         assert self.uniform is not None, "a baseline is exact"
         groups, n = list(self.groups), self.n_scheduled
         if n >= 0:
-            groups[n] = max(groups[n], evaluator.n_groups(self.plan, n, groups[n]))
+            groups[n] = max(groups[n], evaluator.n_groups(self.plan, n))
         bound_s = self.uniform.makespan_s(groups)
         return replace(self, groups=tuple(groups), n_scheduled=n + 1, bound_s=bound_s)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from dflop_jax.records.check import require
@@ -40,16 +42,16 @@ class Group:
 
     def __post_init__(self) -> None:
         require(len(self.rows) > 0, f"a group of {self.module!r} holds no microbatch")
-        for microbatch in self.rows:
-            for rank in microbatch:
-                require(
-                    len(rank) <= self.shape.rows,
-                    f"a group of {self.module!r} has {len(rank)} rows in shape {self.shape.name}",
-                )
+        most = max((len(rank) for microbatch in self.rows for rank in microbatch), default=0)
+        require(
+            most <= self.shape.rows,
+            f"a group of {self.module!r} has {most} rows in shape {self.shape.name}",
+        )
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[int, ...]:
-        return tuple(p for m in self.rows for rank in m for row in rank for p in row)
+        ranks = chain.from_iterable(self.rows)
+        return tuple(chain.from_iterable(chain.from_iterable(ranks)))
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,10 @@ class Schedule:
     elapsed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        seen: set[tuple[str, int]] = set()
+        for module in {g.module for g in self.groups}:
+            pieces = [p for g in self.groups if g.module == module for p in g.pieces]
+            require(len(pieces) == len(set(pieces)), f"a piece of {module!r} is scheduled twice")
         for i, g in enumerate(self.groups):
-            for p in g.pieces:
-                require(
-                    (g.module, p) not in seen, f"a piece of {g.module!r} is scheduled twice: {p}"
-                )
-                seen.add((g.module, p))
             fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             require(
                 len(fed) == len(g.feeds) == len(set(fed)) and g.module not in fed,

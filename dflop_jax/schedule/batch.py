@@ -6,13 +6,15 @@ Shape suffixes: N samples, P pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Load, Plan, Shape, first_pieces, piece_tokens
+from dflop_jax.records import Bucket, Load, Plan, Shape
 from dflop_jax.schedule.solver.problem import Ints
 
 
@@ -35,16 +37,6 @@ class Capacity:
     def executed(self, bucket: Bucket, module: str) -> int:
         """Tokens of a module that a group computes on all ranks, padding included."""
         return bucket.tokens(module) * self.ranks[module] * self.group_size
-
-    def holds(self, bucket: Bucket, load: Load) -> bool:
-        """Whether a microbatch of this bucket can hold the sample, by first fit decreasing."""
-        for module, lengths in load.pieces.items():
-            if module not in self.ranks or not lengths:
-                continue
-            shape = bucket.shape(module)
-            if shape is None or rows_needed(lengths, shape) > self.rows(bucket, module):
-                return False
-        return True
 
 
 def capacity_of(plan: Plan) -> Capacity:
@@ -71,23 +63,48 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 
 class Batch:
     """Loads of a global batch, by module: `tokens` and `longest` piece of every sample [N], `count`
-    of its pieces [N], and `step`, of which all lengths are multiples."""
+    of its pieces [N], `first` of them by number [N], `lengths` of all [P], and `step`, of which all
+    lengths are multiples."""
 
-    def __init__(self, loads: Sequence[Load], modules: Sequence[str]):
-        self.loads, self.modules = loads, tuple(modules)
-        self.n = len(loads)
-        self.first: dict[str, tuple[int, ...]] = {m: first_pieces(loads, m) for m in modules}
-        self.lengths: dict[str, Ints] = {
-            m: np.array(piece_tokens(loads, m), np.int64) for m in modules
-        }
-        self.tokens = {m: self._by_sample(m, sum) for m in modules}
-        self.longest = {m: self._by_sample(m, lambda n: max(n, default=0)) for m in modules}
-        self.count = {m: self._by_sample(m, len) for m in modules}
-        self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in modules}
+    def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
+        self.loads, self.modules, self.n = loads, tuple(modules), len(loads)
+        self.lengths: dict[str, Ints] = {}
+        self.count, self.first = dict(self.lengths), dict(self.lengths)
+        self.tokens, self.longest = dict(self.lengths), dict(self.lengths)
+        for m in self.modules:
+            pieces = [load.lengths(m) for load in loads]
+            count_N = np.array([len(p) for p in pieces], np.int64)
+            length_P = np.fromiter(chain.from_iterable(pieces), np.int64, int(count_N.sum()))
+            first_N = np.cumsum(count_N) - count_N
+            tokens_N, longest_N = np.zeros((2, self.n), np.int64)
+            some = count_N > 0
+            if some.any():
+                tokens_N[some] = np.add.reduceat(length_P, first_N[some])
+                longest_N[some] = np.maximum.reduceat(length_P, first_N[some])
+            self.lengths[m], self.count[m], self.first[m] = length_P, count_N, first_N
+            self.tokens[m], self.longest[m] = tokens_N, longest_N
+        self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
 
-    def _by_sample(self, module: str, of: object) -> Ints:
-        assert callable(of)
-        return np.array([of(load.lengths(module)) for load in self.loads], np.int64)
+    def able(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
+        """[N]: whether a microbatch of the bucket can hold each sample, by first fit decreasing."""
+        able_N = np.ones(self.n, bool)
+        for m in self.modules:
+            count_N, longest_N, shape = self.count[m], self.longest[m], bucket.shape(m)
+            if shape is None:
+                able_N &= count_N == 0
+                continue
+            rows = capacity.rows(bucket, m)
+            in_row_N = shape.tokens // np.maximum(longest_N, 1)
+            fits_N = count_N <= rows * in_row_N  # first fit fills rows no worse than equal pieces
+            unequal_N = self.tokens[m] < count_N * longest_N
+            for i in np.flatnonzero(able_N & ~fits_N & (in_row_N > 0) & unequal_N).tolist():
+                fits_N[i] = rows_needed(self.loads[i].lengths(m), shape) <= rows
+            able_N &= fits_N
+        return able_N
+
+    def able_any(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
+        """[N]: whether some bucket can hold each sample."""
+        return np.any([np.zeros(self.n, bool), *(self.able(b, capacity) for b in buckets)], axis=0)
 
     @cached_property
     def anchor(self) -> str | None:
@@ -113,9 +130,9 @@ class Batch:
 
     def pieces(self, module: str, samples: Sequence[int]) -> Ints:
         """Numbers of the samples' pieces of a module."""
-        first = self.first[module]
-        ranges = [np.arange(first[i], first[i + 1]) for i in samples]
-        return np.concatenate([*ranges, np.zeros(0, np.int64)]).astype(np.int64)
+        chosen = np.asarray(samples, np.int64)
+        count, first = self.count[module][chosen], self.first[module][chosen]
+        return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
 def variants(buckets: Sequence[Bucket], batch: Batch, most: int) -> tuple[Bucket, ...]:
@@ -132,14 +149,15 @@ def variants(buckets: Sequence[Bucket], batch: Batch, most: int) -> tuple[Bucket
 
 def oversize(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> list[int]:
     """Indices of the samples that no bucket can hold; what to do with them is the caller's."""
-    return [i for i, load in enumerate(loads) if not any(capacity.holds(b, load) for b in buckets)]
+    able_N = Batch(loads, capacity.ranks).able_any(buckets, capacity)
+    return np.flatnonzero(~able_N).tolist()
 
 
-def check_fits(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> None:
+def check_fits(batch: Batch, buckets: Sequence[Bucket], capacity: Capacity) -> None:
     """ValueError that names the first sample which no bucket can hold."""
-    bad = oversize(loads, buckets, capacity)
-    if bad:
-        load = loads[bad[0]]
+    bad = np.flatnonzero(~batch.able_any(buckets, capacity))
+    if len(bad):
+        load = batch.loads[int(bad[0])]
         modules = list(capacity.ranks)[::-1]
         largest = max(buckets, key=lambda b: tuple(b.tokens(m) for m in modules))
         asks = ", ".join(

@@ -91,10 +91,6 @@ class Room:
         places = range(len(self.buckets))
         return sorted(places, key=lambda b: (cost.dearest_C[b], cost.sum_C[b], b))
 
-    @cached_property
-    def place_by_cost(self) -> dict[int, int]:
-        return {b: place for place, b in enumerate(self.by_cost)}
-
     def _may_hold(self, b: int, microbatches: Packed, width: int) -> bool:
         """Whether volumes allow these microbatches of `width` rows in bucket b."""
         bucket, batch = self.buckets[b], self.batch
@@ -119,36 +115,21 @@ def greedy_answer(room: Room, mains: int) -> list[Together]:
     one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
     buckets as the main one."""
     budget = Budget(0)
-    able_N = _able(room)
-    ranked = [min(able, key=lambda b: room.place_by_cost[b]) for able in able_N]
+    able_BN = np.array([room.batch.able(b, room.capacity) for b in room.buckets])
+    cheapest_N = np.array(room.by_cost)[able_BN[room.by_cost].argmax(axis=0)]
     best: list[Together] | None = None
-    tried: set[tuple[int, ...]] = set()
+    tried: set[bytes] = set()
     for main in range(mains):
-        homes = tuple(main if main in able else b for able, b in zip(able_N, ranked))
-        if homes in tried:
+        home_N = np.where(able_BN[main], main, cheapest_N)
+        if home_N.tobytes() in tried:
             continue
-        tried.add(homes)
+        tried.add(home_N.tobytes())
         answer: list[Together] = []
-        for b in sorted(set(homes)):
-            members = [i for i, home in enumerate(homes) if home == b]
-            answer += _first_fitted(room, b, members, budget)
+        for b in np.unique(home_N).tolist():
+            answer += _first_fitted(room, b, np.flatnonzero(home_N == b).tolist(), budget)
         if best is None or room.cost(answer) < room.cost(best):
             best = answer
     return room.in_order(best or [])
-
-
-def _able(room: Room) -> list[frozenset[int]]:
-    """Buckets that can hold each sample; alike samples are looked at once."""
-    seen: dict[tuple[tuple[int, ...], ...], frozenset[int]] = {}
-    able_N = []
-    for load in room.batch.loads:
-        key = tuple(load.lengths(m) for m in room.batch.modules)
-        if key not in seen:
-            seen[key] = frozenset(
-                b for b, bucket in enumerate(room.buckets) if room.capacity.holds(bucket, load)
-            )
-        able_N.append(seen[key])
-    return able_N
 
 
 def _first_fitted(room: Room, b: int, members: Sequence[int], budget: Budget) -> list[Together]:
@@ -205,7 +186,7 @@ def arrival_answer(room: Room) -> list[Together]:
             "or use balanced grouping"
         )
     own_rank = Capacity(dict.fromkeys(ranks, 1))
-    check_fits(batch.loads, room.buckets, own_rank)
+    check_fits(batch, room.buckets, own_rank)
     shape = room.buckets[0].shape(last)
     per_rank = shape.rows if shape else 1
     width = per_rank * ranks[last]
@@ -271,9 +252,11 @@ def _on_own_ranks(
     return Placed(np.array(pieces, np.int64), np.array(places, np.int64))
 
 
-def schedule_groups(room: Room, answer: Sequence[Together], plan: Plan) -> tuple[Group, ...]:
+def schedule_groups(
+    room: Room, answer: Sequence[Together], plan: Plan, *, with_pieces: bool
+) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
-    each feeding those of the same run that read it."""
+    each feeding those of the same run that read it. A makespan asks for none of their pieces."""
     groups: list[Group] = []
     for together in answer:
         names = list(together.placed)
@@ -287,7 +270,7 @@ def schedule_groups(room: Room, answer: Sequence[Together], plan: Plan) -> tuple
                 Group(
                     module,
                     shape,
-                    tuple(as_rows(p, shape, ranks) for p in placed),
+                    tuple(as_rows(p, shape, ranks) if with_pieces else () for p in placed),
                     tuple(place_of[t] for t in plan.targets(module) if t in place_of),
                     int(max(pairs_D)),  # type: ignore[arg-type]
                 )

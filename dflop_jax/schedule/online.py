@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dflop_jax.records import Load, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
@@ -17,6 +17,7 @@ from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.groups import (
     Room,
+    Together,
     arrival_answer,
     even_content,
     greedy_answer,
@@ -31,6 +32,17 @@ WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of 
 DEFAULT_WORK = 4_000
 _MOST_BUCKETS = 10  # among which a set is searched, those without a module included
 _PACKING_SHARE = 0.5  # of the work, at most; the rest evens out content
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Samples in groups, and the `outline` of their schedule: its order and makespan, in groups
+    that do not say which pieces they hold. `work` units were spent."""
+
+    room: Room
+    answer: Sequence[Together]
+    outline: Schedule
+    work: float
 
 
 def schedule_batch(
@@ -67,18 +79,20 @@ def schedule_batch(
     work = (plan.work_budget or DEFAULT_WORK) if work is None else work
     batch = Batch(loads, plan.modules)
     if plan.grouping == "balanced":
-        check_fits(loads, plan.buckets, capacity_of(plan))
-    schedule, spent = solve(batch, plan, prices, trainable, work, seed)
+        check_fits(batch, plan.buckets, capacity_of(plan))
+    solution = solve(batch, plan, prices, trainable, work, seed)
+    makespan_s = solution.outline.makespan_s
     bound_s = lower_bound_s(batch, plan, capacity_of(plan), prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
-    if schedule.makespan_s <= bound_s * (1 + ROUNDING):
+    if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
     return replace(
-        schedule,
+        solution.outline,
         step=step,
-        lower_bound_s=min(bound_s, schedule.makespan_s),
+        groups=schedule_groups(solution.room, solution.answer, plan, with_pieces=True),
+        lower_bound_s=min(bound_s, makespan_s),
         status=status,
-        work=round(spent),
+        work=round(solution.work),
         elapsed_s=time.perf_counter() - start_s,
     )
 
@@ -90,8 +104,8 @@ def solve(
     trainable: Collection[str],
     work: float,
     seed: int,
-) -> tuple[Schedule, float]:
-    """(the schedule with its order and makespan, units of work spent); every sample must fit."""
+) -> Solution:
+    """Solve `schedule_batch`'s problem; every sample must fit."""
     capacity, costs, budget = capacity_of(plan), group_costs(plan, prices, trainable), Budget(work)
     balanced = plan.grouping == "balanced"
     buckets = variants(plan.buckets, batch, _MOST_BUCKETS) if balanced else plan.buckets
@@ -103,15 +117,16 @@ def solve(
         answers = [greedy_answer(room, len(plan.buckets))]
         if work > 0:
             better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
-            answers = [better, *answers]
-    best: Schedule | None = None
+            alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]
+            answers = [better] if alike and not room.priced else [better, *answers]
+    best: Solution | None = None
     for place, answer in enumerate(answers):
         alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope
         share = budget.left / (len(answers) - place) if alike and balanced else 0
         even_content(room, answer, budget.part(share), seed)
-        draft = Schedule(0, schedule_groups(room, answer, plan))
-        schedule, _ = with_order(plan, draft, prices, trainable)
-        if best is None or schedule.makespan_s < best.makespan_s * (1 - ROUNDING):
-            best = schedule
+        groups = schedule_groups(room, answer, plan, with_pieces=False)
+        outline, _ = with_order(plan, Schedule(0, groups), prices, trainable)
+        if best is None or outline.makespan_s < best.outline.makespan_s * (1 - ROUNDING):
+            best = Solution(room, answer, outline, 0.0)
     assert best is not None, "there is at least the greedy answer"
-    return best, budget.spent
+    return replace(best, work=budget.spent)

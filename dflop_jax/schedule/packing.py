@@ -16,11 +16,10 @@ from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
 from dflop_jax.schedule.solver.improve import Improver
-from dflop_jax.schedule.solver.local_search import State, descend
+from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
 _NO_ROOM = 1e-6  # stands for a capacity of 0, so that fills stay finite
-_EVEN_WORK = 64  # pairs priced to even out the fill once everything fits
 
 Microbatch = list[list[int]]  # samples of each row of the anchor
 Packed = list[Microbatch]
@@ -48,7 +47,6 @@ def pack(
     search.run()
     if search.state.makespan > 1 + ROUNDING:
         return None
-    descend(search.state, 0.0, budget.part(_EVEN_WORK))
     rows = [sorted(samples.tolist()) for samples in search.state.members]
     packed = []
     for m, n in enumerate(widths):
@@ -86,34 +84,6 @@ def _mean_scale(problem: Problem) -> Floats:
     return 1 / np.maximum(room_R, _NO_ROOM)
 
 
-def gathered(
-    batch: Batch, buckets: Sequence[Bucket], packed: Packed, capacity: Capacity
-) -> Packed | None:
-    """The same rows with long pieces next to each other: microbatches of one bucket get them by
-    their longest piece, as far as there is room in the other modules. A group waits for its busiest
-    rank, so its long pieces cost least where others are as long. None: some row finds no room."""
-    shared = [m for m in batch.modules if m != batch.anchor]
-    result: Packed = [[] for _ in packed]
-    for bucket in dict.fromkeys(buckets):
-        places = [k for k, b in enumerate(buckets) if b == bucket]
-        width = len(packed[places[0]])
-        free_KM = np.array([[batch.room(bucket, m, capacity) for m in shared] for _ in places])
-        rows = [row for k in places for row in packed[k]]
-        assert batch.anchor is not None, "rows are the anchor's"
-        length_N = batch.longest[batch.anchor]
-        peaks = [max((int(length_N[i]) for i in row), default=0) for row in rows]
-        for r in sorted(range(len(rows)), key=lambda r: (-peaks[r], r)):
-            asks = [int(batch.tokens[m][rows[r]].sum()) for m in shared]
-            for k, free in zip(places, free_KM):
-                if len(result[k]) < width and (free >= asks).all():
-                    result[k].append(rows[r])
-                    free -= asks
-                    break
-            else:
-                return None
-    return result
-
-
 def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packed:
     """As many microbatches of one bucket as first fit opens for the samples, in the given order.
 
@@ -121,22 +91,28 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     """
     width = width_of(bucket, batch, capacity)
     shared = [m for m in batch.modules if m != batch.anchor]
-    room_M = np.array([[batch.room(bucket, m, capacity) for m in shared]], np.int64)
+    room_M = [batch.room(bucket, m, capacity) for m in shared]
     row_room = batch.row_room(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
-    asks_NM = np.stack([batch.tokens[m] for m in shared] or [np.zeros(batch.n, np.int64)], axis=1)
-    asks_NM = asks_NM[:, : len(shared)]
-    row_free: Ints = np.zeros(0, np.int64)
-    free_GM: Ints = np.zeros((0, len(shared)), np.int64)
+    tokens_N = (batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n, int)).tolist()
+    asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T.tolist()
     packed: Packed = []
+    free_GR: list[Ints] = []
+    free_GM: list[list[int]] = []
+    widest_G: list[int] = []  # room of the emptiest row
     for i in order:
-        tokens = int(batch.tokens[batch.anchor][i]) if batch.anchor else 0
-        fits = (row_free >= tokens) & np.repeat((free_GM >= asks_NM[i]).all(axis=1), width)
-        row = int(fits.argmax()) if fits.any() else len(row_free)
-        if row == len(row_free):
-            row_free = np.append(row_free, np.full(width, row_room))
-            free_GM = np.concatenate([free_GM, room_M])
+        tokens, asks_M = tokens_N[i], asks_NM[i]
+        for g, widest in enumerate(widest_G):
+            if widest >= tokens and all(a <= f for a, f in zip(asks_M, free_GM[g])):
+                break
+        else:
+            g = len(packed)
             packed.append([[] for _ in range(width)])
-        row_free[row] -= tokens
-        free_GM[row // width] -= asks_NM[i]
-        packed[row // width][row % width].append(i)
+            free_GR.append(np.full(width, row_room))
+            free_GM.append(list(room_M))
+            widest_G.append(row_room)
+        row = int((free_GR[g] >= tokens).argmax())
+        free_GR[g][row] -= tokens
+        free_GM[g] = [f - a for a, f in zip(asks_M, free_GM[g])]
+        widest_G[g] = int(free_GR[g].max())
+        packed[g][row].append(i)
     return packed

@@ -20,7 +20,6 @@ from dflop_jax.records import Bucket, RankRows, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.packing import Microbatch
 from dflop_jax.schedule.solver.balance import pack_within_limits
-from dflop_jax.schedule.solver.bounds import lower_bound
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.improve import Improver
@@ -29,7 +28,6 @@ from dflop_jax.schedule.solver.problem import Ints, Problem, make_problem
 
 _RISE = 0.25  # of what the step's busiest rank sheds for each that a group's takes on, at least
 _TURNS = 4  # of matching every list of ranks to the others
-_GROUP_SHARE = 0.6  # of the work on content, for one microbatch after another
 _REPAIR_WORK = 100  # units that making the pieces of a microbatch fit its rows may take
 
 
@@ -125,23 +123,6 @@ def _step_problem(
     )
 
 
-def even_out(
-    placed: Placed, batch: Batch, module: str, shape: Shape, ranks: int, budget: Budget, seed: int
-) -> None:
-    """Lower the content of the microbatch's busiest rank, in place, within the budget."""
-    length_P = batch.lengths[module][placed.pieces]
-    heaviest = rank_pairs(placed, batch, module, shape, ranks).max()
-    if budget.done or heaviest <= content_bound(length_P**2, ranks):
-        return
-    problem = _problem(length_P, ranks, shape)
-    budget.spend(1)
-    state = State(problem, placed.rows_P)
-    search = Improver(state, lower_bound(problem), 0.0, budget, np.random.default_rng(seed))
-    search.run()
-    if search.state.makespan < problem.makespan(placed.rows_P):
-        placed.rows_P = search.state.bins
-
-
 def rank_pairs(placed: Placed, batch: Batch, module: str, shape: Shape, ranks: int) -> Ints:
     """[D]: content of each rank of a microbatch, the sum of p^2 over its pieces."""
     pairs_P = batch.lengths[module][placed.pieces] ** 2
@@ -216,15 +197,10 @@ class Content:
 
 
 def balance_content(content: Content, batch: Batch, budget: Budget, seed: int) -> None:
-    """Even out the content of a module's groups, in place: within each microbatch by the solver,
-    then between the ranks of a group's microbatches and of all groups, then of the whole step
+    """Even out the content of a module's groups, in place: between the ranks of a group's
+    microbatches and of all groups, then of the whole step, one microbatch after another, at first
     without making a group's busiest rank busier."""
     places = [(g, m) for g, group in enumerate(content.groups) for m in range(len(group))]
-    part = budget.part(budget.left * _GROUP_SHARE)
-    for left, (g, m) in zip(range(len(places), 0, -1), places):
-        share = part.part(part.left / left)
-        placed, shape = content.groups[g][m], content.shapes[g]
-        even_out(placed, batch, content.module, shape, content.ranks, share, seed)
     _match_ranks(content, batch)
     for turn in range(_TURNS):
         for left, (g, m) in zip(range(len(places), 0, -1), places):

@@ -16,7 +16,7 @@ from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.packing import pack
-from dflop_jax.schedule.solver import columns, improve, milp
+from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
@@ -148,8 +148,8 @@ def test_the_budget_of_the_plan_is_kept(small_plan):
 
 
 def test_a_hard_batch_reaches_the_solver(monkeypatch):
-    """Greedy and local search leave a gap; the run's own function goes on to pursuit, the
-    configuration LP or HiGHS, and these lower the busiest rank."""
+    """Greedy and exchanges leave a gap; the run's own function goes on to re-splits and HiGHS, and
+    these lower the busiest rank."""
     called = set()
 
     def spy(module, name):
@@ -161,7 +161,7 @@ def test_a_hard_batch_reaches_the_solver(monkeypatch):
 
         monkeypatch.setattr(module, name, wrapped)
 
-    for module, name in ((improve, "pursue"), (milp, "resolve"), (columns.Master, "cover")):
+    for module, name in ((improve, "resplit"), (milp, "resolve")):
         spy(module, name)
     rng = np.random.default_rng(0)
     loads = [Load({"b": (int(n),)}) for n in rng.integers(300, 2600, 26)]
@@ -171,8 +171,7 @@ def test_a_hard_batch_reaches_the_solver(monkeypatch):
     got = solve(loads, plan, prices, work=6000)
     check(got, loads, plan)
     assert got.groups[0].pairs < greedy.groups[0].pairs
-    assert "pursue" in called
-    assert called & {"resolve", "cover"}
+    assert called == {"resplit", "resolve"}
 
 
 def test_content_is_evened_out_over_ranks_and_groups():

@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
-from dflop_jax.schedule.batch import Capacity, rows_needed
+from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
 from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
-from dflop_jax.schedule.shapes.milp import solve_choice
+from dflop_jax.schedule.shapes.milp import solve_choices
 from dflop_jax.schedule.shapes.sizes import (
     Buckets,
     BucketSpec,
@@ -25,14 +25,19 @@ from dflop_jax.schedule.shapes.sizes import (
     Sizes,
     bucket_of,
     chains,
+    finest,
     sizes_of,
 )
 
 _ARRIVAL_DRAWS = 512  # microbatches drawn to see what arrival order needs
-_UNEVEN = 2.5  # how far a candidate's ratio of modules may be from the data's
+# Of the MILP's candidates: cuts of a batch over the finest that is sensible, and lengths of packed
+# rows (or, where a row takes one piece, numbers of rows) in the last module and in the others.
+_CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 2
 # Samples; of larger batches fewer are scheduled, since they take longer and differ less.
 _USUAL_BATCH, _LARGE_BATCH = 100, 512
 _EVALUATE_WORK = 2000
+_MILP_BATCHES = 4  # at most
+_MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
 _STEPS = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity
 _CUTS = (2.0, 0.5)  # factors of packed rows
 
@@ -41,7 +46,7 @@ _CUTS = (2.0, 0.5)  # factors of packed rows
 class _Effort:
     """Work of a choice: starts tried, on how many batches first, how many of them then on all
     `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each;
-    nodes of the MILP (0: none) over `first` batches."""
+    nodes of the MILP (0: none)."""
 
     starts: int
     first: int
@@ -83,32 +88,38 @@ def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
     effort = _EFFORTS[spec.effort]
     sizes = sizes_of(loads, spec)
     seconds = spec.seconds or even_seconds(loads, spec)
-    front = largest(loads, tuple(sizes))
+    front = Batch(largest(loads, tuple(sizes)), tuple(sizes))
     share = min(1.0, _USUAL_BATCH / spec.global_batch)
     few = max(1, round(effort.first * share))
     batches = _drawn(loads, spec, effort)
+    budget = round(effort.budget * max(0.3, share))
     evaluator = Evaluator(
         batches,
         spec,
         seconds,
         work=effort.work,
-        budget=round(effort.budget * max(0.3, share)),
+        budget=budget,
     )
-    starts = chains(sizes, spec, seconds)[: effort.starts]
+    chained = chains(sizes, spec, seconds)[: effort.starts]
+    starts = [_holding(start, front, sizes, spec.capacity) for start in chained]
+    best = _best_start(starts, evaluator, few, effort.finalists)
+    best = _refined(best, sizes, evaluator, front, spec)
     if effort.milp_nodes:
-        candidates = _candidates(sizes, spec, loads)
-        chosen = solve_choice(
+        candidates = _candidates((*chained, best), sizes, spec)
+        answers = solve_choices(
             candidates,
-            batches[:few],
+            evaluator.batches[:_MILP_BATCHES],
             spec,
             seconds,
             must_hold=front,
             max_nodes=effort.milp_nodes,
         )
-        starts.append(chosen)
-    starts = [_holding(start, front, sizes, spec.capacity) for start in starts]
-    best = _best_start(starts, evaluator, few, effort.finalists)
-    best = _refined(best, sizes, evaluator, front, spec)
+        evaluator.left = round(_MILP_SHARE * budget)
+        starts = [_holding(answer, front, sizes, spec.capacity) for answer in answers]
+        n = len(batches)
+        other = _best_start(starts, evaluator, n, 1)
+        other = _refined(other, sizes, evaluator, front, spec)
+        best = (best, other)[first_least([evaluator.mean_s(s, n) for s in (best, other)])]
     return _choice(roomiest_first(best), evaluator)
 
 
@@ -144,26 +155,22 @@ def _drawn(loads: Sequence[Load], spec: BucketSpec, effort: _Effort) -> list[lis
     return [[loads[i] for i in pick] for pick in picks]
 
 
-def _holding(buckets: Buckets, front: Sequence[Load], sizes: Sizes, capacity: Capacity) -> Buckets:
+def _holding(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
     """The set with rows added to its roomiest bucket until it holds every sample."""
     ranked = roomiest_first(buckets)
     first, rest = ranked[0], ranked[1:]
-    while not _holds_all((first, *rest), front, capacity):
+    while not front.able_any((first, *rest), capacity).all():
         more = {}
         for m, size in sizes.items():
             shape = first.shape(m) or size.shape(0, holds_all=True)
             assert shape is not None, "a module with volume has a shape"
-            needs = max(rows_needed(load.lengths(m), shape) for load in front)
+            needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
             short = needs > shape.rows * capacity.ranks[m]
             more[m] = Shape(shape.rows + 1, shape.tokens) if short else shape
         grown = Bucket.of(more)
         assert grown != first, "a row that holds the longest piece was chosen"
         first = grown
     return (first, *rest)
-
-
-def _holds_all(buckets: Buckets, front: Sequence[Load], capacity: Capacity) -> bool:
-    return all(any(capacity.holds(b, load) for b in buckets) for load in front)
 
 
 def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_final: int) -> Buckets:
@@ -182,7 +189,7 @@ def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fin
 
 
 def _refined(
-    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Sequence[Load], spec: BucketSpec
+    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Batch, spec: BucketSpec
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
@@ -203,28 +210,22 @@ def _refined(
         if moved is None or moved in best:
             continue
         buckets = (*best[: move.bucket], moved, *best[move.bucket + 1 :])
-        if _holds_all(buckets, front, spec.capacity) and evaluator.beats(buckets, best):
+        if front.able_any(buckets, spec.capacity).all() and evaluator.beats(buckets, best):
             best, untried = buckets, len(moves)
     return best
 
 
-def _candidates(sizes: Sizes, spec: BucketSpec, loads: Sequence[Load]) -> list[Bucket]:
-    """Candidates of the MILP: an average batch cut evenly into geometrically spaced numbers of
-    microbatches, the last module apart from the others, in pairs that the data can fill about
-    equally; one that holds every sample; and those without what some samples have nothing of."""
+def _candidates(starts: Sequence[Buckets], sizes: Sizes, spec: BucketSpec) -> list[Bucket]:
+    """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
+    that cut an average batch into a few numbers of microbatches with rows of several lengths."""
+    found = dict.fromkeys(b for start in starts for b in start)
+    found[bucket_of(sizes, {}, holds_all=True)] = None
     *others, last = sizes
-    finest = spec.max_microbatches
-    spaced = np.geomspace(finest / 4, 6 * finest, 11) / spec.group_size
-    cuts = [spec.group_size * n for n in np.unique(np.rint(spaced).astype(int)).tolist() if n]
-    found = {bucket_of(sizes, {}, holds_all=True): None}
-    for source_cut, last_cut in product(cuts, repeat=2):
-        if 1 / _UNEVEN <= source_cut / last_cut <= _UNEVEN:
-            tokens = {m: sizes[m].volume / source_cut for m in others}
-            found[bucket_of(sizes, tokens | {last: sizes[last].volume / last_cut})] = None
-    for m in others:
-        if any(not load.lengths(m) for load in loads):
-            without = [Bucket.of({k: s for k, s in b.shapes if k != m}) for b in found]
-            found |= dict.fromkeys(without)
+    for cut in _CANDIDATE_CUTS:
+        tokens = {m: s.volume / (cut * finest(sizes, spec)) for m, s in sizes.items()}
+        options = [sizes[m].choices(tokens[m], _OTHER_LENGTHS) for m in others]
+        for shapes in product(*options, sizes[last].choices(tokens[last], _LAST_LENGTHS)):
+            found[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
     return list(found)
 
 

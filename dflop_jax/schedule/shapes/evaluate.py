@@ -111,9 +111,8 @@ class Evaluator:
         key = (buckets, batch)
         if key not in self._spans:
             plan = model_plan(self.spec, buckets)
-            schedule, _ = solve(
-                self.batches[batch], plan, self.prices(plan), plan.modules, self.work, 0
-            )
+            prices = self.prices(plan)
+            schedule = solve(self.batches[batch], plan, prices, plan.modules, self.work, 0).outline
             self._spans[key] = schedule.makespan_s
             self.rooms[key] = {
                 m: sum(

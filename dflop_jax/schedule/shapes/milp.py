@@ -4,72 +4,104 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Load
+from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import Demand, demand
 from dflop_jax.schedule.shapes.evaluate import roomiest_first
 from dflop_jax.schedule.shapes.sizes import Buckets, BucketSpec, SecondsOf
 from dflop_jax.schedule.solver.problem import Floats
 
-_SLACK = 1.004  # room over volume that packing whole samples needs
+SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need
 _GAP = 0.004  # relative, at which the MILP counts as solved
 _IDLE_PRICE = 0.2  # of a second in a module that is not the slowest: padding there is not free
 
 
-def group_price(seconds: Mapping[str, float]) -> float:
-    """What a group adds to a batch: its slowest module's time, and a share of the others'."""
-    slowest, total = max(seconds.values()), sum(seconds.values())
-    return slowest + _IDLE_PRICE * (total - slowest)
+def group_price(seconds: Mapping[str, float], devices: Mapping[str, int]) -> tuple[float, float]:
+    """(what a group adds to a batch, what it takes to fill the pipeline): the time of the slowest
+    devices and a share of the others', and those of all others."""
+    total: dict[object, float] = {}
+    for module, took_s in seconds.items():
+        place = devices.get(module, module)
+        total[place] = total.get(place, 0.0) + took_s
+    slowest, rest = max(total.values()), sum(total.values()) - max(total.values())
+    return slowest + _IDLE_PRICE * rest, rest
 
 
-def solve_choice(
+def with_remains(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict[Bucket, set[int]]:
+    """The candidates, then what is left of them without modules that some samples lack; of each the
+    candidates with which it comes."""
+    parents = {b: {c} for c, b in enumerate(candidates)}
+    absences = dict.fromkeys(lacks for batch in batches for lacks in batch.absences)
+    for c, lacks in product(range(len(candidates)), absences):
+        left = {m: s for m, s in candidates[c].shapes if m not in lacks}
+        if left:
+            parents.setdefault(Bucket.of(left), set()).add(c)
+    return parents
+
+
+def solve_choices(
     candidates: Sequence[Bucket],
-    batches: Sequence[Sequence[Load]],
+    batches: Sequence[Batch],
     spec: BucketSpec,
     seconds: SecondsOf,
     *,
-    must_hold: Sequence[Load],
+    must_hold: Batch,
     max_nodes: int,
-) -> Buckets:
-    """The MILP: binary z[c] (compiled), integer n[s, c] (groups of c that batch s runs).
+) -> list[Buckets]:
+    """Answers of the MILP, at most one for each of `SLACKS`.
 
-    min  mean_s sum_c price[c] n[s, c] + fill
-    s.t. n[s, c] <= most[s, c] z[c], sum z <= K, every batch's conditions met (`cover.demand`),
-         each load of `must_hold` held by some z[c] = 1, fill >= (sum - max)[c] z[c].
+    Binary z[c] says that candidate c is compiled, integer n[s, v] how many groups of v batch s
+    runs; v are the candidates and what is left of each without modules that some samples lack,
+    which comes with it at no cost.
+
+    min  mean_s sum_v price[v] n[s, v] + fill
+    s.t. n[s, v] <= most[s, v] sum_(c of v) z[c], sum z <= K, fill >= rest[c] z[c],
+         every batch's conditions met (`cover.demand`, times the slack),
+         each load of `must_hold` held by some z[c] = 1.
 
     Branch and bound ends after `max_nodes` nodes, with the best answer so far: work, not time.
     """
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
     capacity = spec.capacity
-    times = [dict(seconds(b)) for b in candidates]
-    price_C = np.array([group_price(t) for t in times])
-    fill_C = np.array([sum(t.values()) - max(t.values()) for t in times])
-    unit = float(price_C.max())
-    price_C, fill_C = np.round(price_C / unit, 9), np.round(fill_C / unit, 9)
-    n = cp.Variable((len(batches), len(candidates)), integer=True)
+    parents = with_remains(candidates, batches)
+    columns = list(parents)
+    prices = np.array([group_price(seconds(b), spec.devices) for b in columns])
+    price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
+    of_VC = np.array([[c in found for c in range(len(candidates))] for found in parents.values()])
+    wanted = [demand(batch, columns, capacity) for batch in batches]
+    able_CN = np.array([must_hold.able(b, capacity) for b in candidates], float)
+    n = cp.Variable((len(batches), len(columns)), integer=True)
     z = cp.Variable(len(candidates), boolean=True)
-    fill = cp.Variable(nonneg=True)
-    limits = [n >= 0, cp.sum(z) <= spec.n_buckets, fill >= cp.multiply(fill_C, z)]
-    for s, loads in enumerate(batches):
-        want = demand(Batch(loads, tuple(spec.ranks)), candidates, capacity)
-        most_C = np.ceil(_SLACK * _alone(want))
-        limits += [n[s] <= cp.multiply(most_C, z), want.room_DC @ n[s] >= _SLACK * want.need_D]
-    for load in must_hold:
-        able_C = np.array([capacity.holds(b, load) for b in candidates], float)
-        limits.append(able_C @ z >= 1)
-    problem = cp.Problem(cp.Minimize(cp.sum(n @ price_C) / len(batches) + fill), limits)
-    with warnings.catch_warnings():  # the best answer within the nodes is what is asked for
-        warnings.filterwarnings("ignore", message="Solution may be inaccurate")
-        problem.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
-    on_C = np.zeros(len(candidates)) if z.value is None else z.value
-    chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
-    if not all(any(capacity.holds(b, load) for b in chosen) for load in must_hold):
-        chosen = list(roomiest_first(candidates)[:1])  # no answer in so many nodes
-    return roomiest_first(chosen)
+    fill, slack = cp.Variable(nonneg=True), cp.Parameter(nonneg=True)
+    limits = [
+        n >= 0,
+        cp.sum(z) <= spec.n_buckets,
+        fill >= cp.multiply(rest_V[: len(candidates)], z),
+        able_CN.T @ z >= 1,
+    ]
+    for s, want in enumerate(wanted):
+        most_V = np.ceil(max(SLACKS) * _alone(want))
+        limits += [
+            n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
+            want.room_DC @ n[s] >= slack * want.need_D,
+        ]
+    problem = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
+    answers: dict[Buckets, None] = {}
+    for value in SLACKS:
+        slack.value = value
+        with warnings.catch_warnings():  # the best answer within the nodes is what is asked for
+            warnings.filterwarnings("ignore", message="Solution may be inaccurate")
+            problem.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
+        on_C = np.zeros(len(candidates)) if z.value is None else z.value
+        chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
+        if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes
+            answers[roomiest_first(chosen)] = None
+    return list(answers) or [roomiest_first(candidates)[:1]]
 
 
 def _alone(want: Demand) -> Floats:

@@ -89,6 +89,19 @@ class ModuleSizes:
         """Tokens on a rank of a shape that holds the largest sample."""
         return max(self.sample, _round_up(self.longest, self.piece or self.multiple))
 
+    def choices(self, tokens: float, n: int) -> list[Shape]:
+        """About `n` shapes of about so many tokens on a rank: of packed rows from the mean piece's
+        length to the longest one's, else of numbers of rows around that one."""
+        if self.piece:
+            shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
+        else:
+            lengths = np.geomspace(min(self.mean, self.longest), self.longest, n)
+            units = [_round_up(x, self.multiple) for x in lengths.tolist()]
+            most = min(tokens, self.most)
+            shapes = [Shape(max(1, round(most / u)), u) for u in units]
+        kept = [s for s in shapes if s is not None and s.size <= self.most]
+        return list(dict.fromkeys(kept))
+
     def shape(self, tokens: float, rows: int = 1, holds_all: bool = False) -> Shape | None:
         """The shape of about so many tokens on a rank, in about so many rows if these are packed;
         `holds_all` makes room for the largest sample. None: no tokens."""
@@ -165,15 +178,19 @@ def bucket_of(
     return Bucket.of({m: s.shape(tokens.get(m, 0.0), rows, holds_all) for m, s in sizes.items()})
 
 
+def finest(sizes: Sizes, spec: BucketSpec) -> float:
+    """Microbatches into which an average batch is cut where they still hold the largest sample."""
+    return min(float(spec.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
+
+
 def chains(sizes: Sizes, spec: BucketSpec, seconds: SecondsOf) -> list[Buckets]:
     """Starts of at most K sizes below each of a few main sizes, the most promising first: each
     with one row and with as many as make packed tokens cheaper."""
-    finest = min(float(spec.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
     below_K = (np.arange(spec.n_buckets) / max(1, spec.n_buckets - 1)) ** _BEND
     packed = [m for m, s in sizes.items() if not s.piece]
     found: dict[Buckets, None] = {}
     for top, depth in product(_TOPS, _DEPTHS):
-        cut = max(1.0, finest * top)
+        cut = max(1.0, finest(sizes, spec) * top)
         tokens = {m: s.volume / cut for m, s in sizes.items()}
         least = math.inf
         for rows in _ROWS:

@@ -1,7 +1,7 @@
 """`balance`: assign samples to bins so that the largest load over bins and modules is least.
 
-This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, then the
-improvement in turns that a run's batches get too (`improve.py`), each no worse than the one before,
+This is DFLOP's ILP (arXiv 2603.25120, Online Microbatch Scheduler), solved anytime: LPT, a handful
+of samples exactly, others by the improvement in turns that a run's batches get too (`improve.py`),
 with a lower bound that proves optimality when the two meet.
 """
 
@@ -99,6 +99,10 @@ def balance(
         if packed is None:
             return done(bins, bound, "infeasible" if complete else "unknown")
         bins = packed
+    better, complete = exact.enumerate_exactly(problem, problem.makespan(bins), budget)
+    bins = bins if better is None else better
+    if complete:
+        return done(bins, problem.makespan(bins), "feasible")
     improver = Improver(State(problem, bins), bound, stop_at, budget, rng)
     improver.run()
     return done(improver.state.bins, improver.bound, "feasible")

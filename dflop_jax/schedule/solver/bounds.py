@@ -2,7 +2,7 @@
 
 The LP relaxation of the assignment adds nothing to the averages (x = 1/B is feasible in it and
 costs exactly the largest average), so no LP is solved here: what is tighter comes from
-integrality. The LP over whole bins, which takes longer, is in `columns.py`.
+integrality.
 """
 
 from __future__ import annotations

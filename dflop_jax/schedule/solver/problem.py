@@ -25,7 +25,7 @@ class Problem:
     `sizes_RN`: the first `n_costs` rows are costs (minimised), the others have hard `limits_R`
     (inf for costs). A resource in `grouped_R` is summed over each `group` consecutive bins.
     `scale_RB`, where bins differ in size, multiplies a bin's cost loads (1 / its capacity); greedy
-    search and MILP know it, bounds, enumeration and the configuration LP take equal bins.
+    search and MILP know it, bounds and enumeration take equal bins.
     `base_RB` is what bins carry already (a group's in each of its bins); the same know it.
     """
 

@@ -1,0 +1,214 @@
+"""Does the MILP that chooses shapes matter? Steps with it and without it.
+
+Command:  python benchmarks/shape_choice.py --json shape_choice.json
+Minutes:  about 5 on 2 cores with nothing else running
+Expected: shorter steps in some cases, by 2% and more, and none longer by more than the noise of
+          held-out batches (3%)
+
+Shapes are chosen with full effort on half of a data set, with the MILP's answers among the starts
+and without; then batches of the other half are scheduled and simulated with either. Data have
+several modes: questions of 100 tokens, pages of 8,000 and more, pictures, clips of up to 32 frames.
+Attention is computed over whole rows, so a row of 8,000 tokens costs twice as much per token.
+`native` pictures are pieces of 16 to 2,048 patches that share rows. Modules that are `shared` run
+on the same devices. Work is counted, so the table depends on no clock but in the last columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from schedule_data import FRAME_TOKENS, TILE_TOKENS, TRACES, tiles_of  # noqa: E402
+
+from dflop_jax.records import Bucket, Edge, Load  # noqa: E402
+from dflop_jax.schedule import BucketSpec, choose_buckets, evaluate_buckets  # noqa: E402
+from dflop_jax.schedule.shapes import choose  # noqa: E402
+
+HELD_OUT, EVALUATE_WORK = 8, 300
+PATCH_PX, MOST_PATCHES = 28, 2048
+ATTENTION = {"llm": 8000, "vision": 4000}  # tokens of a row at which attention costs as much again
+IMAGES = ("coco", "opencqa", "cxc", "drivelm", "doc", "gsm8k")
+FILES = {
+    "images": IMAGES,
+    "clips": (*IMAGES, "activity", "tvr", "nextqa"),
+    "documents": ("gsm8k", "doc_pages_text"),
+    "text and clips": ("gsm8k", "doc_pages_text", "nextqa"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Data, mesh and number of shapes; `vision` ranks of 0: the LLM alone."""
+
+    data: str
+    shapes: int
+    batch: int
+    llm: int
+    vision: int = 0
+    most_tokens: int = 8192
+    native: bool = False
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        vision = f"{self.vision} {'shared with' if self.shared else '+'} " if self.vision else ""
+        data = f"{self.data}, native" if self.native else self.data
+        return f"{data}, rows of {self.most_tokens} | {vision}{self.llm} | {self.batch}"
+
+
+CASES = (
+    Case("images", 2, 256, 8),
+    Case("images", 4, 512, 8),
+    Case("clips", 3, 512, 16),
+    Case("documents", 4, 512, 8),
+    Case("documents", 3, 512, 8, most_tokens=32768),
+    Case("text and clips", 3, 256, 16),
+    Case("images", 4, 256, 6, vision=2),
+    Case("clips", 3, 256, 4, vision=4),
+    Case("clips", 4, 256, 8, vision=8, shared=True),
+    Case("images", 4, 256, 6, vision=2, native=True),
+    Case("images", 3, 256, 8, vision=8, native=True, shared=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    shapes: int
+    seed: int
+    without_s: float
+    with_s: float
+    seen_without_s: float
+    seen_with_s: float
+    cpu_without_s: float
+    cpu_with_s: float
+
+
+def loads_of(case: Case, folder: Path) -> list[Load]:
+    loads = []
+    for path in sorted(folder.glob("*.jsonl")):
+        if not path.name.startswith(FILES[case.data]):
+            continue
+        for row in map(json.loads, path.read_text().splitlines()):
+            frames = int(np.clip(row["video_s"], 4, 32)) if row["video_s"] else 0
+            tiles = sum(tiles_of(w, h) for w, h in row["images"]) + frames
+            pieces, tokens = (TILE_TOKENS,) * tiles, tiles * FRAME_TOKENS
+            if case.native:
+                patches = [w * h // PATCH_PX**2 for w, h in row["images"]]
+                sizes = np.clip([*patches, *[FRAME_TOKENS] * frames], 16, MOST_PATCHES)
+                pieces = tuple(sizes.astype(int).tolist())
+                tokens = sum(pieces)
+            tokens += (row["prompt_chars"] + row["answer_chars"]) // 4 + 20
+            llm = {"llm": (min(case.most_tokens, tokens),)}
+            loads.append(Load({"vision": pieces, **llm} if case.vision and pieces else llm))
+    return loads
+
+
+def spec_of(case: Case, loads: Sequence[Load], seed: int) -> BucketSpec:
+    """Modules are equally busy where no row is long; attention comes on top."""
+    ranks = {"vision": case.vision, "llm": case.llm} if case.vision else {"llm": case.llm}
+    tiles = {"vision": TILE_TOKENS} if case.vision and not case.native else {}
+    scale = case.batch / len(loads)
+    volume = {m: sum(s.tokens(m) for s in loads) * scale / n for m, n in ranks.items()}
+
+    def seconds(bucket: Bucket) -> Mapping[str, float]:
+        return {
+            m: s.size * (1 + (0 if m in tiles else s.tokens / ATTENTION[m])) / volume[m] + 0.00125
+            for m, s in bucket.shapes
+        }
+
+    return BucketSpec(
+        case.batch,
+        ranks,
+        (Edge("vision", "llm", "vision"),) if case.vision else (),
+        tiles,
+        n_buckets=case.shapes,
+        seconds=seconds,
+        seed=seed,
+        devices=dict.fromkeys(ranks, 0) if case.shared else {},
+    )
+
+
+def measured(case: Case, folder: Path, seed: int) -> Row:
+    every = loads_of(case, folder)
+    order = np.random.default_rng(seed).permutation(len(every))
+    seen = [every[i] for i in order[: len(every) // 2]]
+    # a profile knows the limits that data loading enforces
+    seen.append(max(every, key=lambda s: (s.tokens("llm"), s.tokens("vision"))))
+    seen.append(max(every, key=lambda s: (s.tokens("vision"), s.tokens("llm"))))
+    rest = [every[i] for i in order[len(every) // 2 :]]
+    rng = np.random.default_rng(99 + seed)
+    batches = [[rest[i] for i in rng.choice(len(rest), case.batch)] for _ in range(HELD_OUT)]
+    spec = spec_of(case, seen, seed)
+    figures = []
+    for nodes in (0, choose._EFFORTS["full"].milp_nodes):
+        every_effort = choose._EFFORTS
+        full = replace(every_effort["full"], milp_nodes=nodes)
+        choose._EFFORTS = every_effort | {"full": full}
+        start_s = time.process_time()
+        choice = choose_buckets(seen, spec)
+        spent_s = time.process_time() - start_s
+        choose._EFFORTS = every_effort
+        held_out = evaluate_buckets(choice.buckets, batches, spec, work=EVALUATE_WORK)
+        figures.append((held_out.expected_s, choice.expected_s, spent_s))
+    columns = [x for pair in zip(*figures, strict=True) for x in pair]
+    return Row(case.name, case.shapes, seed, *columns)
+
+
+def rows_of(folder: Path, cases: Sequence[Case], seeds: int) -> Iterator[Row]:
+    for case in cases:
+        for seed in range(seeds):
+            yield measured(case, folder, seed)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    out = Table("data | ranks | batch", "K", "without", "with", "change", "seen", "CPU s")
+    for case in dict.fromkeys((r.case, r.shapes) for r in rows):
+        some = [r for r in rows if (r.case, r.shapes) == case]
+        without_s, with_s = (float(np.mean([getattr(r, k) for r in some])) for k in
+                             ("without_s", "with_s"))  # fmt: skip
+        seen = sum(r.seen_with_s for r in some) / sum(r.seen_without_s for r in some)
+        cpu = [float(np.mean([getattr(r, k) for r in some])) for k in
+               ("cpu_without_s", "cpu_with_s")]  # fmt: skip
+        out.add_row(
+            case[0],
+            str(case[1]),
+            f"{without_s:.3f}",
+            f"{with_s:.3f}",
+            f"{100 * (with_s / without_s - 1):+.1f}%",
+            f"{100 * (seen - 1):+.1f}%",
+            f"{cpu[0]:.1f} / {cpu[1]:.1f}",
+        )
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--seeds", type=int, default=2, help="halves of the data (default 2)")
+    parser.add_argument("--cases", type=int, nargs="+", help="places of cases to run, from 0")
+    args = parser.parse_args()
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: no such folder; make it first")
+    cases = [CASES[i] for i in args.cases] if args.cases is not None else CASES
+    rows = list(rows_of(args.shapes, cases, args.seeds))
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"rows": [asdict(r) for r in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +98,8 @@ def state_arrays(ex: Executor) -> list[StateArray]:
 
 
 def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
-    """The global arrays, cut into chunks that no shard of any segment crosses."""
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    chunks: dict[str, list[int]] = {}
-    for a in arrays:
-        shapes[a.name] = (a.shape, a.struct.dtype.name)
-        chunk = chunks.setdefault(a.name, list(a.shape))
-        for index in a.struct.sharding.devices_indices_map(a.struct.shape).values():
-            for d, (start, stop) in enumerate(a.bounds(index)):
-                chunk[d] = gcd(gcd(chunk[d], start), stop)
-    return {n: ArraySpec(n, *shapes[n], tuple(chunks[n])) for n in shapes}
+    """The global arrays by name."""
+    return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
 
 
 class Checkpointer:

@@ -1,12 +1,12 @@
 """What a checkpoint is made of: arrays, pieces, parts, the manifest, and its errors.
 
-A global array is cut into a grid of chunks. Each process holds some pieces, each a box of whole
-chunks, and lays them end to end, chunk by chunk, into one stream of bytes (store_files.py).
-Where every piece lies is in the manifest.
+Each process holds some pieces, each a box of a global array, and lays them end to end into one
+file. Where every piece lies is in the manifest, with a checksum of every block of every file.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,8 +19,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
+BLOCK_BYTES = 1 << 20  # of a file, under one checksum: the least that is read and verified
 Index = tuple[int, ...]
 
 
@@ -43,8 +44,21 @@ def storage_errors(action: str, folder: Path) -> Iterator[None]:
         raise error from None
 
 
-def process_folder(checkpoint: Path, process: int) -> Path:
-    """Where a process's files are in the folder of a checkpoint."""
+@contextmanager
+def lost_file(path: Path) -> Iterator[None]:
+    """An OSError inside that means `path` is lost or damaged becomes CorruptCheckpoint."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise CorruptCheckpoint(f"{path}: missing") from None
+    except OSError as e:
+        if e.errno == errno.EIO:
+            raise CorruptCheckpoint(f"{path}: damaged ({e.strerror})") from None
+        raise
+
+
+def process_file(checkpoint: Path, process: int) -> Path:
+    """Where the pieces of a process are in the folder of a checkpoint."""
     return checkpoint / f"process-{process:05d}"
 
 
@@ -56,24 +70,14 @@ def require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A global array and its grid of chunks.
-
-    `chunk` is what one device holds, or a part of it: chunk[i] in 1..shape[i], or 0 where the dim
-    is 0; chunks at the far edge may be smaller. `dtype` is the name of a fixed-size number type of
-    numpy or ml_dtypes.
-    """
+    """A global array; `dtype` is the name of a fixed-size number type of numpy or ml_dtypes."""
 
     name: str
     shape: Index
     dtype: str
-    chunk: Index
 
     def __post_init__(self) -> None:
-        require(
-            len(self.chunk) == len(self.shape)
-            and all(0 <= min(n, 1) <= c <= n for n, c in zip(self.shape, self.chunk)),
-            f"array {self.name}: chunk {self.chunk} does not fit shape {self.shape}",
-        )
+        require(min(self.shape, default=0) >= 0, f"array {self.name}: shape {self.shape}")
         try:
             known = self.numpy_dtype.name == self.dtype and (
                 self.numpy_dtype.kind in "biufc" or hasattr(ml_dtypes, self.dtype)
@@ -86,15 +90,10 @@ class ArraySpec:
     def numpy_dtype(self) -> np.dtype[Any]:
         return np.dtype(self.dtype)
 
-    @property
-    def grid(self) -> Index:
-        """Number of chunks along each dim."""
-        return tuple(-(-n // c) if n else 0 for n, c in zip(self.shape, self.chunk))
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of whole chunks of array `name`, first element at `start`, as one process holds it."""
+    """A box of array `name`, first element at `start`, as one process holds it."""
 
     name: str
     start: Index
@@ -103,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a piece lies in the byte stream of the process that wrote it."""
+    """Where a piece lies, in C order, in the file of the process that wrote it."""
 
     name: str
     start: Index
@@ -112,33 +111,18 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class StreamLayout:
-    """How a stream is cut: at most `file_bytes` (header included) a file, in checksummed blocks."""
-
-    total_bytes: int
-    file_bytes: int
-    block_bytes: int
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """One file of a process. It begins with `crc32`, that of its share of the stream."""
-
-    name: str
-    size_bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
 class Part:
     """What one process wrote, to be sent to process 0: msgspec encodes and decodes it as JSON.
 
-    `specs_digest` stands for the specs by which it was laid out.
+    Attributes:
+      n_bytes: of its file; with 0 there is none.
+      crc32s: of the file's blocks, the last of which may be shorter.
+      specs_digest: stands for the specs by which it was laid out.
     """
 
     process: int
-    layout: StreamLayout
-    files: tuple[StoredFile, ...]
+    n_bytes: int
+    crc32s: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
     specs_digest: str
 

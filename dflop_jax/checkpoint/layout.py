@@ -1,9 +1,9 @@
-"""Geometry of a checkpoint: which chunks a piece has, where its bytes go, what boxes share."""
+"""Which bytes of which process's file hold which box of an array."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -20,14 +20,14 @@ from dflop_jax.checkpoint.format import (
 
 def lay_out(
     specs: Mapping[str, ArraySpec], pieces: Iterable[Piece]
-) -> tuple[list[StoredPiece], list[Piece], int]:
-    """Where each piece goes in the stream, the pieces in that order, and the stream's bytes.
+) -> tuple[list[StoredPiece], list[Piece]]:
+    """Where each piece goes in the file, and the pieces in that order.
 
     The order is that of (name, start), whatever the order given, so the bytes are the same.
     Pieces without elements have no place.
 
     Raises:
-      ValueError: a piece of an unknown array, of another dtype, or not of whole chunks.
+      ValueError: a piece of an unknown array, of another dtype, or outside of its array.
     """
     ordered = sorted(
         (p for p in pieces if _checked(specs, p).array.size), key=lambda p: (p.name, p.start)
@@ -36,7 +36,7 @@ def lay_out(
     for p in ordered:
         stored.append(StoredPiece(p.name, tuple(map(int, p.start)), p.array.shape, offset))
         offset += p.array.nbytes
-    return stored, ordered, offset
+    return stored, ordered
 
 
 def _checked(specs: Mapping[str, ArraySpec], piece: Piece) -> Piece:
@@ -47,34 +47,18 @@ def _checked(specs: Mapping[str, ArraySpec], piece: Piece) -> Piece:
         f"array {spec.name} is {spec.dtype}, a piece of it {array.dtype}",
     )
     require(
-        len(piece.start) == array.ndim == len(spec.shape)
-        and all(
-            s >= 0
-            and s + n <= limit
-            and (n == 0 or (s % c == 0 and ((s + n) % c == 0 or s + n == limit)))
-            for s, n, c, limit in zip(piece.start, array.shape, spec.chunk, spec.shape)
-        ),
-        f"array {spec.name}: a piece of shape {array.shape} at {piece.start} is not one of whole"
-        f" chunks {spec.chunk} of {spec.shape}",
+        is_inside(piece.start, array.shape, spec.shape),
+        f"array {spec.name} of shape {spec.shape} has no piece of shape {array.shape} at "
+        f"{piece.start}",
     )
     return piece
 
 
-def chunks_of(
-    spec: ArraySpec, start: Sequence[int], shape: Sequence[int]
-) -> Iterator[tuple[Index, Index]]:
-    """(start, shape) of every chunk in a box of whole chunks, the last dim fastest."""
-    ranges = [range(s, s + n, c) for s, n, c in zip(start, shape, spec.chunk)]
-    end = [s + n for s, n in zip(start, shape)]
-    for at in itertools.product(*ranges):
-        yield at, tuple(min(c, e - a) for a, c, e in zip(at, spec.chunk, end))
-
-
-def piece_bytes(spec: ArraySpec, piece: Piece) -> Iterator[np.ndarray]:
-    """The bytes of a piece as it is stored: each chunk in C order, uint8[chunk bytes]."""
-    for at, shape in chunks_of(spec, piece.start, piece.array.shape):
-        box = tuple(slice(a - s, a - s + n) for a, s, n in zip(at, piece.start, shape))
-        yield np.ascontiguousarray(piece.array[box]).reshape(-1).view(np.uint8)
+def is_inside(start: Sequence[int], shape: Sequence[int], limits: Sequence[int]) -> bool:
+    """Whether a box lies in an array of shape `limits`."""
+    return len(start) == len(shape) == len(limits) and all(
+        s >= 0 and n >= 0 and s + n <= limit for s, n, limit in zip(start, shape, limits)
+    )
 
 
 def intersect(
@@ -107,14 +91,14 @@ def split_box(
 
 
 def check_whole(specs: Mapping[str, ArraySpec], parts: Sequence[Part]) -> None:
-    """Every process wrote once, by the same specs, and every chunk of every array once.
+    """Every process wrote once, by the same specs, and every element of every array once.
 
     Raises:
       ValueError: otherwise, naming array or process.
     """
-    written = {name: np.zeros(spec.grid, np.int32) for name, spec in specs.items()}
     processes = [p.process for p in parts]
     require(len(set(processes)) == len(parts), f"two parts of one process among {processes}")
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in specs}
     for part in parts:
         names = {p.name for p in part.pieces}
         require(
@@ -122,12 +106,25 @@ def check_whole(specs: Mapping[str, ArraySpec], parts: Sequence[Part]) -> None:
             f"process {part.process} laid its arrays out by other specs",
         )
         for p in part.pieces:
-            chunk = specs[p.name].chunk
-            box = (slice(s // c, -(-(s + n) // c)) for s, n, c in zip(p.start, p.shape, chunk))
-            written[p.name][tuple(box)] += 1
-    for name, count in written.items():
-        require(
-            bool((count == 1).all()),
-            f"array {name}: of its {count.size} chunks no process wrote {int((count == 0).sum())},"
-            f" and several wrote {int((count > 1).sum())}",
+            pieces[p.name].append(p)
+    for name, spec in specs.items():
+        _check_covered(spec, pieces[name])
+
+
+def _check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
+    """Count the pieces that cover each cell of the grid that all their edges make."""
+    edges = []
+    for d, n in enumerate(spec.shape):
+        inner = (at for p in pieces for at in (p.start[d], p.start[d] + p.shape[d]))
+        edges.append(np.unique([0, n, *inner]))
+    count = np.zeros([len(e) - 1 for e in edges], np.int32)
+    for p in pieces:
+        low = (np.searchsorted(e, s) for e, s in zip(edges, p.start))
+        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges, p.start, p.shape))
+        count[tuple(map(slice, low, high))] += 1
+    if (count != 1).any():
+        volume = reduce(np.multiply.outer, map(np.diff, edges), np.ones((), np.int64))
+        raise ValueError(
+            f"array {spec.name}: of its {volume.sum()} elements no process wrote "
+            f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
         )

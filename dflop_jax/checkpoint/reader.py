@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import os
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dflop_jax.checkpoint.files import StreamReader, new_context
 from dflop_jax.checkpoint.format import (
+    BLOCK_BYTES,
     MARKER,
-    ArraySpec,
     CorruptCheckpoint,
     Index,
     Manifest,
     StoredPiece,
-    process_folder,
+    lost_file,
+    process_file,
     storage_errors,
 )
-from dflop_jax.checkpoint.layout import chunks_of, intersect, split_box
+from dflop_jax.checkpoint.layout import intersect, is_inside, split_box
 
 RUN_BYTES = 8 << 20  # about the most that is read at once: gaps wider than this are not read
-READ_AHEAD_BYTES = 64 << 20  # stored bytes that one read has in memory beside its answer
+CACHED_BLOCKS = 32  # small arrays share a block
 
 
 class Reader:
@@ -35,18 +36,15 @@ class Reader:
     def __init__(self, folder: Path, manifest: Manifest):
         self.step, self.meta, self.specs = manifest.step, manifest.meta, manifest.specs
         self._folder = folder
-        self._pieces: dict[str, list[tuple[StreamReader, StoredPiece]]] = {
-            n: [] for n in self.specs
-        }
-        context = new_context()
+        self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
         for part in manifest.parts:
-            where = process_folder(folder, part.process)
-            stream = StreamReader(where, part.layout, part.files, context)
             for piece in part.pieces:
-                self._pieces[piece.name].append((stream, piece))
+                self._pieces[piece.name].append((part.process, piece))
+        self._parts = {p.process: p for p in manifest.parts}
+        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-        """The box of `shape` elements at `start` of an array, from the chunks that overlap it.
+        """The box of `shape` elements at `start` of an array, from the pieces that overlap it.
 
         Raises:
           ValueError: no such array, or the box leaves it.
@@ -56,9 +54,7 @@ class Reader:
         spec = self.specs.get(name)
         if spec is None:
             raise ValueError(f"{self._folder}: has no array {name}")
-        if not len(start) == len(shape) == len(spec.shape) or any(
-            s < 0 or n < 0 or s + n > limit for s, n, limit in zip(start, shape, spec.shape)
-        ):
+        if not is_inside(start, shape, spec.shape):
             raise ValueError(
                 f"{self._folder}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
                 f" {tuple(start)}"
@@ -66,49 +62,47 @@ class Reader:
         out = np.empty(tuple(shape), spec.numpy_dtype)
         try:
             with storage_errors(f"read array {name}", self._folder):
-                self._fill(out, spec, tuple(start))
+                for process, piece in self._pieces[name]:
+                    self._read_shared(process, piece, out, tuple(start))
         except CorruptCheckpoint:
             if (self._folder / MARKER).exists():
                 raise
             raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
         return out
 
-    def _fill(self, out: np.ndarray, spec: ArraySpec, start: Index) -> None:
-        running: deque[tuple[int, Callable[[], None]]] = deque()
-        in_memory = 0
-        for n_bytes, finish in self._reads(out, spec, start):
-            running.append((n_bytes, finish))
-            in_memory += n_bytes
-            while in_memory > READ_AHEAD_BYTES:
-                n_bytes, finish = running.popleft()
-                finish()
-                in_memory -= n_bytes
-        for _, finish in running:
-            finish()
+    def _read_shared(self, process: int, piece: StoredPiece, out: np.ndarray, start: Index) -> None:
+        """Read what a piece and the box at `start` share into the box, in runs of stored bytes."""
+        shared = intersect(start, out.shape, piece.start, piece.shape)
+        if shared is None:
+            return
+        strides = [prod(piece.shape[d + 1 :]) * out.itemsize for d in range(out.ndim)]
+        for low, shape in split_box(*shared, strides, RUN_BYTES):
+            first = sum((lo - a) * s for lo, a, s in zip(low, piece.start, strides))
+            n_bytes = sum((n - 1) * s for n, s in zip(shape, strides)) + out.itemsize
+            run = self._read_bytes(process, piece.offset_bytes + first, n_bytes)
+            box: Any = tuple(slice(lo - s, lo - s + n) for lo, s, n in zip(low, start, shape))
+            out[(*box, ...)] = as_strided(run.view(out.dtype), shape, strides)
 
-    def _reads(
-        self, out: np.ndarray, spec: ArraySpec, start: Index
-    ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Starts one read for each chunk that overlaps; (stored bytes, put them into `out`)."""
-        itemsize = spec.numpy_dtype.itemsize
-        for stream, piece in self._pieces[spec.name]:
-            if intersect(start, out.shape, piece.start, piece.shape) is None:
-                continue
-            offset = piece.offset_bytes
-            for at, chunk in chunks_of(spec, piece.start, piece.shape):
-                shared = intersect(start, out.shape, at, chunk)
-                strides = [prod(chunk[d + 1 :]) * itemsize for d in range(len(chunk))]
-                for low, shape in split_box(*shared, strides, RUN_BYTES) if shared else ():
-                    first = sum((lo - a) * s for lo, a, s in zip(low, at, strides))
-                    n_bytes = sum((n - 1) * s for n, s in zip(shape, strides)) + itemsize
-                    box: Any = tuple(
-                        slice(lo - s, lo - s + n) for lo, s, n in zip(low, start, shape)
-                    )
-                    data = stream.start(offset + first, n_bytes)
-                    yield n_bytes, partial(_place, data, strides, out[(..., *box)])
-                offset += prod(chunk) * itemsize
+    def _read_bytes(self, process: int, offset: int, n_bytes: int) -> np.ndarray:
+        """uint8[n_bytes] of the file that a process wrote."""
+        data = np.empty(n_bytes, np.uint8)
+        done = 0
+        while done < n_bytes:
+            block, at = divmod(offset + done, BLOCK_BYTES)
+            part = self._block(process, block)[at : at + n_bytes - done]
+            data[done : done + len(part)] = np.frombuffer(part, np.uint8)
+            done += len(part)
+        return data
 
-
-def _place(data: Callable[[], np.ndarray], strides: list[int], out: np.ndarray) -> None:
-    """Take the elements of a chunk's box from the run of stored bytes that spans it."""
-    out[...] = as_strided(data().view(out.dtype), out.shape, strides)
+    def _read_block(self, process: int, block: int) -> memoryview:
+        """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
+        path, part = process_file(self._folder, process), self._parts[process]
+        with lost_file(path), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != part.n_bytes:
+                raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
+            file.seek(block * BLOCK_BYTES)
+            data = file.read(BLOCK_BYTES)
+        if zlib.crc32(data) != part.crc32s[block]:
+            raise CorruptCheckpoint(f"{path}: damaged (its checksum)")
+        return memoryview(data)

@@ -2,8 +2,8 @@
 
 A checkpoint is one folder. Every process writes its own pieces there (`write`), then process 0 adds
 the manifest and last, by one rename, the marker (`commit`): without the marker the checkpoint does
-not exist. The marker holds the manifest's SHA-256, the manifest what the files must be, and the
-files a checksum of every block, so no flipped bit goes unnoticed. See docs/checkpoints.md.
+not exist. The marker holds the manifest's SHA-256, the manifest a checksum of every block of every
+file, so no flipped bit goes unnoticed. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import hashlib
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from dflop_jax.checkpoint.files import layout_of, write_stream
+import numpy as np
+
 from dflop_jax.checkpoint.format import (
+    BLOCK_BYTES,
     MANIFEST,
     MARKER,
     ArraySpec,
@@ -32,10 +35,11 @@ from dflop_jax.checkpoint.format import (
     decode_manifest,
     digest_specs,
     encode_manifest,
-    process_folder,
+    lost_file,
+    process_file,
     storage_errors,
 )
-from dflop_jax.checkpoint.layout import check_whole, lay_out, piece_bytes
+from dflop_jax.checkpoint.layout import check_whole, lay_out
 from dflop_jax.checkpoint.reader import Reader
 
 __all__ = [
@@ -100,21 +104,21 @@ class CheckpointStore:
           StorageError: disk full, no permission and the like.
         """
         known = by_name(specs)
-        stored, ordered, total_bytes = lay_out(known, pieces)
-        layout = layout_of(total_bytes)
-        views = (view for p in ordered for view in piece_bytes(known[p.name], p))
-        folder = process_folder(self.folder(step), process)
+        stored, ordered = lay_out(known, pieces)
+        path = process_file(self.folder(step), process)
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                files = write_stream(folder, layout, views)
+                crc32s = _write_pieces(path, ordered) if ordered else ()
         except StorageError:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                path.unlink()
             with suppress(OSError):  # the last one out
-                folder.parent.rmdir()
+                path.parent.rmdir()
             raise
         digest = digest_specs(known, (p.name for p in ordered))
-        return Part(process, layout, files, tuple(stored), digest)
+        n_bytes = sum(p.array.nbytes for p in ordered)
+        return Part(process, n_bytes, crc32s, tuple(stored), digest)
 
     def commit(
         self, step: int, specs: Iterable[ArraySpec], parts: Sequence[Part], meta: Mapping[str, Any]
@@ -208,34 +212,51 @@ def _marker(manifest: bytes) -> bytes:
 
 
 def _read_file(path: Path) -> bytes:
-    try:
+    with lost_file(path):
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise CorruptCheckpoint(f"{path}: missing") from None
-    except OSError as e:
-        if e.errno == errno.EIO:
-            raise CorruptCheckpoint(f"{path}: damaged ({e.strerror})") from None
-        raise
 
 
 def _check_seen(folder: Path, parts: Iterable[Part]) -> None:
-    """Every file of every process is here, as long as it was there."""
+    """Every process's file is here, as long as it was there."""
     for part in parts:
-        for file in part.files:
-            path = process_folder(folder, part.process) / file.name
-            if not path.exists() or path.stat().st_size != file.size_bytes:
-                raise OSError(
-                    errno.ENOENT,
-                    f"{path} is not as process {part.process} wrote it; all processes need one"
-                    " shared folder",
-                )
+        path = process_file(folder, part.process)
+        if part.n_bytes and not (path.exists() and path.stat().st_size == part.n_bytes):
+            raise OSError(
+                errno.ENOENT,
+                f"{path} is not as process {part.process} wrote it; all processes need one"
+                " shared folder",
+            )
+
+
+def _write_pieces(path: Path, pieces: Iterable[Piece]) -> tuple[int, ...]:
+    """Write the pieces end to end, each in C order, and fsync; the CRC-32 of every block."""
+    crc32s: list[int] = []
+    crc, used = 0, 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            left = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8).data
+            while left:
+                now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
+                file.write(now)
+                crc, used = zlib.crc32(now, crc), used + len(now)
+                if used == BLOCK_BYTES:
+                    crc32s.append(crc)
+                    crc, used = 0, 0
+        if used:
+            crc32s.append(crc)
+        _flush(file)
+    return tuple(crc32s)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as f:
         f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+        _flush(f)
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import importlib.util
 import io
 import logging
 import math
@@ -22,14 +21,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from jax._src import distributed as jax_distributed
 from jax._src import xla_bridge
 
 from dflop_jax.cluster import jax_ports
-from dflop_jax.cluster.addresses import LOOPBACK
+from dflop_jax.cluster.devices import devices_each, limit_devices, on_cpu
 from dflop_jax.cluster.jax_ports import ClosedPorts
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.relay import Relay, serve
@@ -53,35 +52,13 @@ class Membership:
     Attributes:
       number: processes of the run.
       index: which one this is.
-      host: IP of this process's host, as the others reach it.
       links: open sockets by process: to every other one on process 0, to process 0 elsewhere; none
         for one process. End of file on one: that process is gone.
     """
 
     number: int = 1
     index: int = 0
-    host: str = LOOPBACK
     links: Mapping[int, socket.socket] = field(default_factory=dict, repr=False, compare=False)
-
-    def share(self, value: bytes) -> bytes:
-        """Process 0's `value`, on every process; ValueError when process 0 has gone.
-
-        For little at the start, such as an address: process 0 sends to one after the other.
-        """
-        if self.index == 0:
-            for link in self.links.values():
-                link.sendall(len(value).to_bytes(8) + value)
-            return value
-        return self._receive(int.from_bytes(self._receive(8)))
-
-    def _receive(self, n_bytes: int) -> bytes:
-        data = b""
-        while len(data) < n_bytes:
-            part = self.links[0].recv(n_bytes - len(data))
-            if not part:
-                raise ValueError("process 0 has gone; see its log")
-            data += part
-        return data
 
 
 @dataclass
@@ -116,7 +93,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     each = devices_each(found, plan_devices)
     if found.number == 1:
         if found.devices_each and not xla_bridge.backends_are_initialized():
-            _limit_devices(found, each)
+            limit_devices(found, each)
         return Membership()
     if _joined is not None:
         if (_joined.processes, _joined.devices_each) != (found, each):
@@ -129,34 +106,14 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
         )
     at = found.coordinator
     assert at is not None
-    _limit_devices(found, each)
+    limit_devices(found, each)
     versions = f"jax {jax.__version__}"
     secret = find_secret(config)
     meeting = meet(at, found.index, found.number, versions, secret, config.connect_timeout_s)
     relay = _connect(found, meeting, config)
-    member = Membership(found.number, found.index, meeting.own_host, meeting.links)
+    member = Membership(found.number, found.index, meeting.links)
     _joined = _Joined(found, each, member, relay)
     return member
-
-
-def devices_each(processes: Processes, plan_devices: int) -> int:
-    """Devices of each process; 0 for all it has.
-
-    Raises:
-      ValueError: the plan's devices are not what the processes have, or cannot be shared evenly.
-    """
-    number, each = processes.number, processes.devices_each
-    if each and plan_devices not in (0, number * each):
-        raise ValueError(
-            f"plan.devices={plan_devices}, but {number} processes of {each} devices have "
-            f"{number * each}; give --plan.devices {number * each}, or 0"
-        )
-    if plan_devices % number:
-        raise ValueError(
-            f"plan.devices={plan_devices} cannot be shared evenly by {number} processes; give a "
-            f"multiple of {number}, or 0 for all devices"
-        )
-    return each or plan_devices // number
 
 
 def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
@@ -246,14 +203,6 @@ def leave(code: int) -> NoReturn:
 # ---- what jax is told ----
 
 
-def _limit_devices(processes: Processes, each: int) -> None:
-    """Let jax use this process's devices only: CPU devices by number, GPUs by their place."""
-    if each:
-        jax.config.update("jax_num_cpu_devices", each)
-    if not on_cpu() and (ids := gpu_share(processes, each)) is not None:
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
-
-
 def _connect(processes: Processes, meeting: Meeting, config: DistributedConfig) -> Relay | None:
     """Have jax join the run; the relay that carries its requests, which process 0 has no need of.
 
@@ -340,40 +289,3 @@ def _keep_stdout_clean() -> None:
         line_buffering=out.line_buffering,
         write_through=out.write_through,
     )
-
-
-def on_cpu() -> bool:
-    """Whether jax will compute on the CPU; asking jax itself would start it."""
-    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
-    platforms: str | None = settings.jax_platforms
-    if platforms:
-        return platforms.split(",")[0] == "cpu"
-    return importlib.util.find_spec("jax_plugins") is None or not visible_gpus()
-
-
-def visible_gpus() -> int:
-    """GPUs of this host that processes may use, by CUDA_VISIBLE_DEVICES or the device files."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-
-
-def gpu_share(processes: Processes, each: int) -> list[int] | None:
-    """Places of this process's GPUs among the visible ones; None for all of them.
-
-    Where the processes of a host are counted, each gets an equal part, of which `each` are used.
-
-    Raises:
-      ValueError: there are not enough.
-    """
-    n_gpus, local = visible_gpus(), max(1, processes.local_number)
-    if n_gpus == 1 and local > 1 and processes.source != "dflop launch":
-        return None  # the cluster shows each process its own
-    part = n_gpus // local
-    if part < max(1, each):
-        raise ValueError(
-            f"{local} processes on this host need {max(1, each)} GPUs each, {n_gpus} are there"
-        )
-    start = processes.local_index * part
-    return list(range(start, start + (each or part)))

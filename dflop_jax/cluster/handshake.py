@@ -17,15 +17,12 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-GREETING = b"dflop/2\n"
+GREETING = b"dflop/3\n"
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = 1024  # no hello is longer
 REFUSAL = bytes(PROOF_BYTES)
 _LENGTH = struct.Struct("!H")
-_HEAD_BYTES = NONCE_BYTES + _LENGTH.size
 
 
 class Refused(Exception):
@@ -38,104 +35,63 @@ def prove(secret: bytes, side: bytes, host_nonce: bytes, guest_nonce: bytes, hel
     return hmac.digest(secret, message, "sha256")
 
 
-# ---- the host ----
+def admit(sock: socket.socket, secret: bytes, deadline: float) -> bytes:
+    """As the host, have the other end prove the secret, then prove it too; the hello it proved.
 
-
-@dataclass
-class Challenge:
-    """What a host asks of one connection, and what has come in answer."""
-
-    secret: bytes = field(repr=False)
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    came: bytes = b""
-
-    @property
-    def greeting(self) -> bytes:
-        """What the host sends first."""
-        return GREETING + self.nonce
-
-    @property
-    def wanted_bytes(self) -> int:
-        """Bytes that are still missing, as far as is known.
-
-        Raises:
-          Refused: a longer hello is announced than there are.
-        """
-        if len(self.came) < _HEAD_BYTES:
-            return _HEAD_BYTES - len(self.came)
-        (length,) = _LENGTH.unpack(self.came[NONCE_BYTES:_HEAD_BYTES])
+    Raises:
+      Refused: whoever it is left, was too slow, has another secret, or repeats what it has heard.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        sock.sendall(GREETING + nonce)
+        theirs = receive(sock, NONCE_BYTES, deadline)
+        (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
         if length > HELLO_BYTES:
             raise Refused("no hello")
-        return _HEAD_BYTES + length + PROOF_BYTES - len(self.came)
-
-    def answer(self) -> tuple[bytes, bytes]:
-        """The hello that was proved, and the host's own proof; everything has come.
-
-        Raises:
-          Refused: whoever sent it has another secret, or repeats what another has sent.
-        """
-        assert self.wanted_bytes == 0
-        nonce, hello = self.came[:NONCE_BYTES], self.came[_HEAD_BYTES:-PROOF_BYTES]
-        expected = prove(self.secret, b"guest", self.nonce, nonce, hello)
-        if not hmac.compare_digest(expected, self.came[-PROOF_BYTES:]):
+        hello = receive(sock, length, deadline)
+        proof = receive(sock, PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, prove(secret, b"guest", nonce, theirs, hello)):
+            sock.sendall(REFUSAL)
             raise Refused("another secret")
-        return hello, prove(self.secret, b"host", self.nonce, nonce, hello)
+        sock.sendall(prove(secret, b"host", nonce, theirs, hello))
+    except TimeoutError:
+        raise Refused("too slow") from None
+    except OSError:
+        raise Refused("left early") from None
+    return hello
 
 
-# ---- the guest ----
-
-
-def introduce(sock: socket.socket, secret: bytes, hello: bytes, deadline: float) -> bool:
-    """Prove the secret to the host at the other end and have it prove it; False if it hangs up.
+def introduce(sock: socket.socket, secret: bytes, hello: bytes, deadline: float) -> None:
+    """As a guest, prove the secret and the hello to the other end, and have it prove the secret.
 
     Raises:
       Refused: the other end is no host of dflop's, or has another secret.
+      ConnectionError: it has hung up.
     """
     assert len(hello) <= HELLO_BYTES
-    greeting = _receive(
-        sock, len(GREETING) + NONCE_BYTES, deadline, lambda came: GREETING.startswith(came[:8])
-    )
-    if not greeting:
-        return False
-    host_nonce, nonce = greeting[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
-    proof = prove(secret, b"guest", host_nonce, nonce, hello)
     try:
-        sock.sendall(nonce + _LENGTH.pack(len(hello)) + hello + proof)
-    except OSError:
-        return False
-    theirs = _receive(sock, PROOF_BYTES, deadline)
-    if not theirs:
-        return False
-    if theirs == REFUSAL:
-        raise Refused("another secret")
-    if not hmac.compare_digest(theirs, prove(secret, b"host", host_nonce, nonce, hello)):
-        raise Refused("no host")
-    return True
-
-
-def _receive(
-    sock: socket.socket,
-    n_bytes: int,
-    deadline: float,
-    plausible: Callable[[bytes], bool] = lambda came: True,
-) -> bytes:
-    """Exactly `n_bytes`, or nothing when the connection ends before.
-
-    Raises:
-      Refused: they are not plausible, or do not come in time.
-    """
-    came = b""
-    while len(came) < n_bytes:
-        sock.settimeout(max(1e-3, deadline - time.monotonic()))
-        try:
-            part = sock.recv(n_bytes - len(came))
-        except TimeoutError:
-            raise Refused("no host") from None
-        except OSError:
-            return b""
-        came += part
-        if came and not plausible(came):
+        if any(receive(sock, 1, deadline)[0] != byte for byte in GREETING):
             raise Refused("no host")
+        theirs, nonce = receive(sock, NONCE_BYTES, deadline), secrets.token_bytes(NONCE_BYTES)
+        proof = prove(secret, b"guest", theirs, nonce, hello)
+        sock.sendall(nonce + _LENGTH.pack(len(hello)) + hello + proof)
+        answer = receive(sock, PROOF_BYTES, deadline)
+    except TimeoutError:
+        raise Refused("no host") from None
+    if answer == REFUSAL:
+        raise Refused("another secret")
+    if not hmac.compare_digest(answer, prove(secret, b"host", theirs, nonce, hello)):
+        raise Refused("no host")
+
+
+def receive(sock: socket.socket, n_bytes: int, deadline: float | None = None) -> bytes:
+    """Exactly `n_bytes`, never more; ConnectionError when it ends before, TimeoutError too late."""
+    came = bytearray()
+    while len(came) < n_bytes:
+        if deadline is not None:
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = sock.recv(min(n_bytes - len(came), 1 << 20))
         if not part:
-            return b""
-    return came
+            raise ConnectionResetError("the other end hung up")
+        came += part
+    return bytes(came)

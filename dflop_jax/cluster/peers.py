@@ -25,6 +25,8 @@ from typing import NoReturn
 
 import msgspec
 
+from dflop_jax.cluster.handshake import receive
+
 _HEAD = struct.Struct("!IQ")  # bytes of the key, bytes of the value
 _BEAT, _FAILED, _BYE = "", "!failed", "!bye"
 _PINGS = 8
@@ -303,18 +305,8 @@ def _transmit(connection: socket.socket, key: str, value: bytes) -> None:
 
 def _receive(connection: socket.socket) -> tuple[str, bytes]:
     """(key, value) of the next message; OSError at the end of the connection."""
-    key_bytes, value_bytes = _HEAD.unpack(_exactly(connection, _HEAD.size))
-    return _exactly(connection, key_bytes).decode(), _exactly(connection, value_bytes)
-
-
-def _exactly(connection: socket.socket, n: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < n:
-        part = connection.recv(min(n - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionResetError("the connection ended")
-        parts += part
-    return bytes(parts)
+    key_bytes, value_bytes = _HEAD.unpack(receive(connection, _HEAD.size))
+    return receive(connection, key_bytes).decode(), receive(connection, value_bytes)
 
 
 def _end(why: str, exit_code: int) -> NoReturn:

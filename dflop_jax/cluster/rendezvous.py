@@ -4,7 +4,7 @@ Whatever goes wrong inside `jax.distributed.initialize` (nobody answers, a proce
 have one number) aborts the process from C++ with a stack trace. So the processes meet here first
 and jax is only asked once all of them are there. Process 0 listens at the coordinator address until
 they are; the others connect, prove the run's secret and say who they are (`handshake`, `door`).
-After that a JSON line each way. Each of the others connects twice:
+After that JSON messages from process 0. Each of the others connects twice:
 
     link     stays with the run (`peers`); its end of file says at once that a process is gone
     channel  carries what jax's coordination service and the process say to each other (`relay`)
@@ -16,8 +16,10 @@ import errno
 import json
 import logging
 import socket
+import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +31,14 @@ from dflop_jax.cluster.addresses import (
     is_same_host,
 )
 from dflop_jax.cluster.door import Door, Guest
-from dflop_jax.cluster.handshake import Refused, introduce
+from dflop_jax.cluster.handshake import Refused, introduce, receive
 
 ANSWER_S = 10.0  # longest wait for each of process 0's first answers to a connection
-LINE_BYTES = 4096  # no line said here is longer
 RETRY_S = 0.2
+LOOK_S = 0.02  # process 0 looks so often for who has come or gone
 BACKLOG = 1024
-LINK, CHANNEL = PURPOSES = ("link", "channel")
+PURPOSES = ("link", "channel")
+_LENGTH = struct.Struct("!I")
 
 log = logging.getLogger("dflop_jax")
 
@@ -92,31 +95,30 @@ class _Host:
         wanted = {(i, p) for i in range(1, self._me["number"]) for p in PURPOSES}
         door = Door(_listen(self._at), self._secret)
         try:
-            while missing := wanted - self._came.keys():
-                if (left := deadline - time.monotonic()) <= 0:
-                    break
-                guests, gone = door.wait(left)
-                for sock in gone:  # one who waits says nothing more: it has ended
-                    self._part_from(sock, door)
+            while wanted - self._came.keys() and (left := deadline - time.monotonic()) > 0:
+                door.accept(min(left, LOOK_S))
+                if guests := door.guests():
+                    self._part_from_the_gone()
                 for guest in guests:
-                    self._let_in(guest, door)
+                    self._let_in(guest)
         finally:
             door.close()
-        if missing:
-            self._dismiss({i for i, _ in missing}, door.turned_away())
+        if wanted - self._came.keys():
+            self._part_from_the_gone()
+            missing = {i for i, _ in wanted - self._came.keys()}
+            self._dismiss(missing, door.turned_away())
         if said := door.turned_away():
             log.warning("%s", said)
         return self._send_on()
 
-    def _let_in(self, guest: Guest, door: Door) -> None:
-        hello = _parse(guest.hello)
+    def _let_in(self, guest: Guest) -> None:
+        hello = json.loads(guest.hello)
         if why := self._refusal(hello):
-            _say(guest.sock, {"dflop": "refused", "why": why})
+            _say(guest.sock, refused=why)
             guest.sock.close()
             return
         self._came[hello["index"], hello["purpose"]] = guest.sock
-        door.watch(guest.sock)
-        _say(guest.sock, {"dflop": "welcome"})
+        _say(guest.sock)
 
     def _refusal(self, hello: dict[str, Any]) -> str:
         """Why a process cannot take part; empty when it can."""
@@ -131,11 +133,10 @@ class _Host:
             return f"two processes say they are process {index}; give each its own process_id"
         return ""
 
-    def _part_from(self, sock: socket.socket, door: Door) -> None:
-        """A process has gone; it may come again, with both connections."""
-        gone = {index for (index, _), s in self._came.items() if s is sock}
+    def _part_from_the_gone(self) -> None:
+        """Forget processes that have ended; they may come again, with both connections."""
+        gone = {index for (index, _), sock in self._came.items() if _has_ended(sock)}
         for place in [p for p in self._came if p[0] in gone]:
-            door.forget(self._came[place])
             self._came.pop(place).close()
 
     def _dismiss(self, missing: set[int], turned_away: str) -> None:
@@ -146,7 +147,7 @@ class _Host:
             "--distributed.connect_timeout_s"
         )
         for sock in self._came.values():
-            _say(sock, {"dflop": "refused", "why": why})
+            _say(sock, refused=why)
             sock.close()
         raise ValueError(f"{why}; {turned_away}" if turned_away else why)
 
@@ -163,8 +164,20 @@ class _Host:
             sock.setblocking(True)
         for i, sock in links.items():
             host = host_of(sock.getpeername()) if i in remote else own_host
-            _say(sock, {"dflop": "go", "host": host})
+            _say(sock, host=host)
         return Meeting(own_host, links, channels)
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether there is something to read: one who waits says nothing, so it has gone."""
+    sock.setblocking(False)
+    try:
+        sock.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _place(item: tuple[tuple[int, str], socket.socket]) -> tuple[int, str]:
@@ -203,15 +216,14 @@ class _Guest:
         while (left := self._deadline - time.monotonic()) > 0:
             came: list[socket.socket] = []
             try:
-                if meeting := self._come(came):
-                    return meeting
-                why = "process 0 went away"
-            except OSError as e:  # process 0, or its name, may not be there yet
+                return self._come(came)
+            except BaseException as e:
+                for sock in came:
+                    sock.close()
+                if not isinstance(e, OSError):
+                    raise
+                # Process 0, or its name, may not be there yet.
                 why = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
-            except BaseException:
-                _close(came)
-                raise
-            _close(came)
             time.sleep(min(RETRY_S, left))
         raise ValueError(
             f"process {self._me['index']} did not reach process 0 at {self._at} within "
@@ -219,73 +231,50 @@ class _Guest:
             "process 0 run?"
         )
 
-    def _come(self, came: list[socket.socket]) -> Meeting | None:
-        """Connect for every purpose and wait to be sent on; None when process 0 ends before."""
+    def _come(self, came: list[socket.socket]) -> Meeting:
+        """Connect for every purpose and wait to be sent on; OSError when process 0 goes."""
         for purpose in PURPOSES:
             left = max(1e-3, self._deadline - time.monotonic())
             came.append(socket.create_connection((self._at.host, self._at.port), timeout=left))
-            if not self._enter(came[-1], purpose):
-                return None
+            self._enter(came[-1], purpose)
         link, channel = came
-        line = _read(link, self._deadline)
-        if line is None:
+        try:
+            answer = _answer(link, self._deadline)
+        except TimeoutError:
             raise ValueError(
                 f"process 0 at {self._at} is there, but still waits for other processes"
-            )
-        if line == b"":
-            return None
-        answer = self._expect("go", line)
+            ) from None
         for sock in came:
             send_at_once(sock)
             sock.settimeout(None)
         return Meeting(answer["host"], {0: link}, {0: channel})
 
-    def _enter(self, sock: socket.socket, purpose: str) -> bool:
-        """Prove the secret and be welcomed; False when process 0 has gone.
+    def _enter(self, sock: socket.socket, purpose: str) -> None:
+        """Prove the secret and be welcomed.
 
         Raises:
           ValueError: process 0 refuses us, or does not prove the secret itself.
         """
         # Without a listener, a connection to a port of one's own host may reach itself.
         if sock.getsockname() == sock.getpeername():
-            return False
+            raise ConnectionRefusedError("no answer")
         first = min(self._deadline, time.monotonic() + ANSWER_S)
         hello = json.dumps({**self._me, "purpose": purpose}).encode()
         try:
-            if not introduce(sock, self._secret, hello, first):
-                return False
+            introduce(sock, self._secret, hello, first)
         except Refused as e:
-            raise ValueError(f"{self._at} {_meaning(e)}") from None
-        line = _read(sock, first)
-        if line == b"":
-            return False
-        self._expect("welcome", line or b"")
-        return True
-
-    def _expect(self, word: str, line: bytes) -> dict[str, Any]:
-        answer = _parse(line)
-        if answer.get("dflop") == "refused":
-            raise ValueError(str(answer.get("why")))
-        if answer.get("dflop") != word:
-            raise ValueError(f"{self._at} {_NO_HOST}")
-        return answer
+            raise ValueError(f"{self._at} {_MEANINGS[str(e)]}") from None
+        _answer(sock, first)
 
 
-_NO_HOST = "answers, but is not process 0 of a dflop run; is the port right?"
+_MEANINGS = {
+    "no host": "answers, but is not process 0 of a dflop run; is the port right?",
+    "another secret": "has another secret than this process; give all processes of the run the "
+    "same",
+}
 
 
-def _meaning(refused: Refused) -> str:
-    if str(refused) != "another secret":
-        return _NO_HOST
-    return "has another secret than this process; give all processes of the run the same"
-
-
-def _close(socks: list[socket.socket]) -> None:
-    for sock in socks:
-        sock.close()
-
-
-# ---- words on the wire ----
+# ---- words on the wire, once the secret is proved ----
 
 
 def send_at_once(sock: socket.socket) -> None:
@@ -293,34 +282,17 @@ def send_at_once(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _say(sock: socket.socket, what: dict[str, Any]) -> None:
-    """Send one line; a peer that is gone is noticed by the reader."""
-    try:
-        sock.sendall(json.dumps(what).encode() + b"\n")
-    except OSError:
-        return
+def _say(sock: socket.socket, **words: str) -> None:
+    """Send one message; a peer that is gone is noticed by the reader."""
+    message = json.dumps(words).encode()
+    with suppress(OSError):
+        sock.sendall(_LENGTH.pack(len(message)) + message)
 
 
-def _read(sock: socket.socket, deadline: float) -> bytes | None:
-    """One line (byte by byte, to leave what follows unread); b"" at the end, None too late."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < LINE_BYTES:
-        sock.settimeout(max(1e-3, deadline - time.monotonic()))
-        try:
-            byte = sock.recv(1)
-        except TimeoutError:
-            return None
-        except OSError:
-            return b""
-        if not byte:
-            return line
-        line += byte
-    return line
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:  # not UTF-8, not JSON
-        return {}
-    return value if isinstance(value, dict) else {}
+def _answer(sock: socket.socket, deadline: float) -> dict[str, str]:
+    """What process 0 says next; ValueError when it refuses us, saying why."""
+    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
+    words = json.loads(receive(sock, length, deadline))
+    if "refused" in words:
+        raise ValueError(words["refused"])
+    return words

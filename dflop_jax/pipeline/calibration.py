@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflop_jax.pipeline.communicator import Communicator, zeros
+from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.step import State, StepCall, share_tied
@@ -69,7 +69,6 @@ class Calibration:
 def calibrate(
     programs: Programs,
     state: State,
-    communicator: Communicator,
     *,
     repeats: int,
     ends: bool,
@@ -90,9 +89,7 @@ def calibrate(
             order = [t for t in order_tasks(plan, graph, groups) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
                 into = timed if repeat else Calibration()
-                call = StepCall(
-                    programs, state, communicator, groups, arrays, {}, evaluate=evaluate
-                )
+                call = StepCall(programs, state, groups, arrays, {}, evaluate=evaluate)
                 for task in order:
                     key = ProgramId(task.segment, groups[task.group].shape, task.direction)
                     _time(call, task, key, into, sync)
@@ -100,16 +97,16 @@ def calibrate(
         graph = step_graph(plan, (), trainable)
         for repeat in range(repeats + 1):
             into = timed if repeat else Calibration()
-            call = StepCall(programs, state, communicator, (), (), {})
+            call = StepCall(programs, state, (), (), {})
             for task in order_tasks(plan, graph, ()):
                 kept = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
                 if kept:
                     state.params[task.segment], state.opt_state[task.segment] = kept
         for reader in programs.owner_of:  # what was sent came from the copies
-            share_tied(programs, state, communicator, reader)
+            share_tied(programs, state, reader)
     else:
-        _send_norms(programs, communicator)
+        _send_norms(programs)
     return timed
 
 
@@ -143,14 +140,14 @@ def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, Any] 
     return kept
 
 
-def _send_norms(programs: Programs, communicator: Communicator) -> None:
+def _send_norms(programs: Programs) -> None:
     """The norms' transfers, which only a whole step would make."""
     for name in programs.trainable:
         here = programs.segments[name].sharding()
         norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=here))
         for other in programs.trainable:
             there = programs.segments[other].sharding()
-            jax.block_until_ready(communicator.send(norm, there))
+            jax.block_until_ready(send(norm, there))
 
 
 def merged(plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool) -> Prices:

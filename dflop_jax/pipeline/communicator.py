@@ -92,22 +92,19 @@ def _remote(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array
     return absent(jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device)))
 
 
-class Communicator:
-    """Moves arrays between submeshes, whatever the processes and replicas on either side."""
+def send(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """`array` with `sharding`, on other devices if need be; does not wait for it.
 
-    def send(self, array: jax.Array, sharding: Sharding) -> jax.Array:
-        """`array` with `sharding`, on other devices if need be; does not wait for it.
-
-        Between processes both sides must cut the array into the same pieces, which may be
-        replicated differently; `pipeline.exchange` is for different data parallelism.
-        """
-        if array.is_fully_addressable and sharding.is_fully_addressable:
-            return jax.device_put(array, sharding)
-        shape = array.shape
-        sources, targets = _routes(shape, array.sharding, sharding)
-        piece = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
-        got = move(pieces_of(array), sources, targets, piece)
-        return jax.make_array_from_single_device_arrays(shape, sharding, got, dtype=array.dtype)
+    Between processes both sides must cut the array into the same pieces, which may be replicated
+    differently; `pipeline.exchange` is for different data parallelism.
+    """
+    if array.is_fully_addressable and sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    shape = array.shape
+    sources, targets = _routes(shape, array.sharding, sharding)
+    piece = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
+    got = move(pieces_of(array), sources, targets, piece)
+    return jax.make_array_from_single_device_arrays(shape, sharding, got, dtype=array.dtype)
 
 
 @cache

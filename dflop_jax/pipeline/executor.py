@@ -7,7 +7,6 @@ only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,8 @@ import optax
 
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate
-from dflop_jax.pipeline.communicator import Communicator, absent, zeros
-from dflop_jax.pipeline.order import order_of, resources, step_graph
+from dflop_jax.pipeline.communicator import absent, zeros
+from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.step import State, StepCall, StepHandle, share_tied
@@ -64,7 +63,6 @@ class Executor:
             evaluates=evaluates,
         )
         self.trainable = self.programs.trainable
-        self.communicator = Communicator()
         self.state = State()
         # Called before the first update of a step, which donates the state.
         self.before_update: Callable[[], None] = lambda: None
@@ -116,7 +114,7 @@ class Executor:
     def share_tied(self) -> None:
         """Send tied parameters to the segments that read them; after `init` or a restore."""
         for reader in self.programs.owner_of:
-            share_tied(self.programs, self.state, self.communicator, reader)
+            share_tied(self.programs, self.state, reader)
 
     def _init_absent(self, name: str) -> None:
         """A segment of other processes: its state without a piece of it."""
@@ -164,17 +162,15 @@ class Executor:
         evaluate: bool,
     ) -> StepHandle:
         groups = schedule.groups
-        fed = Counter((f, g.module) for g in groups for f in g.feeds)
-        if max(fed.values(), default=0) > self.plan.fan_in:
+        fan_in = max(map(len, fed_by(groups).values()), default=0)
+        if fan_in > self.plan.fan_in:
             raise ValueError(
-                f"step {schedule.step}: {max(fed.values())} groups of a module feed one, the plan "
-                f"allows {self.plan.fan_in}; raise its fan_in"
+                f"step {schedule.step}: {fan_in} groups of a module feed one, the plan allows "
+                f"{self.plan.fan_in}; raise its fan_in"
             )
         graph = step_graph(self.plan, groups, self.trainable, evaluate=evaluate)
         order = order_of(self.plan, schedule, graph)
-        call = StepCall(
-            self.programs, self.state, self.communicator, groups, arrays, scales, evaluate=evaluate
-        )
+        call = StepCall(self.programs, self.state, groups, arrays, scales, evaluate=evaluate)
         seen: dict[int, Observation] = {}
         for i, task in enumerate(order):
             if task.direction == UPDATE:
@@ -218,14 +214,7 @@ class Executor:
         ends: bool = False,
     ) -> Calibration:
         """Time every program on this process, alone; see `pipeline.calibration`."""
-        return calibrate(
-            self.programs,
-            self.state,
-            self.communicator,
-            repeats=repeats,
-            ends=ends,
-            sync=sync,
-        )
+        return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
     def close(self) -> None:
         """End the observing threads."""

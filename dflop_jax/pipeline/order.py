@@ -68,6 +68,15 @@ def links(plan: Plan) -> tuple[Link, ...]:
     return tuple(found)
 
 
+def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
+    """(group, module) -> the groups of that module that feed the group."""
+    feeding: dict[tuple[int, str], list[int]] = {}
+    for i, g in enumerate(groups):
+        for f in g.feeds:
+            feeding.setdefault((f, g.module), []).append(i)
+    return feeding
+
+
 def tied_ends(plan: Plan) -> dict[str, str]:
     """Segment that reads the entry's parameters of its module from another one -> that one."""
     found = {}
@@ -105,10 +114,7 @@ def step_graph(
     for link in links(plan):
         into[link.target].append(link)
         out_of[link.source].append(link)
-    fed_by: dict[tuple[int, str], list[int]] = {}
-    for i, g in enumerate(groups):
-        for f in g.feeds:
-            fed_by.setdefault((f, g.module), []).append(i)
+    sources_of = fed_by(groups)
     segments = {m: plan.segments_of(m) for m in plan.modules}
     waits: dict[Task, tuple[Task, ...]] = {}
     for i, g in enumerate(groups):
@@ -119,7 +125,7 @@ def step_graph(
                 if link.edge is None:
                     before.append(Task(link.source, i, FORWARD))
                 else:
-                    sources = fed_by.get((i, link.edge.source), [])
+                    sources = sources_of.get((i, link.edge.source), [])
                     before += [Task(link.source, k, FORWARD) for k in sources]
             waits[Task(s.name, i, BACKWARD if fused else FORWARD)] = tuple(dict.fromkeys(before))
     for i, g in enumerate(groups):
@@ -184,10 +190,7 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     of = resources(plan)
     where = {s.name: of[s.submesh] for s in plan.segments}
     module = {s.name: s.module for s in plan.segments}
-    fed: dict[tuple[int, str], int] = {}
-    for g in groups:
-        for f in g.feeds:
-            fed[f, g.module] = fed.get((f, g.module), 0) + 1
+    fed = fed_by(groups)
     depth: dict[str, int] = {}
     times: dict[str, int] = {}
     out_of: dict[str, list[str]] = {}
@@ -196,7 +199,7 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     for s in reversed(plan.segments):
         after = out_of.get(s.name, [])
         depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
-        widest = max((n for (f, m), n in fed.items() if m == s.module), default=1)
+        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=1)
         beyond = max((times[t] for t in after if module[t] != s.module), default=1)
         times[s.name] = widest * beyond
     return {n: (d + (plan.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()}

@@ -99,12 +99,12 @@ class Segment:
     @property
     def has_loss(self) -> bool:
         """Whether it ends in a loss."""
-        return self.plan.last and bool(self._exit_keys)
+        return bool(self.loss_sums)
 
     @cached_property
-    def _exit_keys(self) -> tuple[str, ...]:
-        """Names of the loss's sums; () where the exit gives features. Any shape tells."""
-        out = self._exit_struct(Shape(1, 128))
+    def loss_sums(self) -> tuple[str, ...]:
+        """Names of its loss's sums; () without a loss. Any shape tells."""
+        out = self._exit_struct(Shape(1, 128)) if self.plan.last else None
         return tuple(out) if isinstance(out, dict) else ()
 
     def sharding(self, *spec: Any) -> NamedSharding:
@@ -266,7 +266,7 @@ class Segment:
             jnp.float32,
             sharding=self.sharding("stage", "data"),
         )
-        return {**y, "sums": dict.fromkeys(self._exit_keys, each)}
+        return {**y, "sums": dict.fromkeys(self.loss_sums, each)}
 
     def output_struct(self, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
         """What an edge takes from the segment: features of its exit, or of a tap."""
@@ -288,22 +288,6 @@ class Segment:
         return jax.eval_shape(self.module.exit, self._part_struct("exit"), hidden, fields, entry)
 
     # ---- programs ----
-
-    def loop(self) -> spmd_loop.SegmentLoop:
-        return spmd_loop.SegmentLoop(
-            module=self.module,
-            first=self.plan.first,
-            last=self.plan.last,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            taps=self.taps,
-            inlets=self.inlets,
-            entry_inputs=self.entry_inputs,
-            trainable=self.trainable,
-            wants_gradient=self.wants_gradient,
-            remat=self.plan.remat,
-            exit_keys=self._exit_keys if self.plan.last else (),
-        )
 
     def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
         """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads)."""
@@ -342,7 +326,7 @@ class Segment:
                   for k, v in args[3].items()}  # fmt: skip
             in_specs = (*in_specs[:3], dy, in_specs[4])
         mapped: Any = jax.shard_map(
-            partial(body, self.loop()),
+            partial(body, self),
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

@@ -13,16 +13,17 @@ them. M counts microbatches in a group, S stages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Module, Params
-from dflop_jax.records import Remat
+from dflop_jax.contract import Array, Params
+
+if TYPE_CHECKING:
+    from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
 PARTS = ("entry", "layers", "exit")  # of every module
@@ -38,33 +39,6 @@ REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class SegmentLoop:
-    """What the loop has to know of a segment.
-
-    Attributes:
-      taps: (name, layers of the segment that have run) of the taps that edges leave from here.
-      inlets: (name, layers of the segment that have run) of the edges that enter between layers.
-      entry_inputs: names of the edges that the entry reads.
-      trainable: parts that get gradients.
-      wants_gradient: names of the inputs that get one.
-      exit_keys: names of the loss's sums, () for a segment without a loss.
-    """
-
-    module: Module
-    first: bool
-    last: bool
-    stages: int
-    microbatches: int
-    taps: tuple[tuple[str, int], ...]
-    inlets: tuple[tuple[str, int], ...]
-    entry_inputs: tuple[str, ...]
-    trainable: frozenset[str]
-    wants_gradient: frozenset[str]
-    remat: Remat
-    exit_keys: tuple[str, ...]
-
-
 def _at(tree: Tree, i: Array) -> Tree:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
@@ -74,8 +48,8 @@ def _varying(tree: Tree, *axes: str) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), tree)
 
 
-def _scan_layers(loop: SegmentLoop, layers: Params, h: Array, fields: Tree) -> Array:
-    layer = REMAT[loop.remat](loop.module.layer)
+def _scan_layers(segment: Segment, layers: Params, h: Array, fields: Tree) -> Array:
+    layer = REMAT[segment.plan.remat](segment.module.layer)
     return lax.scan(lambda x, p: (layer(p, x, fields), None), h, layers)[0]
 
 
@@ -87,57 +61,57 @@ def _layer_params(params: Params) -> Params:
 
 
 def _run_layers(
-    loop: SegmentLoop, params: Params, h: Array, x: Tree, fields: Tree
+    segment: Segment, params: Params, h: Array, x: Tree, fields: Tree
 ) -> tuple[Array, dict[str, Array]]:
     """The segment's layers on hidden states: (hidden states, outputs of its taps)."""
     layers = _layer_params(params)
     tapped: dict[str, Array] = {}
-    if not (loop.taps or loop.inlets):
-        return _scan_layers(loop, layers, h, fields), tapped
+    if not (segment.taps or segment.inlets):
+        return _scan_layers(segment, layers, h, fields), tapped
     n_layers = jax.tree.leaves(layers)[0].shape[0]
     done = 0
-    for stop in sorted({n for _, n in (*loop.taps, *loop.inlets)} | {n_layers}):
+    for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {n_layers}):
         if stop > done:
             part = jax.tree.map(lambda a, lo=done, hi=stop: a[lo:hi], layers)
-            h, done = _scan_layers(loop, part, h, fields), stop
-        for name in (name for name, n in loop.taps if n == stop):
-            tapped[name] = loop.module.tap(name, params.get(name), h, fields)  # type: ignore[attr-defined]
-        for name in (name for name, n in loop.inlets if n == stop):
-            h = loop.module.inlet(name, h, x[name], fields)  # type: ignore[attr-defined]
+            h, done = _scan_layers(segment, part, h, fields), stop
+        for name in (name for name, n in segment.taps if n == stop):
+            tapped[name] = segment.module.tap(name, params.get(name), h, fields)  # type: ignore[attr-defined]
+        for name in (name for name, n in segment.inlets if n == stop):
+            h = segment.module.inlet(name, h, x[name], fields)  # type: ignore[attr-defined]
     return h, tapped
 
 
-def _first_input(loop: SegmentLoop, params: Params, x: Tree, fields: Tree) -> Array:
+def _first_input(segment: Segment, params: Params, x: Tree, fields: Tree) -> Array:
     """Hidden states at the top of the segment: the entry's, or those received."""
-    if not loop.first:
+    if not segment.plan.first:
         return x["hidden"]
-    placed = {name: x[name] for name in loop.entry_inputs}
-    return loop.module.entry(params["entry"], {**fields, **placed})
+    placed = {name: x[name] for name in segment.entry_inputs}
+    return segment.module.entry(params["entry"], {**fields, **placed})
 
 
-def _scatter_over_stages(loop: SegmentLoop, outs: Array) -> Array:
+def _scatter_over_stages(segment: Segment, outs: Array) -> Array:
     """[M, ...] valid on the last stage -> [M / S, ...] on each, so that ends use all stages."""
-    if loop.stages == 1:
+    if segment.stages == 1:
         return outs
-    mine = lax.axis_index("stage") == loop.stages - 1
+    mine = lax.axis_index("stage") == segment.stages - 1
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
     masked = jnp.where(mine, outs, jnp.zeros_like(outs)).astype(jnp.float32)
     return lax.psum_scatter(masked, "stage", scatter_dimension=0, tiled=True).astype(outs.dtype)
 
 
-def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
+def forward(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
     """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
     taps M; `sums` says whether the loss's sums [M / S, 1] are wanted."""
-    m, s = loop.microbatches, loop.stages
+    m, s = segment.microbatches, segment.stages
     stage = lax.axis_index("stage")
 
     def tick(carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree]]:
         i = jnp.clip(t - stage, 0, m - 1)
         now, here = _at(fields, i), _at(x, i)
-        h = _first_input(loop, params, here, now)
+        h = _first_input(segment, params, here, now)
         if carry is not None:
             h = jnp.where(stage == 0, h, carry)
-        h, tapped = _run_layers(loop, params, h, here, now)
+        h, tapped = _run_layers(segment, params, h, here, now)
         if carry is None:
             return None, (h, tapped)
         return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), (h, tapped)
@@ -148,25 +122,27 @@ def forward(loop: SegmentLoop, params: Params, x: Tree, fields: Tree, *, sums: b
         hs, tapped = lax.scan(tick, None, jnp.arange(m))[1]
     else:
         zero = jnp.int32(0)
-        like = jax.eval_shape(lambda: _first_input(loop, params, _at(x, zero), _at(fields, zero)))
+        like = jax.eval_shape(
+            lambda: _first_input(segment, params, _at(x, zero), _at(fields, zero))
+        )
         start = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
         hs, tapped = lax.scan(tick, start, jnp.arange(m + s - 1))[1]
         hs = hs[s - 1 :]
-    y: dict[str, Tree] = {"taps": tapped} if loop.taps else {}
-    outs = _scatter_over_stages(loop, hs)
-    if not loop.last:
+    y: dict[str, Tree] = {"taps": tapped} if segment.taps else {}
+    outs = _scatter_over_stages(segment, hs)
+    if not segment.plan.last:
         return {**y, "next": outs}
-    if loop.exit_keys and not sums:
+    if segment.loss_sums and not sums:
         return y
-    entry = params.get("entry") if loop.module.tied else None
+    entry = params.get("entry") if segment.module.tied else None
     per_stage = m // s
     mine = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, stage * per_stage, per_stage), fields)
 
     def finish(_: None, now: tuple[Array, Tree]) -> tuple[None, Tree]:
-        return None, loop.module.exit(params["exit"], now[0], now[1], entry)
+        return None, segment.module.exit(params["exit"], now[0], now[1], entry)
 
     ends = lax.scan(finish, None, (outs, mine))[1]
-    if loop.exit_keys:
+    if segment.loss_sums:
         return {**y, "sums": jax.tree.map(lambda a: a[:, None], ends)}
     return {**y, "exit": ends}
 
@@ -183,14 +159,12 @@ def _enter(x: Tree) -> Tree:
     return _varying(x, "stage")
 
 
-def forward_program(
-    loop: SegmentLoop, params: Params, x: Tree, fields: Tree, *, sums: bool
-) -> Tree:
-    return forward(loop, _prepared(params), _enter(x), _enter(fields), sums=sums)
+def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
+    return forward(segment, _prepared(params), _enter(x), _enter(fields), sums=sums)
 
 
 def backward_program(
-    loop: SegmentLoop, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree
+    segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree
 ) -> tuple[Tree, Tree, Tree, Array]:
     """Recompute the forward, then its gradient: (sums, dx, grads + gradient, done).
 
@@ -199,16 +173,16 @@ def backward_program(
     step's single reduction. `done` is a small output to wait for, since `grads` is donated onwards.
     """
     params, x, fields = _prepared(params), _enter(x), _enter(fields)
-    frozen = {k: v for k, v in params.items() if k not in loop.trainable}
-    free = {k: v for k, v in params.items() if k in loop.trainable}
-    wanted = {k: v for k, v in x.items() if k in loop.wants_gradient}
-    fixed = {k: v for k, v in x.items() if k not in loop.wants_gradient}
+    frozen = {k: v for k, v in params.items() if k not in segment.trainable}
+    free = {k: v for k, v in params.items() if k in segment.trainable}
+    wanted = {k: v for k, v in x.items() if k in segment.wants_gradient}
+    fixed = {k: v for k, v in x.items() if k not in segment.wants_gradient}
 
     def run(free: Params, wanted: Tree) -> Tree:
-        return forward(loop, {**frozen, **free}, {**fixed, **wanted}, fields, sums=True)
+        return forward(segment, {**frozen, **free}, {**fixed, **wanted}, fields, sums=True)
 
     y, vjp = jax.vjp(run, free, wanted)
-    if loop.exit_keys:
+    if segment.loss_sums:
         scale = _varying(dy["sums"], "stage", "data")
         dsums = {
             k: jnp.broadcast_to(scale, v.shape) if k == "loss_sum" else jnp.zeros_like(v)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.pipeline.communicator import Communicator, place, zeros
-from dflop_jax.pipeline.order import Link, StepGraph
+from dflop_jax.pipeline.communicator import place, send, zeros
+from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.watcher import Observation, to_events
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
@@ -76,7 +76,6 @@ class StepCall:
         self,
         programs: Programs,
         state: State,
-        communicator: Communicator,
         groups: Sequence[Group],
         arrays: Sequence[GroupArrays],
         scales: Mapping[str, float],
@@ -84,17 +83,14 @@ class StepCall:
         evaluate: bool = False,
     ):
         assert len(groups) == len(arrays), (len(groups), len(arrays))
-        self.programs, self.state, self.communicator = programs, state, communicator
+        self.programs, self.state = programs, state
         self.groups, self.arrays, self.evaluate = groups, arrays, evaluate
         self.scales = {
             n: place(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
             for n, s in programs.segments.items()
             if s.has_loss
         }
-        self.fed_by: dict[tuple[int, str], list[int]] = {}
-        for i, g in enumerate(groups):
-            for f in g.feeds:
-                self.fed_by.setdefault((f, g.module), []).append(i)
+        self.fed_by = fed_by(groups)
         # (segment, group, input) -> parts that have arrived; (link, source group, target group) ->
         # the gradient that came back; (segment, group) -> inputs kept for backward.
         self.inbox: dict[tuple[str, int, str], list[jax.Array]] = {}
@@ -176,7 +172,7 @@ class StepCall:
                 continue
             if link.edge is None:
                 wanted = programs.signature(link.target, group.shape).x["hidden"].sharding
-                self._deliver(link.target, fed, "hidden", self.communicator.send(y["next"], wanted))
+                self._deliver(link.target, fed, "hidden", send(y["next"], wanted))
                 continue
             shapes = group.shape, self.groups[fed].shape
             features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
@@ -252,7 +248,7 @@ class StepCall:
         programs, shape = self.programs, self.groups[g].shape
         if link.edge is None:
             wanted = programs.signature(link.source, shape).y["next"].sharding
-            self.returned[link, g] = self.communicator.send(dx["hidden"], wanted)
+            self.returned[link, g] = send(dx["hidden"], wanted)
             return
         for source in self.fed_by.get((g, link.edge.source), []):
             exchange = programs.exchange(link, self.groups[source].shape, shape)
@@ -268,7 +264,7 @@ class StepCall:
             wanted = programs.updates[name].shard_structs()["entry"]
             more = {
                 "entry": jax.tree.map(
-                    lambda g, w: self.communicator.send(g, w.sharding),
+                    lambda g, w: send(g, w.sharding),
                     self.reduced[reader][0]["entry"],
                     wanted,
                 )
@@ -281,7 +277,7 @@ class StepCall:
     def _update(self, name: str) -> Tree:
         state, segment, update = self.state, self.programs.segments[name], self.programs.updates
         here = segment.sharding()
-        squares = tuple(self.communicator.send(sq, here) for _, sq in self.reduced.values())
+        squares = tuple(send(sq, here) for _, sq in self.reduced.values())
         params = state.params[name]
         own = [p for p in segment.own_parts if p in segment.trainable]
         grads = {p: self.reduced[name][0][p] for p in own}
@@ -292,18 +288,16 @@ class StepCall:
             state.params[name] = {**params, **new}
             self.norms.append(norm)
         if update[name].shared:
-            share_tied(self.programs, state, self.communicator, name)
+            share_tied(self.programs, state, name)
         return state.shared[name] if not own else norm
 
 
-def share_tied(programs: Programs, state: State, communicator: Communicator, reader: str) -> None:
+def share_tied(programs: Programs, state: State, reader: str) -> None:
     """Send the entry's parameters of a tied module from their owner to the segment that reads
     them."""
     structs = programs.segments[reader].program_structs()["entry"]
     entry = state.params[programs.owner_of[reader]]["entry"]
-    state.shared[reader] = jax.tree.map(
-        lambda a, s: communicator.send(a, s.sharding), entry, structs
-    )
+    state.shared[reader] = jax.tree.map(lambda a, s: send(a, s.sharding), entry, structs)
 
 
 class StepHandle:

@@ -35,7 +35,7 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -
 
 
 def cut(rng: np.random.Generator, start: list[int], stop: list[int]) -> list[tuple[list, list]]:
-    """A box of chunks cut at random into boxes; [start, stop) in chunks."""
+    """A box cut at random into boxes [start, stop)."""
     wide = [d for d, (a, b) in enumerate(zip(start, stop)) if b - a > 1]
     if not wide or rng.random() < 0.3:
         return [(start, stop)]
@@ -54,15 +54,12 @@ def random_case(
     case = Case([], {}, [[] for _ in range(n_processes)])
     for n in range(n_arrays):
         shape = tuple(int(rng.integers(0, most + 1)) for _ in range(rng.choice(ranks)))
-        chunk = tuple(int(rng.integers(1, k + 1)) if k else 0 for k in shape)
-        spec = ArraySpec(f"params/{n}", shape, str(rng.choice(DTYPES)), chunk)
+        spec = ArraySpec(f"params/{n}", shape, str(rng.choice(DTYPES)))
         array = random_array(rng, shape, spec.dtype)
         case.specs.append(spec)
         case.arrays[spec.name] = array
-        for low, high in cut(rng, [0] * len(shape), list(spec.grid)):
-            start = tuple(a * c for a, c in zip(low, chunk))
-            box = tuple(slice(s, min(b * c, k)) for s, b, c, k in zip(start, high, chunk, shape))
-            piece = Piece(spec.name, start, array[(*box, ...)])
+        for low, high in cut(rng, [0] * len(shape), list(shape)):
+            piece = Piece(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
             case.pieces[rng.integers(n_processes)].append(piece)
     for own in case.pieces:
         rng.shuffle(own)
@@ -70,9 +67,9 @@ def random_case(
 
 
 def vector(n: int = 8, *, first: int = 0) -> Case:
-    """Array "a", float32[n] in chunks of 2, on one process."""
+    """Array "a", float32[n], on one process."""
     array = np.arange(first, first + n, dtype=np.float32)
-    return Case([ArraySpec("a", (n,), "float32", (2,))], {"a": array}, [[Piece("a", (0,), array)]])
+    return Case([ArraySpec("a", (n,), "float32")], {"a": array}, [[Piece("a", (0,), array)]])
 
 
 def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | None = None) -> Path:

@@ -31,22 +31,18 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, chunk, why",
+    "shape, dtype, why",
     [
-        ((4,), "float32", (5,), "chunk"),
-        ((4,), "float32", (0,), "chunk"),
-        ((0,), "float32", (1,), "chunk"),
-        ((4, 4), "float32", (4,), "chunk"),
-        ((-1,), "float32", (-1,), "chunk"),
-        ((4,), "float", (4,), "number type"),
-        ((4,), ">f4", (4,), "number type"),
-        ((4,), "object", (4,), "number type"),
-        ((4,), "no_such", (4,), "number type"),
+        ((4, -1), "float32", "shape"),
+        ((4,), "float", "number type"),
+        ((4,), ">f4", "number type"),
+        ((4,), "object", "number type"),
+        ((4,), "no_such", "number type"),
     ],
 )
-def test_a_wrong_spec_cannot_exist(shape, dtype, chunk, why):
+def test_a_wrong_spec_cannot_exist(shape, dtype, why):
     with pytest.raises(ValueError, match=f"array x: .*{why}"):
-        ArraySpec("x", shape, dtype, chunk)
+        ArraySpec("x", shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +51,16 @@ def test_a_wrong_spec_cannot_exist(shape, dtype, chunk, why):
         ("y", (0,), (4,), "float32", "no spec"),
         ("x", (0,), (4,), "float64", "is float32, a piece of it float64"),
         ("x", (0,), (4,), ">f4", "is float32, a piece of it >f4"),
-        ("x", (0, 0), (4, 1), "float32", "whole chunks"),
-        ("x", (1,), (4,), "float32", "whole chunks"),
-        ("x", (0,), (3,), "float32", "whole chunks"),
-        ("x", (2,), (2,), "float32", "whole chunks"),
-        ("x", (9,), (1,), "float32", "whole chunks"),
-        ("x", (8,), (4,), "float32", "whole chunks"),
-        ("x", (-4,), (4,), "float32", "whole chunks"),
+        ("x", (0, 0), (4, 1), "float32", "has no piece of shape"),
+        ("x", (10,), (1,), "float32", "has no piece of shape"),
+        ("x", (8,), (4,), "float32", "has no piece of shape"),
+        ("x", (-4,), (4,), "float32", "has no piece of shape"),
     ],
 )
 def test_a_wrong_piece_is_refused(store, name, start, shape, dtype, why):
     piece = Piece(name, start, np.zeros(shape, dtype))
     with pytest.raises(ValueError, match=why):
-        store.write(1, [ArraySpec("x", (10,), "float32", (4,))], [piece], 0)
+        store.write(1, [ArraySpec("x", (10,), "float32")], [piece], 0)
 
 
 def commit_parts(store, case: Case, change) -> None:
@@ -82,14 +75,14 @@ def commit_parts(store, case: Case, change) -> None:
     [
         (
             lambda s, p: (s, p[:1]),
-            "array a: of its 4 chunks no process wrote 2, and several wrote 0",
+            "array a: of its 8 elements no process wrote 4, and several wrote 0",
         ),
-        (lambda s, p: (s, []), "no process wrote 4"),
-        (lambda s, p: (s, [*p, replace(p[0], process=2)]), "several wrote 2"),
+        (lambda s, p: (s, []), "no process wrote 8"),
+        (lambda s, p: (s, [*p, replace(p[0], process=2)]), "several wrote 4"),
         (lambda s, p: (s, [p[0], p[0]]), "two parts of one process"),
         (lambda s, p: ([], p), "process 0 laid its arrays out by other specs"),
         (lambda s, p: ([replace(s[0], dtype="int32")], p), "other specs"),
-        (lambda s, p: ([replace(s[0], chunk=(4,))], p), "other specs"),
+        (lambda s, p: ([replace(s[0], shape=(9,))], p), "other specs"),
         (lambda s, p: (s * 2, p), "two specs"),
     ],
 )
@@ -236,10 +229,10 @@ def test_a_folder_that_is_not_shared(store):
     case = random_case(1, n_processes=1)
     store.prepare(1)
     part = store.write(1, case.specs, case.pieces[0], 0)
-    (store.folder(1) / "process-00000" / "0").unlink()
+    (store.folder(1) / "process-00000").unlink()
     with pytest.raises(StorageError) as e:
         store.commit(1, case.specs, [part], {})
-    one_line(e, "process-00000/0", "need one shared folder")
+    one_line(e, "process-00000", "need one shared folder")
     assert store.steps() == ()
 
 

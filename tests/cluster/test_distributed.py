@@ -12,17 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflop_jax.cluster import devices as own_devices
 from dflop_jax.cluster import distributed
 from dflop_jax.cluster.addresses import Address, free_port
-from dflop_jax.cluster.distributed import (
-    Membership,
-    devices_each,
-    gpu_share,
-    initialise,
-    on_cpu,
-    run_devices,
-    visible_gpus,
-)
+from dflop_jax.cluster.devices import devices_each, gpu_share, on_cpu, visible_gpus
+from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.processes import Processes
 from dflop_jax.config import DistributedConfig
 
@@ -103,7 +97,7 @@ def test_visible_gpus(monkeypatch, text, n):
 )
 def test_on_cpu(monkeypatch, platforms, plugin, gpus, cpu):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda _: plugin or None)
+    monkeypatch.setattr(own_devices.importlib.util, "find_spec", lambda _: plugin or None)
     kept = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
@@ -143,7 +137,6 @@ def test_one_process_needs_nothing(monkeypatch):
     monkeypatch.setenv("DFLOP_DEVICES_PER_PROCESS", "2")
     assert initialise(DistributedConfig()).number == 1
     assert distributed.shutdown()
-    assert Membership().share(b"x") == b"x"
 
 
 def test_jax_in_use_is_said_before_anything_waits():
@@ -158,12 +151,12 @@ faulthandler.enable()
 import jax
 jax.config.update("jax_platforms", "cpu")
 from dflop_jax.config import DistributedConfig
+from dflop_jax.cluster import devices as own_devices
 from dflop_jax.cluster import distributed
 what = sys.argv[1]
 config = DistributedConfig(connect_timeout_s=60.0)
 me = distributed.initialise(config, plan_devices=4)
 assert distributed.initialise(config, plan_devices=4) is me
-assert me.share(b"%d" % me.index * 3000) == b"0" * 3000
 devices = distributed.run_devices(4, me)
 assert [d.process_index for d in devices] == [0, 0, 1, 1]
 if sys.platform == "linux":  # gloo's thread

@@ -69,17 +69,11 @@ def message(proof: bytes, hello: bytes = HELLO, nonce: bytes = ZEROS) -> bytes:
 class Meeting:
     """Two processes that meet: process 0 from the start, process 1 when told."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.port = free_port()
         self.at = Address(LOOPBACK, self.port)
         self.pool = ThreadPoolExecutor(2)
         self.host = self.pool.submit(meet, self.at, 0, 2, "1", SECRET, LONG_S)
-        self.doors: list[door.Door] = []
-        monkeypatch.setattr("dflop_jax.cluster.rendezvous.Door", self._door)
-
-    def _door(self, *args):
-        self.doors.append(door.Door(*args))
-        return self.doors[0]
 
     def complete(self) -> None:
         """Process 1 comes, and the two are linked to each other, not to somebody else."""
@@ -96,8 +90,8 @@ class Meeting:
 
 
 @pytest.fixture
-def meeting(monkeypatch):
-    return Meeting(monkeypatch)
+def meeting():
+    return Meeting()
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def test_random_bytes(meeting, one_line):
     rng = random.Random(0)
     for _ in range(50):
         with knock(meeting.port) as sock:
-            assert exactly(sock, 40)[:8] == b"dflop/2\n"
+            assert exactly(sock, 40)[:8] == b"dflop/3\n"
             with suppress(OSError):  # it has been thrown out by then
                 sock.sendall(rng.randbytes(rng.randint(1, 4000)))
                 sock.shutdown(socket.SHUT_WR)
@@ -276,9 +270,9 @@ class Recorder:
                 return
 
 
-def recorded(monkeypatch) -> tuple[list[bytes], bytes]:
+def recorded() -> tuple[list[bytes], bytes]:
     """What a process really said on its link and its channel, and all that passed on both."""
-    first = Meeting(monkeypatch)
+    first = Meeting()
     recorder = Recorder(first.port)
     through = Address(LOOPBACK, recorder.port)
     other = first.pool.submit(meet, through, 1, 2, "1", SECRET, LONG_S).result(LONG_S)
@@ -292,12 +286,12 @@ def recorded(monkeypatch) -> tuple[list[bytes], bytes]:
     )
 
 
-def test_replayed_hellos_and_what_the_wire_shows(monkeypatch, one_line):
-    hellos, wire = recorded(monkeypatch)
+def test_replayed_hellos_and_what_the_wire_shows(one_line):
+    hellos, wire = recorded()
     assert len(hellos) == 2
     assert SECRET not in wire
     assert SECRET.hex().encode() not in wire
-    second = Meeting(monkeypatch)
+    second = Meeting()
     for said in hellos:
         assert b'"index": 1' in said
         with knock(second.port) as sock:
@@ -327,7 +321,7 @@ def test_a_false_process_0_learns_nothing_and_is_not_believed(answer):
         sock, _ = server.accept()
         with sock:
             sock.settimeout(LONG_S)
-            sock.sendall(b"dflop/2\n" + ZEROS)
+            sock.sendall(b"dflop/3\n" + ZEROS)
             said = exactly(sock, 32 + 2 + len(HELLO) + 32)
             assert said[34:-32] == HELLO
             reply = {

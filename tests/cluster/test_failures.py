@@ -20,6 +20,8 @@ from dflop_jax.cluster.launch import PROCESS_ID_ENV, STOP_GRACE_S
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
 from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, losses
 
+from .attackers import trainers
+
 PEER_TIMEOUT_S = 5.0
 
 
@@ -77,19 +79,9 @@ def wait_for_rows(run_dir: Path, at_least: int) -> None:
         time.sleep(0.005)
 
 
-def trainers(launcher: int) -> dict[int, int]:
+def pids_of(launcher: int) -> dict[int, int]:
     """Process ids of a launcher's processes, by their number in the run."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            entries = (folder / "environ").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        index = [e.partition("=")[2] for e in entries if e.startswith(f"{PROCESS_ID_ENV}=")]
-        if parent == launcher and index:
-            found[int(index[0])] = int(folder.name)
-    return found
+    return {int(env[PROCESS_ID_ENV]): pid for pid, env in trainers(launcher).items()}
 
 
 # ---- the same losses ----
@@ -138,7 +130,7 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
     more = ("--distributed.peer_timeout_s", str(PEER_TIMEOUT_S), "--train.steps", "100000")
     with jobs.started(2, run_dir, *more) as job:
         wait_for_rows(run_dir, 2)
-        pids = trainers(job.pid)
+        pids = pids_of(job.pid)
         os.kill(pids[stopped], signal.SIGSTOP)
         start = time.monotonic()
         output, _ = job.communicate(timeout=LIMIT_S)
@@ -152,9 +144,9 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
 
 def test_damaged_checkpoints_are_passed_over(jobs, whole, cut):
     newest, next_one = sorted((cut / CHECKPOINTS).iterdir())[-1:-3:-1]
-    (file,) = (newest / "process-00000").iterdir()
+    file = newest / "process-00000"
     file.write_bytes(file.read_bytes()[:-100])
-    (file,) = (next_one / "process-00001").iterdir()
+    file = next_one / "process-00001"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 16
     file.write_bytes(data)

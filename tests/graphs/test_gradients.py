@@ -118,7 +118,7 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
 
 
 @functools.cache
-def oracle(n=12):
+def oracle(n=8):
     """(samples, parameters, scales, loss, gradients), one sample at a time on one device."""
     data = MadeUpData(n, kinds=5)  # few, so that the oracle compiles few programs
     samples = [data.sample(i) for i in range(n)]

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline.communicator import (
-    Communicator,
     absent,
     is_local,
     move,
     nearest,
     pieces_of,
     place,
+    send,
     zeros,
 )
 
@@ -91,7 +91,7 @@ def test_send_between_any_two_meshes(source, target):
         host = np.asarray(rng.integers(-99, 99, SHAPE)).astype(dtype)
         array = place(host, before)
         assert_everywhere(array, host, before)
-        assert_everywhere(Communicator().send(array, after), host, after)
+        assert_everywhere(send(array, after), host, after)
 
 
 def cuts(sharding):
@@ -108,7 +108,7 @@ def test_the_route_between_processes_gives_the_same():
         array = OfManyProcesses(place(host, before))
         for target, after in shardings.items():
             if cuts(before) == cuts(after):
-                assert_everywhere(Communicator().send(array, after), host, after)
+                assert_everywhere(send(array, after), host, after)
                 sent.add((source, target))
     assert {("one device", "all replicas"), ("all replicas", "another device")} <= sent
     assert ("stage 4 x data 2", "stage 2, on every stage") in sent
@@ -118,7 +118,7 @@ def test_the_route_between_processes_gives_the_same():
 def test_pieces_cut_otherwise_are_refused():
     array = OfManyProcesses(place(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
     with pytest.raises(AssertionError, match="pieces differ"):
-        Communicator().send(array, sharding_of(SIDES["data 3 x model 2"]))
+        send(array, sharding_of(SIDES["data 3 x model 2"]))
 
 
 def test_send_keeps_the_original_and_scalars():
@@ -127,7 +127,7 @@ def test_send_keeps_the_original_and_scalars():
         scalar = place(np.float32(2.5), whole)
         for target in SIDES.values():
             there = NamedSharding(sharding_of(target).mesh, P())
-            assert float(Communicator().send(scalar, there)) == 2.5
+            assert float(send(scalar, there)) == 2.5
         assert float(scalar) == 2.5
 
 

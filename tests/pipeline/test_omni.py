@@ -30,7 +30,7 @@ from dflop_jax.records import (
     first_pieces,
     numbered,
 )
-from models import llava, omni, qwen2_audio
+from models import omni
 from models.composed import Composed
 
 from . import plain
@@ -40,25 +40,20 @@ N = 7
 
 
 @functools.cache
-def model(kind):
-    if kind == "audio":
-        return qwen2_audio.build("qwen2-audio-nano")
-    if kind == "anyres":
-        return llava.build("anyres-nano")
+def model():
     size = omni.build("omni-nano").size
     vision = dataclasses.replace(size.vision, merge=1)
     return Composed(dataclasses.replace(size, vision=vision, layout="anyres"), jnp.dtype("float32"))
 
 
 @functools.cache
-def samples(kind):
+def samples():
     """Sample 0 is text, 1 pictures only, 2 sound only, the others mixed."""
-    m, rng = model(kind), np.random.default_rng(5)
+    m, rng = model(), np.random.default_rng(5)
     out = []
     for i in range(N):
         # Few combinations, so that the oracle compiles few shapes.
         n, w = ((0, 0), (2, 0), (0, 1))[i] if i < 3 else ((2, 1), (0, 1), (2, 1), (2, 0))[i % 4]
-        n, w = (n if "vision" in m.modules else 0), (w if "audio" in m.modules else 0)
         text, seen, lines = 8, 5 * n, n
         heard = w * features(m, "audio") - 1 if w else 0
         t = text + seen + lines + heard
@@ -103,17 +98,15 @@ def samples(kind):
 
 def features(m, module):
     """Features that an encoder gives for a tile or a window."""
-    if module not in m.modules:
-        return 0
     return features_per_row(
         m.modules[module], Edge(module, "llm", "visual"), Shape(1, m.piece_tokens[module])
     )
 
 
 @functools.cache
-def oracle(kind):
+def oracle():
     """(parameters, loss, gradients), every sample alone and unpadded on one device."""
-    m = model(kind)
+    m = model()
     ex = Executor(m, make_plan(m, dict.fromkeys(m.modules, (0, 1, 1, 1))), optax.sgd(1.0))
     ex.init(0)
     params = plain.join(ex.plan, ex.state.params)
@@ -139,9 +132,9 @@ def oracle(kind):
         }
         return plain.run_module(m.modules["llm"], params["llm"], batch)["loss_sum"]
 
-    count = supervised(kind)
+    count = supervised()
     loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
-    for s in samples(kind):
+    for s in samples():
         places = {
             source: (p.index, np.ones(p.index.shape, np.float32) if p.weight is None else p.weight)
             for (source, _), p in s.places.items()
@@ -152,8 +145,8 @@ def oracle(kind):
     return params, loss, grads
 
 
-def supervised(kind):
-    return sum(float(s.fields["llm"]["weights"].sum()) for s in samples(kind))
+def supervised():
+    return sum(float(s.fields["llm"]["weights"].sum()) for s in samples())
 
 
 def make_plan(m, meshes, group_size=1):
@@ -175,10 +168,10 @@ def make_plan(m, meshes, group_size=1):
     )
 
 
-def schedule_of(plan, kind):
+def schedule_of(plan):
     """Text, pictures alone and sound alone each in a group that the others' encoders do not feed;
     the rest in two groups that all feed."""
-    loads = [s.load for s in samples(kind)]
+    loads = [s.load for s in samples()]
     ranks, g = plan.data_ranks("llm"), plan.group_size
     groups = []
 
@@ -209,29 +202,23 @@ def schedule_of(plan, kind):
 
 
 CASES = {
-    "omni apart": ("omni", {"vision": (0, 1, 2, 1), "audio": (2, 1, 1, 2), "llm": (4, 1, 2, 2)}, 1),
-    "omni encoders together": (
-        "omni",
-        {"vision": (0, 1, 2, 1), "audio": (0, 1, 1, 2), "llm": (2, 2, 3, 1)},
-        2,
-    ),
-    "anyres": ("anyres", {"vision": (0, 1, 2, 1), "llm": (2, 1, 3, 1)}, 1),
-    "audio": ("audio", {"audio": (0, 1, 2, 1), "llm": (2, 1, 1, 2)}, 1),
+    "apart": ({"vision": (0, 1, 2, 1), "audio": (2, 1, 1, 2), "llm": (4, 1, 2, 2)}, 1),
+    "encoders together": ({"vision": (0, 1, 2, 1), "audio": (0, 1, 1, 2), "llm": (2, 2, 3, 1)}, 2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_every_sample_alone(name):
-    kind, meshes, group_size = CASES[name]
-    m, (params, want_loss, want) = model(kind), oracle(kind)
+    meshes, group_size = CASES[name]
+    m, (params, want_loss, want) = model(), oracle()
     plan = make_plan(m, meshes, group_size)
-    every, schedule = samples(kind), schedule_of(plan, kind)
+    every, schedule = samples(), schedule_of(plan)
     packed = [
         pack_group(plan, schedule, g, every, [s.load for s in every], model=m)
         for g in range(len(schedule.groups))
     ]
     arrays = [GroupArrays(p.fields, p.places) for p in packed]
-    count = supervised(kind)
+    count = supervised()
     ex = Executor(m, plan, optax.sgd(1.0))
     try:
         ex.init(0)
@@ -263,9 +250,9 @@ def test_step_equals_every_sample_alone(name):
 def test_changing_one_sample_leaves_the_others_bit_identical():
     """Text, tiles and sound of one packed sample: what the LLM's last layer gives for the others,
     whose tiles the same program encodes and the same rows hold, does not change by a bit."""
-    m, (params, _, _) = model("omni"), oracle("omni")
+    m, (params, _, _) = model(), oracle()
     meshes = {"vision": (0, 1, 2, 1), "audio": (0, 1, 2, 1), "llm": (2, 1, 2, 1)}
-    plan, loads = make_plan(m, meshes), [s.load for s in samples("omni")]
+    plan, loads = make_plan(m, meshes), [s.load for s in samples()]
     rows = (((0, 3), (1, 4)), ((5, 2), (6,)))
     groups = []
     for name in ("vision", "audio"):
@@ -295,10 +282,10 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
         where = zip(rows[0] + rows[1], segments, out, strict=True)
         return {i: x[s == k] for row, s, x in where for k, i in enumerate(row, 1)}
 
-    before = run(samples("omni"))
+    before = run(samples())
     assert before.keys() == set(range(N))
     for changed in (3, 4):  # of tiles, and of tiles and sound
-        every = list(samples("omni"))
+        every = list(samples())
         fields = {m: dict(named) for m, named in every[changed].fields.items()}
         fields["llm"]["tokens"] = (fields["llm"]["tokens"] + 1) % m.vocab_size
         if "vision" in fields:
@@ -308,5 +295,5 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
         every[changed] = dataclasses.replace(every[changed], fields=fields)
         after = run(every)
         for i, x in before.items():
-            assert len(x) == len(samples("omni")[i].fields["llm"]["tokens"])
+            assert len(x) == len(samples()[i].fields["llm"]["tokens"])
             assert np.array_equal(x, after[i]) == (i != changed), i

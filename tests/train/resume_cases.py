@@ -121,7 +121,7 @@ def damage(path: Path) -> None:
 
 
 def data_file(folder: Path, step: int) -> Path:
-    return folder / f"checkpoints/{step:08d}/process-00000/0"
+    return folder / f"checkpoints/{step:08d}/process-00000"
 
 
 def manifest(folder: Path, step: int) -> Path:

@@ -1,0 +1,77 @@
+"""Which devices of its host a process of a run uses; told to jax before jax starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflop_jax.cluster.processes import Processes
+
+
+def devices_each(processes: Processes, plan_devices: int) -> int:
+    """Devices of each process; 0 for all it has.
+
+    Raises:
+      ValueError: the plan's devices are not what the processes have, or cannot be shared evenly.
+    """
+    number, each = processes.number, processes.devices_each
+    if each and plan_devices not in (0, number * each):
+        raise ValueError(
+            f"plan.devices={plan_devices}, but {number} processes of {each} devices have "
+            f"{number * each}; give --plan.devices {number * each}, or 0"
+        )
+    if plan_devices % number:
+        raise ValueError(
+            f"plan.devices={plan_devices} cannot be shared evenly by {number} processes; give a "
+            f"multiple of {number}, or 0 for all devices"
+        )
+    return each or plan_devices // number
+
+
+def limit_devices(processes: Processes, each: int) -> None:
+    """Let jax use this process's devices only: CPU devices by number, GPUs by their place."""
+    if each:
+        jax.config.update("jax_num_cpu_devices", each)
+    if not on_cpu() and (ids := gpu_share(processes, each)) is not None:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
+
+
+def on_cpu() -> bool:
+    """Whether jax will compute on the CPU; asking jax itself would start it."""
+    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
+    platforms: str | None = settings.jax_platforms
+    if platforms:
+        return platforms.split(",")[0] == "cpu"
+    return importlib.util.find_spec("jax_plugins") is None or not visible_gpus()
+
+
+def visible_gpus() -> int:
+    """GPUs of this host that processes may use, by CUDA_VISIBLE_DEVICES or the device files."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+
+
+def gpu_share(processes: Processes, each: int) -> list[int] | None:
+    """Places of this process's GPUs among the visible ones; None for all of them.
+
+    Where the processes of a host are counted, each gets an equal part, of which `each` are used.
+
+    Raises:
+      ValueError: there are not enough.
+    """
+    n_gpus, local = visible_gpus(), max(1, processes.local_number)
+    if n_gpus == 1 and local > 1 and processes.source != "dflop launch":
+        return None  # the cluster shows each process its own
+    part = n_gpus // local
+    if part < max(1, each):
+        raise ValueError(
+            f"{local} processes on this host need {max(1, each)} GPUs each, {n_gpus} are there"
+        )
+    start = processes.local_index * part
+    return list(range(start, start + (each or part)))

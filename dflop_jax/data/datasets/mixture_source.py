@@ -63,7 +63,7 @@ class MixtureSource:
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers: dict[str, Reader] = {
-            key: open_reader(part.path, part.root or None)
+            key: open_reader(part.path, part.root)
             for key, part in zip(keys, mixture.parts, strict=True)
         }
         index = update_index(Path(index_file), readers, to_pieces, settings, workers=workers)

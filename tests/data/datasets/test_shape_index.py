@@ -170,7 +170,7 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
 
 
 def test_shared_bad_records(shared_data, caplog):
-    reader = open_reader(shared_data / "bad/bad_records.json", shared_data)
+    reader = open_reader(shared_data / "bad/bad_records.json", [shared_data])
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         found = index_of(reader, pieces, "bytes")
     raw = json.loads((shared_data / "bad/bad_records.json").read_text())
@@ -192,9 +192,9 @@ def test_a_million_records_load_in_seconds(tmp_path):
     n = 1_000_000
     table = table_of([], [])
     names = {k: v.dtype for k, v in vars(table).items()}
-    table = table.__class__(**{
-        k: np.arange(n + 1 if k == "media_start" else n).astype(t) for k, t in names.items()
-    })  # fmt: skip
+    values = {k: np.arange(n + 1 if k == "media_start" else n) for k in names}
+    values |= {"kind": np.full(n, 2), "samples": np.ones(n)}
+    table = table.__class__(**{k: v.astype(names[k]) for k, v in values.items()})
     save_index(tmp_path / "index.npz", {"a": Indexed("k", table, n, ())})
     start = time.perf_counter()
     assert len(load_index(tmp_path / "index.npz")["a"].table) == n

@@ -1,0 +1,127 @@
+"""Decoding in processes beside threads, and a long clip by seeking beside from its start.
+
+Command:  python benchmarks/decode.py --json decode.json
+Minutes:  about 5 on two cores
+Expected: processes no slower than threads, the long clip several times faster
+
+The dataset is ../shared/data, prepared as LLaVA-OneVision and Qwen2-Audio take it; passes of both
+kinds take turns, so that a busy machine slows both. CPU seconds are those of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import av
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import Decoder, MediaSpec, Source, make_source
+from dflop_jax.data.decoder import ThreadDecoder
+from dflop_jax.data.media import video
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.pool.processes import ProcessDecoder
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+MEMORY_BYTES = 4 << 30
+
+
+def one_pass(source: Source, decoder: Decoder) -> tuple[float, float, float]:
+    """(seconds until the first sample, seconds for all after it, CPU seconds of all)."""
+    cpu = sum(os.times()[:4])
+    begin_s = time.perf_counter()
+    with closing(decoder):
+        assert decoder.submit(0).result()
+        first_s = time.perf_counter() - begin_s
+        begun = [decoder.submit(i) for i in range(1, len(source))]
+        tokens = sum(b.result().load.tokens("llm") for b in begun)  # type: ignore[union-attr]
+        assert tokens
+        rest_s = time.perf_counter() - begin_s - first_s
+    return first_s, rest_s, sum(os.times()[:4]) - cpu
+
+
+def pool_memory(source: Source, workers: int) -> int:
+    """Bytes of memory that a pool's processes have to themselves or share, each counted once."""
+    decoder = ProcessDecoder(source, workers, 600.0, MEMORY_BYTES)
+    with closing(decoder):
+        assert decoder.submit(0).result()
+        child = decoder._nursery._child
+        assert child is not None
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(child.pid)], capture_output=True)
+        pids = [str(child.pid), *listed.stdout.decode().split()]
+        rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+        return 1024 * sum(int(r.split("Pss:")[1].split()[0]) for r in rollups)
+
+
+def write_clip(path: Path, minutes: float) -> Path:
+    """A clip of 320 x 240 pixels at 25 frames a second, a key frame every 10 s."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (240, 320, 3)).astype(np.uint8)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"g": "250", "preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+        for k in range(round(minutes * 60 * 25)):
+            image[k % 240] = k % 256
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        out.mux(stream.encode())
+    return path
+
+
+def clip_seconds(path: Path, seek: bool) -> float:
+    """CPU seconds to read 32 frames."""
+    plan = video.seek_plan
+    if not seek:
+        video.seek_plan = lambda *args: None  # type: ignore[assignment]
+    begin_s = time.process_time()
+    try:
+        video.read_frames(path, 32, np.asarray)
+    finally:
+        video.seek_plan = plan
+    return time.process_time() - begin_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of the long clip")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    args = parser.parse_args()
+    numbers: dict[str, float] = {"workers": args.workers, "passes": args.passes}
+    with tempfile.TemporaryDirectory() as made:
+        config = DataConfig(path=str(SHARED / "dataset.json"), max_tokens=20_000, max_frames=16)
+        spec = MediaSpec(384, 729, "anyres", 4, MelSpec())
+        source = make_source(config, spec, index_dir=made)
+        rows: dict[str, list[tuple[float, float, float]]] = {"threads": [], "processes": []}
+        for _ in range(args.passes):
+            rows["threads"].append(one_pass(source, ThreadDecoder(source, args.workers)))
+            rows["processes"].append(
+                one_pass(source, ProcessDecoder(source, args.workers, 600.0, MEMORY_BYTES))
+            )
+        for kind, passes in rows.items():
+            for k, name in enumerate(("first_s", "rest_s", "cpu_s")):
+                numbers[f"{kind}_{name}"] = statistics.median(p[k] for p in passes)
+        numbers["pool_bytes"] = pool_memory(source, args.workers)
+        clip = write_clip(Path(made) / "long.mp4", args.minutes)
+        numbers["clip_from_start_cpu_s"] = clip_seconds(clip, seek=False)
+        numbers["clip_seeking_cpu_s"] = clip_seconds(clip, seek=True)
+    table = Table("", "value")
+    for name, value in numbers.items():
+        table.add_row(name, f"{value:,.2f}" if name.endswith("_s") else f"{value:,.0f}")
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

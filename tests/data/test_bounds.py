@@ -150,6 +150,12 @@ def test_hostile_tars_are_one_line(tmp_path, data):
         list(open_reader(tmp_path / "a.tar").locate())
 
 
+def test_a_path_that_is_too_long_is_one_line():
+    with pytest.raises(ValueError, match="aaa: file name too long") as caught:
+        open_reader("a" * 5000)
+    assert len(str(caught.value)) < 500
+
+
 def test_no_endless_list_of_shards():
     for last in ("999999999999", "9" * 5000):
         with pytest.raises(ValueError, match="shards"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.counts import (
     Preprocessing,
     SampleCount,
@@ -149,8 +150,8 @@ class MixtureSource:
         """
         try:
             return decode_media(record, self._table, int(self._rows[index]), how or self._how)
-        except (ValueError, OSError) as e:
-            raise ValueError(f"{record.name}: {e}") from e
+        except Exception as e:  # other people's files may fail in any way
+            raise ValueError(f"{record.name}: {one_line(e)}") from e
 
     def _name(self, row: int) -> str:
         """How messages call the record of a row of the table: its file's path and its number."""

@@ -81,8 +81,11 @@ def open_reader(path: str | Path, roots: Sequence[str | Path] = ()) -> Reader:
 
     ValueError when nothing is there.
     """
-    shards = find_shards(str(path))
-    return ShardReader(shards) if shards else FileReader(find_file(Path(path)), roots)
+    try:
+        shards = find_shards(str(path))
+        return ShardReader(shards) if shards else FileReader(find_file(Path(path)), roots)
+    except OSError as e:
+        raise ValueError(f"{str(path)[:MAX_NAME]}: {(e.strerror or str(e)).lower()}") from None
 
 
 def find_file(path: Path) -> Path:

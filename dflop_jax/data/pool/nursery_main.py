@@ -59,8 +59,9 @@ def main() -> None:
                 return
             order = msgspec.json.decode(data, type=Order)
             if order.end:
+                known = order.end in decoders  # else one of a process like this that has died
                 decoders.discard(order.end)
-                _send(control, Answer(ended=_ended(order.end)))
+                _send(control, Answer(ended=_ended(order.end) if known else "with its parent"))
                 continue
             channel = socket.socket(fileno=files[0])
             pid = os.fork()

@@ -78,11 +78,11 @@ class ProcessDecoder:
                 sample: Decoded = BadSample(reply.reason)
                 if not (reply.reason or reply.fault):
                     sample = received(reply, process.segment)
-            except (TimeoutError, OSError, ValueError) as e:
+            except (OSError, ValueError, msgspec.DecodeError) as e:
                 # it hangs, has died, or says what no decoder says
                 self._own.process = None
                 ended = self._nursery.ended(process)
-                if isinstance(e, TimeoutError) or not left:
+                if (isinstance(e, TimeoutError) or not left) and not self._nursery.closed:
                     return BadSample(f"{self._source.label(index)}: {self._why(e, ended)}")
                 continue
             if reply.retires:
@@ -93,7 +93,7 @@ class ProcessDecoder:
             for warning in reply.warnings:
                 logger.warning("%s", warning)
             return checked(self._source, index, sample)
-        raise AssertionError("not reached")
+        raise RuntimeError("the decoder is closed")
 
     def _why(self, error: Exception, ended: str) -> str:
         if isinstance(error, TimeoutError):
@@ -143,7 +143,7 @@ class Nursery:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._processes: set[Process] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -173,7 +173,7 @@ class Nursery:
 
     def kill(self) -> None:
         """End it and all its decoders, at once; who waits for them sees them die."""
-        self._closed = True
+        self.closed = True
         if (child := self._child) is not None:
             child.kill()  # its decoders die with it
 
@@ -186,7 +186,7 @@ class Nursery:
             process.close()
 
     def _begin(self) -> None:
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the decoder is closed")
         if self._child is not None:
             return

@@ -204,7 +204,7 @@ def test_a_million_records_load_in_seconds(tmp_path):
 def test_shared_broken_lists(shared_data):
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
         index_of(open_reader(shared_data / "bad/broken.json"), pieces, "bytes")
-    reader = open_reader(shared_data / "bad/broken_line.jsonl", shared_data)
+    reader = open_reader(shared_data / "bad/broken_line.jsonl", [shared_data])
     found = index_of(reader, pieces, "bytes")
     assert (found.listed, len(found.table)) == (6, 5)
     assert "broken_line.jsonl:3: not JSON" in found.bad[0]

@@ -112,7 +112,7 @@ def main() -> None:
                         text += "took too long"
             flat = "".join(text.split())  # the log wraps its lines
             named = sum(f",train)[{index}]:" in flat for index in HARM)
-            run = losses(folder) if (folder / "metrics.jsonl").exists() else []
+            run = losses(folder) if _steps(folder) else []
             if len(run) != STEPS:
                 print(text[-3000:])
             rows.append({"run": name, "steps": len(run), "named": named, "losses": run,

@@ -93,9 +93,10 @@ class Segment:
         for names, array in arrays:
             if array.dtype.kind not in "biuf":
                 raise TypeError(f"field {names} of dtype {array.dtype} cannot be sent")
-            assert self.memory is not None
-            room = np.frombuffer(self.memory, np.uint8, array.nbytes, self.used)
-            room[:] = array.reshape(-1).view(np.uint8)
+            if array.nbytes:
+                assert self.memory is not None
+                room = np.frombuffer(self.memory, np.uint8, array.nbytes, self.used)
+                room[:] = array.reshape(-1).view(np.uint8)
             written.append(ArrayAt(names, array.dtype.str, array.shape, self.used))
             self.used += _aligned(array.nbytes)
         return tuple(written)

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from contextlib import closing
@@ -36,9 +35,10 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 MEMORY_BYTES = 4 << 30
 
 
-def one_pass(source: Source, decoder: Decoder, n: int) -> tuple[float, float, float]:
-    """(seconds until the first sample, for the other n - 1 after it, CPU seconds of all)."""
-    cpu = sum(os.times()[:4])
+def one_pass(source: Source, decoder: Decoder, n: int) -> dict[str, float]:
+    """Seconds until the first sample, those for the other n - 1 after it, CPU seconds of all
+    processes, and bytes of memory that the decoding processes have (what they share once)."""
+    cpu_s = time.process_time()
     begin_s = time.perf_counter()
     with closing(decoder):
         assert decoder.submit(0).result()
@@ -47,20 +47,25 @@ def one_pass(source: Source, decoder: Decoder, n: int) -> tuple[float, float, fl
         tokens = sum(b.result().load.tokens("llm") for b in begun)  # type: ignore[union-attr]
         assert tokens
         rest_s = time.perf_counter() - begin_s - first_s
-    return first_s, rest_s, sum(os.times()[:4]) - cpu
+        cpu_s = time.process_time() - cpu_s + sum(map(_cpu_s, _pids(decoder)))
+        memory = sum(map(_memory_bytes, _pids(decoder)))
+    return {"first_s": first_s, "rest_s": rest_s, "cpu_s": cpu_s, "bytes": memory}
 
 
-def pool_memory(source: Source, workers: int) -> int:
-    """Bytes of memory that a pool's processes have to themselves or share, each counted once."""
-    decoder = ProcessDecoder(source, workers, 600.0, MEMORY_BYTES)
-    with closing(decoder):
-        assert decoder.submit(0).result()
-        child = decoder._nursery._child
-        assert child is not None
-        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(child.pid)], capture_output=True)
-        pids = [str(child.pid), *listed.stdout.decode().split()]
-        rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
-        return 1024 * sum(int(r.split("Pss:")[1].split()[0]) for r in rollups)
+def _pids(decoder: Decoder) -> list[int]:
+    """The processes of a decoder; threads have none."""
+    if not isinstance(decoder, ProcessDecoder) or (child := decoder._nursery._child) is None:
+        return []
+    return [child.pid, *(process.pid for process in decoder._nursery._processes)]
+
+
+def _cpu_s(pid: int) -> float:
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_bytes(pid: int) -> int:
+    return 1024 * int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
 
 
 def write_clip(path: Path, minutes: float) -> Path:
@@ -103,17 +108,17 @@ def main() -> None:
         config = DataConfig(path=str(SHARED / "dataset.json"), max_tokens=20_000, max_frames=16)
         spec = MediaSpec(384, 729, "anyres", 4, MelSpec())
         source = make_source(config, spec, index_dir=made)
-        rows: dict[str, list[tuple[float, float, float]]] = {"threads": [], "processes": []}
+        makers = {
+            "threads": lambda: ThreadDecoder(source, args.workers),
+            "processes": lambda: ProcessDecoder(source, args.workers, 600.0, MEMORY_BYTES),
+        }
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in makers}
         for _ in range(args.passes):
-            rows["threads"].append(
-                one_pass(source, ThreadDecoder(source, args.workers), args.samples)
-            )
-            pool = ProcessDecoder(source, args.workers, 600.0, MEMORY_BYTES)
-            rows["processes"].append(one_pass(source, pool, args.samples))
+            for kind, make in makers.items():
+                rows[kind].append(one_pass(source, make(), args.samples))
         for kind, passes in rows.items():
-            for k, name in enumerate(("first_s", "rest_s", "cpu_s")):
-                numbers[f"{kind}_{name}"] = statistics.median(p[k] for p in passes)
-        numbers["pool_bytes"] = pool_memory(source, args.workers)
+            for name in passes[0]:
+                numbers[f"{kind}_{name}"] = statistics.median(p[name] for p in passes)
         clip = write_clip(Path(made) / "long.mp4", args.minutes)
         numbers["clip_from_start_cpu_s"] = clip_seconds(clip, seek=False)
         numbers["clip_seeking_cpu_s"] = clip_seconds(clip, seek=True)

@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/decode.py --json decode.json
 Minutes:  about 5 on two cores
-Expected: processes no slower than threads, the long clip several times faster
+Expected: processes no slower than threads once started, the long clip 3 times faster
 
 The dataset is ../shared/data, prepared as LLaVA-OneVision and Qwen2-Audio take it; passes of both
 kinds take turns, so that a busy machine slows both. CPU seconds are those of all processes.

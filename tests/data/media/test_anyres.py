@@ -45,7 +45,7 @@ def reference():
     class Reference:
         images = pil.LlavaOnevisionImageProcessorPil(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
-        def tokens(self, width, height, spec):
+        def tokens(self, width, height, spec=SPEC):
             """The processor's own count, of a processor without a tokenizer."""
             p = object.__new__(processing.LlavaOnevisionProcessor)
             p.image_processor = SimpleNamespace(image_grid_pinpoints=spec.pinpoints)

@@ -5,7 +5,7 @@ Minutes:  about 5 on two cores
 Expected: equal losses in three runs; all 8 harmful samples named in each
 
 Two processes train the nano model for 60 steps on 256 scenes, of which 8 hurt whoever decodes them:
-two hang, two kill their process, two eat memory, two decode to another size than their headers say.
+two hang, two kill their process, two eat memory, two decode to another size than they promised.
 The second run knows them as bad beforehand. The third is killed in the middle and started again.
 """
 
@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample, SceneSource
 from dflop_jax.data.sample import OpenedBy
+from dflop_jax.records import Load
 
 STEPS, SAMPLES = 60, 256
 HARM = {5: "hang", 140: "hang", 33: "die", 201: "die", 64: "eat", 99: "eat", 17: "lie", 250: "lie"}
@@ -63,7 +64,10 @@ class Harmful(SceneSource):
                 np.ones(1 << 40, np.uint8)
             except MemoryError as e:
                 raise ValueError(f"{self.label(index)}: eats memory") from e
-        return super().sample((index + 1) % SAMPLES if harm == "lie" else index)
+        sample = super().sample(index)
+        if harm == "lie":  # a token more than the load says
+            return Sample({}, {}, Load({"llm": (sample.load.tokens("llm") + 1,)}))
+        return sample
 
 
 def opened(arguments: Mapping[str, Any]) -> Harmful:

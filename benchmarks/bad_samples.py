@@ -105,7 +105,8 @@ def main() -> None:
                     "--data.sample_timeout_s", str(args.timeout)]  # fmt: skip
             folder, text, begin_s = Path(made) / name, "", time.monotonic()
             for last in [False] * kills + [True]:
-                with jobs.started(2, folder, *more) as job:
+                again = ["--resume"] if kills and last else []
+                with jobs.started(2, folder, *more, *again) as job:
                     while not last and job.poll() is None and _steps(folder) < STEPS // 2:
                         time.sleep(0.2)
                     if not last:
@@ -115,7 +116,7 @@ def main() -> None:
                     except subprocess.TimeoutExpired:
                         text += "took too long"
             flat = "".join(text.split())  # the log wraps its lines
-            named = sum(f",train)[{index}]:" in flat for index in HARM)
+            named = sum(f"train)[{index}]:" in flat for index in HARM)
             run = losses(folder) if _steps(folder) else []
             if len(run) != STEPS:
                 print(text[-3000:])

@@ -105,7 +105,7 @@ def main() -> None:
                     "--data.sample_timeout_s", str(args.timeout)]  # fmt: skip
             folder, text, begin_s = Path(made) / name, "", time.monotonic()
             for last in [False] * kills + [True]:
-                again = ["--resume"] if kills and last else []
+                again = ["--resume", "auto"] if kills and last else []
                 with jobs.started(2, folder, *more, *again) as job:
                     while not last and job.poll() is None and _steps(folder) < STEPS // 2:
                         time.sleep(0.2)

@@ -56,7 +56,11 @@ class DataConfig:
     factory: Annotated[
         str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
     ] = ""
-    root: Annotated[str, "folder of the media; empty: the folder of the JSON file"] = ""
+    root: Annotated[
+        tuple[str, ...],
+        "folders of the media, looked through in turn; no file outside them is opened; empty: the "
+        "folder of the JSON file",
+    ] = ()
     n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
     max_tiles: Annotated[
@@ -76,7 +80,13 @@ class DataConfig:
     max_bad_fraction: Annotated[
         NonNegativeFloat, "share of undecodable samples that stops the run"
     ] = 0.1
-    workers: Annotated[PositiveInt, "threads that decode and pack ahead"] = 2
+    sample_timeout_s: Annotated[
+        PositiveFloat, "seconds after which a sample that is not decoded counts as bad"
+    ] = 60.0
+    sample_memory_bytes: Annotated[
+        PositiveFloat, "memory that decoding one sample may take, above which it counts as bad"
+    ] = 4e9
+    workers: Annotated[PositiveInt, "samples of files decoded at once, in a process each"] = 2
     prefetch: Annotated[PositiveInt, "batches kept ready ahead of training"] = 2
 
 

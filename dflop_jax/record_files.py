@@ -23,7 +23,7 @@ def load(kind: type[T], path: str | Path) -> T:
         raw = msgspec.json.decode(Path(path).read_bytes())
     except OSError as e:
         raise ValueError(f"{path}: {(e.strerror or str(e)).lower()}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
     found = raw.get("record") if isinstance(raw, dict) else None
     if found != kind.__name__:

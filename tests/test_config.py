@@ -147,6 +147,8 @@ AT_LEAST_ONE = [
     "checkpoint.keep",
 ]
 ABOVE_ZERO = [
+    "data.sample_timeout_s",
+    "data.sample_memory_bytes",
     "train.learning_rate",
     "train.lora_alpha",
     "distributed.connect_timeout_s",

@@ -3,7 +3,7 @@
 from dflop_jax.data.build import make_source
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.decoder import BadSample, Decoder
-from dflop_jax.data.loader import Loader
+from dflop_jax.data.loader import Loader, make_loader
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.data.sample import EMPTY, Limits, Places, Sample, Source
@@ -25,6 +25,7 @@ __all__ = [
     "SceneSource",
     "Source",
     "Tokenizer",
+    "make_loader",
     "make_source",
     "make_tokenizer",
     "own_samples",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.fitting import preprocessing
@@ -14,7 +19,7 @@ from dflop_jax.data.datasets.mixture_samples import MixtureSamples
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.sample import Limits, Source
+from dflop_jax.data.sample import Limits, OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
 
@@ -38,12 +43,15 @@ def make_source(
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
     """
+    arguments = {"config": config, "spec": spec, "split": split, "eval_fraction": eval_fraction,
+                 "vocab_size": vocab_size, "index_dir": str(index_dir)}  # fmt: skip
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
     if config.path:
-        return _mixture(config, spec, limits, split, eval_fraction, index_dir, tokenizer)
+        opened_by = OpenedBy(f"{__name__}:open_source", msgspec.to_builtins(arguments))
+        return _mixture(config, spec, limits, split, eval_fraction, index_dir, tokenizer, opened_by)
     assert not isinstance(tokenizer, ChatTokenizer)
     if not spec.tile_px:
         raise ValueError("the embedded scenes are pictures, which this model does not take; "
@@ -56,6 +64,31 @@ def make_source(
         limits,
         split=split,
         blank_images=config.blank_images,
+    )
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Those of `make_source`, as JSON brings them."""
+
+    config: DataConfig
+    spec: MediaSpec
+    split: str
+    eval_fraction: float
+    vocab_size: int | None
+    index_dir: str
+
+
+def open_source(arguments: Mapping[str, Any]) -> Source:
+    """Make the source that `make_source` made in another process."""
+    a = msgspec.convert(arguments, _Arguments)
+    return make_source(
+        a.config,
+        a.spec,
+        a.split,
+        eval_fraction=a.eval_fraction,
+        vocab_size=a.vocab_size,
+        index_dir=a.index_dir,
     )
 
 
@@ -82,6 +115,7 @@ def _mixture(
     eval_fraction: float,
     index_dir: str | Path,
     tokenizer: Tokenizer | ChatTokenizer,
+    opened_by: OpenedBy,
 ) -> MixtureSamples:
     to_pieces: ToPieces
     between: tuple[tuple[int, ...], ...] = ()
@@ -95,7 +129,9 @@ def _mixture(
         mixture = load_mixture(config.path)
     else:
         mixture = Mixture((Part(config.path, root=config.root),))
-    name = hashlib.sha256(f"{Path(config.path).resolve()}|{config.root}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(
+        f"{Path(config.path).resolve()}|{','.join(config.root)}".encode()
+    ).hexdigest()[:16]
     source = MixtureSource(
         mixture,
         preprocessing(spec, limits, between),
@@ -110,7 +146,12 @@ def _mixture(
         name=config.path if split == "train" else f"{config.path} ({split})",
     )
     return MixtureSamples(
-        source, spec, limits, placeholder=tokenizer.visual_id, blank_images=config.blank_images
+        source,
+        spec,
+        limits,
+        placeholder=tokenizer.visual_id,
+        blank_images=config.blank_images,
+        opened_by=opened_by,
     )
 
 

@@ -2,7 +2,7 @@
 
 What goes to a decoder is the index of a sample, what comes back is a `Sample` (plain arrays by
 name) or the reason why there is none, as data. So a decoder may work in threads, as here, or in
-processes that have opened the same source.
+processes that have opened the same source (see `pool`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,26 @@ class Decoder(Protocol):
         ...
 
 
-def decode(source: Source, index: int) -> Decoded:
-    """Return the sample as large as its load says, or why there is none."""
+def sample_of(source: Source, index: int) -> Decoded:
+    """Return the sample, or why there is none."""
     try:
-        sample = source.sample(index)
+        return source.sample(index)
     except ValueError as e:
         return BadSample(f"{e}")
+
+
+def checked(source: Source, index: int, decoded: Decoded) -> Decoded:
+    """Return what was decoded, if it is as large as its load says."""
     promised = source.load(index)
-    if sample.load != promised:
-        label = source.label(index)
-        return BadSample(f"{label}: decoded to {sample.load}, its header promised {promised}")
-    return sample
+    if isinstance(decoded, BadSample) or decoded.load == promised:
+        return decoded
+    label = source.label(index)
+    return BadSample(f"{label}: decoded to {decoded.load}, its header promised {promised}")
+
+
+def decode(source: Source, index: int) -> Decoded:
+    """Return the sample as large as its load says, or why there is none."""
+    return checked(source, index, sample_of(source, index))
 
 
 class ThreadDecoder:

@@ -6,14 +6,17 @@ A step's samples follow from (seed, step) alone (see `shuffle`), so a run resume
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from dflop_jax.data.decoder import Decoded, Decoder, Replacements, ThreadDecoder, decode
+from dflop_jax.config import Config
+from dflop_jax.data.decoder import Decoded, Decoder, Replacements, ThreadDecoder
+from dflop_jax.data.pool.processes import make_decoder
 from dflop_jax.data.sample import Sample, Source
 from dflop_jax.data.shuffle import shuffled
 from dflop_jax.records import Load
@@ -65,13 +68,14 @@ class Loader:
         """Loads of the batch of a step; nothing is decoded."""
         return [self.source.load(i) for i in self.indices(step)]
 
-    def samples(self, step: int) -> list[Sample]:
-        """Decoded batch of a step. A replaced sample may be smaller than its load, not larger."""
-        again = partial(decode, self.source)
-        return [
-            self._replaced.usable(i, None if i in self._replaced else again(i), again)
-            for i in self.indices(step)
-        ]
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        """Decoded samples. A replaced one may be smaller than its load, not larger."""
+        with closing(self._make_decoder()) as decoder:
+            begun = [decoder.submit(i) for i in indices]
+            return [
+                self._replaced.usable(i, decoded.result(), lambda k: decoder.submit(k).result())
+                for i, decoded in zip(indices, begun, strict=True)
+            ]
 
     def batches(
         self,
@@ -140,3 +144,20 @@ class Loader:
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self.seed, "n": len(self.source), "global_batch": self.global_batch}
+
+
+def make_loader(config: Config, source: Source) -> Loader:
+    """Return the run's batches of a source."""
+    return Loader(
+        source,
+        global_batch=config.train.global_batch,
+        seed=config.data.seed,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        max_bad_fraction=config.data.max_bad_fraction,
+        decoder=partial(
+            make_decoder,
+            timeout_s=config.data.sample_timeout_s,
+            memory_bytes=int(config.data.sample_memory_bytes),
+        ),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,8 +83,21 @@ def fits_in(load: Load, limit: Load) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class OpenedBy:
+    """How another process opens the same source: MODULE:FUNCTION, called with `arguments`, which
+    are JSON. The function must not need JAX."""
+
+    function: str
+    arguments: Mapping[str, Any]
+
+
 class Source(Protocol):
-    """A dataset with random access. `sample(i).load == load(i)` for every i."""
+    """A dataset with random access. `sample(i).load == load(i)` for every i.
+
+    One that reads other people's files also has `opened_by: OpenedBy`, so that its samples are
+    decoded in processes of their own; any other is decoded in threads.
+    """
 
     @property
     def name(self) -> str: ...

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflop_jax.config import Config
-from dflop_jax.data import Source
+from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Prices
 from dflop_jax.schedule.online import schedule_batch
@@ -31,6 +31,7 @@ class HeldOut:
         self, config: Config, source: Source, ex: Executor, prices: Prices, packer: Packer
     ):
         self._ex, self._peers, self._prices = ex, packer.peers, prices
+        self._loader = make_loader(config, source)
         n = min(config.train.eval_samples, len(source))
         size = min(n, config.train.global_batch)
         self._batches = [
@@ -41,7 +42,8 @@ class HeldOut:
     def _pack(self, source: Source, which: range, packer: Packer) -> ReadyBatch:
         loads = [source.load(i) for i in which]
         schedule = schedule_batch(loads, packer.plan, self._prices, self._ex.trainable)
-        samples = {k: source.sample(which[k]) for k in packer.own(schedule, loads)}
+        own = packer.own(schedule, loads)
+        samples = dict(zip(own, self._loader.samples([which[k] for k in own]), strict=True))
         return packer.pack(schedule, loads, samples, key=f"evaluation/{which.start}")
 
     def run(self, step: int) -> Evaluation:

@@ -13,7 +13,7 @@ import msgspec
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config
-from dflop_jax.data import Loader, Source
+from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
 from dflop_jax.records import PriceList, Prices, Profile
@@ -27,18 +27,6 @@ from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.step_log import StepLog
-
-
-def make_loader(config: Config, source: Source) -> Loader:
-    """Return the run's batches of a source."""
-    return Loader(
-        source,
-        global_batch=config.train.global_batch,
-        seed=config.data.seed,
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-        max_bad_fraction=config.data.max_bad_fraction,
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
-from dflop_jax.data import Source
+from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
@@ -28,7 +28,7 @@ from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
-from dflop_jax.train.loop import Loop, make_loader
+from dflop_jax.train.loop import Loop
 from dflop_jax.train.planning import check_trainable, make_plan
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import make_profile

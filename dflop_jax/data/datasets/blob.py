@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from dflop_jax.data.bounds import MAX_RECORD_BYTES
+
 
 @dataclass(frozen=True)
 class Blob:
@@ -21,7 +23,10 @@ class Blob:
         return f"{self.path}:{self.name}"
 
     def read(self) -> bytes:
-        """All bytes; OSError when the file is shorter than it was."""
+        """All bytes of a record; ValueError when they are too many, OSError when the file is
+        shorter than it was."""
+        if not 0 <= self.size_bytes <= MAX_RECORD_BYTES:
+            raise ValueError(f"{self.size_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}")
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = file.read(self.size_bytes)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.text.pieces import ROLES
 
@@ -27,14 +26,6 @@ class Record:
     media: tuple[tuple[str, Path | Blob], ...]
 
 
-def parse_json(data: bytes) -> Any:
-    """Return what a record's JSON holds. ValueError when it is not JSON."""
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"not JSON ({e})") from None
-
-
 def parse_record(place: str, raw: Any, find: Callable[[str], Path | Blob]) -> Record:
     """Return a usable record; `find` finds a medium by the name that it has there.
 
@@ -47,6 +38,8 @@ def parse_record(place: str, raw: Any, find: Callable[[str], Path | Blob]) -> Re
             raise ValueError("not a JSON object")
         turns = _turns(raw.get("conversations"))
         names = {kind: _paths(raw, kind) for kind in KINDS}
+        if sum(map(len, names.values())) > MAX_MEDIA:
+            raise ValueError(f"more than {MAX_MEDIA} media in one record")
         tags = [t for _, text in turns for t in MEDIUM.findall(text)]
         if names["video"] and not names["image"] and "video" not in tags:
             # as LLaVA-NeXT writes videos
@@ -64,7 +57,9 @@ def parse_record(place: str, raw: Any, find: Callable[[str], Path | Blob]) -> Re
 def record_name(place: str, raw: Any) -> str:
     """Return its place (FILE:LINE or FILE[INDEX]), and the record's id if it has one."""
     found = raw.get("id") if isinstance(raw, dict) else None
-    return f"{place} id={found}" if found not in (None, "") else place
+    if not isinstance(found, str | int | float) or found == "":
+        return place
+    return f"{place} id={str(found)[:MAX_ID]}"
 
 
 def lot(name: str, place: str) -> int:
@@ -86,12 +81,14 @@ def check_split(split: str, eval_fraction: float) -> None:
 def _turns(raw: Any) -> tuple[tuple[str, str], ...]:
     if not isinstance(raw, list) or not raw:
         raise ValueError("no conversations")
+    if len(raw) > MAX_TURNS:
+        raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns = []
     for turn in raw:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError("a turn is not {from, value} of text")
-        if turn.get("from") not in ROLES:
-            raise ValueError(f"a turn is from {turn.get('from')!r}, not human, gpt or system")
+        if turn.get("from") not in list(ROLES):  # which may be asked for what has no hash
+            raise ValueError(f"a turn is from {turn.get('from')!r:.50}, not human, gpt or system")
         turns.append((turn["from"], turn["value"]))
     talk = turns[1:] if turns[0][0] == "system" else turns
     if not talk or talk[0][0] != "human":

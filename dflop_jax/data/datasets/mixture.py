@@ -2,7 +2,7 @@
 
     parts:
       - path: notes/train.json   # or a folder, shards-{000..127}.tar, shards-*.tar
-        root: photos             # folder of the media; the file's own unless given
+        root: photos             # folder of the media, or several; the file's own unless given
         subset: first:30%        # all, first:N, end:N, random:N; N a number or a percentage
         weight: 2                # how often an epoch shows each of them
 
@@ -21,6 +21,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import yaml
+
+from dflop_jax.data.bounds import (
+    MAX_SHOWN,
+    MAX_YAML_BYTES,
+    MAX_YAML_DEPTH,
+    MAX_YAML_EVENTS,
+    named,
+    read_bounded,
+)
 
 MAX_WEIGHT = 1000.0
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
@@ -28,12 +38,12 @@ RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture. `root` is the folder of its media, empty: the file's own."""
+    """One dataset of a mixture. `root` are the folders of its media, empty: the file's own."""
 
     path: str
     weight: float = 1.0
     subset: str = "all"
-    root: str = ""
+    root: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -61,10 +71,8 @@ def load_mixture(file: str | Path) -> Mixture:
       ValueError: no such file, no YAML, or an unknown field or rule, with its place.
     """
     file = Path(file)
-    try:
-        raw = msgspec.yaml.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file}: not a readable mixture ({' '.join(str(e).split())})") from None
+    with named(f"{file}: not a readable mixture"):
+        raw = _yaml(read_bounded(file, MAX_YAML_BYTES))
     items = raw.get("parts", raw.get("datasets")) if isinstance(raw, dict) else raw
     if not isinstance(items, list):
         raise ValueError(f"{file}: expected `parts`, a list of datasets")
@@ -72,6 +80,19 @@ def load_mixture(file: str | Path) -> Mixture:
         return Mixture(tuple(_part(item, file.parent) for item in items))
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
+
+
+def _yaml(data: bytes) -> Any:
+    """What a YAML file holds. Aliases, by which few bytes become many, are refused."""
+    depth = 0
+    for n, event in enumerate(yaml.parse(data, Loader=yaml.CSafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has an alias (*name); write the value out")
+        if n > MAX_YAML_EVENTS or depth > MAX_YAML_DEPTH:
+            raise ValueError("too much of it, or nested too deeply")
+    return msgspec.yaml.decode(data)
 
 
 def subset_size(rule: str, n: int) -> int:
@@ -86,9 +107,9 @@ def subset_size(rule: str, n: int) -> int:
         if amount > 100:
             raise ValueError(f"subset {rule!r} takes more than 100%")
         return ceil(amount * n / 100)
-    if amount != int(amount):
+    if not amount.is_integer():
         raise ValueError(f"subset {rule!r}: {found[2]} is no whole number; add % for a share")
-    return min(int(amount), n)
+    return int(min(amount, n))
 
 
 def chosen(part: Part, n: int, seed: int) -> np.ndarray:
@@ -103,6 +124,8 @@ def chosen(part: Part, n: int, seed: int) -> np.ndarray:
 
 def shown(part: Part, rows: np.ndarray, seed: int) -> np.ndarray:
     """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
+    if part.weight * len(rows) > MAX_SHOWN:
+        raise ValueError(f"{part.path}: more than {MAX_SHOWN:,} samples an epoch; lower its weight")
     times = int(part.weight)
     rest = round((part.weight - times) * len(rows))
     drawn = np.sort(_generator(seed, "weight", part).permutation(len(rows))[:rest])
@@ -111,7 +134,7 @@ def shown(part: Part, rows: np.ndarray, seed: int) -> np.ndarray:
 
 def _generator(seed: int, use: str, part: Part) -> np.random.Generator:
     """Draws of a part do not depend on the parts beside it."""
-    text = f"{use}:{part.path}:{part.root}:{part.subset}".encode()
+    text = f"{use}:{part.path}:{','.join(part.root)}:{part.subset}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return np.random.default_rng([seed, int.from_bytes(digest, "big")])
 
@@ -120,14 +143,15 @@ def _part(raw: Any, folder: Path) -> Part:
     if isinstance(raw, str):
         raw = {"path": raw}
     if not isinstance(raw, dict):
-        raise ValueError(f"a part is {raw!r}, not a path or a mapping")
+        raise ValueError(f"a part is {raw!r:.50}, not a path or a mapping")
     renamed = {"json_path": "path", "sampling_strategy": "subset"}
     fields = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
     try:
         part = msgspec.convert(fields, _RawPart)
     except msgspec.ValidationError as e:
         raise ValueError(f"part {raw.get('path', raw.get('json_path'))}: {e}") from None
-    root = str(folder / part.root) if part.root else ""
+    given = [part.root] if isinstance(part.root, str) else part.root
+    root = tuple(str(folder / r) for r in given if r)
     path = str(folder / part.path) if part.path else ""
     return Part(path, part.weight, part.subset, root)
 
@@ -136,9 +160,9 @@ class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
     path: str
     weight: float = 1.0
     subset: str = "all"
-    root: str = ""
+    root: str | list[str] = ""
 
 
 def names(parts: Sequence[Part]) -> list[str]:
     """Each part's name in an index: parts of one dataset share its table."""
-    return [f"{p.path}|{p.root}" for p in parts]
+    return [f"{p.path}|{','.join(p.root)}" for p in parts]

@@ -10,7 +10,7 @@ from dflop_jax.data.datasets.compose import blanked, compose
 from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.sample import Limits, Sample
+from dflop_jax.data.sample import Limits, OpenedBy, Sample
 from dflop_jax.records import Load
 
 logger = logging.getLogger("dflop_jax.data")
@@ -35,8 +35,10 @@ class MixtureSamples:
         *,
         placeholder: int,
         blank_images: bool = False,
+        opened_by: OpenedBy | None = None,
     ) -> None:
         self.spec, self._mixture, self._blank = spec, mixture, blank_images
+        self.opened_by = opened_by
         self._placeholder = placeholder
         self._ways = preparations(spec, limits, mixture.how.between_frames)
         fitted = fit(mixture.counts, mixture.prompt_tokens(), self._ways, limits)

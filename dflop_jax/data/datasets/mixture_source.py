@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.counts import (
     Preprocessing,
     SampleCount,
@@ -63,7 +64,7 @@ class MixtureSource:
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers: dict[str, Reader] = {
-            key: open_reader(part.path, part.root or None)
+            key: open_reader(part.path, part.root)
             for key, part in zip(keys, mixture.parts, strict=True)
         }
         index = update_index(Path(index_file), readers, to_pieces, settings, workers=workers)
@@ -149,8 +150,8 @@ class MixtureSource:
         """
         try:
             return decode_media(record, self._table, int(self._rows[index]), how or self._how)
-        except (ValueError, OSError) as e:
-            raise ValueError(f"{record.name}: {e}") from e
+        except Exception as e:  # other people's files may fail in any way
+            raise ValueError(f"{record.name}: {one_line(e)}") from e
 
     def _name(self, row: int) -> str:
         """How messages call the record of a row of the table: its file's path and its number."""

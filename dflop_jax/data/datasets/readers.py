@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 
+from dflop_jax.data.bounds import (
+    MAX_LIST_BYTES,
+    MAX_MEDIA,
+    MAX_MEMBERS,
+    MAX_SHARDS,
+    MAX_TAR_HEADER,
+    named,
+    parse_json,
+    read_bounded,
+)
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import Record, parse_json, parse_record
+from dflop_jax.data.datasets.llava_records import Record, parse_record
 
 EXTENSIONS = {
     "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     "video": ("mp4", "mkv", "webm", "avi", "mov"),
     "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
 }
+CHUNK_BYTES = 1 << 20  # of a line, read at once
+MAX_NAME = 200  # characters of a member's name in messages
 QUESTION = {"image": "Describe the image.", "video": "Describe the video.",
             "audio": "What is heard?"}  # fmt: skip
 
@@ -62,15 +74,18 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(path: str | Path, root: str | Path | None = None) -> Reader:
-    """Return a reader of a LLaVA-format file or its folder (media relative to `root`, else to the
+def open_reader(path: str | Path, roots: Sequence[str | Path] = ()) -> Reader:
+    """Return a reader of a LLaVA-format file or its folder (media below `roots`, else below the
     file's folder), or of shards: a .tar, a folder of them, or a pattern `a-{000..127}.tar` or
     `a-*.tar`.
 
     ValueError when nothing is there.
     """
-    shards = find_shards(str(path))
-    return ShardReader(shards) if shards else FileReader(find_file(Path(path)), root)
+    try:
+        shards = find_shards(str(path))
+        return ShardReader(shards) if shards else FileReader(find_file(Path(path)), roots)
+    except OSError as e:
+        raise ValueError(f"{str(path)[:MAX_NAME]}: {(e.strerror or str(e)).lower()}") from None
 
 
 def find_file(path: Path) -> Path:
@@ -94,11 +109,16 @@ def find_file(path: Path) -> Path:
 
 
 class FileReader:
-    """A .json list or .jsonl of LLaVA-format records."""
+    """A .json list or .jsonl of LLaVA-format records.
 
-    def __init__(self, file: Path, root: str | Path | None = None) -> None:
+    A medium is looked for below each of the `roots` in turn. None is opened that lies outside them
+    all, whether its path is absolute, climbs, or leads through a link.
+    """
+
+    def __init__(self, file: Path, roots: Sequence[str | Path] = ()) -> None:
         self.files, self.name = (file,), str(file)
-        self._root = Path(root) if root is not None else file.parent
+        self._roots = [Path(r) for r in roots] or [file.parent]
+        self._real_roots = [r.resolve() for r in self._roots]
 
     def place(self, file: int, number: int) -> str:
         name = self.files[file].name
@@ -106,55 +126,62 @@ class FileReader:
 
     def locate(self) -> Iterator[Located]:
         (file,) = self.files
-        data = file.read_bytes()
-        parts = list(_lines(data) if file.suffix == ".jsonl" else _items(data, file))
-        if not parts:
-            raise ValueError(f"{file}: holds no records")
-        for number, start, size in parts:
+        number = -1
+        for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
             yield Located(self.place(0, number), number, 0, start, size)
+        if number < 0:
+            raise ValueError(f"{file}: holds no records")
 
     def read(self, at: Located) -> Record:
-        data = Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read()
-        return _parsed(at.place, data, self._find)
+        try:
+            raw = parse_json(Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read())
+        except (ValueError, OSError) as e:
+            raise ValueError(f"{at.place}: {e}") from None
+        return parse_record(at.place, raw, self._find)
 
     def _find(self, name: str) -> Path:
-        if not (self._root / name).is_file():
-            raise ValueError(f"missing file {self._root / name}")
-        return self._root / name
+        places = [root / name for root in self._roots]
+        inside = [p for p in places if any(p.resolve().is_relative_to(r) for r in self._real_roots)]
+        if not inside:
+            roots = ", ".join(map(str, self._roots))
+            raise ValueError(
+                f"{name} leads out of {roots}; to allow it, add its folder to data.root"
+            )
+        for place in inside:
+            if place.is_file():
+                return place
+        raise ValueError(f"missing file {inside[0]}")
 
 
-def _lines(data: bytes) -> Iterator[tuple[int, int, int]]:
+def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
-    start = 0
-    for n, line in enumerate(data.split(b"\n"), 1):
-        if line.strip():
-            yield n, start, len(line)
-        start += len(line) + 1
+    number, start, size, blank = 1, 0, 0, True
+    with named(f"{file}: cannot be read"), file.open("rb") as opened:
+        while part := opened.readline(CHUNK_BYTES):  # a line may have no end
+            size, blank = size + len(part), blank and not part.strip()
+            if part.endswith(b"\n"):
+                if not blank:
+                    yield number, start, size - 1
+                number, start, size, blank = number + 1, start + size, 0, True
+        if not blank:
+            yield number, start, size
 
 
-def _items(data: bytes, file: Path) -> Iterator[tuple[int, int, int]]:
+def _items(file: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (number, offset, size) of a JSON list's items. ValueError: it is no list."""
+    data = read_bounded(file, MAX_LIST_BYTES)
     try:
-        items = msgspec.json.decode(data, type=list[msgspec.Raw])
-    except msgspec.ValidationError as e:
-        raise ValueError(f"{file}: expected a JSON list of records ({e})") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        items = parse_json(data, list[msgspec.Raw])
+    except ValueError as e:
         raise ValueError(
-            f"{file}: not JSON ({e}); repair it, or name it .jsonl if each line is a record"
+            f"{file}: {e}, expected a JSON list of records; repair it, or name it .jsonl if each "
+            "line is a record"
         ) from None
     start = 0
     for k, item in enumerate(items):
         start = data.index(item, start)
         yield k, start, len(item)
         start += len(item)
-
-
-def _parsed(place: str, data: bytes, find: Callable[[str], Path | Blob]) -> Record:
-    try:
-        raw = parse_json(data)
-    except ValueError as e:
-        raise ValueError(f"{place}: {e}") from None
-    return parse_record(place, raw, find)
 
 
 class ShardReader:
@@ -198,6 +225,8 @@ def find_shards(path: str) -> tuple[Path, ...]:
     numbered = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", path)
     if numbered:
         before, first, last, after = numbered.groups()
+        if len(last) > len(str(MAX_SHARDS)) or int(last) - int(first) >= MAX_SHARDS:
+            raise ValueError(f"{path}: more than {MAX_SHARDS:,} shards")
         span = range(int(first), int(last) + 1)
         shards = [Path(f"{before}{k:0{len(first)}d}{after}") for k in span]
         missing = [s for s in shards if not s.is_file()]
@@ -219,32 +248,45 @@ def find_shards(path: str) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-def _members(shard: Path, start: int = 0, end: int | None = None) -> list[tarfile.TarInfo]:
-    """Regular files of a shard whose headers begin in start..end."""
-    found = []
-    size = shard.stat().st_size
-    try:
-        with shard.open("rb") as file:
-            file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    if end is not None and member.offset >= end:
-                        break
-                    if member.isfile():
-                        found.append(member)
-    except (tarfile.TarError, EOFError) as e:
-        raise ValueError(f"{shard}: broken tar ({e}); write it anew or leave it out") from None
-    if found and found[-1].offset_data + found[-1].size > size:
-        raise ValueError(f"{shard}: the tar ends inside {found[-1].name}; write it anew")
-    return found
+class _Headers:
+    """A tar as `tarfile` reads it, which is headers alone; none of them may be large."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_TAR_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        return self._file.read(size)
 
 
-def _groups(members: list[tarfile.TarInfo]) -> Iterator[tuple[str, list[tarfile.TarInfo]]]:
+def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a shard whose headers begin in start..end."""
+    with named(f"{shard}: broken tar", "; write it anew or leave it out"), shard.open("rb") as file:
+        size = shard.stat().st_size
+        file.seek(start)
+        with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
+            for _ in range(MAX_MEMBERS):
+                member, tar.members = tar.next(), []  # tarfile keeps them all
+                if member is None or (end is not None and member.offset >= end):
+                    return
+                if member.size < 0 or member.issparse():
+                    raise ValueError(f"a member of {member.size} bytes, or with holes")
+                if member.offset_data + member.size > size:
+                    raise ValueError(f"the tar ends inside {member.name[:MAX_NAME]}")
+                if member.isfile():
+                    yield member
+            raise ValueError(f"more than {MAX_MEMBERS:,} members")
+
+
+def _groups(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, list[tarfile.TarInfo]]]:
     group: list[tarfile.TarInfo] = []
     for member in members:
         if group and _key(member.name) != _key(group[0].name):
             yield _key(group[0].name), group
             group = []
+        if len(group) > MAX_MEDIA:
+            raise ValueError(f"more than {MAX_MEDIA} members of sample {group[0].name[:MAX_NAME]}")
         group.append(member)
     if group:
         yield _key(group[0].name), group
@@ -277,7 +319,7 @@ def _shard_record(place: str, members: Mapping[str, Blob]) -> Record:
             raw = _captioned(texts["txt"], media)
         else:
             raise ValueError("neither a .json nor a .txt in this sample of the shard")
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         raise ValueError(f"{place}: {e}") from None
     return parse_record(place, raw, find)
 

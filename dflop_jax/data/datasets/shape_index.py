@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, named, parse_json
+
 VERSION = 3
 # Field -> dtype, and what it counts: records (n), media (m), or records + 1.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
 MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
          "samples": np.int64}  # fmt: skip
+COLUMNS: dict[str, type] = {**RECORDS, **MEDIA, "media_start": np.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,21 +156,51 @@ def load_index(file: Path) -> dict[str, Indexed]:
     """
     if not file.is_file():
         return {}
-    try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            meta = json.loads(arrays["meta"].tobytes())
-            if meta["version"] != VERSION:
-                return {}
-            return {
-                name: Indexed(
-                    d["key"],
-                    ShapeTable(
-                        **{f.name: arrays[f"{d['at']}.{f.name}"] for f in fields(ShapeTable)}
-                    ),
-                    d["listed"],
-                    tuple(d["bad"]),
-                )
-                for name, d in meta["datasets"].items()
-            }
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
-        raise ValueError(f"{file}: damaged index ({e}); delete it, it is made anew") from None
+    with (
+        named(f"{file}: damaged index", "; delete it, it is made anew"),
+        file.open("rb") as opened,
+        zipfile.ZipFile(opened) as arrays,
+    ):
+        meta = parse_json(_array(arrays, "meta", np.uint8).tobytes())
+        if meta["version"] != VERSION:
+            return {}
+        index = {}
+        for name, d in meta["datasets"].items():
+            columns = {c: _array(arrays, f"{d['at']}.{c}", t) for c, t in COLUMNS.items()}
+            table, listed = ShapeTable(**columns), int(d["listed"])
+            _check_values(table, listed)
+            index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])))
+        return index
+
+
+def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
+    """A one-dimensional array of a .npz; ValueError when its header claims more than is there."""
+    entry = arrays.getinfo(f"{name}.npy")
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        raise ValueError(f"{name} is compressed")
+    with arrays.open(entry) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} is of another format")
+        shape, _, kind = np.lib.format.read_array_header_1_0(file)
+        data = file.read()
+    array = np.frombuffer(data, np.dtype(dtype))
+    if kind != array.dtype or shape != array.shape:
+        raise ValueError(f"{name} is {kind} {shape}, not {array.dtype} {array.shape}")
+    return array
+
+
+def _check_values(table: ShapeTable, listed: int) -> None:
+    """ValueError for values that no reader of records and headers gives."""
+    picture, clip, sound = (table.kind == k for k in range(3))
+    wrong = [name for name in RECORDS if name != "lot" and (getattr(table, name) < 0).any()]
+    wrong += [] if (picture | clip | sound).all() else ["kind"]
+    area = table.width[picture].astype(np.int64) * table.height[picture]
+    sides = np.minimum(table.width[picture], table.height[picture])
+    wrong += ["width"] if (sides < 1).any() or (area > MAX_PIXELS).any() else []
+    frames = table.frames[clip]
+    wrong += ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
+    wrong += ["samples"] if (table.samples[sound] < 1).any() else []
+    wrong += ["prompt_tokens"] if (table.prompt_tokens > table.text_tokens).any() else []
+    wrong += ["listed"] if listed < len(table) else []
+    if wrong:
+        raise ValueError(f"impossible {', '.join(wrong)}")

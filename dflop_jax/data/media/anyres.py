@@ -17,6 +17,7 @@ from math import ceil
 import numpy as np
 from PIL import Image
 
+from dflop_jax.data.bounds import MAX_SQUARE
 from dflop_jax.data.media.token_sources import (
     TokenSources,
     join,
@@ -61,7 +62,8 @@ class AnyRes:
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        usable = ~alone | fits_a_grid(widths, heights, self)
+        square = np.maximum(widths, heights) <= MAX_SQUARE
+        usable = np.where(alone, fits_a_grid(widths, heights, self), square)
         sides = (np.where(usable, widths, 1), np.where(usable, heights, 1))
         return usable, *picture_counts(*sides, alone, self)
 
@@ -158,7 +160,7 @@ def picture_sources(width: int, height: int, spec: AnyRes, *, alone: bool = True
     height, width = int(g.token_rows[0]), int(g.token_cols[0])
     same = (height, width) == grid.shape
     tokens = plain(grid.reshape(-1)) if same else resampled(grid, height, width)
-    return join([base, with_line_ends(tokens, width)])
+    return join([base, with_line_ends(tokens, height)])
 
 
 def clip_sources(frames: int, spec: AnyRes) -> TokenSources:

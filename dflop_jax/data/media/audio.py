@@ -1,6 +1,6 @@
 """Sound files to mono samples at one rate; lengths from the header alone.
 
-PyAV reads every format that FFmpeg knows, so no other decoder is needed; scipy resamples.
+PyAV reads every format that is on the list, so no other decoder is needed; scipy resamples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 
-from dflop_jax.data.datasets.blob import Blob, open_media
+from dflop_jax.data.bounds import (
+    MAX_CHANNELS,
+    MAX_RATE_HZ,
+    MAX_RESAMPLING,
+    MIN_RATE_HZ,
+    one_line,
+)
+from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.media.container import checked_duration, opened
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
 CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
@@ -27,14 +35,13 @@ logger = logging.getLogger("dflop_jax.data")
 def count_samples(path: Path | Blob, rate_hz: int) -> int:
     """Samples of a sound once resampled to `rate_hz`, by the header (or, where that is silent, by
     its packets, undecoded). ValueError when the file is no sound, or holds none."""
-    try:
-        with open_media(path) as file, av.open(file, "r") as container:
-            length_s = _length_s(container, _stream(container))
-    except (av.FFmpegError, OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a readable sound ({_reason(e)})") from e
-    if length_s <= 0:
-        raise ValueError(f"{path}: not a readable sound (it holds no samples)")
-    return ceil(length_s * rate_hz)
+    with opened(path, "sound") as container:
+        stream = _stream(container, rate_hz)
+        n_samples = ceil(_length_s(container, stream) * rate_hz)
+        if n_samples < 1:
+            raise ValueError("it holds no samples")
+        checked_duration(n_samples / rate_hz)
+    return n_samples
 
 
 def read_sound(path: Path | Blob, n_samples: int, rate_hz: int) -> np.ndarray:
@@ -43,29 +50,13 @@ def read_sound(path: Path | Blob, n_samples: int, rate_hz: int) -> np.ndarray:
     Channels are averaged. Where the sound breaks off, silence follows, with a warning. ValueError
     when more than half of the samples are missing that way.
     """
-    reason = "it ends before its stated duration"
-    parts: list[np.ndarray] = []
-    try:
-        with open_media(path) as file, av.open(file, "r") as container:
-            stream = _stream(container)
-            native_hz = stream.rate
-            # what the resampling filter reaches beyond the last sample is decoded too
-            wanted = ceil((n_samples + CROSSINGS + 1) * max(1.0, native_hz / rate_hz)) + CROSSINGS
-            to_float = AudioResampler(format="fltp")
-            n = 0
-            try:
-                for frame in container.decode(stream):
-                    for part in to_float.resample(frame):
-                        parts.append(part.to_ndarray().mean(0))
-                        n += len(parts[-1])
-                    if n >= wanted:
-                        break
-            except av.FFmpegError as e:
-                reason = _reason(e)
-    except (av.FFmpegError, OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a readable sound ({_reason(e)})") from e
-    native = np.concatenate([np.zeros(0, np.float32), *parts])[:wanted]
-    sound = resample(native, native_hz, rate_hz)[:n_samples]
+    with opened(path, "sound") as container:
+        stream = _stream(container, rate_hz)
+        native_hz = stream.rate
+        # what the resampling filter reaches beyond the last sample is decoded too
+        reach = CROSSINGS * max(1, native_hz / rate_hz)
+        native, reason = _decoded(container, stream, ceil(n_samples * native_hz / rate_hz + reach))
+        sound = resample(native, native_hz, rate_hz)[:n_samples]
     missing = n_samples - len(sound)
     if 2 * missing > n_samples or not len(sound):
         raise ValueError(f"{path}: only {len(sound)} of {n_samples} samples decode ({reason})")
@@ -87,7 +78,7 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
     return signal.resample_poly(sound.astype(np.float64), up, down, window=taps).astype(np.float32)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _lowpass(factor: int) -> np.ndarray:
     from scipy import signal
 
@@ -96,12 +87,20 @@ def _lowpass(factor: int) -> np.ndarray:
     )
 
 
-def _stream(container: InputContainer) -> AudioStream:
+def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
+    """The first sound; ValueError for one that cannot be decoded or resampled to `rate_hz`."""
     if not container.streams.audio:
         raise ValueError("it holds no audio stream")
     stream = container.streams.audio[0]
-    if stream.rate < 1:
-        raise ValueError("its sample rate is unknown")
+    if stream.codec_context is None:
+        raise ValueError("its codec is unknown")
+    native_hz, channels = stream.rate, stream.codec_context.channels
+    if not MIN_RATE_HZ <= native_hz <= MAX_RATE_HZ:
+        raise ValueError(f"a sampling rate of {native_hz} Hz is out of bounds")
+    if native_hz // gcd(native_hz, rate_hz) > MAX_RESAMPLING:
+        raise ValueError(f"no filter resamples {native_hz} to {rate_hz} Hz; resample the file")
+    if channels > MAX_CHANNELS:
+        raise ValueError(f"it has {channels} channels, more than {MAX_CHANNELS}")
     return stream
 
 
@@ -114,5 +113,20 @@ def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
     return ticks * (stream.time_base or Fraction(1, stream.rate))
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _decoded(
+    container: InputContainer, stream: AudioStream, n_samples: int
+) -> tuple[np.ndarray, str]:
+    """The first samples at the file's own rate, and why there are fewer where that is so."""
+    to_float = AudioResampler(format="fltp")
+    parts = [np.zeros(0, np.float32)]
+    left = n_samples
+    try:
+        for frame in container.decode(stream):
+            for part in to_float.resample(frame):
+                parts.append(part.to_ndarray().mean(0)[:left])
+                left -= len(parts[-1])
+            if left <= 0:
+                break
+    except av.FFmpegError as e:
+        return np.concatenate(parts), one_line(e)
+    return np.concatenate(parts), "it ends before its stated duration"

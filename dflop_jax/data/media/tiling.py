@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image
 
+from dflop_jax.data.bounds import MAX_PIXELS, named
 from dflop_jax.data.datasets.blob import Blob, open_media
 
-MAX_PIXELS = 80_000_000  # below Pillow's own warning; a larger picture is a bad sample
+# Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -65,11 +67,12 @@ def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
 
 def picture_size(path: Path | Blob) -> tuple[int, int]:
     """Upright (width, height) from the header. ValueError if it is no picture or too large."""
-    try:
-        with open_media(path) as file, Image.open(file) as image:
-            return _upright_size(image)
-    except Exception as e:  # Pillow lets many types of exception out on broken files
-        raise ValueError(f"{path}: not a readable picture ({_reason(e)})") from e
+    with (
+        named(f"{path}: not a readable picture"),
+        open_media(path) as file,
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        return _upright_size(image)
 
 
 def read_upright(path: Path | Blob) -> Image.Image:
@@ -85,17 +88,18 @@ def read_scaled(
     With `least` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so
     many pixels. ValueError if broken.
     """
-    try:
-        with open_media(path) as file, Image.open(file) as image:
-            size, orientation = _upright_size(image), _orientation(image)
-            if least is not None:
-                image.draft(None, least[::-1] if orientation >= 5 else least)
-            upright = _to_rgb(image)
-            if orientation in _TRANSPOSE:
-                upright = upright.transpose(_TRANSPOSE[orientation])
-            return upright, size
-    except Exception as e:  # as above
-        raise ValueError(f"{path}: cannot be decoded ({_reason(e)})") from e
+    with (
+        named(f"{path}: cannot be decoded"),
+        open_media(path) as file,
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        size, orientation = _upright_size(image), _orientation(image)
+        if least is not None:
+            image.draft(None, least[::-1] if orientation >= 5 else least)
+        upright = _to_rgb(image)
+        if orientation in _TRANSPOSE:
+            upright = upright.transpose(_TRANSPOSE[orientation])
+        return upright, size
 
 
 def picture_tiles(
@@ -133,6 +137,8 @@ def resize(image: Image.Image, width: int, height: int) -> np.ndarray:
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
+    if min(width, height) < 1:
+        raise ValueError(f"{width}x{height} pixels show nothing")
     if width * height > MAX_PIXELS:
         raise ValueError(
             f"{width}x{height} exceeds {MAX_PIXELS // 10**6} megapixels; scale it down"
@@ -159,7 +165,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, "white")
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

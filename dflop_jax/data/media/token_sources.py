@@ -88,9 +88,9 @@ def with_text(tokens: TokenSources, at: np.ndarray) -> TokenSources:
     return TokenSources(*(np.insert(a, at, 0, axis=0) for a in _arrays(tokens)))
 
 
-def with_line_ends(tokens: TokenSources, width: int) -> TokenSources:
-    """A newline after every `width` tokens."""
-    rows = len(tokens) // width if width else 0
+def with_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
+    """A newline after each of the equal rows, which may be empty."""
+    width = len(tokens) // max(rows, 1)
     index, weight, newline = (
         np.concatenate([a.reshape(rows, width, *a.shape[1:]), b[:, None]], 1)
         for a, b in zip(_arrays(tokens), _arrays(newlines(rows)), strict=True)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil, floor
 from pathlib import Path
 
 import av
 import numpy as np
+from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from dflop_jax.data.datasets.blob import Blob, open_media
+from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
+from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.media.container import checked_duration, opened
+from dflop_jax.data.media.seek import seek_plan, sought
 
 FRAMES_PER_S = 2.0
+USUAL_RATE = 25.0  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -25,11 +30,8 @@ def count_frames(path: Path | Blob, max_frames: int) -> int:
     Reads stream metadata; a container without them has its packets counted, not decoded.
     Raises ValueError when the file is no video, or one without frames.
     """
-    try:
-        with open_media(path) as file, av.open(file, "r") as container:
-            total, duration_s = _extent(container)
-    except (av.FFmpegError, OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a readable video ({_reason(e)})") from e
+    with opened(path, "video") as container:
+        total, duration_s = _extent(container)
     return max(1, min(max_frames, total, ceil(duration_s * FRAMES_PER_S)))
 
 
@@ -41,73 +43,112 @@ def read_frames(
     Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
     more than half of the frames are missing that way.
     """
-    try:
-        with open_media(path) as file, av.open(file, "r") as container:
-            duration_s = _extent(container)[1]
-        with (
-            open_media(path) as file,
-            av.open(file, "r") as container,
-        ):  # anew: the packets may have been counted
-            frames, reason = _sample_frames(container, n_frames, duration_s)
-    except (av.FFmpegError, OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a readable video ({_reason(e)})") from e
-    missing = n_frames - len(frames)
-    if 2 * missing > n_frames or not frames:
-        raise ValueError(f"{path}: only {len(frames)} of {n_frames} frames decode ({reason})")
+    with opened(path, "video") as container:
+        duration_s = _extent(container)[1]
+    tiles = _sought_tiles(path, n_frames, duration_s, convert)
+    if tiles is not None:
+        return np.stack(tiles)
+    tiles, reason = [], "it ends before its stated duration"
+    with opened(path, "video") as container:  # anew: the packets may have been counted
+        try:
+            for frame, times in _shown(container, n_frames, duration_s):
+                tiles += [convert(_upright(frame))] * times
+        except av.FFmpegError as e:
+            reason = one_line(e)
+    missing = n_frames - len(tiles)
+    if 2 * missing > n_frames or not tiles:
+        raise ValueError(f"{path}: only {len(tiles)} of {n_frames} frames decode ({reason})")
     if missing:
         logger.warning("%s: repeated the last frame %d times (%s)", path, missing, reason)
-    tiles: list[np.ndarray] = []
-    for i, frame in enumerate(frames):
-        same = i > 0 and frame is frames[i - 1]
-        tiles.append(tiles[-1] if same else convert(_upright(frame)))
     return np.stack(tiles + tiles[-1:] * missing)
 
 
-def _extent(container: av.container.InputContainer) -> tuple[int, float]:
+def _extent(container: InputContainer) -> tuple[int, float]:
     """(number of frames, duration in seconds); counts packets where the header is silent."""
     if not container.streams.video:
         raise ValueError("it holds no video stream")
     stream = container.streams.video[0]
-    rate = float(stream.average_rate or stream.guessed_rate or 25)
+    context = stream.codec_context
+    if context is None:
+        raise ValueError("its codec is unknown")
+    if context.width * context.height > MAX_PIXELS:
+        raise ValueError(f"frames of {context.width}x{context.height} pixels are too large")
     duration_s = 0.0
     if stream.duration and stream.time_base:
         duration_s = float(stream.duration * stream.time_base)
     elif container.duration:
         duration_s = container.duration / av.time_base
-    total = stream.frames or floor(duration_s * rate)
+    total = stream.frames or floor(duration_s * _rate(stream))
     if total <= 0:
         total = sum(1 for packet in container.demux(stream) if packet.size)
     if total <= 0:
         raise ValueError("it holds no frames")
-    return total, duration_s if duration_s > 0 else total / rate
+    duration_s = duration_s if duration_s > 0 else total / _rate(stream)
+    return min(total, MAX_CLIP_FRAMES), checked_duration(duration_s)
 
 
-def _sample_frames(
-    container: av.container.InputContainer, n: int, duration_s: float
-) -> tuple[list[VideoFrame], str]:
-    """The frames on show at n evenly spaced moments, fewer (and why) if the clip ends before."""
+def _rate(stream: VideoStream) -> float:
+    """Frames a second, by the header where that is to be believed."""
+    rate = float(stream.average_rate or stream.guessed_rate or USUAL_RATE)
+    return rate if 0.001 <= rate <= 100_000 else USUAL_RATE
+
+
+def _sought_tiles(
+    path: Path | Blob, n: int, duration_s: float, convert: Callable[[Image.Image], np.ndarray]
+) -> list[np.ndarray] | None:
+    """`convert` of n frames by seeking; None where it gains nothing, or not surely the same."""
+    tiles: list[np.ndarray] = []
+    with opened(path, "video") as container:
+        stream = container.streams.video[0]
+        moments = _moments(stream, n, duration_s)
+        plan = seek_plan(container, stream, moments, 2 / _rate(stream))
+        if plan is None:
+            return None
+        try:
+            for frame, times in sought(container, stream, plan):
+                tiles += [convert(_upright(frame))] * times
+        except (av.FFmpegError, LookupError):
+            return None
+    return tiles
+
+
+def _moments(stream: VideoStream, n: int, duration_s: float) -> list[float]:
+    """Seconds at which the clip is looked at: the middles of n equal parts."""
+    start_s = _start_s(stream)
+    return [start_s + (k + 0.5) * duration_s / n for k in range(n)]
+
+
+def _shown(
+    container: InputContainer, n: int, duration_s: float
+) -> Iterator[tuple[VideoFrame, int]]:
+    """Yield the frames on show at n evenly spaced moments, each with how many of the moments show
+    it; those of fewer moments if the clip ends before. An error while decoding is raised after the
+    last good frame."""
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
-    start_s = _start_s(stream)
-    moments = [start_s + (k + 0.5) * duration_s / n for k in range(n)]
-    frame_s = 1.0 / float(stream.average_rate or stream.guessed_rate or 25)
-    chosen: list[VideoFrame] = []
-    shown: VideoFrame | None = None
-    shown_s, reason = start_s, "it ends before its stated duration"
-    try:
-        for frame in container.decode(stream):
-            time_s = frame.time if frame.time is not None else shown_s + frame_s
-            while shown is not None and len(chosen) < n and time_s > moments[len(chosen)]:
-                chosen.append(shown)
-            if len(chosen) == n:
-                break
-            shown, shown_s = frame, time_s
-    except av.FFmpegError as e:
-        reason = _reason(e)
-    # the last frame stays on show for about its own duration
-    while shown is not None and len(chosen) < n and moments[len(chosen)] <= shown_s + 2 * frame_s:
-        chosen.append(shown)
-    return chosen, reason
+    frame_s, moments = 1.0 / _rate(stream), _moments(stream, n, duration_s)
+    done, shown, shown_s = 0, None, _start_s(stream)
+    error: av.FFmpegError | None = None
+    frames = container.decode(stream)
+    while done < n:
+        try:
+            frame = next(frames, None)
+        except av.FFmpegError as e:
+            frame, error = None, e
+        if frame is None:
+            # the last frame stays on show for about its own duration
+            next_s = np.nextafter(shown_s + 2 * frame_s, np.inf)
+        else:
+            next_s = frame.time if frame.time is not None else shown_s + frame_s
+        times = sum(moment < next_s for moment in moments[done:])
+        if shown is not None and times:
+            yield shown, times
+            done += times
+        if frame is None:
+            break
+        shown, shown_s = frame, next_s
+    if error is not None:
+        raise error
 
 
 def _start_s(stream: VideoStream) -> float:
@@ -121,7 +162,3 @@ def _upright(frame: VideoFrame) -> Image.Image:
     if frame.rotation:  # phones store upright clips lying down
         image = image.rotate(frame.rotation, expand=True)
     return image
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

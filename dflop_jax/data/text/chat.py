@@ -18,6 +18,7 @@ from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message,
 from dflop_jax.data.text.pieces import ROLES, Piece
 from dflop_jax.data.text.tokenizer_files import (
     check_embedding,
+    encoded,
     listed_tokens,
     load_tokenizer,
     n_ids,
@@ -94,7 +95,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; text that spells a special token is still plain text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return encoded(self._tokenizer, text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out."""
@@ -216,7 +217,7 @@ class ChatTokenizer:
             kept: Sequence[int] = range(start, start + len(segment))
             if BREAK in segment:
                 kept = [k for k, c in zip(kept, segment, strict=True) if c != BREAK]
-            encoding = self._tokenizer.encode(segment.replace(BREAK, ""), add_special_tokens=False)
+            encoding = encoded(self._tokenizer, segment.replace(BREAK, ""))
             ids += encoding.ids
             at += [(kept[b], kept[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets]
             if match:
@@ -232,7 +233,7 @@ class ChatTokenizer:
         found = [
             (i, token)
             for i, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special or token.content in placeholders
+            if token.content and (token.special or token.content in placeholders)
         ]
         found.sort(key=lambda item: -len(item[1].content))  # the longest that matches
         self._special_ids = [i for i, _ in found]

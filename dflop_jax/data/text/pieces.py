@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dflop_jax.data.text.tokenizer_files import load_tokenizer, n_ids
+from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 
 TAG = re.compile("<image>|<video>")
 OMNI_TAG = re.compile("<image>|<video>|<audio>")
@@ -78,7 +78,7 @@ class FileTokenizer:
         self.vocab_size = n_ids(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return encoded(self._tokenizer, text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

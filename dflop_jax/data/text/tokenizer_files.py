@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
+
+from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, named, parse_json, read_bounded
 
 SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
 
@@ -17,14 +18,20 @@ def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
 
     ValueError when it is something else.
     """
-    try:
-        found = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as e:  # the Rust library raises plain Exception
-        raise ValueError(f"{file}: not a tokenizer.json ({e})") from None
-    found.encode_special_tokens = True
-    found.no_truncation()
-    found.no_padding()
+    with named(f"{file}: not a tokenizer.json"):
+        found = tokenizers.Tokenizer.from_buffer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
+        found.encode_special_tokens = True
+        found.no_truncation()
+        found.no_padding()
+        if not found.get_vocab_size(with_added_tokens=True):
+            raise ValueError("it has no tokens")
     return found
+
+
+def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """A text's tokens; ValueError where the tokenizer fails on it."""
+    with named("the tokenizer fails"):
+        return tokenizer.encode(text, add_special_tokens=False)
 
 
 def n_ids(tokenizer: tokenizers.Tokenizer) -> int:
@@ -46,9 +53,10 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object of a JSON file, empty without one. ValueError when it is something else."""
     if not file.is_file():
         return {}
+    data = read_bounded(file, MAX_TOKENIZER_BYTES)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        return parse_json(data, dict[str, Any])
+    except ValueError as e:
         raise ValueError(f"{file}: not a JSON object ({e})") from None
 
 
@@ -82,7 +90,8 @@ def template_source(folder: Path, config: Mapping[str, Any]) -> str:
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        with named(f"{file}: not a template"):
+            return read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
     found = config.get("chat_template") or read_json(folder / "chat_template.json").get(
         "chat_template"
     )

@@ -110,7 +110,7 @@ def test_pixels_that_break_off_are_named_when_decoded(form, tmp_path):
 def test_every_shared_bad_record(form, shared_data, tmp_path, caplog):
     file = shared_data / "bad" / "bad_records.json"
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        found = load(file, form, tmp_path, root=str(shared_data))
+        found = load(file, form, tmp_path, root=(str(shared_data),))
     raw = json.loads(file.read_text())
     kept = [int(found.label(i).split("[")[1].split("]")[0]) for i in range(len(found))]
     broken = {
@@ -135,10 +135,10 @@ def test_every_shared_bad_record(form, shared_data, tmp_path, caplog):
 def test_shared_broken_lists(form, shared_data, tmp_path):
     for name, why in (("broken.json", r"broken\.json: n"), ("broken_line.jsonl", "line.jsonl:3")):
         with pytest.raises(ValueError, match=why) as caught:
-            load(shared_data / "bad" / name, form, tmp_path, root=str(shared_data),
+            load(shared_data / "bad" / name, form, tmp_path, root=(str(shared_data),),
                  max_bad_fraction=0.1)  # fmt: skip
         assert "\n" not in str(caught.value)
-    found = load(shared_data / "bad/broken_line.jsonl", form, tmp_path, root=str(shared_data))
+    found = load(shared_data / "bad/broken_line.jsonl", form, tmp_path, root=(str(shared_data),))
     assert len(found) == (3 if form == "tiles" else 5)
 
 

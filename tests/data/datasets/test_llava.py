@@ -236,7 +236,7 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog):
     file = shared_data / "bad/bad_records.json"
 
     def source(**more):
-        config = DataConfig(path=str(file), root=str(shared_data), **more)
+        config = DataConfig(path=str(file), root=(str(shared_data),), **more)
         return make_source(config, SPEC, index_dir=tmp_path)
 
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
@@ -260,7 +260,7 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog):
 
 def test_shared_broken_files(shared_data, tmp_path):
     def source(name, **more):
-        config = DataConfig(path=str(shared_data / "bad" / name), root=str(shared_data), **more)
+        config = DataConfig(path=str(shared_data / "bad" / name), root=(str(shared_data),), **more)
         return make_source(config, SPEC, index_dir=tmp_path)
 
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):

@@ -88,7 +88,7 @@ parts:
   - /abs/s-{000..003}.tar
 """)
     first, second = load_mixture(tmp_path / "m.yaml").parts
-    assert first == Part(f"{tmp_path}/a.json", 2.0, "first:30%", f"{tmp_path}/photos")
+    assert first == Part(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
     assert second == Part("/abs/s-{000..003}.tar")
     (tmp_path / "n.yaml").write_text(
         "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"

@@ -170,7 +170,7 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
 
 
 def test_shared_bad_records(shared_data, caplog):
-    reader = open_reader(shared_data / "bad/bad_records.json", shared_data)
+    reader = open_reader(shared_data / "bad/bad_records.json", [shared_data])
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         found = index_of(reader, pieces, "bytes")
     raw = json.loads((shared_data / "bad/bad_records.json").read_text())
@@ -192,9 +192,9 @@ def test_a_million_records_load_in_seconds(tmp_path):
     n = 1_000_000
     table = table_of([], [])
     names = {k: v.dtype for k, v in vars(table).items()}
-    table = table.__class__(**{
-        k: np.arange(n + 1 if k == "media_start" else n).astype(t) for k, t in names.items()
-    })  # fmt: skip
+    values = {k: np.arange(n + 1 if k == "media_start" else n) for k in names}
+    values |= {"kind": np.full(n, 2), "samples": np.ones(n)}
+    table = table.__class__(**{k: v.astype(names[k]) for k, v in values.items()})
     save_index(tmp_path / "index.npz", {"a": Indexed("k", table, n, ())})
     start = time.perf_counter()
     assert len(load_index(tmp_path / "index.npz")["a"].table) == n
@@ -204,7 +204,7 @@ def test_a_million_records_load_in_seconds(tmp_path):
 def test_shared_broken_lists(shared_data):
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
         index_of(open_reader(shared_data / "bad/broken.json"), pieces, "bytes")
-    reader = open_reader(shared_data / "bad/broken_line.jsonl", shared_data)
+    reader = open_reader(shared_data / "bad/broken_line.jsonl", [shared_data])
     found = index_of(reader, pieces, "bytes")
     assert (found.listed, len(found.table)) == (6, 5)
     assert "broken_line.jsonl:3: not JSON" in found.bad[0]

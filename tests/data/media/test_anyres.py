@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,19 +45,19 @@ def reference():
     class Reference:
         images = pil.LlavaOnevisionImageProcessorPil(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
-        def tokens(self, width, height, max_tiles=9):
+        def tokens(self, width, height, spec=SPEC):
             """The processor's own count, of a processor without a tokenizer."""
             p = object.__new__(processing.LlavaOnevisionProcessor)
-            p.image_processor, p.num_image_tokens = self.images, 729
-            p.vision_aspect_ratio = f"anyres_max_{max_tiles}"
-            return p._get_number_of_features(height, width, 384, 384)
+            p.image_processor = SimpleNamespace(image_grid_pinpoints=spec.pinpoints)
+            p.num_image_tokens = spec.patches**2
+            p.vision_aspect_ratio = f"anyres_max_{spec.max_tiles}"
+            return p._get_number_of_features(height, width, spec.tile_px, spec.tile_px)
 
-        def model(self):
-            from types import SimpleNamespace
-
-            vision = SimpleNamespace(image_size=384, patch_size=14)
+        def model(self, spec=SPEC):
+            side = spec.tile_px // spec.patches
+            vision = SimpleNamespace(image_size=spec.tile_px, patch_size=side)
             m = object.__new__(modeling.LlavaOnevisionModel)
-            pinpoints = [list(p) for p in SPEC.pinpoints]
+            pinpoints = [list(p) for p in spec.pinpoints]
             m.__dict__["config"] = SimpleNamespace(
                 vision_config=vision, image_grid_pinpoints=pinpoints
             )
@@ -79,8 +80,53 @@ def test_token_counts_are_the_processor_s(reference, max_tiles):
     sizes = SIZES + random_sizes(300, max_tiles)
     w, h = np.array(sizes).T
     _, tokens = picture_counts(w, h, np.ones(len(w), bool), spec)
-    expected = [reference.tokens(*size, max_tiles) for size in sizes]
+    expected = [reference.tokens(*size, spec) for size in sizes]
     np.testing.assert_array_equal(tokens, expected)
+
+
+def random_layout(rng):
+    """A picture of any size, and settings that are small enough for degenerate grids."""
+    px = int(rng.choice([4, 10, 32, 384]))
+    sides = range(1, int(rng.integers(2, 8)))
+    grids = tuple((px * r, px * c) for r in sides for c in sides)
+    patches, most = int(rng.integers(1, 30)), int(rng.integers(1, 13))
+    size = np.exp(rng.uniform(0, np.log(20 * px), 2)).astype(int).tolist()
+    return AnyRes(px, patches, most, grids), *size
+
+
+def agree(reference, n, seed=0):
+    """How many of n random pictures were usable; all that are count as they are placed and as the
+    processor counts."""
+    rng = np.random.default_rng(seed)
+    usable = 0
+    for _ in range(n):
+        spec, width, height = random_layout(rng)
+        (fits,), _, (tokens,) = spec.count(*np.array([[width], [height]]), np.array([True]))
+        if fits:
+            usable += 1
+            case = spec.tile_px, spec.patches, spec.max_tiles, len(spec.pinpoints), width, height
+            assert tokens == len(spec.place(width, height, alone=True)), case
+            assert tokens == reference.tokens(width, height, spec), case
+    return usable
+
+
+def test_any_size_under_any_settings_counts_as_it_is_placed(reference):
+    assert agree(reference, 400) > 300
+
+
+def test_a_grid_that_keeps_no_column(reference):
+    import torch
+
+    spec = AnyRes(10, 2, 9, tuple((10 * r, 10 * c) for r in range(1, 4) for c in range(1, 4)))
+    sources = spec.place(12, 89, alone=True)
+    _, (tiles,), (tokens,) = spec.count(*np.array([[12], [89]]), np.array([True]))
+    assert tokens == len(sources) == reference.tokens(12, 89, spec) == 4 + 6
+    features = np.random.default_rng(0).standard_normal((tiles, 4, 3)).astype(np.float32)
+    (expected,), _ = reference.model(spec).pack_image_features(
+        [torch.from_numpy(features)], [[89, 12]], torch.full((3,), 7.0)
+    )
+    got = gather(features.reshape(-1, 3), sources, np.full(3, 7, np.float32))
+    np.testing.assert_array_equal(got, expected.numpy())
 
 
 def gather(features, sources, newline):

@@ -1,0 +1,134 @@
+"""Decoding in processes beside threads, and a long clip by seeking beside from its start.
+
+Command:  python benchmarks/decode.py --json decode.json
+Minutes:  about 5 on two cores
+Expected: processes no slower than threads once started, the long clip 3 times faster
+
+The dataset is ../shared/data, prepared as LLaVA-OneVision and Qwen2-Audio take it; passes of both
+kinds take turns, so that a busy machine slows both. CPU seconds are those of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import av
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import Decoder, MediaSpec, Source, make_source
+from dflop_jax.data.decoder import ThreadDecoder
+from dflop_jax.data.media import video
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.pool.processes import ProcessDecoder
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+MEMORY_BYTES = 4 << 30
+
+
+def one_pass(source: Source, decoder: Decoder, n: int) -> dict[str, float]:
+    """Seconds until the first sample, those for the other n - 1 after it, CPU seconds of all
+    processes, and bytes of memory that the decoding processes have (what they share once)."""
+    cpu_s = time.process_time()
+    begin_s = time.perf_counter()
+    with closing(decoder):
+        assert decoder.submit(0).result()
+        first_s = time.perf_counter() - begin_s
+        begun = [decoder.submit(i) for i in range(1, min(n, len(source)))]
+        tokens = sum(b.result().load.tokens("llm") for b in begun)  # type: ignore[union-attr]
+        assert tokens
+        rest_s = time.perf_counter() - begin_s - first_s
+        cpu_s = time.process_time() - cpu_s + sum(map(_cpu_s, _pids(decoder)))
+        memory = sum(map(_memory_bytes, _pids(decoder)))
+    return {"first_s": first_s, "rest_s": rest_s, "cpu_s": cpu_s, "bytes": memory}
+
+
+def _pids(decoder: Decoder) -> list[int]:
+    """The processes of a decoder; threads have none."""
+    if not isinstance(decoder, ProcessDecoder) or (child := decoder._nursery._child) is None:
+        return []
+    return [child.pid, *(process.pid for process in decoder._nursery._processes)]
+
+
+def _cpu_s(pid: int) -> float:
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_bytes(pid: int) -> int:
+    return 1024 * int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+
+
+def write_clip(path: Path, minutes: float) -> Path:
+    """A clip of 320 x 240 pixels at 25 frames a second, a key frame every 10 s."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (240, 320, 3)).astype(np.uint8)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"g": "250", "preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+        for k in range(round(minutes * 60 * 25)):
+            image[k % 240] = k % 256
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        out.mux(stream.encode())
+    return path
+
+
+def clip_seconds(path: Path, seek: bool) -> float:
+    """CPU seconds to read 32 frames."""
+    plan = video.seek_plan
+    if not seek:
+        video.seek_plan = lambda *args: None  # type: ignore[assignment]
+    begin_s = time.process_time()
+    try:
+        video.read_frames(path, 32, np.asarray)
+    finally:
+        video.seek_plan = plan
+    return time.process_time() - begin_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=1000, help="most samples of a pass")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of the long clip")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    args = parser.parse_args()
+    numbers: dict[str, float] = {"workers": args.workers, "passes": args.passes}
+    with tempfile.TemporaryDirectory() as made:
+        config = DataConfig(path=str(SHARED / "dataset.json"), max_tokens=20_000, max_frames=16)
+        spec = MediaSpec(384, 729, "anyres", 4, MelSpec())
+        source = make_source(config, spec, index_dir=made)
+        makers = {
+            "threads": lambda: ThreadDecoder(source, args.workers),
+            "processes": lambda: ProcessDecoder(source, args.workers, 600.0, MEMORY_BYTES),
+        }
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in makers}
+        for _ in range(args.passes):
+            for kind, make in makers.items():
+                rows[kind].append(one_pass(source, make(), args.samples))
+        for kind, passes in rows.items():
+            for name in passes[0]:
+                numbers[f"{kind}_{name}"] = statistics.median(p[name] for p in passes)
+        clip = write_clip(Path(made) / "long.mp4", args.minutes)
+        numbers["clip_from_start_cpu_s"] = clip_seconds(clip, seek=False)
+        numbers["clip_seeking_cpu_s"] = clip_seconds(clip, seek=True)
+    table = Table("", "value")
+    for name, value in numbers.items():
+        table.add_row(name, f"{value:,.2f}" if name.endswith("_s") else f"{value:,.0f}")
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How large other people's files may be, and what becomes of everything else: a ValueError.
+
+A header is a claim. Sizes, rates, counts and durations are compared with these bounds before
+anything is allocated by them; what a format's own library lets out on a broken file is turned into
+one line that names the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MiB = 1 << 20
+
+# pictures and frames
+MAX_PIXELS = 80_000_000  # of a picture or a frame; below Pillow's own warning
+MAX_SQUARE = 20_000  # side of the square that a picture is padded to
+# clips and sounds
+MAX_DURATION_S = 7 * 24 * 3600
+MAX_CLIP_FRAMES = 1 << 30
+MIN_RATE_HZ, MAX_RATE_HZ = 1000, 768_000
+MAX_RESAMPLING = 50_000  # numerator and denominator of the ratio of two rates
+MAX_CHANNELS = 64
+# records
+MAX_RECORD_BYTES = 64 * MiB  # of one record's JSON, or a caption
+MAX_LIST_BYTES = 8192 * MiB  # of a .json list, which is read as a whole
+MAX_MEDIA = 1000  # of one record
+MAX_TURNS = 1000  # a chat template is rendered once for each
+MAX_ID = 200  # characters of a record's id
+# files beside the records
+MAX_YAML_BYTES, MAX_YAML_EVENTS, MAX_YAML_DEPTH = 4 * MiB, 200_000, 32
+MAX_SHARDS = 1_000_000
+MAX_TAR_HEADER = MiB  # bytes of one header of a tar: long names, extended attributes
+MAX_MEMBERS = 2_000_000  # of one shard
+MAX_SHOWN = 200_000_000  # samples of a mixture's epoch
+MAX_TOKENIZER_BYTES = 256 * MiB  # of a file of a tokenizer
+
+
+@contextmanager
+def named(failure: str, remedy: str = "") -> Iterator[None]:
+    """Turn whatever goes wrong inside into a ValueError of one line, "FAILURE (REASON)REMEDY"."""
+    try:
+        yield
+    except BaseException as e:
+        # A panic of a Rust library is no Exception; what ends the program is not caught.
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{failure} ({one_line(e)}){remedy}") from e
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, with its type where that tells more than its words."""
+    text = " ".join(str(error).split())[:500]
+    return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
+
+
+def read_bounded(file: Path, limit: int) -> bytes:
+    """All bytes of a file; ValueError, naming it, when it cannot be read or has more of them."""
+    with named(f"{file}: cannot be read"), file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size  # `read(limit)` would allocate the limit
+        data = opened.read(size) if size <= limit else b""
+    if size > limit:
+        raise ValueError(f"{file}: larger than {limit:,} bytes, the most that is read")
+    return data
+
+
+def parse_json(data: bytes, kind: Any = Any) -> Any:
+    """What JSON holds. ValueError when it is not JSON, not of `kind`, or nested too deeply."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ValueError(f"not JSON ({e})") from None

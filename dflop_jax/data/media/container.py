@@ -1,0 +1,47 @@
+"""Clips and sounds opened: files that contain all of themselves, and no others.
+
+FFmpeg also reads playlists, session descriptions and scripts that name other files or addresses.
+The list of formats leaves those out, the list of protocols is empty, and bytes come from a file
+that is already open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import av
+from av.container import InputContainer
+
+from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, named
+from dflop_jax.data.datasets.blob import Blob, open_media
+
+FORMATS = (
+    "aac", "aiff", "amr", "asf", "au", "avi", "caf", "flac", "flv", "matroska", "mov", "mp3",
+    "mpeg", "mpegts", "ogg", "w64", "wav", "webm",
+)  # fmt: skip
+OPTIONS = {
+    "format_whitelist": ",".join(FORMATS),
+    "protocol_whitelist": "none",
+    "max_streams": "100",
+    "max_pixels": str(MAX_PIXELS),
+}
+
+
+@contextmanager
+def opened(source: Path | Blob, what: str) -> Iterator[InputContainer]:
+    """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
+    with (
+        named(f"{source}: not a readable {what}"),
+        open_media(source) as file,
+        av.open(file, "r", options=OPTIONS, metadata_errors="replace") as container,
+    ):
+        yield container
+
+
+def checked_duration(duration_s: float) -> float:
+    """The duration; ValueError when nobody could have recorded it."""
+    if not 0 <= duration_s <= MAX_DURATION_S:
+        raise ValueError(f"it claims to last {duration_s:.4g} s")
+    return duration_s

@@ -1,0 +1,120 @@
+"""Frames of a long clip by seeking, where that surely gives the frames that decoding all would.
+
+The packets are listed first, undecoded: their times say which frame is on show at a moment, and
+which can be decoded by themselves. Only codecs are taken whose such frames nothing after them looks
+behind. Where anything is in doubt, the clip is decoded from its start instead (see `video`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from av.container import InputContainer
+from av.packet import Packet
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+CLOSED = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
+H264_IDR = 5  # a NAL unit's type: nothing after it refers to what was before
+LEAST_GAIN = 1.5  # seeking is worth it when decoding all takes so many times as many frames
+
+
+@dataclass(frozen=True)
+class Run:
+    """Frames to decode without a seek between them: times (pts) of the one to begin with and of
+    those wanted, ascending."""
+
+    key: int
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SeekPlan:
+    """Which frame, by pts, is on show at every moment, and how to come by them."""
+
+    shown: tuple[int, ...]
+    runs: tuple[Run, ...]
+    keys: frozenset[int]
+
+
+def seek_plan(
+    container: InputContainer, stream: VideoStream, moments: Sequence[float], last_s: float
+) -> SeekPlan | None:
+    """Return how to see the clip at ascending moments (seconds); None: decode it from its start.
+
+    Args:
+      last_s: seconds that the last frame stays on show.
+    """
+    if stream.codec_context.name not in CLOSED or stream.time_base is None:
+        return None
+    order: dict[int, int] = {}  # pts -> place in the order of decoding
+    keys: list[int] = []
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue  # the end
+        if packet.pts is None or packet.pts in order or packet.is_corrupt or packet.is_discard:
+            return None
+        if packet.is_keyframe and _closed(stream, packet):
+            keys.append(packet.pts)
+        order[packet.pts] = len(order)
+    times = sorted(order)
+    keys.sort()
+    if not times or not keys or keys[0] != times[0]:
+        return None
+    tick_num, tick_den = stream.time_base.numerator, stream.time_base.denominator
+    seconds = [float(t) * float(tick_num) / float(tick_den) for t in times]  # as PyAV's frame.time
+    if moments[-1] > seconds[-1] + last_s:
+        return None
+    shown = tuple(times[max(0, bisect_right(seconds, m) - 1)] for m in moments)
+    runs: list[Run] = []
+    for pts in dict.fromkeys(shown):
+        key = keys[bisect_right(keys, pts) - 1]
+        if runs and order[key] <= order[runs[-1].wanted[-1]] + 1:
+            runs[-1] = Run(runs[-1].key, (*runs[-1].wanted, pts))
+        else:
+            runs.append(Run(key, (pts,)))
+    decoded = sum(1 + max(order[t] for t in r.wanted) - order[r.key] for r in runs)
+    if LEAST_GAIN * decoded > 1 + order[shown[-1]]:
+        return None
+    return SeekPlan(shown, tuple(runs), frozenset(keys))
+
+
+def sought(
+    container: InputContainer, stream: VideoStream, plan: SeekPlan
+) -> Iterator[tuple[VideoFrame, int]]:
+    """Yield the frames of a plan, each with how many of the moments show it; LookupError where the
+    clip is not as its packets said."""
+    for run in plan.runs:
+        container.seek(run.key, stream=stream)
+        left = list(run.wanted)
+        first = True
+        for frame in container.decode(stream):
+            if first and not (frame.key_frame and frame.pts in plan.keys and frame.pts <= run.key):
+                raise LookupError(f"a seek to {run.key} led to {frame.pts}")
+            first = False
+            if frame.pts == left[0]:
+                yield frame, plan.shown.count(left.pop(0))
+            elif frame.pts is None or frame.pts > left[0]:
+                raise LookupError(f"no frame at {left[0]}")
+            if not left:
+                break
+        if left:
+            raise LookupError(f"no frame at {left[0]}")
+
+
+def _closed(stream: VideoStream, packet: Packet) -> bool:
+    """Whether nothing after a key frame looks behind it."""
+    if stream.codec_context.name != "h264":
+        return True
+    data, head = bytes(packet), stream.codec_context.extradata or b""
+    if head[:1] != b"\x01":  # start codes between the units
+        units = (part[:1] for part in data.split(b"\x00\x00\x01")[1:])
+        return any(u and u[0] & 31 == H264_IDR for u in units)
+    width, at = (head[4] & 3) + 1, 0
+    while at + width < len(data):
+        if data[at + width] & 31 == H264_IDR:
+            return True
+        at += width + int.from_bytes(data[at : at + width], "big")
+    return False

@@ -1,0 +1,151 @@
+"""The process that opens a source once and forks decoders of it; it never imports JAX.
+
+A decoder shares the source's memory with it and starts in milliseconds, so that one may be killed
+at any time: past its deadline, or by what it decodes. It has one thread and no locks to inherit.
+Started by `processes.Nursery`. It ends, and its decoders with it, when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from dflop_jax.data.decoder import BadSample, sample_of
+from dflop_jax.data.pool.messages import Answer, Order, Reply, Segment, Setup
+from dflop_jax.data.sample import Source
+
+PDEATHSIG = 1  # of prctl(2)
+GROWN = 4  # a decoder retires when it has kept this part of its limit
+MAX_WARNINGS = 20
+
+
+def main() -> None:
+    # A cluster signals all processes of a job; this one ends when its parent does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[2]))
+    lines = control.makefile("rb")
+    setup = msgspec.json.decode(lines.readline(), type=Setup)
+    logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so
+    try:
+        module, _, function = setup.opens.partition(":")
+        source = getattr(importlib.import_module(module), function)(setup.arguments)
+    except Exception:
+        _send(control, Answer(error=traceback.format_exc()))
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.collect()
+    gc.freeze()  # or the first collection of a decoder would copy all of it
+    _send(control, Answer())
+    decoders: set[int] = set()
+    try:
+        # a socket comes with the order, so the order is not read by `lines`
+        while True:
+            data, files, _, _ = socket.recv_fds(control, 4096, 1)
+            if not data:
+                return
+            order = msgspec.json.decode(data, type=Order)
+            if order.end:
+                known = order.end in decoders  # else one of a process like this that has died
+                decoders.discard(order.end)
+                _send(control, Answer(ended=_ended(order.end) if known else "with its parent"))
+                continue
+            channel = socket.socket(fileno=files[0])
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    control.close()
+                    _serve(source, channel, setup.memory_bytes)
+                    status = 0
+                finally:
+                    os._exit(status)  # nothing of the parent's is to run
+            channel.close()
+            decoders.add(pid)
+            _send(control, Answer(pid=pid))
+    finally:
+        for pid in decoders:
+            _ended(pid)
+
+
+def _ended(pid: int) -> str:
+    """End a decoder and say how it ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # no effect on one that has ended but was not waited for
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    return f"exit {os.WEXITSTATUS(status)}"
+
+
+def _serve(source: Source, channel: socket.socket, memory_bytes: int) -> None:
+    """Decode what is asked for, until the parent closes the channel."""
+    with suppress(AttributeError, OSError):  # Linux alone
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+    start_bytes = _data_bytes()
+    if start_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + memory_bytes,) * 2)
+    warnings = _Collected()
+    logging.getLogger("dflop_jax").addHandler(warnings)
+    segment = Segment()
+    for line in channel.makefile("rb"):
+        reply = _decoded(source, int(line), segment)
+        grown = _data_bytes() - start_bytes > memory_bytes / GROWN
+        said, is_new = warnings.taken(), segment.is_new
+        reply = replace(reply, warnings=said, new_segment=is_new, retires=grown)
+        _send(channel, reply, segment.file if is_new else -1)
+        segment.is_new = False
+        if grown:
+            return
+
+
+def _decoded(source: Source, index: int, segment: Segment) -> Reply:
+    try:
+        decoded = sample_of(source, index)
+        if isinstance(decoded, BadSample):
+            return Reply(reason=decoded.reason)
+        return Reply(segment.write(decoded), decoded.load)
+    except Exception:
+        return Reply(fault=traceback.format_exc())
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process; 0 where nothing says."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        return pages * resource.getpagesize()
+    return 0
+
+
+class _Collected(logging.Handler):
+    """Keeps what is logged for the parent to log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages = [*self._messages, record.getMessage()][:MAX_WARNINGS]
+
+    def taken(self) -> tuple[str, ...]:
+        messages, self._messages = tuple(self._messages), []
+        return messages
+
+
+def _send(channel: socket.socket, message: Answer | Reply, file: int = -1) -> None:
+    data = msgspec.json.encode(message) + b"\n"
+    sent = socket.send_fds(channel, [data], [file] if file >= 0 else [])
+    channel.sendall(data[sent:])

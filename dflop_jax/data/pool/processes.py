@@ -1,0 +1,233 @@
+"""Decoding in processes that can be killed: a deadline and a memory limit for every sample.
+
+A sample that its process does not survive is a bad one. Deaths are looked at twice, each time in a
+fresh process, since others may kill a process too.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from dflop_jax.data.decoder import BadSample, Decoded, Decoder, ThreadDecoder, checked
+from dflop_jax.data.pool.messages import MAX_LINE, Answer, Order, Reply, Setup, mapped, received
+from dflop_jax.data.sample import Source
+
+ROOT = str(Path(__file__).resolve().parents[3])
+START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
+# One thread each: there are as many processes as the user wants, and threads do not survive a fork.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+               "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+TRIES = 2  # of a sample whose process dies
+logger = logging.getLogger("dflop_jax.data")
+
+
+def make_decoder(source: Source, workers: int, timeout_s: float, memory_bytes: int) -> Decoder:
+    """Return what decodes a source: processes where it says how others open it (`sample.OpenedBy`),
+    else threads, as of drawn scenes."""
+    if getattr(source, "opened_by", None) is None or not hasattr(os, "fork"):
+        return ThreadDecoder(source, workers)
+    return ProcessDecoder(source, workers, timeout_s, memory_bytes)
+
+
+class ProcessDecoder:
+    """Decodes in `workers` processes, each led by a thread; see `decoder.Decoder`.
+
+    Args:
+      source: its `opened_by` says how another process opens it (see `sample.OpenedBy`).
+      timeout_s: seconds that a sample may take.
+      memory_bytes: what decoding a sample may allocate, beyond what the source takes.
+    """
+
+    def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
+        how = source.opened_by  # type: ignore[attr-defined]
+        self._source, self._timeout_s = source, timeout_s
+        self._nursery = Nursery(Setup(how.function, dict(how.arguments), memory_bytes))
+        self._memory_bytes = memory_bytes
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
+
+    def submit(self, index: int) -> Future[Decoded]:
+        return self._pool.submit(self._decode, index)
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        self._nursery.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._nursery.close()
+
+    def _decode(self, index: int) -> Decoded:
+        for left in reversed(range(TRIES)):
+            process: Process | None = getattr(self._own, "process", None)
+            if process is None:
+                process = self._own.process = self._nursery.started()
+            try:
+                reply = process.ask(index, self._timeout_s)
+                sample: Decoded = BadSample(reply.reason)
+                if not (reply.reason or reply.fault):
+                    sample = received(reply, process.segment)
+            except (OSError, ValueError, msgspec.DecodeError) as e:
+                # it hangs, has died, or says what no decoder says
+                self._own.process = None
+                ended = self._nursery.ended(process)
+                if (isinstance(e, TimeoutError) or not left) and not self._nursery.closed:
+                    return BadSample(f"{self._source.label(index)}: {self._why(e, ended)}")
+                continue
+            if reply.retires:
+                self._own.process = None
+                self._nursery.ended(process)
+            if reply.fault:
+                raise RuntimeError(f"{self._source.label(index)}: {reply.fault}")
+            for warning in reply.warnings:
+                logger.warning("%s", warning)
+            return checked(self._source, index, sample)
+        raise RuntimeError("the decoder is closed")
+
+    def _why(self, error: Exception, ended: str) -> str:
+        if isinstance(error, TimeoutError):
+            return f"not decoded within data.sample_timeout_s={self._timeout_s:g}"
+        return (
+            f"decoding it ended the process ({ended}), within "
+            f"data.sample_memory_bytes={self._memory_bytes:g}"
+        )
+
+
+class Process:
+    """A decoder: where to reach it, and the segment that it writes into."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self._channel = pid, channel
+        self.segment: mmap.mmap | None = None
+
+    def ask(self, index: int, timeout_s: float) -> Reply:
+        """Have a sample decoded. TimeoutError, or OSError where the process ends meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
+        self._channel.settimeout(timeout_s)
+        self._channel.sendall(b"%d\n" % index)
+        data, files = b"", list[int]()
+        try:
+            while not data.endswith(b"\n"):
+                self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
+                part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+                files += came
+                data += part
+                if not part or len(data) > MAX_LINE:
+                    raise ConnectionError("the decoder has ended")
+            reply = msgspec.json.decode(data, type=Reply)
+            if reply.new_segment and files:
+                self.segment = mapped(files.pop())
+            return reply
+        finally:
+            for file in files:
+                os.close(file)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Nursery:
+    """The process that forks decoders (see `nursery_main`), begun anew when it dies."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._lock = threading.Lock()
+        self.closed = False
+        self._processes: set[Process] = set()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def started(self) -> Process:
+        """Return a fresh decoder. RuntimeError: the source cannot be opened, or it was closed."""
+        with self._lock:
+            for _ in range(TRIES):
+                self._begin()
+                ours, theirs = socket.socketpair()
+                with theirs, suppress(OSError, msgspec.DecodeError):
+                    process = Process(self._asked(Order(), theirs).pid, ours)
+                    self._processes.add(process)
+                    return process
+                ours.close()
+                self._end()
+        raise RuntimeError("the process that starts decoders dies; see its messages above")
+
+    def ended(self, process: Process) -> str:
+        """End a decoder; how it ended, or already had."""
+        process.close()
+        self._processes.discard(process)
+        with self._lock, suppress(OSError, msgspec.DecodeError):
+            if self._child is not None:
+                return self._asked(Order(process.pid)).ended
+        return "with its parent"
+
+    def kill(self) -> None:
+        """End it and all its decoders, at once; who waits for them sees them die."""
+        self.closed = True
+        if (child := self._child) is not None:
+            child.kill()  # its decoders die with it
+
+    def close(self) -> None:
+        """Forget it, when nobody uses it any more."""
+        self.kill()
+        with self._lock:
+            self._end()
+        for process in self._processes:
+            process.close()
+
+    def _begin(self) -> None:
+        if self.closed:
+            raise RuntimeError("the decoder is closed")
+        if self._child is not None:
+            return
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-c", START.format("dflop_jax.data.pool.nursery_main"), ROOT,
+                   str(theirs.fileno())]  # fmt: skip
+        with theirs:
+            self._child = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+            )  # fmt: skip
+        try:
+            self._control.sendall(msgspec.json.encode(asdict(self._setup)) + b"\n")
+            answer = self._answer()
+        except (OSError, msgspec.DecodeError):
+            self._end()
+            raise RuntimeError("the process that starts decoders has died") from None
+        if answer.error:
+            self._end()
+            raise RuntimeError(f"a decoding process cannot open the data: {answer.error}")
+
+    def _asked(self, order: Order, file: socket.socket | None = None) -> Answer:
+        assert self._control is not None
+        data = msgspec.json.encode(order) + b"\n"
+        socket.send_fds(self._control, [data], [file.fileno()] if file else [])
+        return self._answer()
+
+    def _answer(self) -> Answer:
+        assert self._control is not None
+        data = b""
+        while not data.endswith(b"\n"):
+            part = self._control.recv(1 << 16)
+            if not part:
+                raise ConnectionError("it has ended")
+            data += part
+        return msgspec.json.decode(data, type=Answer)
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._control = self._child = None

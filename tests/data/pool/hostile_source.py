@@ -1,0 +1,73 @@
+"""A source whose samples hurt who decodes them: opened by name in the decoding processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.data.sample import OpenedBy, Places, Sample
+from dflop_jax.records import Load
+
+
+class Hostile:
+    """Sample i holds numbers i; those of `harm` (by index, as text: JSON) do what it says."""
+
+    name = "hostile"
+
+    def __init__(self, n: int, harm: Mapping[str, str], size: int = 3) -> None:
+        self._n, self._harm, self._size = n, harm, size
+        self.opened_by = OpenedBy(f"{__name__}:open_hostile", {"n": n, "harm": harm, "size": size})
+
+    def __len__(self) -> int:
+        return self._n
+
+    def label(self, index: int) -> str:
+        return f"number {index}"
+
+    def load(self, index: int) -> Load:
+        return Load({"a": (self._size,), "b": (2,)})
+
+    def sample(self, index: int) -> Sample:
+        harm, _, argument = self._harm.get(str(index), "").partition(":")
+        if harm == "hang":
+            time.sleep(1000)
+        elif harm == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif harm == "die once" and not os.path.exists(argument):
+            open(argument, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif harm == "eat":
+            try:
+                np.ones(int(argument), np.uint8)
+            except MemoryError as e:
+                raise ValueError(f"number {index} eats memory") from e
+        elif harm == "keep":
+            self.kept = np.ones(int(argument), np.uint8)
+        elif harm == "bad":
+            raise ValueError(f"number {index} is bad")
+        elif harm == "lie":
+            return Sample({}, {}, Load({"a": (9,)}))
+        elif harm == "bug":
+            raise ZeroDivisionError("a bug")
+        elif harm == "warn":
+            logging.getLogger("dflop_jax.data").warning("number %d is odd", index)
+        elif harm == "modules":
+            assert "jax" not in sys.modules
+            index = os.getpid()
+        a = np.full((self._size, 2), index, np.float32)
+        fields = {"a": {"x": a, "flag": np.array([index % 2 == 0])}, "b": {"y": np.arange(2)}}
+        weight = np.full((2, 2), 0.5, np.float32)
+        places = {("a", "b"): Places(np.full((2, 2), index, np.int32), weight),
+                  ("b", "a"): Places(np.zeros((self._size, 1), np.int32))}  # fmt: skip
+        return Sample(fields, places, self.load(index))
+
+
+def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
+    return Hostile(**arguments)

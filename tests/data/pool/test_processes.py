@@ -1,0 +1,182 @@
+"""Samples that hang, kill or fill their decoder are named, and nothing else notices."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import signal
+import time
+from contextlib import closing, suppress
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import BadSample, Loader, MediaSpec, make_source
+from dflop_jax.data.decoder import ThreadDecoder, decode
+from dflop_jax.data.pool.messages import ArrayAt, Reply, Segment, mapped, received
+from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
+from dflop_jax.data.sample import OpenedBy
+from tests.data.media_cases import made_dataset
+from tests.data.pool.hostile_source import Hostile
+
+LONG_S = 300.0  # longer than anything takes on a busy machine
+MEMORY = 256 << 20
+
+
+def opened(source, workers=1, timeout_s=LONG_S, memory_bytes=MEMORY):
+    return closing(ProcessDecoder(source, workers, timeout_s, memory_bytes))
+
+
+def same(a, b):
+    """Whether two samples hold the same bytes under the same names."""
+    assert a.load == b.load
+    assert {m: set(f) for m, f in a.fields.items()} == {m: set(f) for m, f in b.fields.items()}
+    assert a.places.keys() == b.places.keys()
+    pairs = [(a.fields[m][n], b.fields[m][n]) for m in a.fields for n in a.fields[m]]
+    for pair in a.places:
+        pairs.append((a.places[pair].index, b.places[pair].index))
+        assert (a.places[pair].weight is None) == (b.places[pair].weight is None)
+        if a.places[pair].weight is not None:
+            pairs.append((a.places[pair].weight, b.places[pair].weight))
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+def gone(pid):
+    """Whether a process has ended, or soon does."""
+    for _ in range(600):
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            time.sleep(0.1)
+            continue
+        return True
+    return False
+
+
+def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
+    harm = {"1": "die", "3": f"eat:{4 * MEMORY}", "5": "bad", "6": "lie", "7": "warn",
+            "8": f"die once:{tmp_path}/died", "9": f"keep:{MEMORY // 2}",
+            "10": f"eat:{MEMORY // 2}", "11": "modules"}  # fmt: skip
+    source = Hostile(13, harm)
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"), opened(source, 2) as decoder:
+        begun = [decoder.submit(i) for i in range(13)]
+        decoded = [f.result() for f in begun]
+    reasons = {i: d.reason for i, d in enumerate(decoded) if isinstance(d, BadSample)}
+    assert reasons.keys() == {1, 3, 5, 6}
+    assert "number 1: decoding it ended the process (signal 11)" in reasons[1]
+    assert reasons[3] == "number 3 eats memory"
+    assert reasons[5] == "number 5 is bad"
+    assert "its header promised" in reasons[6]
+    assert (tmp_path / "died").exists()
+    good = set(range(13)) - reasons.keys() - {11}
+    assert all(same(decoded[i], source.sample(i)) for i in good - {8, 9, 10})
+    assert decoded[11].fields["a"]["x"][0, 0] != os.getpid()
+    assert [r.getMessage() for r in caplog.records][:1] == ["number 7 is odd"]
+    with pytest.raises(RuntimeError, match="closed"):
+        decoder._nursery.started()
+
+
+def test_a_hang_ends_at_its_deadline():
+    with opened(Hostile(3, {"1": "hang"}), timeout_s=20) as decoder:
+        assert decoder.submit(0).result().load
+        pid = decoder._pool.submit(lambda: decoder._own.process.pid).result()
+        assert decoder.submit(1).result() == BadSample(
+            "number 1: not decoded within data.sample_timeout_s=20"
+        )
+        assert decoder.submit(2).result().load
+        assert gone(pid)
+
+
+def test_closing_ends_a_hanging_process():
+    decoder = ProcessDecoder(Hostile(3, {"1": "hang"}), 1, LONG_S, MEMORY)
+    assert decoder.submit(0).result().load
+    pid = decoder._pool.submit(lambda: decoder._own.process.pid).result()
+    hanging = decoder.submit(1)
+    time.sleep(0.5)
+    decoder.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        hanging.result()
+    assert gone(pid)
+
+
+def test_the_forking_process_may_die():
+    with opened(Hostile(3, {})) as decoder:
+        assert decoder.submit(0).result().load
+        decoder._nursery._child.send_signal(signal.SIGKILL)
+        decoder._nursery._child.wait()
+        assert decoder.submit(1).result().load
+
+
+def test_errors_of_the_program_reach_the_consumer():
+    with opened(Hostile(2, {"1": "bug"})) as decoder:
+        with pytest.raises(RuntimeError, match=r"number 1: (?s:.*)ZeroDivisionError: a bug"):
+            decoder.submit(1).result()
+        assert decoder.submit(0).result().load
+    nowhere = Hostile(2, {})
+    nowhere.opened_by = OpenedBy("tests.data.pool.hostile_source:none", {})
+    with opened(nowhere) as decoder, pytest.raises(RuntimeError, match="cannot open the data"):
+        decoder.submit(0).result()
+
+
+def test_batches_equal_those_of_a_run_that_knew(caplog):
+    harm = {"2": "die", "7": "bad", "11": "lie"}
+    processes = partial(make_decoder, timeout_s=LONG_S, memory_bytes=MEMORY)
+
+    def numbers(source, decoder, first=0):
+        loader = Loader(source, global_batch=5, decoder=decoder, max_bad_fraction=1)
+        with closing(
+            loader.batches(range(first, 9), lambda _, s: [x.fields["a"]["x"] for x in s.values()])
+        ) as batches:
+            return [np.stack(b).tolist() for b in batches], loader.bad
+
+    known = numbers(Hostile(20, dict.fromkeys(harm, "bad")), ThreadDecoder)
+    assert numbers(Hostile(20, harm), processes) == known
+    assert numbers(Hostile(20, harm), processes, 4)[0] == known[0][4:]
+
+
+def test_a_dataset_of_every_kind_decodes_to_the_same_bytes(tmp_path):
+    file = made_dataset(tmp_path / "d")
+    config = DataConfig(path=str(file), max_tokens=4096)
+    source = make_source(config, MediaSpec(32, 4), index_dir=tmp_path, vocab_size=512)
+    decoder = make_decoder(source, 2, LONG_S, 1 << 30)
+    assert isinstance(decoder, ProcessDecoder)
+    with closing(decoder):
+        for index, decoded in [(i, decoder.submit(i)) for i in range(len(source))]:
+            sample = decoded.result()
+            assert same(sample, decode(source, index))
+            assert not any(a.flags.writeable for f in sample.fields.values() for a in f.values()
+                           if a.size)  # fmt: skip
+    assert isinstance(make_decoder(make_source(DataConfig(), MediaSpec(32, 4)), 1, 1, 1),
+                      ThreadDecoder)  # fmt: skip
+
+
+def test_segments_are_filled_and_dropped(monkeypatch):
+    monkeypatch.setattr("dflop_jax.data.pool.messages.SEGMENT_BYTES", 1300)
+    source, segment, memory, samples = Hostile(9, {}, size=20), Segment(), None, []
+    for i, new in zip(range(5), itertools.cycle([True, False]), strict=False):
+        sample = source.sample(i)
+        reply = Reply(segment.write(sample), sample.load)
+        assert segment.is_new == new
+        memory = mapped(os.dup(segment.file)) if segment.is_new else memory
+        samples.append(received(reply, memory))
+    gc.collect()
+    assert all(same(s, source.sample(i)) for i, s in enumerate(samples))
+    large = Hostile(1, {}, size=500).sample(0)
+    assert segment.write(large)
+    assert segment.is_new
+
+
+@pytest.mark.parametrize(
+    "array",
+    [ArrayAt(("field", "a", "x"), "<f4", (10**9,), 0), ArrayAt(("field", "a", "x"), "|O", (1,), 0),
+     ArrayAt(("field", "a", "x"), "<f4", (-1,), 0), ArrayAt(("field", "a", "x"), "<f4", (1,), -8),
+     ArrayAt(("field", "a", "x"), "<f4", (1,), 10**9)],
+)  # fmt: skip
+def test_a_reply_is_not_believed(array):
+    segment, sample = Segment(), Hostile(1, {}).sample(0)
+    segment.write(sample)
+    with pytest.raises(ValueError, match=r"array|buffer|offset"):
+        received(Reply((array,), sample.load), mapped(os.dup(segment.file)))

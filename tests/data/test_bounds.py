@@ -1,0 +1,218 @@
+"""Files that claim to be huge, or open others: one line each, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import tarfile
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+
+from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, named, parse_json, read_bounded
+from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.mixture import load_mixture
+from dflop_jax.data.datasets.readers import find_shards, open_reader
+from dflop_jax.data.datasets.shape_index import load_index, save_index
+from dflop_jax.data.media.audio import count_samples, read_sound
+from dflop_jax.data.media.tiling import picture_size
+from dflop_jax.data.media.video import count_frames, read_frames
+from dflop_jax.data.text.tokenizer_files import read_json
+
+
+@pytest.fixture
+def listener():
+    """(port, requests): whoever connects leaves a request."""
+    requests = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            while True:
+                try:
+                    with server.accept()[0]:
+                        requests.append(True)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1], requests
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+PLAYLISTS = {
+    "m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nhttp://127.0.0.1:{}/a.ts\n",
+    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video {} RTP/AVP 96\n",
+    "ffconcat": "ffconcat version 1.0\nfile http://127.0.0.1:{}/a.mp4\n",
+}
+
+
+@pytest.mark.parametrize("kind", PLAYLISTS)
+def test_a_playlist_fetches_nothing(tmp_path, listener, kind):
+    port, requests = listener
+    for suffix in (kind, "mp4"):
+        path = tmp_path / f"a.{suffix}"
+        path.write_text(PLAYLISTS[kind].format(port))
+        for read in (lambda p: count_frames(p, 4), lambda p: read_frames(p, 1, np.asarray),
+                     lambda p: count_samples(p, 16000)):  # fmt: skip
+            with pytest.raises(ValueError, match=f"a.{suffix}: not a readable") as caught:
+                read(path)
+            assert "\n" not in str(caught.value)
+    assert not requests
+
+
+def write_wav(path, rate_hz, channels=1, n=4000):
+    """A sound whose header claims what it is told to."""
+    data = np.zeros(n, "<i2").tobytes()
+    head = struct.pack("<IHHIIHH", 16, 1, channels, rate_hz, 2 * rate_hz % 2**32, 2 * channels, 16)
+    body = b"WAVEfmt " + head + b"data" + struct.pack("<I", len(data)) + data
+    path.write_bytes(b"RIFF" + struct.pack("<I", len(body)) + body)
+    return path
+
+
+@pytest.mark.parametrize("rate_hz", [0, 1, 999, 50_001, 191_999, MAX_RATE_HZ + 1, 2**31 - 1])
+def test_no_filter_of_the_file_s_choice(tmp_path, rate_hz):
+    path = write_wav(tmp_path / "a.wav", rate_hz)
+    for read in (lambda: count_samples(path, 16000), lambda: read_sound(path, 10, 16000)):
+        with pytest.raises(ValueError, match=r"a\.wav: not a readable sound"):
+            read()
+
+
+def test_slow_rates_decode_no_more_than_is_asked_for(tmp_path):
+    path = write_wav(tmp_path / "a.wav", 1000, n=900_000)
+    assert count_samples(path, 16000) == 14_400_000
+    assert len(read_sound(path, 16_000, 16000)) == 16_000
+
+
+def nested(n):
+    return b"[" * n + b"]" * n
+
+
+def test_deep_json_and_large_files(tmp_path):
+    with pytest.raises(ValueError, match="not JSON"):
+        parse_json(nested(100_000))
+    (tmp_path / "a.jsonl").write_bytes(nested(100_000) + b"\n" + b'{"id": ' + nested(9) + b"}")
+    reader = open_reader(tmp_path / "a.jsonl")
+    first, second = reader.locate()
+    for place, why in [(first, "not JSON"), (second, r"a\.jsonl:2: no conversations")]:
+        with pytest.raises(ValueError, match=why):
+            reader.read(place)
+    (tmp_path / "a.json").write_bytes(nested(100_000))
+    for read in (lambda p: list(open_reader(p).locate()), read_json):
+        with pytest.raises(ValueError, match=r"a\.json: not (JSON|a JSON object)"):
+            read(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="larger than 10 bytes"):
+        read_bounded(tmp_path / "a.json", 10)
+    with pytest.raises(ValueError, match="more than"):
+        Blob(tmp_path / "a.json", 0, MAX_RECORD_BYTES + 1, "a").read()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [x, x]\nb: &b [*a, *a]\nparts: [*b, *b]", "[" * 1000, "- " * 200 + "a",
+     "parts: 2024-99-99", "parts: !!python/object:os.system {}", "\x00", "parts: [{path: [1]}]",
+     "parts: [{path: a, subset: 'first:" + "9" * 400 + "'}, 1]"],
+)  # fmt: skip
+def test_hostile_yaml_is_one_line(tmp_path, text):
+    (tmp_path / "m.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"m\.yaml: ") as caught:
+        load_mixture(tmp_path / "m.yaml")
+    assert len(str(caught.value)) < 1000
+
+
+def tar_header(name, size, kind=b"0"):
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    info.size = abs(size)
+    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    if size < 0:  # base 256
+        head[124:136] = (2**96 + size).to_bytes(12, "big")
+        head[148:156] = b" " * 8
+        head[148:156] = b"%06o\0 " % sum(head[:512])
+    return bytes(head)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [tar_header("a.json", 1 << 40), tar_header("a", 1 << 40, tarfile.GNUTYPE_LONGNAME),
+     tar_header("a", 1 << 40, tarfile.XHDTYPE), tar_header("a.json", -512),
+     tar_header("a", -1024, tarfile.XHDTYPE), tar_header("x", 1, tarfile.GNUTYPE_LONGNAME) * 3000,
+     b"".join(tar_header(f"a.{k}.png", 0) for k in range(1002))],
+    ids=["huge", "long name", "attributes", "negative", "negative attributes", "nested", "many"],
+)  # fmt: skip
+def test_hostile_tars_are_one_line(tmp_path, data):
+    (tmp_path / "a.tar").write_bytes(data + bytes(1024))
+    with pytest.raises(ValueError, match=r"a\.tar: broken tar|1000 members of sample"):
+        list(open_reader(tmp_path / "a.tar").locate())
+
+
+def test_a_path_that_is_too_long_is_one_line():
+    with pytest.raises(ValueError, match="aaa: file name too long") as caught:
+        open_reader("a" * 5000)
+    assert len(str(caught.value)) < 500
+
+
+def test_no_endless_list_of_shards():
+    for last in ("999999999999", "9" * 5000):
+        with pytest.raises(ValueError, match="shards"):
+            find_shards("a-{0.." + last + "}.tar")
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "compressed", "negative", "meta"])
+def test_a_hostile_index_is_named(tmp_path, what):
+    file = tmp_path / "index.npz"
+    save_index(file, {})
+    with zipfile.ZipFile(file) as old:
+        meta = json.loads(np.load(old.open("meta.npy")).tobytes())
+    meta["datasets"] = {"a": {"key": "", "listed": 1, "bad": [], "at": 0}}
+    if what == "meta":
+        meta = [[]]
+    array = np.zeros(1, np.int32 if what == "dtype" else np.int64) - (what == "negative")
+    kind = zipfile.ZIP_DEFLATED if what == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(file, "w", kind) as new:
+        with new.open("meta.npy", "w") as out:
+            np.lib.format.write_array(out, np.frombuffer(json.dumps(meta).encode(), np.uint8))
+        with new.open("0.number.npy", "w") as out:
+            if what == "shape":
+                head = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,), }"
+                out.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
+            else:
+                np.lib.format.write_array(out, array)
+    with pytest.raises(ValueError, match=r"index\.npz: damaged index .*; delete it"):
+        load_index(file)
+
+
+def test_any_error_of_a_library_is_one_line(tmp_path):
+    class PanicException(BaseException):  # as Rust libraries raise it
+        pass
+
+    for error in (MemoryError(), AttributeError("no\nrate"), PanicException("a")):
+        reason = f"a.png: bad .{type(error).__name__}"
+        with pytest.raises(ValueError, match=reason) as caught, named("a.png: bad"):
+            raise error
+        assert "\n" not in str(caught.value)
+    with pytest.raises(KeyboardInterrupt), named("a"):
+        raise KeyboardInterrupt
+    (tmp_path / "a.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(ValueError, match=r"a\.eps: not a readable picture"):
+        picture_size(tmp_path / "a.eps")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"conversations": [{"from": ["human"], "value": "a"}]}, {"conversations": [[]] * 2000},
+     {"image": ["a"] * 2000, "conversations": [{"from": "human", "value": "a"},
+                                               {"from": "gpt", "value": "b"}]},
+     {"id": [[1]], "conversations": 1}, {"id": "x" * 10_000}],
+    ids=["role", "turns", "media", "id", "long id"],
+)  # fmt: skip
+def test_hostile_records_are_one_line(tmp_path, record):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    reader = open_reader(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1") as caught:
+        reader.read(next(reader.locate()))
+    assert len(str(caught.value)) < 500

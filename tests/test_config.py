@@ -162,6 +162,7 @@ NOT_NEGATIVE = [
     "train.eval_every",
     "train.eval_samples",
     "plan.devices",
+    "plan.finalists",
     "plan.memory_bytes",
     "data.max_bad_fraction",
     "checkpoint.every",

@@ -97,8 +97,8 @@ def refused(capsys, *args):
         (["--model.attention_kernel", "cudnn"], "'cudnn' is not one of auto, xla, pallas"),
         (["--model.attention_kernel", "pallas"], "needs a GPU, jax has cpu; leave it at auto"),
         (
-            ["--model.attention_kernel", "xla", "--model.factory", "models.llava:known_dtype"],
-            "models.llava:known_dtype takes none; leave it at auto",
+            ["--model.attention_kernel", "xla", "--model.factory", "models.composed:known_dtype"],
+            "models.composed:known_dtype takes none; leave it at auto",
         ),
     ],
 )

@@ -21,18 +21,24 @@ class PlainSample:
     supervised: np.ndarray  # [n]
 
 
+def tile_of(model) -> tuple[int, int]:
+    """Pixels of a tile's side, and the tokens that a tile becomes."""
+    facts = model.preprocessing["vision"]
+    return facts["tile_px"], facts["tokens_per_tile"]
+
+
 def random_samples(model, n: int, seed: int, *, max_tiles: int = 3, text: int = 20):
     """Samples of 0..max_tiles tiles (the first is text only) with visual runs inside the text."""
     rng = np.random.default_rng(seed)
+    px, tokens_per_tile = tile_of(model)
     out = []
     for i in range(n):
         tiles = 0 if i == 0 else int(rng.integers(0, max_tiles + 1))
         # The text's length follows from the tiles, so that the oracle compiles few shapes.
         before, after = text // 4, text // 4 + 2 * tiles
-        run = np.arange(tiles * model.size.vision.tokens_per_tile)
+        run = np.arange(tiles * tokens_per_tile)
         visual = np.concatenate([np.full(before, -1), run, np.full(after, -1)]).astype(np.int32)
         supervised = np.arange(len(visual)) >= len(visual) - after
-        px = model.size.vision.tile_px
         out.append(
             PlainSample(
                 pixels=rng.integers(0, 256, (tiles, px, px, 3)).astype(np.uint8),
@@ -67,14 +73,16 @@ def row_fields(samples, length: int) -> dict[str, np.ndarray]:
 
 def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     """Naive packer of schedules that `random_schedule` makes: tiles in the order of the samples."""
+    px, tokens_per_tile = tile_of(model)
     first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
     tile_place = {}  # tile -> (group, row of its microbatch)
     out = []
     for g, group in enumerate(schedule.groups):
         if group.module == "vision":
             pixels = np.zeros(
-                (len(group.rows), plan.data_ranks("vision") * group.shape.rows,
-                 model.size.vision.tile_px, model.size.vision.tile_px, 3), np.uint8)  # fmt: skip
+                (len(group.rows), plan.data_ranks("vision") * group.shape.rows, px, px, 3),
+                np.uint8,
+            )
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
             for m, ranks in enumerate(group.rows):
                 for r, rank in enumerate(ranks):
@@ -96,9 +104,9 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
                 for i in row:
                     s = samples[i]
                     for t in np.flatnonzero(s.visual >= 0):
-                        tile, token = divmod(int(s.visual[t]), model.size.vision.tokens_per_tile)
+                        tile, token = divmod(int(s.visual[t]), tokens_per_tile)
                         v, place = tile_place[int(first_tile[i]) + tile]
-                        index[v][pos + t] = place * model.size.vision.tokens_per_tile + token
+                        index[v][pos + t] = place * tokens_per_tile + token
                     pos += len(s.tokens)
                 indices.append(index)
         shape = (len(group.rows), -1, group.shape.tokens)

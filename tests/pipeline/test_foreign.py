@@ -122,7 +122,7 @@ class NnxDecoder:
 @dataclass(frozen=True)
 class ForeignModel:
     modules = {"vision": LinenEncoder(), "llm": NnxDecoder()}
-    tile_px, tokens_per_tile, vocab_size = PX, 1, VOCAB
+    vocab_size = VOCAB
     edges = ({"source": "vision", "target": "llm", "name": "visual"},)
     piece_tokens = {"vision": 1}
     preprocessing = {"vision": {"tile_px": PX, "tokens_per_tile": 1}}

@@ -54,9 +54,9 @@ def one_pass(source: Source, decoder: Decoder, n: int) -> dict[str, float]:
 
 def _pids(decoder: Decoder) -> list[int]:
     """The processes of a decoder; threads have none."""
-    if not isinstance(decoder, ProcessDecoder) or (child := decoder._nursery._child) is None:
+    if not isinstance(decoder, ProcessDecoder) or (child := decoder._server._child) is None:
         return []
-    return [child.pid, *(process.pid for process in decoder._nursery._processes)]
+    return [child.pid, *(process.pid for process in decoder._server._processes)]
 
 
 def _cpu_s(pid: int) -> float:

@@ -30,21 +30,22 @@ class HeldOut:
     def __init__(
         self, config: Config, source: Source, ex: Executor, prices: Prices, packer: Packer
     ):
-        self._ex, self._peers, self._prices = ex, packer.peers, prices
-        self._loader = make_loader(config, source)
+        self._ex, self._peers = ex, packer.peers
         n = min(config.train.eval_samples, len(source))
         size = min(n, config.train.global_batch)
-        self._batches = [
-            self._pack(source, range(first, min(first + size, n)), packer)
-            for first in range(0, n, size)
-        ]
-
-    def _pack(self, source: Source, which: range, packer: Packer) -> ReadyBatch:
-        loads = [source.load(i) for i in which]
-        schedule = schedule_batch(loads, packer.plan, self._prices, self._ex.trainable)
-        own = packer.own(schedule, loads)
-        samples = dict(zip(own, self._loader.samples([which[k] for k in own]), strict=True))
-        return packer.pack(schedule, loads, samples, key=f"evaluation/{which.start}")
+        batches = []
+        for first in range(0, n, size):
+            which = range(first, min(first + size, n))
+            loads = [source.load(i) for i in which]
+            schedule = schedule_batch(loads, packer.plan, prices, ex.trainable)
+            batches.append((which, loads, schedule, packer.own(schedule, loads)))
+        wanted = [which[k] for which, _, _, own in batches for k in own]
+        decoded = iter(make_loader(config, source).samples(wanted))
+        self._batches: list[ReadyBatch] = []
+        for which, loads, schedule, own in batches:
+            samples = {k: next(decoded) for k in own}
+            key = f"evaluation/{which.start}"
+            self._batches.append(packer.pack(schedule, loads, samples, key=key))
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the current parameters."""

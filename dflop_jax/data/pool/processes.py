@@ -54,7 +54,7 @@ class ProcessDecoder:
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         how = source.opened_by  # type: ignore[attr-defined]
         self._source, self._timeout_s = source, timeout_s
-        self._nursery = Nursery(Setup(how.function, dict(how.arguments), memory_bytes))
+        self._server = ForkServer(Setup(how.function, dict(how.arguments), memory_bytes))
         self._memory_bytes = memory_bytes
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
@@ -64,15 +64,15 @@ class ProcessDecoder:
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._nursery.kill()
+        self._server.kill()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._nursery.close()
+        self._server.close()
 
     def _decode(self, index: int) -> Decoded:
         for left in reversed(range(TRIES)):
             process: Process | None = getattr(self._own, "process", None)
             if process is None:
-                process = self._own.process = self._nursery.started()
+                process = self._own.process = self._server.started()
             try:
                 reply = process.ask(index, self._timeout_s)
                 sample: Decoded = BadSample(reply.reason)
@@ -81,13 +81,13 @@ class ProcessDecoder:
             except (OSError, ValueError, msgspec.DecodeError) as e:
                 # it hangs, has died, or says what no decoder says
                 self._own.process = None
-                ended = self._nursery.ended(process)
-                if (isinstance(e, TimeoutError) or not left) and not self._nursery.closed:
+                ended = self._server.ended(process)
+                if (isinstance(e, TimeoutError) or not left) and not self._server.closed:
                     return BadSample(f"{self._source.label(index)}: {self._why(e, ended)}")
                 continue
             if reply.retires:
                 self._own.process = None
-                self._nursery.ended(process)
+                self._server.ended(process)
             if reply.fault:
                 raise RuntimeError(f"{self._source.label(index)}: {reply.fault}")
             for warning in reply.warnings:
@@ -137,8 +137,8 @@ class Process:
         self._channel.close()
 
 
-class Nursery:
-    """The process that forks decoders (see `nursery_main`), begun anew when it dies."""
+class ForkServer:
+    """The process that forks decoders (see `fork_server_main`), begun anew when it dies."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -191,7 +191,7 @@ class Nursery:
         if self._child is not None:
             return
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-c", START.format("dflop_jax.data.pool.nursery_main"), ROOT,
+        command = [sys.executable, "-c", START.format("dflop_jax.data.pool.fork_server_main"), ROOT,
                    str(theirs.fileno())]  # fmt: skip
         with theirs:
             self._child = subprocess.Popen(

@@ -76,7 +76,7 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
     assert decoded[11].fields["a"]["x"][0, 0] != os.getpid()
     assert [r.getMessage() for r in caplog.records][:1] == ["number 7 is odd"]
     with pytest.raises(RuntimeError, match="closed"):
-        decoder._nursery.started()
+        decoder._server.started()
 
 
 def test_a_hang_ends_at_its_deadline():
@@ -105,8 +105,8 @@ def test_closing_ends_a_hanging_process():
 def test_the_forking_process_may_die():
     with opened(Hostile(3, {})) as decoder:
         assert decoder.submit(0).result().load
-        decoder._nursery._child.send_signal(signal.SIGKILL)
-        decoder._nursery._child.wait()
+        decoder._server._child.send_signal(signal.SIGKILL)
+        decoder._server._child.wait()
         assert decoder.submit(1).result().load
 
 

@@ -2,7 +2,7 @@
 
 A decoder shares the source's memory with it and starts in milliseconds, so that one may be killed
 at any time: past its deadline, or by what it decodes. It has one thread and no locks to inherit.
-Started by `processes.Nursery`. It ends, and its decoders with it, when its parent does.
+Started by `processes.ForkServer`. It ends, and its decoders with it, when its parent does.
 """
 
 from __future__ import annotations

@@ -65,28 +65,27 @@ def config(name: str, steps: int, batch: int, size: str) -> Config:
 def measure(steps: int, batch: int, size: str, out: Path) -> None:
     """Train under every policy; process 0 writes what was measured."""
     from dflop_jax.report.run_folder import read_metrics
-    from dflop_jax.train import loop, prepare, profiling
-    from dflop_jax.train.trainer import Trainer
+    from dflop_jax.train import loop, prepare, profiling, timing, trainer
 
+    make_executor, compile_and_time = timing.make_executor, timing.compile_and_time
     calibrated: dict[str, dict] = {}
 
-    class Timed(Trainer):
-        """Keeps its calibrated seconds, and awaits every task if it is to."""
+    def made(place, plan):
+        """An executor, which awaits every task if it is to."""
+        ex = make_executor(place, plan)
+        if name == AWAITED:
+            tasks = itertools.count()
+            ex.one_at_a_time = True
+            ex.after_task = lambda: place.peers.barrier(f"awaited/{next(tasks)}")
+        return ex
 
-        def _make_executor(self, plan):
-            ex = super()._make_executor(plan)
-            if self.config.run_dir.endswith(AWAITED):
-                tasks = itertools.count()
-                ex.one_at_a_time = True
-                ex.after_task = lambda: place.peers.barrier(f"awaited/{next(tasks)}")
-            return ex
-
-        def _warm_up(self, *args):
-            timed = super()._warm_up(*args)
-            least = calibrated.setdefault(self.config.run_dir, {})
-            for program, runs in (row for part in timed.parts for row in part.took.items()):
-                least[program] = max(min(runs), least.get(program, 0.0))
-            return timed
+    def timed(place, ex):
+        """What is measured of the programs, whose least seconds are kept."""
+        result = compile_and_time(place, ex)
+        least = calibrated.setdefault(name, {})
+        for program, runs in (row for part in result.parts for row in part.took.items()):
+            least[program] = max(min(runs), least.get(program, 0.0))
+        return result
 
     place = prepare.set_up(config("dflop", steps, batch, size))
     source = place.source()
@@ -98,11 +97,13 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
         plan = given if name in (AWAITED, *ORDERS) else choose(name, place, profile, run)
         with ExitStack() as stack:
             if name in ORDERS:
-                ordered = partial(in_order, name, plan, profile)
-                stack.enter_context(patch.object(loop, "Schedules", ordered))
-            Timed(run, plan=plan, profile=profile, existing="overwrite").fit()
+                stack.enter_context(patch.object(loop, "Schedules", partial(in_order, name, plan)))
+            for module in (timing, trainer):
+                stack.enter_context(patch.object(module, "make_executor", made))
+                stack.enter_context(patch.object(module, "compile_and_time", timed))
+            trainer.Trainer(run, plan=plan, profile=profile, existing="overwrite").fit()
         if place.peers.is_hub:
-            seconds = calibrated[run.run_dir]
+            seconds = calibrated[name]
             steps_run = read_metrics(run.run_dir)[WARMUP:]
             rows[name] = {"plan": plan, "steps": steps_run, "efficiency": [
                 useful_share(plan, seconds, row) for row in steps_run
@@ -116,13 +117,11 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
         out.write_text(json.dumps({n: summary(r, useful_s) for n, r in rows.items()}))
 
 
-def in_order(name: str, plan, profile, peers, worker):
+def in_order(name: str, plan, peers, worker):
     """Return a run's schedules with their tasks in one of `ORDERS`."""
     from dflop_jax.pipeline.order import order_tasks, step_graph
-    from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.train.feed import Schedules
 
-    prices = plan_prices(plan, profile.model)
     segments = [s.name for s in plan.segments]
 
     class Ordered:
@@ -131,7 +130,7 @@ def in_order(name: str, plan, profile, peers, worker):
             if name == ORDERS[0]:  # the runtime makes it
                 return replace(schedule, order=()), wait_s
             graph = step_graph(plan, schedule.groups, segments)
-            seconds = partial(prices.task_s, plan, schedule)
+            seconds = partial(worker._prices.prices.task_s, plan, schedule)
             order = order_tasks(plan, graph, schedule.groups, seconds)
             return replace(schedule, order=order), wait_s
 

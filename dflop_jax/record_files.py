@@ -12,9 +12,11 @@ T = TypeVar("T")
 
 
 def save(record: Any, path: str | Path) -> None:
-    """Write a record."""
+    """Write a record: all of it, or, if the process is killed meanwhile, what was there before."""
     head = {"record": type(record).__name__, "version": VERSION, "value": record}
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
+    fresh = Path(path).with_suffix(".tmp")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
+    fresh.replace(path)
 
 
 def load(kind: type[T], path: str | Path) -> T:

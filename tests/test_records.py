@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -328,3 +329,18 @@ def test_what_shapes_schedules_and_traces_derive():
     assert Trace(0, "measured", ()).makespan_s == 0.0
     assert Trace(0, "measured", ()).busy_fraction() == {}
     assert Trace(0, "m", (Event("a", "x", 0, "f", 0.0, 0.0),)).busy_fraction() == {"a": 0.0}
+
+
+def test_a_record_cut_short_while_written_leaves_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "r.json"
+    save(SHAPE, file)
+    whole = Path.write_bytes
+
+    def cut_short(path, data):
+        whole(path, data[:9])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", cut_short)
+    with pytest.raises(OSError, match="no space"):
+        save(BUCKET, file)
+    assert load(Shape, file) == SHAPE

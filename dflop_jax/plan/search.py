@@ -141,7 +141,9 @@ def search_plan(
     if time_plan and timed:
         plans = [_timed(evaluator, p, time_plan(p)) for p in timed]
         if len(plans) == 1:  # the profile chose
-            plans = [_chosen_by(p, timed[0].predicted.makespan_s) for p in plans]
+            by_profile_s = timed[0].predicted.makespan_s
+            predicted = replace(plans[0].predicted, chosen_by_s=by_profile_s)
+            plans = [replace(plans[0], predicted=predicted)]
     return SearchResult(
         _fastest(plans),
         tuple(r.candidate(evaluator) for r in best),
@@ -179,10 +181,6 @@ def _prepared(
 def _timed(evaluator: Evaluator, plan: Plan, prices: Prices) -> Plan:
     """The plan with the figures of its own programs."""
     return evaluator.evaluate(replace(plan, lookahead=0), plan.predicted.makespan_s, prices)
-
-
-def _chosen_by(plan: Plan, makespan_s: float) -> Plan:
-    return replace(plan, predicted=replace(plan.predicted, chosen_by_s=makespan_s))
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

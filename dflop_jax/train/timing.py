@@ -97,9 +97,7 @@ class Finalists:
         self._place.peers.share(_FINALIST, msgspec.json.encode((plan, None)))
         prices = self._time(plan).prices(self._profile)
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".tmp")
-        save(PriceList.of(prices), fresh)
-        fresh.replace(file)
+        save(PriceList.of(prices), file)
         return prices
 
     def choose(self, plan: Plan, prices: Prices) -> None:

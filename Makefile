@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(EXTRAS)
 REFERENCE := $(VENV)/installed-reference
 LINTERS := $(VENV)/installed-lint
-# One process per core up to four: each test process holds 8 CPU devices of its own.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # A PYTHON given by hand that is not the venv's version makes the venv anew; the default never does.
 version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null)

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from simulator_errors import error, result, show
 from simulator_steps import calibrated, run_batches, undisturbed
 
 from dflop_jax import Config, ModelConfig, PlanConfig, TrainConfig
@@ -46,7 +47,6 @@ from dflop_jax.records import Plan, Prices, Schedule, Trace
 
 RUNS = Path("runs/simulator")  # the last simulated and measured trace of every schedule
 CACHE = RUNS / "cache"  # compiled programs are kept; what was timed is timed anew in every run
-TARGETS = {"median_abs_error": 0.05, "worst_abs_error": 0.12}
 
 
 @dataclass(frozen=True)
@@ -307,108 +307,8 @@ def main() -> int:
             rows += [{"set_up": key, "run": i} | r for r in json.loads(out.read_text())]
             if args.json:
                 args.json.write_text(json.dumps(result(rows), indent=1))
-    show(rows)
+    show(rows, {key: s.name for key, s in SET_UPS.items()})
     return 0
-
-
-def errors(rows: list[dict[str, Any]], source: str = "calibrated_s") -> dict[str, float]:
-    """Median and worst error of predictions."""
-    each = [abs(error(r, source)) for r in rows]
-    return {"median_abs_error": statistics.median(each), "worst_abs_error": max(each)}
-
-
-def by_run(rows: list[dict[str, Any]], source: str = "calibrated_s") -> list[dict[str, float]]:
-    """Errors of every run alone."""
-    runs = sorted({r.get("run", 0) for r in rows})
-    return [errors([r for r in rows if r.get("run", 0) == i], source) for i in runs]
-
-
-def error(row: dict[str, Any], source: str = "calibrated_s") -> float:
-    """Predicted over measured, less 1."""
-    return row[source] / row["measured_s"] - 1
-
-
-def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `--json` writes: errors over all schedules, per set-up, and the rows."""
-    parts = {k: [r for r in rows if r["set_up"] == k] for k in SET_UPS}
-    return {
-        **errors(rows),
-        "calibrated": errors(rows) | {"runs": by_run(rows)},
-        "chosen_by": errors(rows, "chosen_by_s") | {"runs": by_run(rows, "chosen_by_s")},
-        "layers": errors(rows, "layers_s") | {"runs": by_run(rows, "layers_s")},
-        "targets": TARGETS,
-        "set_ups": {
-            k: errors(part)
-            | {"chosen_by": errors(part, "chosen_by_s"), "layers": errors(part, "layers_s")}
-            for k, part in parts.items()
-            if part
-        },
-        "rows": rows,
-    }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=150)
-    for key, s in SET_UPS.items():
-        mine = [r for r in rows if r["set_up"] == key]
-        if not mine:
-            continue
-        table = Table("plan", "submeshes", "batch", "groups", "measured ms (min - max)",
-                      "calibrated ms", "error", "chosen by ms", "error", "layers ms", "error",
-                      "others",
-                      title=f"{s.name}, concurrency {mine[0]['concurrency']:.2f}")  # fmt: skip
-        for r in mine:
-            low, high = min(r["steps_s"]), max(r["steps_s"])
-            table.add_row(
-                r["plan"],
-                r["submeshes"],
-                str(r["batch"]),
-                " ".join(f"{n} {label}" for label, n in r["groups"]),
-                f"{1e3 * r['measured_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
-                f"{1e3 * r['calibrated_s']:.0f}",
-                f"{100 * error(r):+.1f}%",
-                f"{1e3 * r['chosen_by_s']:.0f}",
-                f"{100 * error(r, 'chosen_by_s'):+.1f}%",
-                f"{1e3 * r['layers_s']:.0f}",
-                f"{100 * error(r, 'layers_s'):+.1f}%",
-                f"{100 * r['others_share']:.0f}% ({r['disturbed']})",
-            )
-        console.print(table)
-        sources = {"calibrated": "calibrated_s", "chosen by": "chosen_by_s",
-                   "layers alone": "layers_s"}  # fmt: skip
-        for what, source in sources.items():
-            e = errors(mine, source)
-            console.print(
-                f"{what}: median error {100 * e['median_abs_error']:.1f}%, worst "
-                f"{100 * e['worst_abs_error']:.1f}%{spread(by_run(mine, source))}"
-            )
-    better = [r["chosen_by_s"] / r["textbook_s"] for r in rows]
-    console.print(
-        f"order by prices: simulated step over the textbook order's, median "
-        f"{statistics.median(better):.3f}, largest {max(better):.3f}, smallest {min(better):.3f}"
-    )
-    e = errors(rows)
-    console.print(
-        f"all {len(rows)} schedules: median {100 * e['median_abs_error']:.1f}% (target 5%), worst "
-        f"{100 * e['worst_abs_error']:.1f}% (target 12%)"
-    )
-
-
-def spread(runs: list[dict[str, float]]) -> str:
-    """From which to which error several runs came."""
-    if len(runs) < 2:
-        return ""
-    ranges = {
-        k: f"{100 * min(r[k] for r in runs):.1f} - {100 * max(r[k] for r in runs):.1f}%"
-        for k in runs[0]
-    }
-    return (
-        f"; over {len(runs)} runs median {ranges['median_abs_error']}, worst "
-        f"{ranges['worst_abs_error']}"
-    )
 
 
 if __name__ == "__main__":

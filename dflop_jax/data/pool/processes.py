@@ -14,10 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +35,8 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 TRIES = 2  # of a sample whose process dies
+MOST_SENT = 1 << 16  # bytes of requests under way; more could block both sides
+T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -43,7 +49,7 @@ def make_decoder(source: Source, workers: int, timeout_s: float, memory_bytes: i
 
 
 class ProcessDecoder:
-    """Decodes in `workers` processes, each led by a thread; see `decoder.Decoder`.
+    """Decodes in `workers` processes; see `decoder.Decoder`.
 
     Args:
       source: its `opened_by` says how another process opens it (see `sample.OpenedBy`).
@@ -53,10 +59,8 @@ class ProcessDecoder:
 
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         how = source.opened_by  # type: ignore[attr-defined]
-        self._source, self._timeout_s = source, timeout_s
-        self._server = ForkServer(Setup(how.function, dict(how.arguments), memory_bytes))
-        self._memory_bytes = memory_bytes
-        self._own = threading.local()
+        self._source = source
+        self._workers = Workers(Setup(how.function, dict(how.arguments), memory_bytes), timeout_s)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
     def submit(self, index: int) -> Future[Decoded]:
@@ -64,36 +68,83 @@ class ProcessDecoder:
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._server.kill()
+        self._workers.kill()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._server.close()
+        self._workers.close()
 
     def _decode(self, index: int) -> Decoded:
-        for left in reversed(range(TRIES)):
-            process: Process | None = getattr(self._own, "process", None)
-            if process is None:
-                process = self._own.process = self._server.started()
+        (decoded,) = self._workers.answers([b"%d" % index], lambda _: self._source.label(index),
+                                           _received)  # fmt: skip
+        return checked(self._source, index, decoded)
+
+
+def _received(reply: Reply, segment: mmap.mmap | None) -> Decoded:
+    return BadSample(reply.reason) if reply.reason else received(reply, segment)
+
+
+class Workers:
+    """Processes that answer requests: as many as are asked at once, each within its limits.
+
+    Args:
+      timeout_s: seconds that an answer may take.
+    """
+
+    def __init__(self, setup: Setup, timeout_s: float) -> None:
+        self._server, self._timeout_s = ForkServer(setup), timeout_s
+        self._memory_bytes = setup.memory_bytes
+        self._idle: list[Process] = []
+
+    def answers(
+        self,
+        requests: Sequence[bytes],
+        label: Callable[[int], str],
+        read: Callable[[Reply, mmap.mmap | None], T],
+    ) -> list[T | BadSample]:
+        """Return the answers of one process to requests, in order; where it does not survive one,
+        the reason, and a fresh process goes on.
+
+        Args:
+          label: how messages call a request.
+          read: makes an answer of a reply and the segment that its arrays lie in; ValueError for
+            a reply that none of ours gives.
+        """
+        out: list[T | BadSample] = []
+        deaths = 0  # of the request that is next
+        while len(out) < len(requests):
+            process = self._idle.pop() if self._idle else self._server.started()
             try:
-                reply = process.ask(index, self._timeout_s)
-                sample: Decoded = BadSample(reply.reason)
-                if not (reply.reason or reply.fault):
-                    sample = received(reply, process.segment)
+                for reply in process.ask(_first(requests[len(out) :]), self._timeout_s):
+                    if reply.fault:
+                        self._server.ended(process)
+                        raise RuntimeError(f"{label(len(out))}: {reply.fault}")
+                    answer = read(reply, process.segment)
+                    for warning in reply.warnings:
+                        logger.warning("%s", warning)
+                    out.append(answer)
+                    deaths = 0
+                    if reply.retires:
+                        self._server.ended(process)
+                        break
+                else:
+                    self._idle.append(process)
             except (OSError, ValueError, msgspec.DecodeError) as e:
-                # it hangs, has died, or says what no decoder says
-                self._own.process = None
+                # it hangs, has died, or says what none of ours says
                 ended = self._server.ended(process)
-                if (isinstance(e, TimeoutError) or not left) and not self._server.closed:
-                    return BadSample(f"{self._source.label(index)}: {self._why(e, ended)}")
-                continue
-            if reply.retires:
-                self._own.process = None
-                self._server.ended(process)
-            if reply.fault:
-                raise RuntimeError(f"{self._source.label(index)}: {reply.fault}")
-            for warning in reply.warnings:
-                logger.warning("%s", warning)
-            return checked(self._source, index, sample)
-        raise RuntimeError("the decoder is closed")
+                if self._server.closed:
+                    raise RuntimeError("the decoder is closed") from None
+                deaths += 1
+                if isinstance(e, TimeoutError) or deaths == TRIES:
+                    out.append(BadSample(f"{label(len(out))}: {self._why(e, ended)}"))
+                    deaths = 0
+        return out
+
+    def kill(self) -> None:
+        """End the processes at once; who waits for one gets a RuntimeError."""
+        self._server.kill()
+
+    def close(self) -> None:
+        """End the processes, when nobody asks any more."""
+        self._server.close()
 
     def _why(self, error: Exception, ended: str) -> str:
         if isinstance(error, TimeoutError):
@@ -104,6 +155,12 @@ class ProcessDecoder:
         )
 
 
+def _first(requests: Sequence[bytes]) -> Sequence[bytes]:
+    """The first requests, as many as may be sent before an answer is read: one at least."""
+    sizes = accumulate(map(len, requests))
+    return requests[: max(1, bisect_right(list(sizes), MOST_SENT))]
+
+
 class Process:
     """A decoder: where to reach it, and the segment that it writes into."""
 
@@ -111,24 +168,27 @@ class Process:
         self.pid, self._channel = pid, channel
         self.segment: mmap.mmap | None = None
 
-    def ask(self, index: int, timeout_s: float) -> Reply:
-        """Have a sample decoded. TimeoutError, or OSError where the process ends meanwhile."""
-        deadline_s = time.monotonic() + timeout_s
+    def ask(self, requests: Sequence[bytes], timeout_s: float) -> Iterator[Reply]:
+        """Yield the reply to each request, which has `timeout_s` for it; it may be asked again
+        when all have come. TimeoutError, or OSError where the process ends meanwhile."""
         self._channel.settimeout(timeout_s)
-        self._channel.sendall(b"%d\n" % index)
+        self._channel.sendall(b"".join(r + b"\n" for r in requests))
         data, files = b"", list[int]()
         try:
-            while not data.endswith(b"\n"):
-                self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
-                part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
-                files += came
-                data += part
-                if not part or len(data) > MAX_LINE:
-                    raise ConnectionError("the decoder has ended")
-            reply = msgspec.json.decode(data, type=Reply)
-            if reply.new_segment and files:
-                self.segment = mapped(files.pop())
-            return reply
+            for _ in requests:
+                deadline_s = time.monotonic() + timeout_s
+                while b"\n" not in data:
+                    self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
+                    part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+                    files += came
+                    data += part
+                    if not part or len(data) > MAX_LINE:
+                        raise ConnectionError("the decoder has ended")
+                line, _, data = data.partition(b"\n")
+                reply = msgspec.json.decode(line, type=Reply)
+                if reply.new_segment and files:
+                    self.segment = mapped(files.pop())
+                yield reply
         finally:
             for file in files:
                 os.close(file)

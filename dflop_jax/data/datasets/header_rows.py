@@ -7,7 +7,7 @@ record within a deadline and a memory limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from dflop_jax.data.media.audio import count_samples
 from dflop_jax.data.media.tiling import picture_size
 from dflop_jax.data.media.video import count_frames
 from dflop_jax.data.pool.messages import Reply, Setup
-from dflop_jax.data.pool.processes import Workers
+from dflop_jax.data.pool.processes import TRIES, Workers
 from dflop_jax.data.text.pieces import Piece, text_counts
 
 SOUND_HZ = 16000
@@ -60,9 +60,9 @@ class Here:
 
     def answer(self, line: bytes, _: object) -> Reply:
         """Reply to a request of `Apart`."""
-        dataset, at = msgspec.json.decode(line, type=tuple[str, Located])
-        row = self._row(self._readers[dataset], at)
-        return Reply(reason=row.reason) if isinstance(row, BadSample) else Reply(row=row)
+        dataset, places = msgspec.json.decode(line, type=tuple[str, list[Located]])
+        rows = self.rows(dataset, places)
+        return Reply(rows=tuple(r.reason if isinstance(r, BadSample) else r for r in rows))
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -91,22 +91,32 @@ class Apart:
         self._workers = Workers(setup, timeout_s)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
-        requests = [msgspec.json.encode((dataset, at)) for at in places]
-        return self._workers.answers(requests, lambda k: places[k].place, _received)
+        n, label = len(places), places[0].place
+        rows = self._workers.answer(
+            msgspec.json.encode((dataset, places)),
+            label if n == 1 else f"{label} and {n - 1} after it",
+            partial(_rows, n),
+            tries=TRIES if n == 1 else 1,
+        )
+        if not isinstance(rows, BadSample):
+            return rows
+        # one of them hurts: each alone
+        return [rows] if n == 1 else [row for at in places for row in self.rows(dataset, [at])]
 
     def close(self) -> None:
         self._workers.close()
 
 
-def _received(reply: Reply, _: object) -> Row | BadSample:
-    """What a process says of a record; ValueError for what none of ours says."""
-    if reply.row is None:
-        return BadSample(reply.reason)
-    record, media = reply.row
-    _check(record, RECORDS)
-    for medium in media:
-        _check(medium, MEDIA)
-    return reply.row
+def _rows(n: int, reply: Reply, _: object) -> list[Row | BadSample]:
+    """What a process says of n records; ValueError for what none of ours says."""
+    if len(reply.rows) != n:
+        raise ValueError(f"{len(reply.rows)} rows of {n} records")
+    for row in reply.rows:
+        if not isinstance(row, str):
+            _check(row[0], RECORDS)
+            for medium in row[1]:
+                _check(medium, MEDIA)
+    return [BadSample(row) if isinstance(row, str) else row for row in reply.rows]
 
 
 def _check(numbers: Mapping[str, int], columns: Mapping[str, type]) -> None:
@@ -116,7 +126,7 @@ def _check(numbers: Mapping[str, int], columns: Mapping[str, type]) -> None:
 
 def _fields(at: Located, record: Record, pieces: Sequence[Piece]) -> dict[str, int]:
     """The columns of a record."""
-    place = {k: v for k, v in asdict(at).items() if k != "place"}
+    place = {"number": at.number, "file": at.file, "offset": at.offset, "size_bytes": at.size_bytes}
     return {**place, "lot": lot(record.name, at.place), **text_counts(pieces)}
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -129,9 +128,8 @@ def _decoded(source: Source, line: bytes, segment: Segment) -> Reply:
 
 def _data_bytes() -> int:
     """What RLIMIT_DATA counts of this process; 0 where nothing says."""
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        return pages * resource.getpagesize()
+    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
     return 0
 
 

@@ -66,13 +66,14 @@ class ArrayAt:
 
 @dataclass(frozen=True)
 class Reply:
-    """From a decoder: a sample's arrays, or a record's row in the index, or why there is none.
-    `new_segment`: a file comes along. `fault`: a traceback, of an error of the program itself.
-    `warnings`: what was logged. `retires`: the process has grown and ends after this."""
+    """From a decoder: a sample's arrays, or why there is none; or rows of the index, or why there
+    are none, of several records. `new_segment`: a file comes along. `fault`: a traceback, of an
+    error of the program itself. `warnings`: what was logged. `retires`: the process has grown and
+    ends after this."""
 
     arrays: tuple[ArrayAt, ...] = ()
     load: Load | None = None
-    row: Row | None = None
+    rows: tuple[Row | str, ...] = ()
     reason: str = ""
     fault: str = ""
     warnings: tuple[str, ...] = ()

@@ -14,12 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +33,6 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 TRIES = 2  # of a sample whose process dies
-MOST_SENT = 1 << 16  # bytes of requests under way; more could block both sides
 T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
@@ -73,8 +70,7 @@ class ProcessDecoder:
         self._workers.close()
 
     def _decode(self, index: int) -> Decoded:
-        (decoded,) = self._workers.answers([b"%d" % index], lambda _: self._source.label(index),
-                                           _received)  # fmt: skip
+        decoded = self._workers.answer(b"%d" % index, self._source.label(index), _received)
         return checked(self._source, index, decoded)
 
 
@@ -94,49 +90,46 @@ class Workers:
         self._memory_bytes = setup.memory_bytes
         self._idle: list[Process] = []
 
-    def answers(
+    def answer(
         self,
-        requests: Sequence[bytes],
-        label: Callable[[int], str],
+        request: bytes,
+        label: str,
         read: Callable[[Reply, mmap.mmap | None], T],
-    ) -> list[T | BadSample]:
-        """Return the answers of one process to requests, in order; where it does not survive one,
-        the reason, and a fresh process goes on.
+        *,
+        tries: int = TRIES,
+    ) -> T | BadSample:
+        """Return the answer to a request's line, or why no process survived it.
 
         Args:
-          label: how messages call a request.
+          label: how messages call the request.
           read: makes an answer of a reply and the segment that its arrays lie in; ValueError for
             a reply that none of ours gives.
+          tries: fresh processes that may die of it.
+
+        Raises:
+          RuntimeError: an error of the program itself, or it is closed meanwhile.
         """
-        out: list[T | BadSample] = []
-        deaths = 0  # of the request that is next
-        while len(out) < len(requests):
+        for left in reversed(range(tries)):
             process = self._idle.pop() if self._idle else self._server.started()
             try:
-                for reply in process.ask(_first(requests[len(out) :]), self._timeout_s):
-                    if reply.fault:
-                        self._server.ended(process)
-                        raise RuntimeError(f"{label(len(out))}: {reply.fault}")
-                    answer = read(reply, process.segment)
-                    for warning in reply.warnings:
-                        logger.warning("%s", warning)
-                    out.append(answer)
-                    deaths = 0
-                    if reply.retires:
-                        self._server.ended(process)
-                        break
-                else:
-                    self._idle.append(process)
+                reply = process.ask(request, self._timeout_s)
+                answer = read(reply, process.segment) if not reply.fault else None
             except (OSError, ValueError, msgspec.DecodeError) as e:
                 # it hangs, has died, or says what none of ours says
                 ended = self._server.ended(process)
-                if self._server.closed:
-                    raise RuntimeError("the decoder is closed") from None
-                deaths += 1
-                if isinstance(e, TimeoutError) or deaths == TRIES:
-                    out.append(BadSample(f"{label(len(out))}: {self._why(e, ended)}"))
-                    deaths = 0
-        return out
+                if (isinstance(e, TimeoutError) or not left) and not self._server.closed:
+                    return BadSample(f"{label}: {self._why(e, ended)}")
+                continue
+            if reply.retires:
+                self._server.ended(process)
+            else:
+                self._idle.append(process)
+            if answer is None:
+                raise RuntimeError(f"{label}: {reply.fault}")
+            for warning in reply.warnings:
+                logger.warning("%s", warning)
+            return answer
+        raise RuntimeError("the decoder is closed")
 
     def kill(self) -> None:
         """End the processes at once; who waits for one gets a RuntimeError."""
@@ -155,12 +148,6 @@ class Workers:
         )
 
 
-def _first(requests: Sequence[bytes]) -> Sequence[bytes]:
-    """The first requests, as many as may be sent before an answer is read: one at least."""
-    sizes = accumulate(map(len, requests))
-    return requests[: max(1, bisect_right(list(sizes), MOST_SENT))]
-
-
 class Process:
     """A decoder: where to reach it, and the segment that it writes into."""
 
@@ -168,27 +155,24 @@ class Process:
         self.pid, self._channel = pid, channel
         self.segment: mmap.mmap | None = None
 
-    def ask(self, requests: Sequence[bytes], timeout_s: float) -> Iterator[Reply]:
-        """Yield the reply to each request, which has `timeout_s` for it; it may be asked again
-        when all have come. TimeoutError, or OSError where the process ends meanwhile."""
+    def ask(self, request: bytes, timeout_s: float) -> Reply:
+        """Have a request answered. TimeoutError, or OSError where the process ends meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
         self._channel.settimeout(timeout_s)
-        self._channel.sendall(b"".join(r + b"\n" for r in requests))
+        self._channel.sendall(request + b"\n")
         data, files = b"", list[int]()
         try:
-            for _ in requests:
-                deadline_s = time.monotonic() + timeout_s
-                while b"\n" not in data:
-                    self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
-                    part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
-                    files += came
-                    data += part
-                    if not part or len(data) > MAX_LINE:
-                        raise ConnectionError("the decoder has ended")
-                line, _, data = data.partition(b"\n")
-                reply = msgspec.json.decode(line, type=Reply)
-                if reply.new_segment and files:
-                    self.segment = mapped(files.pop())
-                yield reply
+            while not data.endswith(b"\n"):
+                self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
+                part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+                files += came
+                data += part
+                if not part or len(data) > MAX_LINE:
+                    raise ConnectionError("the decoder has ended")
+            reply = msgspec.json.decode(data, type=Reply)
+            if reply.new_segment and files:
+                self.segment = mapped(files.pop())
+            return reply
         finally:
             for file in files:
                 os.close(file)

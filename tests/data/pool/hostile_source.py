@@ -90,18 +90,17 @@ def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
     here = Here({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG))
 
     def answer(line: bytes, _: object) -> Reply:
-        _, at = msgspec.json.decode(line)
-        harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")
-        try:
-            hurt(at["number"], harm, argument)
-        except ValueError as e:
-            return Reply(reason=f"{at['place']}: {e}")
-        reply = here.answer(line, _)
-        if harm == "lie":
-            assert reply.row is not None
-            return Reply(row=({**reply.row[0], "text_tokens": -1}, reply.row[1]))
-        if harm == "warn":
-            logging.getLogger("dflop_jax.data").warning("odd")
-        return reply
+        rows = list(here.answer(line, None).rows)
+        for k, at in enumerate(msgspec.json.decode(line)[1]):
+            harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")
+            try:
+                hurt(at["number"], harm, argument)
+            except ValueError as e:
+                rows[k] = f"{at['place']}: {e}"
+            if harm == "lie":
+                rows[k] = ({**rows[k][0], "text_tokens": -1}, rows[k][1])
+            elif harm == "warn":
+                logging.getLogger("dflop_jax.data").warning("odd")
+        return Reply(rows=tuple(rows))
 
     return answer

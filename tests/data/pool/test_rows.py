@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import tarfile
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
-from dflop_jax.data.datasets.header_rows import Apart, Here
+from dflop_jax.data import BadSample, ByteTokenizer, MediaSpec, make_source
+from dflop_jax.data.datasets.header_rows import Apart, Here, _rows
 from dflop_jax.data.datasets.index_build import update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.messages import MAX_LINE, Setup
-from dflop_jax.data.pool.processes import MOST_SENT, _first
+from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
 from tests.data.media_cases import add_bytes, made_dataset, make_shards
 
-TIMEOUT_S = 15.0  # of what hangs; a record takes far less on any machine
+TIMEOUT_S = 8.0  # of what hangs; a record takes far less on any machine
 MEMORY = 256 << 20
 
 
@@ -84,40 +84,33 @@ def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     assert [reason.split("]")[0] for reason in made.bad] == [f"dataset.json[{k}" for k in hurt]
     why = dict(zip(hurt, made.bad, strict=True))
     assert "decoding it ended the process (signal 11)" in why[2]
-    assert "not decoded within data.sample_timeout_s=15" in why[5]
+    assert "not decoded within data.sample_timeout_s=8" in why[5]
     assert "number 9 eats memory" in why[9]
     said = [r.getMessage() for r in caplog.records]
     assert said.count("odd") == 1
     assert [s for s in said if s != "odd"] == [f"left out {reason}" for reason in made.bad]
 
 
-def test_an_error_of_the_program_ends_it_with_the_records_name(tmp_path):
+def test_an_error_of_the_program_ends_it_and_says_where(tmp_path):
     path = made_dataset(tmp_path / "d", 3)
-    with pytest.raises(RuntimeError, match=r"dataset\.json\[1\]: (?s:.*)ZeroDivisionError: a bug"):
+    with pytest.raises(
+        RuntimeError, match=r"json\[0\] and 2 after it: (?s:.*)ZeroDivisionError: a bug"
+    ):
         update_index(tmp_path / "i", {"a": open_reader(path)}, hostile(path, {"1": "bug"}), "bytes")
     assert not (tmp_path / "i").exists()
 
 
-def test_a_row_is_not_believed(tmp_path):
-    from dflop_jax.data.datasets.header_rows import _received
-
+def test_rows_are_not_believed(tmp_path):
     reader = open_reader(made_dataset(tmp_path / "d", 3))
-    (at, *_) = reader.locate()
-    line = json.dumps(["a", {f.name: getattr(at, f.name) for f in fields(at)}]).encode()
-    reply = here(reader).answer(line, None)
-    assert _received(reply, None) == reply.row
-    record, media = reply.row
+    places = list(reader.locate())
+    reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
+    assert _rows(3, reply, None) == list(reply.rows)
+    assert _rows(1, Reply(rows=("why",)), None) == [BadSample("why")]
+    record, media = reply.rows[1]
     for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
         with pytest.raises(ValueError, match="a row"):
-            _received(replace(reply, row=(wrong, media)), None)
+            _rows(1, Reply(rows=((wrong, media),)), None)
     with pytest.raises(ValueError, match="a row"):
-        _received(replace(reply, row=(record, ({"kind": 1},))), None)
-
-
-@pytest.mark.parametrize("sizes", [[1], [MOST_SENT * 3, 1], [1] * 99, [MOST_SENT // 2] * 5])
-def test_requests_that_are_sent_at_once(sizes):
-    sent = _first([bytes(n) for n in sizes])
-    assert sent
-    assert sum(map(len, sent)) <= MOST_SENT or len(sent) == 1
-    assert len(sent) == len(sizes) or sum(sizes[: len(sent) + 1]) > MOST_SENT
-    assert MOST_SENT < MAX_LINE
+        _rows(1, Reply(rows=((record, ({"kind": 1},)),)), None)
+    with pytest.raises(ValueError, match="3 rows of 2 records"):
+        _rows(2, reply, None)

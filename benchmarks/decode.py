@@ -54,9 +54,11 @@ def one_pass(source: Source, decoder: Decoder, n: int) -> dict[str, float]:
 
 def _pids(decoder: Decoder) -> list[int]:
     """The processes of a decoder; threads have none."""
-    if not isinstance(decoder, ProcessDecoder) or (child := decoder._server._child) is None:
+    if not isinstance(decoder, ProcessDecoder):
         return []
-    return [child.pid, *(process.pid for process in decoder._server._processes)]
+    server = decoder._workers._server
+    forks = [process.pid for process in server._processes]
+    return [server._child.pid, *forks] if server._child else []
 
 
 def _cpu_s(pid: int) -> float:

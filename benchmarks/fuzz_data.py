@@ -68,7 +68,7 @@ def attempt(folder: Path, what: dict[str, object], rng: random.Random) -> str:
     spec = MediaSpec(32, 4, rng.choice(["tiles", "anyres", "dynamic"]), sound=MelSpec())
 
     def opened() -> object:
-        return make_source(config, spec, index_dir=folder, vocab_size=None)
+        return make_source(config, spec, index_dir=folder, apart=False)
 
     source = opened()
     if "mutate" in what:
@@ -148,7 +148,6 @@ def run(cases: range, seed: int, data: Path, seconds: float) -> tuple[Counter[st
                  *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             assert process.stdout is not None
-            assert process.stderr is not None
             buffer, why = b"", ""
             while time.monotonic() < end_s:
                 if not select.select([process.stdout], [], [], DEADLINE_S)[0]:
@@ -173,9 +172,9 @@ def run(cases: range, seed: int, data: Path, seconds: float) -> tuple[Counter[st
                 except BlockingIOError:
                     pass
             process.kill()
-            process.wait()
+            _, errors = process.communicate()
             if case < cases.stop and time.monotonic() < end_s:
-                said = process.stderr.read().decode(errors="replace")[-1500:]
+                said = errors.decode(errors="replace")[-1500:]
                 why = why or f"the process ended with {process.returncode}: {said}"
                 findings.append(Finding(case, "death or hang", why))
                 counts["death or hang finding"] += 1

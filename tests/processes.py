@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dflop_jax.cluster.addresses import LOOPBACK, free_port
@@ -45,6 +46,18 @@ def run_processes(
     for i, (p, output) in enumerate(zip(started, outputs, strict=True)):
         assert p.returncode == 0, f"process {i} ended with {p.returncode}:\n{output[-4000:]}"
     return outputs
+
+
+def descendants(pid: int) -> set[int]:
+    """The children of a process, theirs, and so on."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
 
 
 def main() -> None:

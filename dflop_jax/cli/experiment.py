@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,11 @@ from dflop_jax.config import Config, Field, fields, override
 
 if TYPE_CHECKING:
     from dflop_jax.records import Profile
+
+LONGEST_NAME = 120  # characters of a folder's name
+# Of a command's arguments, those that its answer does not depend on.
+ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
+         "cache_dir")  # fmt: skip
 
 
 def experiment_arguments() -> Parser:
@@ -77,20 +84,35 @@ def load_experiment(path: str) -> Config:
     return config
 
 
-def run_folder(config: Config) -> Path:
-    """The folder of `run_dir`, made where it is missing.
-
-    Raises:
-      ValueError: a file has that name.
-    """
-    folder = Path(config.run_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is a file; choose another --run_dir")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 # ---- options of several commands ----
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="write there (default: run_dir, or once a run has begun there, a folder in it that "
+        "is named after the question)",
+    )
+
+
+def out_folder(args: argparse.Namespace, config: Config) -> Path:
+    """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
+    from dflop_jax.report.run_folder import answer_folder
+
+    return answer_folder(config.run_dir, question(args), args.out)
+
+
+def question(args: argparse.Namespace) -> str:
+    """A file name for what a command was asked: its name, the experiment's, and every option that
+    the answer depends on."""
+    options = {k: v for k, v in vars(args).items() if k not in ASIDE and v is not None}
+    parts = [args.command, Path(args.experiment).stem, *(f"{k}={v}" for k, v in options.items())]
+    whole = ",".join(parts)
+    name = re.sub(r"[^\w.,=+-]+", "-", whole)[:LONGEST_NAME]
+    if name != whole:  # shortened, so it might be another question's, too
+        name += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return name
 
 
 def add_profile_file(parser: argparse.ArgumentParser) -> None:

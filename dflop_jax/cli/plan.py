@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import add_profile_file, experiment_config, given_profile, run_folder
+from dflop_jax.cli.experiment import (
+    add_out,
+    add_profile_file,
+    experiment_config,
+    given_profile,
+    out_folder,
+)
 from dflop_jax.cli.terminal import show, ticker
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ _GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_file(parser)
+    add_out(parser)
     parser.add_argument(
         "--explain", action="store_true", help="also show why others lost and what would help"
     )
@@ -31,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
     from dflop_jax.record_files import save
+    from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning, prepare, profiling
 
     config = experiment_config(args)
@@ -41,15 +49,15 @@ def run(args: argparse.Namespace) -> Any:
     shown = {"shown": planning.SHOWN} if args.explain else {}
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
-    folder = run_folder(config)
-    save(profile, folder / "profile.json")
-    save(result.plan, folder / "plan.json")
+    folder = out_folder(args, config)
+    save(profile, folder / PROFILE)
+    save(result.plan, folder / PLAN)
     if not args.json:
         show(ranking(result, args.explain))
         if helps:
             show(what_ifs(helps))
         show(chosen(result))
-        show(f"wrote {folder / 'plan.json'}")
+        show(f"wrote {folder / PLAN}")
     return {"search": result, "what_if": helps} if args.explain else result
 
 

@@ -8,23 +8,24 @@ from typing import Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import experiment_config, run_folder
+from dflop_jax.cli.experiment import add_out, experiment_config, out_folder
 from dflop_jax.cli.terminal import show, ticker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A profile takes the experiment's arguments alone."""
+    add_out(parser)
 
 
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json; shows a table of times and what a sample holds on average."""
     from dflop_jax.record_files import save
+    from dflop_jax.report.run_folder import PROFILE
     from dflop_jax.train import prepare, profiling
 
     config = experiment_config(args)
     place = prepare.set_up(config)
     profile = profiling.make_profile(place, place.source(), ticker("profiling"))
-    out = run_folder(config) / "profile.json"
+    out = out_folder(args, config) / PROFILE
     save(profile, out)
     if not args.json:
         table = Table("module", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")

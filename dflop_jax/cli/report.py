@@ -14,33 +14,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the page, FILE.html, and the picture of a comparison, FILE.png (default: "
-        "report.html in the first run's folder, compare.png)",
+        help="the page, FILE.html, and the picture, FILE.png (default: report.html in the first "
+        "run's folder, and beside it report.png, of several runs compare.png here)",
     )
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Write the page, and the summary of one run or the comparison of several."""
+    """Write a page and a picture, and show the figures of one run or the comparison of several.
+
+    What runs wrote is only read.
+    """
     from dflop_jax.report.compare import compare, compare_json
     from dflop_jax.report.html import write_page
-    from dflop_jax.report.run_folder import PAGE, has_steps
-    from dflop_jax.report.summary import summary_table, write_summary
+    from dflop_jax.report.run_folder import PAGE, PICTURE, check_answer_file, has_steps
+    from dflop_jax.report.summary import summarise, summary_table
 
     folders = [Path(f) for f in args.runs]
-    picture = Path(args.out or "compare.png")
-    page = picture.with_suffix(".html") if args.out else folders[0] / PAGE
+    page, picture = folders[0] / PAGE, folders[0] / PICTURE
+    if args.out:
+        page, picture = (Path(args.out).with_suffix(s) for s in (".html", ".png"))
+    elif len(folders) > 1:
+        picture = Path("compare.png")
+    for file in (page, picture):
+        check_answer_file(file)
     wrote = [write_page(folders, page, _memory)]
     stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
-    if len(folders) == 1 and stepped:
-        summary = write_summary(folders[0])
-        if not args.json:
-            show(summary_table(summary))
-    elif stepped:
-        picture = picture.with_suffix(".png")
+    if stepped:
         table = compare(stepped, picture)
         wrote.append(picture)
         if not args.json:
-            show(table)
+            show(summary_table(summarise(stepped[0])) if len(folders) == 1 else table)
     if not args.json:
         show(f"wrote {' and '.join(map(str, wrote))}")
     return compare_json(stepped) if stepped else {"runs": []}

@@ -6,11 +6,12 @@ import argparse
 from typing import Any
 
 from dflop_jax.cli.experiment import (
+    add_out,
     add_plan_file,
     add_profile_file,
     experiment_config,
     given_profile,
-    run_folder,
+    out_folder,
 )
 from dflop_jax.cli.terminal import show, ticker
 
@@ -18,6 +19,7 @@ from dflop_jax.cli.terminal import show, ticker
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_file(parser)
     add_plan_file(parser)
+    add_out(parser)
     parser.add_argument("--batches", type=int, default=4, help="global batches (default: 4)")
 
 
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import load, save
     from dflop_jax.records import Plan
     from dflop_jax.report.panels import panel_of
-    from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED
+    from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.sim.pipeline import simulate_schedules
@@ -49,12 +51,11 @@ def run(args: argparse.Namespace) -> Any:
     names = [s.name for s in plan.segments]
     schedules = schedule_batches(plan, batches, prices, names)
     trace = simulate_schedules(plan, schedules, prices, names)
-    folder = run_folder(config)
+    folder = out_folder(args, config)
+    save(plan, folder / PLAN)
+    save(profile, folder / PROFILE)
     write_trace(folder / SIMULATED, [trace], group_labels(schedules))
-    if not (folder / PLAN).exists():  # that of a run stays
-        save(plan, folder / PLAN)
-        save(profile, folder / PROFILE)
-    draw([panel_of(plan, trace, f"{plan.policy}, simulated")], {}, folder / "simulated.png")
+    draw([panel_of(plan, trace, f"{plan.policy}, simulated")], {}, folder / SIMULATED_PICTURE)
     summary = {
         "makespan_s": trace.makespan_s,
         "step_s": trace.makespan_s / args.batches,
@@ -64,6 +65,6 @@ def run(args: argparse.Namespace) -> Any:
         busy = ", ".join(f"{k} {v:.0%}" for k, v in summary["busy_fraction"].items())
         show(
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
-            f"{busy}; wrote {folder / 'simulated.png'} and {SIMULATED}"
+            f"{busy}; wrote {folder / SIMULATED_PICTURE} and {SIMULATED}"
         )
     return summary

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,13 @@ import msgspec
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.fitting import preprocessing
-from dflop_jax.data.datasets.index_build import ToPieces
+from dflop_jax.data.datasets.header_rows import Apart, Here, ToPieces
 from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
-from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.sample import Limits, OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
@@ -32,26 +34,26 @@ def make_source(
     eval_fraction: float = 0.0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
+    apart: bool = True,
 ) -> Source:
     """Return the embedded scenes when `config.path` is empty, else what is there.
 
     What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
-    an index of headers, kept in `index_dir`. `eval_fraction` of it is held out for the eval split;
-    scenes have an eval split of their own, of the same size.
+    an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
+    here unless `apart`. `eval_fraction` of it is held out for the eval split; scenes have an eval
+    split of their own, of the same size.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
     """
-    arguments = {"config": config, "spec": spec, "split": split, "eval_fraction": eval_fraction,
-                 "vocab_size": vocab_size, "index_dir": str(index_dir)}  # fmt: skip
     limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
     if config.path:
-        opened_by = OpenedBy(f"{__name__}:open_source", msgspec.to_builtins(arguments))
-        return _mixture(config, spec, limits, split, eval_fraction, index_dir, tokenizer, opened_by)
+        made = _Arguments(config, spec, split, eval_fraction, vocab_size, str(index_dir))
+        return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     assert not isinstance(tokenizer, ChatTokenizer)
     if not spec.tile_px:
         raise ValueError("the embedded scenes are pictures, which this model does not take; "
@@ -92,6 +94,13 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
     )
 
 
+def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
+    """Return what answers for the index of that source, in another process."""
+    a = msgspec.convert(arguments, _Arguments)
+    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size)
+    return Here(open_readers(_parts(a.config)), _to_pieces(tokenizer)).answer
+
+
 def _is_chat(config: DataConfig) -> bool:
     return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
 
@@ -108,51 +117,53 @@ def any_tokenizer(path: str, vocab_size: int | None) -> Tokenizer | ChatTokenize
 
 
 def _mixture(
-    config: DataConfig,
-    spec: MediaSpec,
-    limits: Limits,
-    split: str,
-    eval_fraction: float,
-    index_dir: str | Path,
-    tokenizer: Tokenizer | ChatTokenizer,
-    opened_by: OpenedBy,
+    made: _Arguments, limits: Limits, tokenizer: Tokenizer | ChatTokenizer, apart: bool
 ) -> MixtureSamples:
-    to_pieces: ToPieces
+    config, arguments = made.config, msgspec.to_builtins(made)
     between: tuple[tuple[int, ...], ...] = ()
     if isinstance(tokenizer, ChatTokenizer):
-        to_pieces, settings = tokenizer.pieces, tokenizer.digest
-        between = tokenizer.between_frames(limits.max_frames)
+        between, settings = tokenizer.between_frames(limits.max_frames), tokenizer.digest
     else:
-        to_pieces = partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
         settings = _digest(config.tokenizer)
-    if config.path.endswith((".yaml", ".yml")):
-        mixture = load_mixture(config.path)
-    else:
-        mixture = Mixture((Part(config.path, root=config.root),))
     name = hashlib.sha256(
         f"{Path(config.path).resolve()}|{','.join(config.root)}".encode()
     ).hexdigest()[:16]
+    setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(
-        mixture,
-        preprocessing(spec, limits, between),
-        to_pieces,
+        _parts(config),
+        preprocessing(made.spec, limits, between),
+        _to_pieces(tokenizer),
         settings,
-        index_file=Path(index_dir) / f"index-{name}.npz",
+        index_file=Path(made.index_dir) / f"index-{name}.npz",
+        row_reader=partial(Apart, setup, config.sample_timeout_s) if apart else None,
         seed=config.seed,
-        split=split,
-        eval_fraction=eval_fraction,
+        split=made.split,
+        eval_fraction=made.eval_fraction,
         max_bad_fraction=config.max_bad_fraction,
         workers=config.workers,
-        name=config.path if split == "train" else f"{config.path} ({split})",
+        name=config.path if made.split == "train" else f"{config.path} ({made.split})",
     )
     return MixtureSamples(
         source,
-        spec,
+        made.spec,
         limits,
         placeholder=tokenizer.visual_id,
         blank_images=config.blank_images,
-        opened_by=opened_by,
+        opened_by=OpenedBy(f"{__name__}:open_source", arguments),
     )
+
+
+def _parts(config: DataConfig) -> Mixture:
+    """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
+    if config.path.endswith((".yaml", ".yml")):
+        return load_mixture(config.path)
+    return Mixture((Part(config.path, root=config.root),))
+
+
+def _to_pieces(tokenizer: Tokenizer | ChatTokenizer) -> ToPieces:
+    if isinstance(tokenizer, ChatTokenizer):
+        return tokenizer.pieces
+    return partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
 
 
 def _digest(tokenizer: str) -> str:

@@ -31,15 +31,19 @@ def compare(folders: Sequence[Path], out: Path) -> Table:
     time axis, and all loss curves.
 
     Raises:
-      ValueError: no folder, or one that is not a run folder with at least a step.
+      ValueError: no folder, one that is not a run folder with at least a step, or `out` cannot be
+        written.
     """
     from dflop_jax.report.timeline import draw
 
     runs = _runs(folders)
     panels = [p for name, (folder, _) in runs.items() for p in _chosen(folder, name)]
     curves = {name: loss_curve(folder) for name, (folder, _) in runs.items()}
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    draw(panels, curves, out)
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        draw(panels, curves, out)
+    except OSError as e:
+        raise ValueError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
 
     table = Table()
     table.add_column("figure")

@@ -6,6 +6,7 @@ import fcntl
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -27,10 +28,15 @@ from dflop_jax.report.trackers import (
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
-PAGE, SIMULATED = "report.html", "simulated.json"
 CHECKPOINTS = "checkpoints"
 _LOCK = "lock"
-_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, WANDB_ID)
+# What answers hold: a question asked of a run's folder is answered in a folder of its own.
+PAGE, PICTURE = "report.html", "report.png"
+SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
+_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_NUMBERS = {f.name for f in fields(StepMetrics)}
+_Numbers = dict[str, float | dict[str, float | None] | None]
+_RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
 
 class RunFolder:
@@ -213,9 +219,10 @@ def has_steps(folder: str | Path) -> bool:
 def _is_whole(line: bytes) -> bool:
     """Whether a line without newline is a row all the same: a cut object never parses."""
     try:
-        return isinstance(msgspec.json.decode(line), dict)
+        row = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return False
+    return isinstance(row, dict) and isinstance(row.get("step"), int)
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
@@ -227,7 +234,48 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     whole = isinstance(step, int) and isinstance(step_s, int | float) and math.isfinite(step_s)
     if not whole:
         raise ValueError(f"{where}: a row needs step and step_s; remove the line")
+    try:
+        msgspec.convert({k: v for k, v in row.items() if k in _NUMBERS}, _Numbers)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
     return row
+
+
+def has_begun(folder: str | Path) -> bool:
+    """Whether a run has begun in a folder, as its records tell: it may run, be over, or be of
+    another version of this program."""
+    names = (_LOCK, CONFIG, METRICS, TRACE, CHECKPOINTS)
+    return any((Path(folder) / name).exists() for name in names)
+
+
+def answer_folder(run_dir: str | Path, question: str, out: str | None = None) -> Path:
+    """Return the folder that the answer to a question is written to, made where it is missing:
+    `out`, or `run_dir`, where a run has begun there `run_dir`/`question`. So no run's record is
+    written over.
+
+    Raises:
+      ValueError: it is a file, holds a run, or cannot be written.
+    """
+    remedy = "choose another --out" if out else "choose another --run_dir, or give --out"
+    folder = Path(out or run_dir)
+    if not out and has_begun(folder):
+        folder /= question
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; {remedy}")
+    if has_begun(folder):
+        raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from None
+    return folder
+
+
+def check_answer_file(file: str | Path) -> None:
+    """ValueError where a file that is to be written is a record of a run."""
+    path = Path(file)
+    if path.name in _RECORDS and has_begun(path.parent):
+        raise ValueError(f"{path}: is a record of a run, which stays; choose another --out")
 
 
 def read_plan(folder: str | Path) -> Plan:

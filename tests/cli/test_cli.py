@@ -4,75 +4,17 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from dflop_jax.cli import main
 from dflop_jax.config import fields
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
+from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
 
 COMMANDS = ("profile", "plan", "simulate", "train", "report")
-
-EXPERIMENT = """
-from dflop_jax import Config
-from dflop_jax import DataConfig
-from dflop_jax import ModelConfig
-from dflop_jax import PlanConfig
-from dflop_jax import TrainConfig
-
-
-def config():
-    return Config(
-        model=ModelConfig(size="nano"),
-        data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
-        plan=PlanConfig(devices=2, max_model=1, buckets=2, sampled_batches=1, max_microbatches=4),
-        train=TrainConfig(steps=3, global_batch=8),
-        run_dir="run",
-        cache_dir="cache",
-    )
-"""
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Relative paths land in tmp_path; the process keeps its devices and its compile cache."""
-    jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    kept = {n: getattr(jax.config, n) for n in names}
-    monkeypatch.chdir(tmp_path)
-    Path("nano.py").write_text(EXPERIMENT)
-    save(NANO, "nano_plan.json")
-    save(nano_profile(), "nano_profile.json")
-    yield
-    for name, value in kept.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def run(capsys, *args):
-    """(exit code, stdout, stderr) of a command line."""
-    try:
-        code = main(args)
-    except SystemExit as e:  # argparse leaves by this door
-        code = e.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def refused(capsys, *args):
-    """The one line of a command line that is refused."""
-    code, out, err = run(capsys, *args)
-    assert code == 2
-    assert out == ""
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    return err
 
 
 # ---- mistakes in the command line ----

@@ -7,6 +7,7 @@ in another meeting, and not the secret. Every attack is bounded in number and ti
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import os
 import random
@@ -213,13 +214,14 @@ def test_a_flood_of_connections(meeting, one_line, monkeypatch):
     assert 100 <= int(crowded) <= 102  # one's own two came when all places were taken, too
 
 
-def test_a_flood_that_goes_on_while_the_processes_meet(meeting):
-    done = threading.Event()
+def test_a_flood_that_goes_on_while_the_processes_meet(meeting, one_line):
+    done, made = threading.Event(), itertools.count()
 
     def flood() -> None:
         for _ in range(5000):
             if done.is_set():
                 return
+            next(made)
             try:
                 with socket.create_connection((LOOPBACK, meeting.port), timeout=1.0) as sock:
                     sock.sendall(os.urandom(100))
@@ -236,6 +238,8 @@ def test_a_flood_that_goes_on_while_the_processes_meet(meeting):
         done.set()
         for attacker in attackers:
             attacker.join()
+    (turned_away,) = re.findall(r"^turned away (\d+) connections? without", one_line())
+    assert 1 <= int(turned_away) <= next(made) + 1  # none of them was let in, nor counted twice
 
 
 # ---- what was recorded ----

@@ -19,6 +19,7 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.cluster import launch as module
 from dflop_jax.cluster.launch import core_shares, resolve
+from tests.processes import descendants
 
 LIMIT_S = 60.0  # nothing here takes more than a few seconds
 
@@ -304,9 +305,12 @@ def test_a_launch_inside_a_launch_ends_with_it(program, tmp_path):
     inner = ["dflop", "launch", "-n", "2", "--", *program("family")]
     process = subprocess.Popen(launcher("-n", "1", "--", *inner))
     pids = family(tmp_path)
+    assert all(map(alive, pids))
+    others = descendants(process.pid) - set(pids)
+    assert others  # the inner launcher, at least
     process.kill()
-    process.wait(LIMIT_S)
-    wait_for(lambda: not any(map(alive, pids)))
+    assert process.wait(LIMIT_S) == -signal.SIGKILL
+    wait_for(lambda: not any(map(alive, [*others, *pids])))
 
 
 # ---- cores ----

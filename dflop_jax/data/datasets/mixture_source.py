@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,8 @@ from dflop_jax.data.datasets.counts import (
     SampleCounts,
     sample_counts,
 )
-from dflop_jax.data.datasets.index_build import ToPieces, check_usable, update_index
+from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
+from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, shown
 from dflop_jax.data.datasets.readers import Located, Reader, open_reader
@@ -24,6 +27,14 @@ from dflop_jax.data.text.pieces import Piece
 
 NAMED = 5  # of the records left out, so many are named
 logger = logging.getLogger("dflop_jax.data")
+
+
+def open_readers(mixture: Mixture) -> dict[str, Reader]:
+    """Return the readers of a mixture's datasets, by their names in its index."""
+    return {
+        key: open_reader(part.path, part.root)
+        for key, part in zip(names(mixture.parts), mixture.parts, strict=True)
+    }
 
 
 class MixtureSource:
@@ -36,6 +47,7 @@ class MixtureSource:
 
     Args:
       to_pieces, settings: the tokenizer and its digest (see `update_index`).
+      row_reader: makes what reads records for the index; None: they are read here.
       split: "train", or "eval" for the share `eval_fraction` of records (chosen by a hash of their
         id) that "train" then leaves out; weights do not count there.
 
@@ -52,6 +64,7 @@ class MixtureSource:
         settings: str,
         *,
         index_file: str | Path,
+        row_reader: Callable[[], RowReader] | None = None,
         seed: int = 0,
         split: str = "train",
         eval_fraction: float = 0.0,
@@ -63,11 +76,9 @@ class MixtureSource:
         self.name = name
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
-        readers: dict[str, Reader] = {
-            key: open_reader(part.path, part.root)
-            for key, part in zip(keys, mixture.parts, strict=True)
-        }
-        index = update_index(Path(index_file), readers, to_pieces, settings, workers=workers)
+        readers = open_readers(mixture)
+        reads = row_reader or partial(Here, readers, to_pieces)
+        index = update_index(Path(index_file), readers, reads, settings, workers=workers)
         for key, reader in readers.items():
             check_usable(index[key], reader.name, max_bad_fraction)
         self._readers = list(readers.values())

@@ -205,7 +205,8 @@ class ShardReader:
             for key, members in _groups(_members(shard)):
                 start, last = members[0].offset, members[-1]
                 size = last.offset_data + last.size - start
-                yield Located(f"{shard.name}:{key}", number, k, start, size)
+                name = key.encode(errors="replace").decode()  # it may hold lone surrogates
+                yield Located(f"{shard.name}:{name}", number, k, start, size)
                 number += 1
 
     def read(self, at: Located) -> Record:

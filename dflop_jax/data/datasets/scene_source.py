@@ -7,13 +7,12 @@ import numpy as np
 from dflop_jax.data.datasets.compose import blanked, compose
 from dflop_jax.data.datasets.counts import Preprocessing, SampleCounts
 from dflop_jax.data.datasets.fitting import Fitted, fit, preparations
-from dflop_jax.data.datasets.index_build import text_counts
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
 from dflop_jax.data.media.decode import Pictures
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import resize
 from dflop_jax.data.sample import Limits, Sample
-from dflop_jax.data.text.pieces import Piece, Tokenizer, chat_pieces
+from dflop_jax.data.text.pieces import Piece, Tokenizer, chat_pieces, text_counts
 from dflop_jax.records import Load
 
 STREAMS = {"train": 0, "eval": 1}

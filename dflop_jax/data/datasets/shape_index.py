@@ -25,6 +25,7 @@ RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
 MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
          "samples": np.int64}  # fmt: skip
+Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's fields and each medium's
 COLUMNS: dict[str, type] = {**RECORDS, **MEDIA, "media_start": np.int64}
 
 

@@ -17,9 +17,10 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import msgspec
 
@@ -46,6 +47,7 @@ def main() -> None:
     except Exception:
         _send(control, Answer(error=traceback.format_exc()))
         return
+    answer = source if callable(source) else partial(_decoded, source)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
     gc.freeze()  # or the first collection of a decoder would copy all of it
@@ -69,7 +71,7 @@ def main() -> None:
                 status = 1
                 try:
                     control.close()
-                    _serve(source, channel, setup.memory_bytes)
+                    _serve(answer, channel, setup.memory_bytes)
                     status = 0
                 finally:
                     os._exit(status)  # nothing of the parent's is to run
@@ -91,8 +93,10 @@ def _ended(pid: int) -> str:
     return f"exit {os.WEXITSTATUS(status)}"
 
 
-def _serve(source: Source, channel: socket.socket, memory_bytes: int) -> None:
-    """Decode what is asked for, until the parent closes the channel."""
+def _serve(
+    answer: Callable[[bytes, Segment], Reply], channel: socket.socket, memory_bytes: int
+) -> None:
+    """Answer what is asked for, until the parent closes the channel."""
     with suppress(AttributeError, OSError):  # Linux alone
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     start_bytes = _data_bytes()
@@ -102,7 +106,10 @@ def _serve(source: Source, channel: socket.socket, memory_bytes: int) -> None:
     logging.getLogger("dflop_jax").addHandler(warnings)
     segment = Segment()
     for line in channel.makefile("rb"):
-        reply = _decoded(source, int(line), segment)
+        try:
+            reply = answer(line, segment)
+        except Exception:
+            reply = Reply(fault=traceback.format_exc())
         grown = _data_bytes() - start_bytes > memory_bytes / GROWN
         said, is_new = warnings.taken(), segment.is_new
         reply = replace(reply, warnings=said, new_segment=is_new, retires=grown)
@@ -112,21 +119,17 @@ def _serve(source: Source, channel: socket.socket, memory_bytes: int) -> None:
             return
 
 
-def _decoded(source: Source, index: int, segment: Segment) -> Reply:
-    try:
-        decoded = sample_of(source, index)
-        if isinstance(decoded, BadSample):
-            return Reply(reason=decoded.reason)
-        return Reply(segment.write(decoded), decoded.load)
-    except Exception:
-        return Reply(fault=traceback.format_exc())
+def _decoded(source: Source, line: bytes, segment: Segment) -> Reply:
+    decoded = sample_of(source, int(line))
+    if isinstance(decoded, BadSample):
+        return Reply(reason=decoded.reason)
+    return Reply(segment.write(decoded), decoded.load)
 
 
 def _data_bytes() -> int:
     """What RLIMIT_DATA counts of this process; 0 where nothing says."""
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        return pages * resource.getpagesize()
+    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
     return 0
 
 

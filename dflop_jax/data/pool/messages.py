@@ -1,4 +1,4 @@
-"""What passes between a decoding process and its parent: JSON lines, and arrays in shared memory.
+"""What passes between a process that decodes and its parent: JSON lines, arrays in shared memory.
 
 A segment is a file without a name (`memfd`), mapped by both. The process writes its samples into it
 one after the other, the parent makes arrays of the same bytes; a segment is gone when the process
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dflop_jax.data.datasets.shape_index import Row
 from dflop_jax.data.sample import Places, Sample
 from dflop_jax.records import Load
 
@@ -25,9 +26,11 @@ MAX_LINE = 1 << 22  # bytes of a message
 
 @dataclass(frozen=True)
 class Setup:
-    """First line to the process that forks decoders: which source, and what a sample may take.
+    """First line to the process that forks decoders: what they serve, and what a request may take.
 
-    `opens` is MODULE:FUNCTION of the source, `arguments` what it is called with, as JSON.
+    `opens` is MODULE:FUNCTION, `arguments` what it is called with, as JSON. It returns a source,
+    whose samples are then asked for by number, or a function that is given a request's line (and a
+    `Segment`) and returns the `Reply`.
     """
 
     opens: str
@@ -63,12 +66,14 @@ class ArrayAt:
 
 @dataclass(frozen=True)
 class Reply:
-    """From a decoder: a sample's arrays, or why there is none. `new_segment`: a file comes along.
-    `fault`: a traceback, of an error of the program itself. `warnings`: what was logged.
-    `retires`: the process has grown and ends after this."""
+    """From a decoder: a sample's arrays, or why there is none; or rows of the index, or why there
+    are none, of several records. `new_segment`: a file comes along. `fault`: a traceback, of an
+    error of the program itself. `warnings`: what was logged. `retires`: the process has grown and
+    ends after this."""
 
     arrays: tuple[ArrayAt, ...] = ()
     load: Load | None = None
+    rows: tuple[Row | str, ...] = ()
     reason: str = ""
     fault: str = ""
     warnings: tuple[str, ...] = ()

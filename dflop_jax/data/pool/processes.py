@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +33,7 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 TRIES = 2  # of a sample whose process dies
+T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -43,7 +46,7 @@ def make_decoder(source: Source, workers: int, timeout_s: float, memory_bytes: i
 
 
 class ProcessDecoder:
-    """Decodes in `workers` processes, each led by a thread; see `decoder.Decoder`.
+    """Decodes in `workers` processes; see `decoder.Decoder`.
 
     Args:
       source: its `opened_by` says how another process opens it (see `sample.OpenedBy`).
@@ -53,10 +56,8 @@ class ProcessDecoder:
 
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         how = source.opened_by  # type: ignore[attr-defined]
-        self._source, self._timeout_s = source, timeout_s
-        self._server = ForkServer(Setup(how.function, dict(how.arguments), memory_bytes))
-        self._memory_bytes = memory_bytes
-        self._own = threading.local()
+        self._source = source
+        self._workers = Workers(Setup(how.function, dict(how.arguments), memory_bytes), timeout_s)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
     def submit(self, index: int) -> Future[Decoded]:
@@ -64,36 +65,79 @@ class ProcessDecoder:
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._server.kill()
+        self._workers.kill()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._server.close()
+        self._workers.close()
 
     def _decode(self, index: int) -> Decoded:
-        for left in reversed(range(TRIES)):
-            process: Process | None = getattr(self._own, "process", None)
-            if process is None:
-                process = self._own.process = self._server.started()
+        decoded = self._workers.answer(b"%d" % index, self._source.label(index), _received)
+        return checked(self._source, index, decoded)
+
+
+def _received(reply: Reply, segment: mmap.mmap | None) -> Decoded:
+    return BadSample(reply.reason) if reply.reason else received(reply, segment)
+
+
+class Workers:
+    """Processes that answer requests: as many as are asked at once, each within its limits.
+
+    Args:
+      timeout_s: seconds that an answer may take.
+    """
+
+    def __init__(self, setup: Setup, timeout_s: float) -> None:
+        self._server, self._timeout_s = ForkServer(setup), timeout_s
+        self._memory_bytes = setup.memory_bytes
+        self._idle: list[Process] = []
+
+    def answer(
+        self,
+        request: bytes,
+        label: str,
+        read: Callable[[Reply, mmap.mmap | None], T],
+        *,
+        tries: int = TRIES,
+    ) -> T | BadSample:
+        """Return the answer to a request's line, or why no process survived it.
+
+        Args:
+          label: how messages call the request.
+          read: makes an answer of a reply and the segment that its arrays lie in; ValueError for
+            a reply that none of ours gives.
+          tries: fresh processes that may die of it.
+
+        Raises:
+          RuntimeError: an error of the program itself, or it is closed meanwhile.
+        """
+        for left in reversed(range(tries)):
+            process = self._idle.pop() if self._idle else self._server.started()
             try:
-                reply = process.ask(index, self._timeout_s)
-                sample: Decoded = BadSample(reply.reason)
-                if not (reply.reason or reply.fault):
-                    sample = received(reply, process.segment)
+                reply = process.ask(request, self._timeout_s)
+                answer = read(reply, process.segment) if not reply.fault else None
             except (OSError, ValueError, msgspec.DecodeError) as e:
-                # it hangs, has died, or says what no decoder says
-                self._own.process = None
+                # it hangs, has died, or says what none of ours says
                 ended = self._server.ended(process)
                 if (isinstance(e, TimeoutError) or not left) and not self._server.closed:
-                    return BadSample(f"{self._source.label(index)}: {self._why(e, ended)}")
+                    return BadSample(f"{label}: {self._why(e, ended)}")
                 continue
             if reply.retires:
-                self._own.process = None
                 self._server.ended(process)
-            if reply.fault:
-                raise RuntimeError(f"{self._source.label(index)}: {reply.fault}")
+            else:
+                self._idle.append(process)
+            if answer is None:
+                raise RuntimeError(f"{label}: {reply.fault}")
             for warning in reply.warnings:
                 logger.warning("%s", warning)
-            return checked(self._source, index, sample)
+            return answer
         raise RuntimeError("the decoder is closed")
+
+    def kill(self) -> None:
+        """End the processes at once; who waits for one gets a RuntimeError."""
+        self._server.kill()
+
+    def close(self) -> None:
+        """End the processes, when nobody asks any more."""
+        self._server.close()
 
     def _why(self, error: Exception, ended: str) -> str:
         if isinstance(error, TimeoutError):
@@ -111,11 +155,11 @@ class Process:
         self.pid, self._channel = pid, channel
         self.segment: mmap.mmap | None = None
 
-    def ask(self, index: int, timeout_s: float) -> Reply:
-        """Have a sample decoded. TimeoutError, or OSError where the process ends meanwhile."""
+    def ask(self, request: bytes, timeout_s: float) -> Reply:
+        """Have a request answered. TimeoutError, or OSError where the process ends meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         self._channel.settimeout(timeout_s)
-        self._channel.sendall(b"%d\n" % index)
+        self._channel.sendall(request + b"\n")
         data, files = b"", list[int]()
         try:
             while not data.endswith(b"\n"):

@@ -126,3 +126,12 @@ def chat_pieces(
                 pieces.append(Piece(tuple(tokenizer.encode(part)), answer))
         pieces.append(Piece((tokenizer.im_end_id,), answer))
     return tuple(pieces)
+
+
+def text_counts(pieces: Sequence[Piece]) -> dict[str, int]:
+    """Return the text tokens of a conversation, and of those the ones before the first answer."""
+    first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
+    return {
+        "text_tokens": sum(len(p.ids) for p in pieces),
+        "prompt_tokens": sum(len(p.ids) for p in pieces[:first]),
+    }

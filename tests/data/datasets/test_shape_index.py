@@ -6,13 +6,17 @@ import json
 import logging
 import os
 import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.index_build import check_usable, index_of, update_index
+from dflop_jax.data.datasets.header_rows import Here
+from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import KINDS
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
@@ -28,6 +32,13 @@ from tests.data.media_cases import SHARED, made_dataset, make_shards
 
 def pieces(turns):
     return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
+
+
+def index_of(reader):
+    """The index of a dataset, made here."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "index.npz"
+        return update_index(file, {"a": reader}, partial(Here, {"a": reader}, pieces), "bytes")["a"]
 
 
 def rows(table):
@@ -49,7 +60,7 @@ def dataset(tmp_path_factory):
 
 
 def test_headers_and_tokens_of_each_kind(dataset):
-    found = rows(index_of(open_reader(dataset), pieces, "bytes").table)
+    found = rows(index_of(open_reader(dataset)).table)
     assert [r[0] for r in found] == list(range(12))
     media = [r[3] for r in found[:5]]
     assert media == [
@@ -66,15 +77,15 @@ def test_headers_and_tokens_of_each_kind(dataset):
 
 def test_shards_give_the_same_table(dataset, tmp_path):
     make_shards(dataset, tmp_path, 5)
-    plain = index_of(open_reader(dataset), pieces, "bytes").table
-    packed = index_of(open_reader(tmp_path), pieces, "bytes").table
+    plain = index_of(open_reader(dataset)).table
+    packed = index_of(open_reader(tmp_path)).table
     assert rows(plain) == rows(packed)
 
 
 def test_saved_and_loaded(dataset, tmp_path):
     file = tmp_path / "new" / "index.npz"
     assert load_index(file) == {}
-    found = index_of(open_reader(dataset), pieces, "bytes")
+    found = index_of(open_reader(dataset))
     empty = Indexed("k", table_of([], []), 3, ("why",))
     save_index(file, {"a": found, "ä/b": empty})
     assert [p.name for p in file.parent.iterdir()] == ["index.npz"]
@@ -85,7 +96,7 @@ def test_saved_and_loaded(dataset, tmp_path):
 
 
 def test_tables_are_taken_apart_and_joined(dataset):
-    table = index_of(open_reader(dataset), pieces, "bytes").table
+    table = index_of(open_reader(dataset)).table
     order = np.array([7, 2, 2, 0, 11])
     assert rows(table.taken(order)) == [rows(table)[i] for i in order]
     assert rows(table.taken(order[:0])) == []
@@ -108,7 +119,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
     def update(settings="bytes"):
         calls.clear()
-        update_index(file, readers, counted, settings)
+        update_index(file, readers, partial(Here, readers, counted), settings)
         return len(calls)
 
     assert update() == 15
@@ -126,7 +137,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
 def test_a_damaged_index_is_named(dataset, tmp_path, damage):
     file = tmp_path / "index.npz"
-    save_index(file, {"a": index_of(open_reader(dataset), pieces, "bytes")})
+    save_index(file, {"a": index_of(open_reader(dataset))})
     file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
     with pytest.raises(ValueError, match=r"index\.npz: damaged index .*delete it"):
         load_index(file)
@@ -138,7 +149,9 @@ def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch
     save_index(file, {})
     monkeypatch.undo()
     assert load_index(file) == {}
-    assert len(update_index(file, {"a": open_reader(dataset)}, pieces, "bytes")["a"].table) == 12
+    reader = open_reader(dataset)
+    made = partial(Here, {"a": reader}, pieces)
+    assert len(update_index(file, {"a": reader}, made, "bytes")["a"].table) == 12
 
 
 def test_nothing_is_decoded(dataset, monkeypatch):
@@ -147,7 +160,7 @@ def test_nothing_is_decoded(dataset, monkeypatch):
 
     monkeypatch.setattr(Image.Image, "load", fail)
     monkeypatch.setattr("av.container.InputContainer.decode", fail, raising=False)
-    assert len(index_of(open_reader(dataset), pieces, "bytes").table) == 12
+    assert len(index_of(open_reader(dataset)).table) == 12
 
 
 def test_unusable_records_are_counted_and_named(tmp_path, caplog):
@@ -157,7 +170,7 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
     records[4]["conversations"] = []
     file.write_text(json.dumps(records))
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        found = index_of(open_reader(file), pieces, "bytes")
+        found = index_of(open_reader(file))
     assert found.listed == 12
     assert [r[0] for r in rows(found.table)] == [0, 2, 3, *range(5, 12)]
     assert "dataset.json[1] id=r1: missing file" in found.bad[0]
@@ -172,7 +185,7 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
 def test_shared_bad_records(shared_data, caplog):
     reader = open_reader(shared_data / "bad/bad_records.json", [shared_data])
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        found = index_of(reader, pieces, "bytes")
+        found = index_of(reader)
     raw = json.loads((shared_data / "bad/bad_records.json").read_text())
     usable = {raw[r[0]]["id"] for r in rows(found.table)}
     assert usable == {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png",
@@ -182,7 +195,7 @@ def test_shared_bad_records(shared_data, caplog):
 
 
 def test_every_shared_record_is_usable(shared_data):
-    found = index_of(open_reader(SHARED), pieces, "bytes")
+    found = index_of(open_reader(SHARED))
     assert (found.listed, len(found.table), found.bad) == (146, 146, ())
     assert np.bincount(found.table.kind).tolist()[1:] == [10, 17]
 
@@ -203,8 +216,8 @@ def test_a_million_records_load_in_seconds(tmp_path):
 
 def test_shared_broken_lists(shared_data):
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
-        index_of(open_reader(shared_data / "bad/broken.json"), pieces, "bytes")
+        index_of(open_reader(shared_data / "bad/broken.json"))
     reader = open_reader(shared_data / "bad/broken_line.jsonl", [shared_data])
-    found = index_of(reader, pieces, "bytes")
+    found = index_of(reader)
     assert (found.listed, len(found.table)) == (6, 5)
     assert "broken_line.jsonl:3: not JSON" in found.bad[0]

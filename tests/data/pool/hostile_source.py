@@ -7,13 +7,39 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.header_rows import Here
+from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.pool.messages import Reply
 from dflop_jax.data.sample import OpenedBy, Places, Sample
+from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
 from dflop_jax.records import Load
+
+
+def hurt(index: int, harm: str, argument: str) -> None:
+    if harm == "hang":
+        time.sleep(1000)
+    elif harm == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif harm == "die once" and not os.path.exists(argument):
+        open(argument, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif harm == "eat":
+        try:
+            np.ones(int(argument), np.uint8)
+        except MemoryError as e:
+            raise ValueError(f"number {index} eats memory") from e
+    elif harm == "bad":
+        raise ValueError(f"number {index} is bad")
+    elif harm == "bug":
+        raise ZeroDivisionError("a bug")
 
 
 class Hostile:
@@ -36,26 +62,11 @@ class Hostile:
 
     def sample(self, index: int) -> Sample:
         harm, _, argument = self._harm.get(str(index), "").partition(":")
-        if harm == "hang":
-            time.sleep(1000)
-        elif harm == "die":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif harm == "die once" and not os.path.exists(argument):
-            open(argument, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif harm == "eat":
-            try:
-                np.ones(int(argument), np.uint8)
-            except MemoryError as e:
-                raise ValueError(f"number {index} eats memory") from e
-        elif harm == "keep":
+        hurt(index, harm, argument)
+        if harm == "keep":
             self.kept = np.ones(int(argument), np.uint8)
-        elif harm == "bad":
-            raise ValueError(f"number {index} is bad")
         elif harm == "lie":
             return Sample({}, {}, Load({"a": (9,)}))
-        elif harm == "bug":
-            raise ZeroDivisionError("a bug")
         elif harm == "warn":
             logging.getLogger("dflop_jax.data").warning("number %d is odd", index)
         elif harm == "modules":
@@ -71,3 +82,25 @@ class Hostile:
 
 def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
     return Hostile(**arguments)
+
+
+def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
+    """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
+    reader = open_reader(arguments["path"])
+    here = Here({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG))
+
+    def answer(line: bytes, _: object) -> Reply:
+        rows = list(here.answer(line, None).rows)
+        for k, at in enumerate(msgspec.json.decode(line)[1]):
+            harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")
+            try:
+                hurt(at["number"], harm, argument)
+            except ValueError as e:
+                rows[k] = f"{at['place']}: {e}"
+            if harm == "lie":
+                rows[k] = ({**rows[k][0], "text_tokens": -1}, rows[k][1])
+            elif harm == "warn":
+                logging.getLogger("dflop_jax.data").warning("odd")
+        return Reply(rows=tuple(rows))
+
+    return answer

@@ -76,37 +76,37 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
     assert decoded[11].fields["a"]["x"][0, 0] != os.getpid()
     assert [r.getMessage() for r in caplog.records][:1] == ["number 7 is odd"]
     with pytest.raises(RuntimeError, match="closed"):
-        decoder._server.started()
+        decoder._workers._server.started()
 
 
 def test_a_hang_ends_at_its_deadline():
     with opened(Hostile(3, {"1": "hang"}), timeout_s=20) as decoder:
         assert decoder.submit(0).result().load
-        pid = decoder._pool.submit(lambda: decoder._own.process.pid).result()
+        (process,) = decoder._workers._idle
         assert decoder.submit(1).result() == BadSample(
             "number 1: not decoded within data.sample_timeout_s=20"
         )
         assert decoder.submit(2).result().load
-        assert gone(pid)
+        assert gone(process.pid)
 
 
 def test_closing_ends_a_hanging_process():
     decoder = ProcessDecoder(Hostile(3, {"1": "hang"}), 1, LONG_S, MEMORY)
     assert decoder.submit(0).result().load
-    pid = decoder._pool.submit(lambda: decoder._own.process.pid).result()
+    (process,) = decoder._workers._idle
     hanging = decoder.submit(1)
     time.sleep(0.5)
     decoder.close()
     with pytest.raises(RuntimeError, match="closed"):
         hanging.result()
-    assert gone(pid)
+    assert gone(process.pid)
 
 
 def test_the_forking_process_may_die():
     with opened(Hostile(3, {})) as decoder:
         assert decoder.submit(0).result().load
-        decoder._server._child.send_signal(signal.SIGKILL)
-        decoder._server._child.wait()
+        decoder._workers._server._child.send_signal(signal.SIGKILL)
+        decoder._workers._server._child.wait()
         assert decoder.submit(1).result().load
 
 

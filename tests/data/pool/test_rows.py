@@ -1,0 +1,116 @@
+"""The index made in processes: the same as made here, but for records that hurt, named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tarfile
+from dataclasses import fields
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import BadSample, ByteTokenizer, MediaSpec, make_source
+from dflop_jax.data.datasets.header_rows import Apart, Here, _rows
+from dflop_jax.data.datasets.index_build import update_index
+from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.pool.messages import Reply, Setup
+from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from tests.data.media_cases import add_bytes, made_dataset, make_shards
+
+TIMEOUT_S = 8.0  # of what hangs; a record takes far less on any machine
+MEMORY = 256 << 20
+
+
+def here(reader):
+    tokens = partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG)
+    return Here({"a": reader}, tokens)
+
+
+def hostile(path, harm):
+    opens = "tests.data.pool.hostile_source:open_hostile_rows"
+    return partial(Apart, Setup(opens, {"path": str(path), "harm": harm}, MEMORY), TIMEOUT_S)
+
+
+def same(a, b):
+    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_same_index_as_made_here(tmp_path, shards):
+    path = made_dataset(tmp_path / "d", 30)
+    records = json.loads(path.read_text())
+    records[3]["conversations"] = []
+    records[7]["image"] = "none.png"
+    path.write_text(json.dumps(records))
+    if shards:
+        (tmp_path / "s").mkdir()
+        records[7].pop("image")
+        path.write_text(json.dumps(records))
+        make_shards(path, tmp_path / "s", 7)
+        with tarfile.open(tmp_path / "s" / "t.tar", "w") as tar:
+            add_bytes(tar, "no \udcff unicode.json", json.dumps(records[0]).encode())
+            add_bytes(tar, "neither \udcff.json", b"[]")
+        path = tmp_path / "s"
+    config = DataConfig(path=str(path), max_tokens=4096, max_bad_fraction=0.2)
+    indexes = []
+    for apart in (False, True):
+        folder = tmp_path / str(apart)
+        source = make_source(
+            config, MediaSpec(32, 4, sound=MelSpec()), index_dir=folder, vocab_size=512, apart=apart
+        )
+        (file,) = folder.iterdir()
+        indexes.append((source.counts, file.name, file.read_bytes()))
+    assert indexes[0][0]["unusable"] == 2 + shards
+    assert indexes[0] == indexes[1]
+
+
+def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
+    path = made_dataset(tmp_path / "d", 80)
+    harm = {"2": "die", "4": "lie", "5": "hang", "6": f"die once:{tmp_path}/died", "7": "warn",
+            "9": f"eat:{4 * MEMORY}", "70": "die", "71": "die"}  # fmt: skip
+    reader = open_reader(path)
+    plain = update_index(tmp_path / "i", {"a": reader}, lambda: here(reader), "bytes")["a"]
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        made = update_index(tmp_path / "j", {"a": reader}, hostile(path, harm), "bytes")["a"]
+    assert (tmp_path / "died").exists()
+    assert (plain.listed, made.listed, len(plain.table)) == (80, 80, 80)
+    hurt = [2, 4, 5, 9, 70, 71]
+    assert same(made.table, plain.table.taken(np.setdiff1d(np.arange(80), hurt)))
+    assert [reason.split("]")[0] for reason in made.bad] == [f"dataset.json[{k}" for k in hurt]
+    why = dict(zip(hurt, made.bad, strict=True))
+    assert "decoding it ended the process (signal 11)" in why[2]
+    assert "not decoded within data.sample_timeout_s=8" in why[5]
+    assert "number 9 eats memory" in why[9]
+    said = [r.getMessage() for r in caplog.records]
+    assert said.count("odd") == 1
+    assert [s for s in said if s != "odd"] == [f"left out {reason}" for reason in made.bad]
+
+
+def test_an_error_of_the_program_ends_it_and_says_where(tmp_path):
+    path = made_dataset(tmp_path / "d", 3)
+    with pytest.raises(
+        RuntimeError, match=r"json\[0\] and 2 after it: (?s:.*)ZeroDivisionError: a bug"
+    ):
+        update_index(tmp_path / "i", {"a": open_reader(path)}, hostile(path, {"1": "bug"}), "bytes")
+    assert not (tmp_path / "i").exists()
+
+
+def test_rows_are_not_believed(tmp_path):
+    reader = open_reader(made_dataset(tmp_path / "d", 3))
+    places = list(reader.locate())
+    reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
+    assert _rows(3, reply, None) == list(reply.rows)
+    assert _rows(1, Reply(rows=("why",)), None) == [BadSample("why")]
+    record, media = reply.rows[1]
+    for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
+        with pytest.raises(ValueError, match="a row"):
+            _rows(1, Reply(rows=((wrong, media),)), None)
+    with pytest.raises(ValueError, match="a row"):
+        _rows(1, Reply(rows=((record, ({"kind": 1},)),)), None)
+    with pytest.raises(ValueError, match="3 rows of 2 records"):
+        _rows(2, reply, None)

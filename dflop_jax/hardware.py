@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GB = 1e9
-USABLE_MEMORY = 0.92  # of a device: the rest is the driver's, the libraries' and lost in gaps
+# Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
+# libraries'.
+USABLE_MEMORY = 0.92
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
 
 

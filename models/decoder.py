@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from models import generate
 from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
+from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
 from models.loss import cross_entropy, head_logits
@@ -66,7 +67,7 @@ class EntryModule(nn.Module):
         s = self.size
         init = named(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = embed(table, tokens).astype(self.dtype)
         if is_newline is not None:
             line_end = self.param(
                 "image_newline", named(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32

@@ -28,7 +28,7 @@ CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 PAGE, SIMULATED = "report.html", "simulated.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, XPROF = "checkpoints", "xprof"
 _LOCK = "lock"
 _OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, WANDB_ID)
 
@@ -94,7 +94,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, TENSORBOARD):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         return metrics.open("ab")
 

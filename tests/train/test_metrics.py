@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.summary import figures, percent, summarise
@@ -15,6 +16,7 @@ from dflop_jax.train.trainer import Trainer
 from models.llava import build
 
 from ..plans import nano_profile
+from .many import TWO, Jobs
 from .resume_cases import (  # noqa: F401
     CONFIG,
     PLAN,
@@ -86,8 +88,8 @@ def test_the_summary_shows_it(run):
     assert set(cells) >= {"model FLOP / s", "model FLOP / s, vision", "MFU, llm", "MFU, vision"}
 
 
-def traced(run) -> list[Path]:
-    return sorted(Path(run).glob("xprof/process-00000/plugins/profile/*/*.xplane.pb"))
+def traced(run, process=0) -> list[Path]:
+    return sorted(Path(run).glob(f"xprof/process-{process:05d}/plugins/profile/*/*.xplane.pb"))
 
 
 def steps_in(trace: Path) -> set[str]:
@@ -117,6 +119,22 @@ def test_a_resumed_run_traces_what_is_left(capsys):
     fit("run", "resume", train=dataclasses.replace(longer, steps=7, profile_steps="1:2"))
     assert "done before step 6" in capsys.readouterr().err
     assert len(traced("run")) == 1
+
+
+def test_two_processes_add_up_and_are_both_traced(tmp_path):
+    jobs = Jobs.make(tmp_path, TWO, steps=2)
+    wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]
+    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "0")
+    assert code == 0, output
+    config = load_experiment(str(tmp_path / "nano.py"))
+    trainer = Trainer(config, plan=TWO, profile=nano_profile())
+    loader = make_loader(config, trainer.source)
+    for row in read_metrics(tmp_path / "run"):
+        assert row["model_flops_by_module"] == pytest.approx(by_hand(loader.loads(row["step"])))
+        assert row["mfu"] == pytest.approx(row["model_flops"] / row["step_s"] / (2 * 2e9))
+    for process in (0, 1):
+        (trace,) = traced(tmp_path / "run", process)
+        assert steps_in(trace) == {"1"}
 
 
 def test_steps_that_the_run_lacks_are_refused():

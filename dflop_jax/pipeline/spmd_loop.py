@@ -53,7 +53,7 @@ def _scan_layers(segment: Segment, layers: Params, h: Array, fields: Tree) -> Ar
     return lax.scan(lambda x, p: (layer(p, x, fields), None), h, layers)[0]
 
 
-def _layer_params(params: Params) -> Params:
+def layer_params(params: Params) -> Params:
     """What a layer gets: its parameters, with its adapter among them."""
     if ADAPTER not in params:
         return params["layers"]
@@ -64,7 +64,7 @@ def _run_layers(
     segment: Segment, params: Params, h: Array, x: Tree, fields: Tree
 ) -> tuple[Array, dict[str, Array]]:
     """The segment's layers on hidden states: (hidden states, outputs of its taps)."""
-    layers = _layer_params(params)
+    layers = layer_params(params)
     tapped: dict[str, Array] = {}
     if not (segment.taps or segment.inlets):
         return _scan_layers(segment, layers, h, fields), tapped

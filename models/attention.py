@@ -100,12 +100,6 @@ def pair_flops(kernel: str, dtype: jnp.dtype, heads: int, head_dim: int, *, caus
     return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, dtype)
 
 
-def needed_flops(tokens: int, heads: int, head_dim: int, *, causal: bool) -> float:
-    """FLOPs of the two products for the pairs of a segment's tokens of which one sees the other."""
-    pairs = tokens * (tokens + 1) / 2 if causal else float(tokens**2)
-    return 4.0 * pairs * heads * head_dim
-
-
 def _mask(segment_ids: Array | None, start: int, stop: int, causal: bool) -> Array | None:
     """[B or 1, T, S]: which keys the queries start..stop see (of the first `stop` if causal)."""
     mask = None

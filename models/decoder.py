@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from models import generate
-from models.attention import Attend, attend_by, attention, needed_flops, pair_flops
+from models.attention import Attend, attend_by, attention, pair_flops
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
@@ -158,8 +158,10 @@ class DecoderModule:
         return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=True)
 
     def attention_flops(self, tokens: int) -> float:
-        """FLOPs that a layer's attention needs for one sample."""
-        return needed_flops(tokens, self.size.n_heads, self.size.head_dim, causal=True)
+        """FLOPs that a layer's attention needs for one sample: two products for each pair of
+        tokens of which one sees the other."""
+        pairs = tokens * (tokens + 1) // 2
+        return 4.0 * pairs * self.size.n_heads * self.size.head_dim
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

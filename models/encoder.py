@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention, needed_flops, pair_flops
+from models.attention import Attend, attend_by, attention, pair_flops
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 
 Array = jax.Array
@@ -106,8 +106,9 @@ class Encoder(ABC):
         return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=False)
 
     def attention_flops(self, tokens: int) -> float:
-        """FLOPs that a layer's attention needs for one item."""
-        return needed_flops(tokens, self.size.n_heads, self.size.head_dim, causal=False)
+        """FLOPs that a layer's attention needs for one item: two products for each pair of
+        tokens."""
+        return 4.0 * tokens**2 * self.size.n_heads * self.size.head_dim
 
     def segment_ids(self, batch: Batch) -> Array | None:
         """int [items, tokens]: an item's tokens of one id see each other; None: all do."""

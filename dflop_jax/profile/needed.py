@@ -5,13 +5,14 @@ and of their gradients one product for each operand that a gradient reaches: not
 parameters before which nothing trains, nothing for what the data give. Padding, recomputation and
 elementwise work count nothing. A product with parameters grows with a piece's tokens, one of two
 activations (attention) with their square, unless the module says what its attention needs
-(`attention_flops` in the contract); kernels that are no jaxpr are only counted so.
+(`attention_flops` in the contract). Kernels that are no jaxpr are only counted so, a `while` counts
+one turn, and of a choice between branches nothing counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 
 import jax
@@ -51,16 +52,19 @@ class PieceFlops:
 
 
 @dataclass(frozen=True)
-class _Products:
-    """FLOPs of products with parameters, and of products of two activations."""
+class Products:
+    """FLOPs of products with parameters and of products of two activations: forward, and of the
+    gradients that are needed of them."""
 
     weights: float = 0.0
+    weights_gradient: float = 0.0
     activations: float = 0.0
+    activations_gradient: float = 0.0
 
-    def plus(self, other: _Products, times: float = 1.0) -> _Products:
-        return _Products(
-            self.weights + times * other.weights, self.activations + times * other.activations
-        )
+    def plus(self, other: Products, times: float = 1.0) -> Products:
+        """Return the sum with `times` the other."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Products(*(a + times * b for a, b in pairs))
 
 
 def needed_flops(
@@ -93,27 +97,27 @@ def _count_module(
     """FLOPs of a piece, and whether the exit ("") and each tap give something that needs a
     gradient; `enters` are the fields that bring such, and after how many layers."""
     placed = tuple(sorted({field for field, after in enters if after < 0}))
-    ends = _products(module, "entry", shape, trains, placed)
+    ends = part_products(module, "entry", shape, trains, placed)
     hidden, layers_train = "entry" in trains or bool(placed), bool(trains & {"layers", ADAPTER})
     needs = []  # whether hidden states need a gradient, before each layer and behind the last
     for i in range(module.n_layers + 1):
         hidden |= any(after == i for _, after in enters)
         needs.append(hidden)
         hidden |= layers_train
-    ends = ends.plus(_products(module, "exit", shape, trains, _hidden(needs[-1])))
+    ends = ends.plus(part_products(module, "exit", shape, trains, _hidden(needs[-1])))
     for tap, after in taps_of(module).items():
-        ends = ends.plus(_products(module, tap, shape, trains, _hidden(needs[after])))
-    layers = _Products()
+        ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
+    layers = Products()
     for before in (False, True):
-        of_one = _products(module, "layers", shape, trains, _hidden(before))
+        of_one = part_products(module, "layers", shape, trains, _hidden(before))
         layers = layers.plus(of_one, needs[:-1].count(before))
 
     attention = attention_flops_of(module)
-    untold = ends.activations + (0.0 if attention else layers.activations)
+    every, untold = ends.plus(layers), ends if attention else ends.plus(layers)
     passes = sum(3.0 if before or layers_train else 1.0 for before in needs[:-1])
     count = PieceFlops(
-        per_token=(ends.weights + layers.weights) / shape.tokens,
-        per_square=untold / shape.tokens**2,
+        per_token=(every.weights + every.weights_gradient) / shape.tokens,
+        per_square=(untold.activations + untold.activations_gradient) / shape.tokens**2,
         attention=attention,
         passes=passes if attention else 0.0,
     )
@@ -127,11 +131,15 @@ def _hidden(needs_gradient: bool) -> Names:
 
 
 @lru_cache(maxsize=1024)
-def _products(
+def part_products(
     module: Module, part: str, shape: Shape, trains: frozenset[str], reached: Names
-) -> _Products:
-    """Products of a part, forward and backward; `reached` are its inputs (hidden states, or fields
-    that edges bring) that need a gradient."""
+) -> Products:
+    """Products of a part (of one layer for "layers", its adapter with it) at a shape.
+
+    Args:
+      trains: names of the parts that train.
+      reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
+    """
     params, x, fields = arguments(module, part, shape, reached)
     if part == "layers" and ADAPTER in module.freeze_groups:
         params[ADAPTER] = part_structs(module, ADAPTER)
@@ -144,10 +152,10 @@ def _products(
     return _count(region, set(region.ins[len(of_params) :]), active)
 
 
-def _count(region: Region, data: set[Value], active: set[Value]) -> _Products:
+def _count(region: Region, data: set[Value], active: set[Value]) -> Products:
     """Products of a region; `data` are the values that depend on the batch, `active` those that
     need a gradient. Both grow by what the region makes."""
-    total = _Products()
+    total = Products()
     for op in region.ops:
         is_data, is_active = (any(v in those for v in op.ins) for those in (data, active))
         if op.body is not None:
@@ -157,11 +165,11 @@ def _count(region: Region, data: set[Value], active: set[Value]) -> _Products:
         elif op.name in _PRODUCTS:
             lhs, rhs = op.ins[:2]
             flops = sum(k.flops for k in kernels_of(Region(ops=[op])))
-            flops *= 1 + (lhs in active) + (rhs in active)
+            both = flops, flops * ((lhs in active) + (rhs in active))
             if lhs in data and rhs in data:
-                total = total.plus(_Products(activations=flops))
+                total = total.plus(Products(0.0, 0.0, *both))
             elif is_data:
-                total = total.plus(_Products(weights=flops))
+                total = total.plus(Products(*both))
         if is_data:
             data.update(op.outs)
         if is_active and op.name != "stop_gradient":

@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(EXTRAS)
 REFERENCE := $(VENV)/installed-reference
 LINTERS := $(VENV)/installed-lint
-# One process per core up to four: each test process holds 8 CPU devices of its own.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # A PYTHON given by hand that is not the venv's version makes the venv anew; the default never does.
 version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null)
@@ -19,7 +18,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test check lint second format clean renew
+.PHONY: help demo paper test check lint second gpus format clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -34,7 +33,7 @@ paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 1
 test: $(REFERENCE)  ## every test
 	@$(PYTEST)
 
-check: lint test second  ## lint, types, every test, and a short pass on a second Python
+check: lint test second gpus  ## lint, types, every test, a second Python, programs for GPUs
 
 lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 	@$(BIN)/ruff check --quiet .
@@ -44,12 +43,15 @@ lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 second:  ## a few tests and a tiny run on another Python and jax, where there is one
 	@.ci/second
 
+gpus: $(STAMP)  ## compile a model's programs for GPUs that are not here
+	@.ci/gpus
+
 format: $(LINTERS)  ## let ruff fix and format the code
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
 clean:  ## remove .venv, caches and build output; runs/ stays
-	@rm -rf $(VENV) .venv-second build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .venv-second .venv-gpus build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml requirements.txt $(RENEW)

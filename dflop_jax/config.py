@@ -159,6 +159,12 @@ class TrainConfig:
         "what backward computes again, for less memory: none, layers, dots (all but products), or "
         "auto (layers where they would not fit)",
     ] = "auto"
+    peak_flops: Annotated[
+        NonNegativeFloat, "FLOP/s that a device reaches at most, for the MFU; 0: by its name"
+    ] = 0.0
+    profile_steps: Annotated[
+        str, "A:B: trace steps A to B, both included, with jax's profiler to RUN/xprof; empty: off"
+    ] = ""
     tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
     wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
     eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
@@ -206,6 +212,7 @@ class Config:
             leaf.check(leaf.value(self))
         for name, rate in named_rates(self.train).items():
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
+        profiled_steps(self.train)
 
 
 def named_rates(train: TrainConfig) -> dict[str, float]:
@@ -228,6 +235,23 @@ def named_rates(train: TrainConfig) -> dict[str, float]:
                 f"train.learning_rates has {entry!r}; write NAME=RATE, such as vision=2e-6"
             )
     return rates
+
+
+def profiled_steps(train: TrainConfig) -> range:
+    """The steps of `train.profile_steps`; empty where it is.
+
+    Raises:
+      ValueError: text that is not A:B with A up to B.
+    """
+    text = train.profile_steps
+    if not text:
+        return range(0)
+    first, _, last = (part.strip() for part in text.partition(":"))
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(
+            f"train.profile_steps={text!r}: write FIRST:LAST, steps counted from 0, such as 3:5"
+        )
+    return range(int(first), int(last) + 1)
 
 
 class Field(NamedTuple):

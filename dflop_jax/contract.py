@@ -24,7 +24,7 @@ token's loss; their sum over the global batch is the loss's denominator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -85,10 +85,6 @@ class Module(Protocol):
         to "loss_sum" only. `entry` are the entry's parameters where the module is tied."""
         ...
 
-    def flops(self, part: str, rows: int, tokens: int) -> float:
-        """Forward FLOPs of a part (one layer for "layers"); a multiply-add counts two."""
-        ...
-
     # What follows a module may have; the engine reads it by the functions below.
     #
     # taps: Mapping[str, int]: name -> layers that have run where an edge leaves. `tap(name, params,
@@ -99,6 +95,10 @@ class Module(Protocol):
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
     # pair_flops: forward FLOPs that one layer's attention spends on a pair of tokens of one piece,
     #   where its kernel skips all other pairs.
+    # attention_flops(tokens): forward FLOPs that one layer's attention needs for a piece of so many
+    #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
+    #   tokens that see each other. Without it these products are counted as the functions have
+    #   them, for all pairs of a piece's tokens.
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
@@ -114,6 +114,11 @@ def loss_weight_of(module: Module) -> float:
 def pair_flops_of(module: Module) -> float:
     """See `pair_flops` above; 0 where attention is computed for whole rows."""
     return float(getattr(module, "pair_flops", 0.0))
+
+
+def attention_flops_of(module: Module) -> Callable[[int], float] | None:
+    """See `attention_flops` above; None where the module does not say."""
+    return getattr(module, "attention_flops", None)
 
 
 class GeneratingModule(Module, Protocol):

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GB = 1e9
-USABLE_MEMORY = 0.92  # of a device: the rest is the driver's, the libraries' and lost in gaps
+# Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
+# libraries'.
+USABLE_MEMORY = 0.92
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
 
 
@@ -137,6 +139,26 @@ _ALL = (
     ),
 )
 HARDWARE: Mapping[str, Hardware] = {h.name: h for h in _ALL}
+
+
+# What jax calls a chip whose products are as fast as those of a row of the table.
+_CHIPS: Mapping[str, str] = {
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100 80GB PCIe": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+}
+
+
+def chip_peak_flops(kind: str, dtype: str) -> float | None:
+    """Dense FLOP/s of matrix products of a dtype on the chip that jax calls `kind`; None for one
+    that is not in the table."""
+    row = _CHIPS.get(kind)
+    return HARDWARE[row].peak_flops(dtype) if row else None
 
 
 def find_hardware(name: str) -> Hardware:

@@ -100,9 +100,10 @@ def pair_flops(kernel: str, dtype: jnp.dtype, heads: int, head_dim: int, *, caus
     return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, dtype)
 
 
-def attention_flops(items: int, tokens: int, heads: int, head_dim: int) -> float:
-    """FLOPs of the two products; masked entries are computed too, so causal costs the same."""
-    return 4.0 * items * tokens**2 * heads * head_dim
+def needed_flops(tokens: int, heads: int, head_dim: int, *, causal: bool) -> float:
+    """FLOPs of the two products for the pairs of a segment's tokens of which one sees the other."""
+    pairs = tokens * (tokens + 1) / 2 if causal else float(tokens**2)
+    return 4.0 * pairs * heads * head_dim
 
 
 def _mask(segment_ids: Array | None, start: int, stop: int, causal: bool) -> Array | None:

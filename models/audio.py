@@ -129,9 +129,3 @@ class AudioModule(Encoder):
         if part == "entry":
             return EntryModule(self.size, self.dtype)
         return ExitModule(self.size, self.out_width, self.dtype)
-
-    def _end_flops(self, part: str, items: int) -> float:
-        s = self.size
-        if part == "entry":
-            return 2.0 * items * s.positions * KERNEL * s.width * (2 * s.mel_bins + s.width)
-        return 2.0 * items * s.tokens_per_chunk * s.width * self.out_width

@@ -49,9 +49,3 @@ class Connector(nn.Module):
         x = Linear(fan_in, out, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
         x = exact_gelu(x)
         return Linear(out, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
-
-
-def connector_flops(size: VisionSize, out_width: int, items: int) -> float:
-    """Forward FLOPs of the two matrices."""
-    fan_in = size.merge**2 * size.width
-    return 2.0 * items * size.tokens_per_tile * (fan_in * out_width + out_width**2)

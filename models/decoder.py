@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from models import generate
-from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
+from models.attention import Attend, attend_by, attention, needed_flops, pair_flops
+from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
 from models.loss import cross_entropy, head_logits
@@ -66,7 +67,7 @@ class EntryModule(nn.Module):
         s = self.size
         init = named(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = embed(table, tokens).astype(self.dtype)
         if is_newline is not None:
             line_end = self.param(
                 "image_newline", named(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32
@@ -155,6 +156,10 @@ class DecoderModule:
     def pair_flops(self) -> float:
         s = self.size
         return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=True)
+
+    def attention_flops(self, tokens: int) -> float:
+        """FLOPs that a layer's attention needs for one sample."""
+        return needed_flops(tokens, self.size.n_heads, self.size.head_dim, causal=True)
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -252,19 +257,3 @@ class DecoderModule:
     ) -> tuple[Array, generate.Cache]:
         """See `models.generate.decode`."""
         return generate.decode(self, params, cache, tokens, positions)
-
-    def flops(self, part: str, items: int, tokens: int) -> float:
-        """Matrix-product FLOPs of `items` rows of `tokens`; a lookup costs none."""
-        s = self.size
-        n = float(items * tokens)
-        if part == "entry":
-            return 0.0
-        kv_width = s.n_kv_heads * s.head_dim
-        if part == "layers":
-            products = 2 * s.width**2 + 2 * s.width * kv_width + 3 * s.width * s.mlp
-            return 2 * n * products + attention_flops(items, tokens, s.n_heads, s.head_dim)
-        if part == "adapter":
-            # a and b of query and out, of key and value, of gate, up and down.
-            sides = 4 * s.width + 2 * (s.width + kv_width) + 3 * (s.width + s.mlp)
-            return 2 * n * sides * (self.lora.rank if self.lora else 0)
-        return 2 * n * s.width * s.vocab

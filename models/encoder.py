@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention, attention_flops, pair_flops
+from models.attention import Attend, attend_by, attention, needed_flops, pair_flops
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 
 Array = jax.Array
@@ -105,6 +105,10 @@ class Encoder(ABC):
         s = self.size
         return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=False)
 
+    def attention_flops(self, tokens: int) -> float:
+        """FLOPs that a layer's attention needs for one item."""
+        return needed_flops(tokens, self.size.n_heads, self.size.head_dim, causal=False)
+
     def segment_ids(self, batch: Batch) -> Array | None:
         """int [items, tokens]: an item's tokens of one id see each other; None: all do."""
         return None
@@ -142,15 +146,3 @@ class Encoder(ABC):
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
         return apply(self._linen("exit"), params, x)
-
-    def flops(self, part: str, items: int, tokens: int) -> float:
-        """Matrix-product FLOPs of `items`; `tokens` is fixed by the item."""
-        s, n = self.size, self.item_tokens
-        if part == "layers":
-            products = 4 * s.width**2 + 2 * s.width * s.mlp
-            return 2.0 * items * n * products + attention_flops(items, n, s.n_heads, s.head_dim)
-        return self._end_flops(part, items)
-
-    @abstractmethod
-    def _end_flops(self, part: str, items: int) -> float:
-        """FLOPs of "entry" or "exit"."""

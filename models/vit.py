@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.connector import Connector, connector_flops
+from models.connector import Connector
 from models.encoder import BlockForm, Encoder
 from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named, normal
 from models.sizes import VisionSize
@@ -112,9 +112,3 @@ class VisionModule(Encoder):
         if part == "entry":
             return EntryModule(self.size, self.dtype)
         return Connector(self.size, self.out_width, self.dtype)
-
-    def _end_flops(self, part: str, items: int) -> float:
-        s = self.size
-        if part == "entry":
-            return 2.0 * items * s.patches_per_tile * 3 * s.patch_px**2 * s.width
-        return connector_flops(s, self.out_width, items)

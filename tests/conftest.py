@@ -28,7 +28,21 @@ jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dflop_j
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+# Tracing makes millions of objects that stay; looking for garbage among them takes a tenth of the
+# time. `_clear` collects after every file.
+gc.freeze()
+gc.set_threshold(1_000_000, 50, 1_000)
+
 MOST_BYTES = 1_500_000_000  # from which on a test process drops what jax keeps after every test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since tests of several processes wait for each other; at most
+    four, as each holds 8 devices of its own."""
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return min(4, cores + 1)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ def other_value(leaf):
         return other, other
     if name == "train.learning_rates":
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
+    if name == "train.profile_steps":
+        return "3:5", "3:5"
     if kind is bool:
         other = not get(Config(), name)
         return str(other).lower(), other
@@ -106,6 +108,10 @@ def test_booleans(text, value):
         ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, "),
         ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be a finite number above 0"),
         ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be a finite number above 0"),
+        *(
+            ({"train.profile_steps": text}, f"profile_steps={text!r}: write FIRST:LAST")
+            for text in ("3", "a:b", "2:", ":2", "-1:2", "3:2", "1:2:3", "1.0:2")
+        ),
         ({"train.learning_rates": "vision"}, "has 'vision'; write NAME=RATE, such as vision=2e-6"),
         ({"train.learning_rates": "vision="}, "has 'vision='; write NAME=RATE"),
         ({"train.learning_rates": "=1e-5"}, "has '=1e-5'; write NAME=RATE"),
@@ -161,6 +167,7 @@ NOT_NEGATIVE = [
     "train.lora_rank",
     "train.eval_every",
     "train.eval_samples",
+    "train.peak_flops",
     "plan.devices",
     "plan.finalists",
     "plan.memory_bytes",

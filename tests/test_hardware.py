@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dflop_jax.hardware import HARDWARE, find_hardware
+from dflop_jax.hardware import HARDWARE, chip_peak_flops, find_hardware
 
 
 def test_every_device_of_the_issue_is_there_with_its_source():
@@ -47,3 +47,21 @@ def test_peaks_by_dtype():
 def test_impossible_figures_are_refused(value):
     with pytest.raises(ValueError, match="'h100': memory_bytes"):
         dataclasses.replace(find_hardware("h100"), memory_bytes=value)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 156e12),
+        ("NVIDIA L40S", "float32", 183e12),
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        # Slower ones of the same name, and parts of one, must be stated.
+        ("NVIDIA H100 PCIe", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
+        ("cpu", "float32", None),
+        ("", "float32", None),
+    ],
+)
+def test_peaks_of_chips_by_what_jax_calls_them(kind, dtype, peak):
+    assert chip_peak_flops(kind, dtype) == peak

@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": LEFT | {"pipeline", "cluster"},
     "train": RUNTIME,
     "generate": ENGINE,
-    "cli": ENGINE,
+    "gpu_compile": ENGINE,
+    "cli": ENGINE | {"gpu_compile"},
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }

@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Started as processes of their own, by file or by name.
 STARTED = ("dflop_jax.schedule.worker_main", "dflop_jax.cluster.launch_keeper",
-           "dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build")  # fmt: skip
+           "dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build",
+           "dflop_jax.gpu_compile.child")  # fmt: skip
 
 
 def sources(root: Path) -> dict[str, ast.Module]:

@@ -48,7 +48,7 @@ class PackedGroup:
     places: by the place in the schedule of each group that feeds it, (index int32 [M, D*R, L, K],)
       into that group's features of the same microbatch, flattened over its ranks and rows; -1 where
       there are fewer or none; with weights float32 of the same shape where K > 1.
-    used_tokens: tokens of its pieces; the rest is padding.
+    lengths: tokens of each of its pieces; the rest is padding.
     loss_weight: sum of the field "weights", 0 without one.
 
     With `ranks` only their rows are filled, and only those that they count are counted.
@@ -56,8 +56,12 @@ class PackedGroup:
 
     fields: dict[str, np.ndarray]
     places: dict[int, tuple[np.ndarray, ...]]
-    used_tokens: int
+    lengths: tuple[int, ...]
     loss_weight: float
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(self.lengths)
 
 
 def own_samples(plan: Plan, schedule: Schedule, loads: Sequence[Load], ranks: Ranks) -> list[int]:
@@ -117,7 +121,7 @@ def pack_group(
     return PackedGroup(
         fields=fields,
         places=places_of(plan, schedule, group, pieces, loads, model),
-        used_tokens=sum(p.length for p in pieces if p.rank in counts),
+        lengths=tuple(p.length for p in pieces if p.rank in counts),
         loss_weight=float(counted.sum(dtype=np.float64)),
     )
 

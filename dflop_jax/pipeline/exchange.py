@@ -1,8 +1,8 @@
 """What an edge carries: outputs of the source module move to the rows that read them, and back.
 
 Where the pieces of a sample lie on the ranks of the two modules is independent, so the exchange is
-one gather by an index from the packer; its gradient is the matching scatter-add. Output rows are
-the target's, with zeros where a place reads nothing.
+one gather by an index from the packer; its gradient is the matching sum over the places that read a
+feature. Output rows are the target's, with zeros where a place reads nothing.
 
 The two sides may have any data parallelism, V and D ranks. With g = gcd(V, D) the source's side
 holds the rows as c = D / g blocks, each split g ways: piece i of block j belongs to the target's
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import gcd
+from math import ceil, gcd, log
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline.communicator import move, nearest, pieces_of
+
+_AT_ONCE = 8  # rows that are added in one pass over all
 
 
 def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
@@ -46,10 +48,52 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
     return reduce(jnp.add, parts)
 
 
-def scatter_gradient(like: jax.ShapeDtypeStruct, dplaced: Array, *sources: Array) -> Array:
-    """Transpose of `gather_features` for features of shape `like`."""
-    zeros = jnp.zeros(like.shape, like.dtype)
-    return jax.linear_transpose(lambda f: gather_features(f, *sources), zeros)(dplaced)[0]
+def scatter_gradient(
+    like: jax.ShapeDtypeStruct, dplaced: Array, index: Array, weight: Array | None = None
+) -> Array:
+    """Transpose of `gather_features` for features of shape `like`, summed in float32.
+
+    The same to the bit in every run: a scatter would add in the order in which a GPU's threads
+    come. What a place reads with weight 0 gets nothing from it.
+    """
+    m, rows, tokens, width = like.shape
+    n, sources = rows * tokens, index.shape[-1]
+
+    def of_microbatch(dplaced: Array, index: Array, weight: Array | None) -> Array:
+        reads = index >= 0 if weight is None else (index >= 0) & (weight != 0)
+        read = jnp.where(reads, index, n)
+        order = jnp.argsort(read)
+        terms = dplaced[order // sources].astype(jnp.float32)
+        if weight is not None:
+            terms = terms * weight[order][:, None]
+        read = read[order]
+        # Who reads nothing stands at the end, for features that do not exist.
+        first = jnp.searchsorted(read, jnp.arange(n))
+        found = read.at[first].get(mode="clip") == jnp.arange(n)
+        sums = _run_sums(read, terms).astype(like.dtype).at[first].get(mode="clip")
+        return jnp.where(found[:, None], sums, jnp.zeros_like(sums))
+
+    flat = index.reshape(m, -1), None if weight is None else weight.reshape(m, -1)
+    return jax.vmap(of_microbatch)(dplaced.reshape(m, -1, width), *flat).reshape(like.shape)
+
+
+def _run_sums(keys: Array, rows: Array) -> Array:
+    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum."""
+    n = keys.shape[0]
+    place = jnp.arange(n)
+
+    def widen(rows: Array, step: Array) -> tuple[Array, None]:
+        """From sums over up to `step` rows of a run to sums over up to _AT_ONCE times as many."""
+        total = rows
+        for ahead in range(1, _AT_ONCE):
+            other = jnp.minimum(place + ahead * step, n)
+            same = keys.at[other].get(mode="fill", fill_value=-1) == keys
+            more = rows.at[other].get(mode="clip")
+            total = total + jnp.where(same[:, None], more, jnp.zeros_like(more))
+        return total, None
+
+    n_steps = ceil(log(max(n, 2), _AT_ONCE))
+    return jax.lax.scan(widen, rows, _AT_ONCE ** jnp.arange(n_steps))[0]
 
 
 @dataclass(frozen=True)
@@ -118,14 +162,16 @@ class Exchange:
         -> dfeatures; all on the source's submesh."""
         sources = self.source_block_structs
         if backward:
-            like = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
-            scatter = jax.jit(
-                lambda blocks, sources: scatter_gradient(
-                    like, self._joined(blocks), *map(self._joined, sources)
-                ),
-                out_shardings=self.features.sharding,
-            )
-            return scatter.lower(self.block_structs, sources)
+            # Any place may read any feature, so devices share the sums by columns.
+            mesh = self.block_structs[0].sharding.mesh
+            columns = NamedSharding(mesh, P("stage", None, None, ("piece", "copy", "model")))
+
+            def scatter(blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]) -> Array:
+                dplaced = jax.lax.with_sharding_constraint(self._joined(blocks), columns)
+                return scatter_gradient(self.features, dplaced, *map(self._joined, sources))
+
+            program = jax.jit(scatter, out_shardings=self.features.sharding)
+            return program.lower(self.block_structs, sources)
         gather = jax.jit(
             lambda features, sources: self._blocks(
                 gather_features(features, *map(self._joined, sources))

@@ -105,11 +105,12 @@ def _data_dim(spec: P) -> int:
 
 
 def _parts(which: Sequence[int], arrays: Sequence[Array]) -> Iterator[list[int]]:
-    """Indices of arrays that travel together."""
+    """Indices of arrays of one dtype that travel together."""
     part: list[int] = []
     size = 0
-    for i in which:
-        if part and size + arrays[i].size > MOST_ELEMENTS:
+    for i in sorted(which, key=lambda i: str(arrays[i].dtype)):
+        new_dtype = part and arrays[i].dtype != arrays[part[0]].dtype
+        if part and (new_dtype or size + arrays[i].size > MOST_ELEMENTS):
             yield part
             part, size = [], 0
         part.append(i)

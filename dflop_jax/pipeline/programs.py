@@ -134,18 +134,19 @@ class Programs:
         on_progress: Callable[[int, int], None] | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> int:
-        """Compile everything that runs on this process, several programs at a time; returns how
-        many there are.
+        """Compile everything that runs on this process, in the order of the plan's segments, which
+        is the same on every process; returns how many programs there are.
 
-        Processes that run the same programs compile a part of them each; after `sync`, which waits
-        for the others, they find the rest in the compilation cache, if there is one.
+        The first of the processes that run a program compiles it. After `sync`, which waits for
+        all processes, the others find it in the compilation cache, if there is one: the same
+        binary, so that its collectives run in one order everywhere.
         """
         jobs = {k: job for name in self.segments if name in self.local
-                for k, job in self._jobs_of(name).items()}  # fmt: skip
-        mine = {key for i, key in enumerate(jobs) if self._compiles_first(key, i)}
+                for k, job in self.jobs_of(name).items()}  # fmt: skip
+        mine = {key for key in jobs if self._first_process(key) == jax.process_index()}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
-            with ThreadPoolExecutor(4) as pool:
+            with ThreadPoolExecutor(self._threads()) as pool:
                 running = {k: pool.submit(jobs[k]().compile) for k in jobs if k in keys}
                 for key, job in running.items():
                     self._compiled[key] = job.result()
@@ -154,14 +155,18 @@ class Programs:
             sync()
         return len(jobs)
 
-    def _compiles_first(self, key: Any, i: int) -> bool:
-        """Whether job number `i` is this one's among the processes that have it."""
-        mesh = self.segments[key[0]].mesh
-        sharing = sorted({d.process_index for d in mesh.devices.flat})
-        return sharing[i % len(sharing)] == jax.process_index()
+    def _first_process(self, key: Any) -> int:
+        """The first of the processes that run a program."""
+        return min(d.process_index for d in self.segments[key[0]].mesh.devices.flat)
 
-    def _jobs_of(self, name: str) -> dict[Any, Job]:
-        """Programs of a segment, by keys that begin with its name."""
+    def _threads(self) -> int:
+        """Programs compiled at a time: autotuning on a GPU times kernels, and two at once would
+        time, or wait for, each other."""
+        platforms = {s.mesh.devices.flat[0].platform for s in self.segments.values()}
+        return 4 if platforms == {"cpu"} else 1
+
+    def jobs_of(self, name: str) -> dict[Any, Job]:
+        """Programs of a segment, ready to be lowered, by keys that begin with its name."""
         segment = self.segments[name]
         jobs: dict[Any, Job] = {}
         for shape in self.plan.shapes(segment.plan.module):

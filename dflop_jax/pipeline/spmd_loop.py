@@ -53,7 +53,7 @@ def _scan_layers(segment: Segment, layers: Params, h: Array, fields: Tree) -> Ar
     return lax.scan(lambda x, p: (layer(p, x, fields), None), h, layers)[0]
 
 
-def _layer_params(params: Params) -> Params:
+def layer_params(params: Params) -> Params:
     """What a layer gets: its parameters, with its adapter among them."""
     if ADAPTER not in params:
         return params["layers"]
@@ -64,7 +64,7 @@ def _run_layers(
     segment: Segment, params: Params, h: Array, x: Tree, fields: Tree
 ) -> tuple[Array, dict[str, Array]]:
     """The segment's layers on hidden states: (hidden states, outputs of its taps)."""
-    layers = _layer_params(params)
+    layers = layer_params(params)
     tapped: dict[str, Array] = {}
     if not (segment.taps or segment.inlets):
         return _scan_layers(segment, layers, h, fields), tapped
@@ -102,6 +102,23 @@ def _scatter_over_stages(segment: Segment, outs: Array) -> Array:
 def forward(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
     """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
     taps M; `sums` says whether the loss's sums [M / S, 1] are wanted."""
+    y, outs = run_layers(segment, params, x, fields)
+    if not segment.plan.last:
+        return {**y, "next": outs}
+    if segment.loss_sums and not sums:
+        return y
+
+    def finish(_: None, now: tuple[Array, Tree]) -> tuple[None, Tree]:
+        return None, _exit(segment, params, *now)
+
+    ends = lax.scan(finish, None, (outs, _own_share(segment, fields)))[1]
+    if segment.loss_sums:
+        return {**y, "sums": jax.tree.map(lambda a: a[:, None], ends)}
+    return {**y, "exit": ends}
+
+
+def run_layers(segment: Segment, params: Params, x: Tree, fields: Tree) -> tuple[Tree, Array]:
+    """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...])."""
     m, s = segment.microbatches, segment.stages
     stage = lax.axis_index("stage")
 
@@ -129,22 +146,20 @@ def forward(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bo
         hs, tapped = lax.scan(tick, start, jnp.arange(m + s - 1))[1]
         hs = hs[s - 1 :]
     y: dict[str, Tree] = {"taps": tapped} if segment.taps else {}
-    outs = _scatter_over_stages(segment, hs)
-    if not segment.plan.last:
-        return {**y, "next": outs}
-    if segment.loss_sums and not sums:
-        return y
+    return y, _scatter_over_stages(segment, hs)
+
+
+def _own_share(segment: Segment, fields: Tree) -> Tree:
+    """Fields of the M / S microbatches whose ends are this stage's."""
+    n = segment.microbatches // segment.stages
+    first = lax.axis_index("stage") * n
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, n), fields)
+
+
+def _exit(segment: Segment, params: Params, h: Array, fields: Tree) -> Tree:
+    """The exit of one microbatch."""
     entry = params.get("entry") if segment.module.tied else None
-    per_stage = m // s
-    mine = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, stage * per_stage, per_stage), fields)
-
-    def finish(_: None, now: tuple[Array, Tree]) -> tuple[None, Tree]:
-        return None, segment.module.exit(params["exit"], now[0], now[1], entry)
-
-    ends = lax.scan(finish, None, (outs, mine))[1]
-    if segment.loss_sums:
-        return {**y, "sums": jax.tree.map(lambda a: a[:, None], ends)}
-    return {**y, "exit": ends}
+    return segment.module.exit(params["exit"], h, fields, entry)
 
 
 def _prepared(params: Params) -> Params:
@@ -173,25 +188,53 @@ def backward_program(
     step's single reduction. `done` is a small output to wait for, since `grads` is donated onwards.
     """
     params, x, fields = _prepared(params), _enter(x), _enter(fields)
-    frozen = {k: v for k, v in params.items() if k not in segment.trainable}
-    free = {k: v for k, v in params.items() if k in segment.trainable}
-    wanted = {k: v for k, v in x.items() if k in segment.wants_gradient}
-    fixed = {k: v for k, v in x.items() if k not in segment.wants_gradient}
+    ends_in_loss = bool(segment.loss_sums)
+    # Parts that only the loss reads get their gradient where the loss is computed.
+    later = {"exit"} if segment.plan.first else {"exit", "entry"}
+    free = {k: params[k] for k in segment.trainable if not (ends_in_loss and k in later)}
+    wanted = {k: x[k] for k in segment.wants_gradient}
 
-    def run(free: Params, wanted: Tree) -> Tree:
-        return forward(segment, {**frozen, **free}, {**fixed, **wanted}, fields, sums=True)
+    def run(free: Params, wanted: Tree) -> Any:
+        run_to = run_layers if ends_in_loss else partial(forward, sums=True)
+        return run_to(segment, {**params, **free}, {**x, **wanted}, fields)
 
     y, vjp = jax.vjp(run, free, wanted)
-    if segment.loss_sums:
+    sums: Tree = {}
+    if ends_in_loss:
         scale = _varying(dy["sums"], "stage", "data")
-        dsums = {
-            k: jnp.broadcast_to(scale, v.shape) if k == "loss_sum" else jnp.zeros_like(v)
-            for k, v in y["sums"].items()
-        }
-        dy = {**dy, "sums": dsums}
+        sums, douts, grads = _loss_gradient(segment, params, y[1], fields, scale, grads)
+        dy = ({k: v for k, v in dy.items() if k != "sums"}, douts)
     dparams, dx = vjp(dy)
-    grads = jax.tree.map(lambda a, g: a + g[None], grads, dparams)
+    grads = {**grads, **_added({k: grads[k] for k in free}, dparams)}
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
     dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
-    return y.get("sums", {}), dx, grads, done
+    return sums, dx, grads, done
+
+
+def _loss_gradient(
+    segment: Segment, params: Params, outs: Array, fields: Tree, scale: Array, grads: Tree
+) -> tuple[Tree, Array, Tree]:
+    """(the loss's sums, the gradient of `outs`, grads + gradient): each microbatch's gradient in
+    the visit that computes its loss, so that the exit's is never held for several."""
+    reads = ("exit", "entry") if segment.module.tied else ("exit",)
+    free = {k: params[k] for k in reads if k in segment.trainable}
+
+    def visit(totals: Tree, now: tuple[Array, Tree]) -> tuple[Tree, tuple[Tree, Array]]:
+        def loss(free: Params, h: Array) -> Tree:
+            return _exit(segment, {**params, **free}, h, now[1])
+
+        sums, vjp = jax.vjp(loss, free, now[0])
+        dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
+                         for k, v in sums.items()})  # fmt: skip
+        return _added(totals, dfree), (sums, dh)
+
+    totals, (sums, douts) = lax.scan(
+        visit, {k: grads[k] for k in free}, (outs, _own_share(segment, fields))
+    )
+    return jax.tree.map(lambda a: a[:, None], sums), douts, {**grads, **totals}
+
+
+def _added(grads: Tree, more: Tree) -> Tree:
+    """`grads`, with their leading dim of 1, plus `more`."""
+    return jax.tree.map(lambda a, g: a + g[None], grads, more)

@@ -287,6 +287,8 @@ class StepCall:
             )
             state.params[name] = {**params, **new}
             self.norms.append(norm)
+        # Not kept until the step is read, which is after the next one was dispatched.
+        self.reduced[name] = ({}, self.reduced[name][1])
         if update[name].shared:
             share_tied(self.programs, state, name)
         return state.shared[name] if not own else norm

@@ -152,8 +152,10 @@ class SegmentUpdate:
 
     def lower_update(self, n_norms: int) -> jax.stages.Lowered:
         """(params, state, gradient shards, sums of squares of all segments) ->
-        (params, state, global norm before clipping); params and state donated."""
+        (params, state, global norm before clipping); params and state donated. Each data rank makes
+        new parameters of its shard only; these are gathered, in their own dtype."""
         shards, scalar = self._own(self.shard_structs()), self._scalar()
+        sharding = self._own(self._shard)
         whole = fused.gather(
             self.segment.mesh, self._own(self._shard_specs()), _specs(self._params)
         )
@@ -165,14 +167,16 @@ class SegmentUpdate:
             if self.clip_norm > 0:
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
+            mine = jax.lax.with_sharding_constraint(params, sharding)
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, state = self.tx.update(grads, state, params)
-            updates = {
-                part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
-                for part, tree in updates.items()
-            }
-            return optax.apply_updates(params, whole(updates)), state, norm
+                updates, state = self.tx.update(grads, state, mine)
+                updates = {
+                    part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
+                    for part, tree in updates.items()
+                }
+                new = optax.apply_updates(mine, updates)
+            return whole(new), state, norm
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1))

@@ -22,7 +22,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from dflop_jax.records import BACKWARD, LayerTiming, ModelProfile, SegmentPlan
 
@@ -65,6 +64,8 @@ def _terms(timings: Sequence[LayerTiming]) -> list[int]:
 
 def _nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Coefficients of least squared relative error, none below zero."""
+    from scipy.optimize import nnls  # takes half a second to load, which most commands do not need
+
     weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
     scale = features.max(axis=0)
     solution, _ = nnls(features / scale * weights[:, None], values * weights)

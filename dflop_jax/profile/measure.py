@@ -32,7 +32,7 @@ from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.spmd_loop import ADAPTER
 from dflop_jax.profile.fit import DEPTHS
-from dflop_jax.profile.parts import part_names
+from dflop_jax.profile.parts import ENDS, forward_flops, part_names
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -156,7 +156,7 @@ def assembled(
     layer_bytes, ends_bytes, entry_share = {}, {}, {}
     for name, module in model.modules.items():
         largest = shapes[name][-1]
-        entry, exit_ = (module.flops(p, largest.rows, largest.tokens) for p in ("entry", "exit"))
+        entry, exit_ = (forward_flops(module, p, largest) for p in ENDS)
         entry_share[name] = entry / max(entry + exit_, 1.0)
         sizes = {p: _part_bytes(module, p) for p in part_names(module)}
         layer_bytes[name] = sizes.pop("layers")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import MODEL_SHARDED, Module, taps_of
-from dflop_jax.pipeline.spmd_loop import PARTS
+from dflop_jax.pipeline.spmd_loop import PARTS, layer_params
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Value, sources, trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
@@ -49,13 +49,18 @@ def part_kernels(
     return tuple(kernels_of(trace(closed, dims, ways)))
 
 
+def forward_flops(module: Module, part: str, shape: Shape) -> float:
+    """FLOPs of the matrix products of a part's forward at a shape, padding included."""
+    return sum(k.flops * k.repeats for k in part_kernels(module, part, FORWARD, shape, 1))
+
+
 @lru_cache(maxsize=1024)
 def _traced(
     module: Module, part: str, direction: str, shape: Shape, placed: Names
 ) -> tuple[core.ClosedJaxpr, tuple[int | None, ...]]:
     """Jaxpr of a part, and which dim of each input tensor parallelism splits."""
-    params, x, fields = _arguments(module, part, shape, placed)
-    forward = partial(_forward, module, part)
+    params, x, fields = arguments(module, part, shape, placed)
+    forward = partial(part_forward, module, part)
     of_params = [
         next((i for i, axis in enumerate(axes) if axis in MODEL_SHARDED), None)
         for p in sorted(params)
@@ -77,7 +82,7 @@ def part_structs(module: Module, part: str) -> Tree:
     return jax.eval_shape(partial(module.init, part), jax.random.key(0))
 
 
-def _arguments(
+def arguments(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
@@ -100,11 +105,12 @@ def _arguments(
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
 
-def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
+def part_forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
+    """What a part computes of its `arguments`; "layers" with its adapter, where they hold one."""
     if part == "entry":
         return module.entry(params["entry"], {**fields, **x})
     if part == "layers":
-        return module.layer(params["layers"], x["hidden"], fields)
+        return module.layer(layer_params(params), x["hidden"], fields)
     if part == "exit":
         return module.exit(params["exit"], x["hidden"], fields, params.get("entry"))
     tap: Any = module.tap  # type: ignore[attr-defined]
@@ -120,7 +126,7 @@ def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads
 
 def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
-    hidden = _arguments(module, "layers", shape)[1]["hidden"]
+    hidden = arguments(module, "layers", shape)[1]["hidden"]
     return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
 
 
@@ -163,8 +169,8 @@ def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: in
 @lru_cache(maxsize=1024)
 def _residuals(module: Module, part: str, shape: Shape) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
     """Jaxpr of what a part's gradient keeps, and where each input comes from."""
-    params, x, fields = _arguments(module, part, shape)
-    forward = partial(_forward, module, part)
+    params, x, fields = arguments(module, part, shape)
+    forward = partial(part_forward, module, part)
 
     def residuals(params: Tree, x: Tree, fields: Tree) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda p, x: forward(p, x, fields), params, x)[1])

@@ -28,7 +28,10 @@ class StepMetrics:
     `lower_bound_s` are the schedule's. `n_bad` counts samples of this batch that could not be
     decoded and were replaced. `correction` (empty unless predictions are corrected) holds
     `sampling` (1: task times are being sampled), `farthest_factor`, `predicted_gain_s` and
-    `overhead_s` of the last sample.
+    `overhead_s` of the last sample. `model_flops` are the FLOPs that the batch needs, without
+    padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that over the peak of
+    all devices of the run, null where no peak is known. A module's `mfu_by_module` is over the peak
+    of the devices that hold it.
     """
 
     step: int
@@ -51,6 +54,12 @@ class StepMetrics:
     correction: Mapping[str, float] = field(default_factory=dict)
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
+    model_flops: float = 0.0
+    model_flops_by_module: Mapping[str, float] = field(default_factory=dict)
+    flops_per_s: float = 0.0
+    flops_per_s_by_module: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    mfu_by_module: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

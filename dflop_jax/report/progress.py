@@ -11,13 +11,13 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.report.summary import number
+from dflop_jax.report.summary import flops_text, number
 
 WINDOW = 20  # steps whose mean time predicts the rest
 
 
 class Progress:
-    """A bar with loss, tokens/s, busy fraction and time left.
+    """A bar with loss, tokens/s, FLOP/s, MFU, busy fraction and time left.
 
     Args:
       total_steps: steps of the whole run.
@@ -86,9 +86,13 @@ class Progress:
 
 
 def describe(row: StepMetrics, left_s: float) -> str:
-    """One line of figures: loss, rate, busy share of each submesh, time left."""
+    """One line of figures: loss, rates, MFU where a peak is known, busy share of each submesh, time
+    left."""
     busy = row.busy_fraction
     parts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]
+    parts.append(f"{flops_text(row.flops_per_s)}/s")
+    if row.mfu is not None:
+        parts.append(f"MFU {row.mfu:.1%}")
     if len(busy) > 3:  # a line has no room for more
         parts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
     elif busy:

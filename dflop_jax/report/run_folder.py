@@ -28,7 +28,7 @@ from dflop_jax.report.trackers import (
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, XPROF = "checkpoints", "xprof"
 _LOCK = "lock"
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
@@ -100,7 +100,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, TENSORBOARD):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         return metrics.open("ab")
 

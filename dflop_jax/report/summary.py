@@ -33,6 +33,7 @@ from dflop_jax.report.run_folder import (
 class RunSummary:
     """Figures of one run; nan where the run did not measure one.
 
+    `flops_per_s` and `mfu` are of the FLOPs that batches need (see `StepMetrics`).
     `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
     `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
     `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
@@ -45,6 +46,10 @@ class RunSummary:
     n_steps: int
     step_s: Spread
     tokens_per_s: float
+    flops_per_s: float
+    flops_per_s_by_module: dict[str, float]
+    mfu: float
+    mfu_by_module: dict[str, float]
     padding_fraction: dict[str, float]
     busy_predicted: dict[str, float]
     busy_measured: dict[str, float]
@@ -87,6 +92,10 @@ def summarise(folder: str | Path) -> RunSummary:
         n_steps=len(rows),
         step_s=spread(column(after, "step_s")),
         tokens_per_s=median("tokens_per_s"),
+        flops_per_s=median("flops_per_s"),
+        flops_per_s_by_module=medians("flops_per_s_by_module"),
+        mfu=median("mfu"),
+        mfu_by_module=medians("mfu_by_module"),
         padding_fraction=medians("padding_fraction"),
         busy_predicted=plan.predicted.busy_fraction,
         busy_measured=medians("busy_fraction"),
@@ -160,6 +169,10 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("step time, median", f"{number(t.median * ms)} ms"),
         ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
         ("tokens / s", number(s.tokens_per_s)),
+        ("model FLOP / s", flops_text(s.flops_per_s)),
+        *((f"model FLOP / s, {m}", flops_text(v)) for m, v in s.flops_per_s_by_module.items()),
+        ("MFU", percent(s.mfu)),
+        *((f"MFU, {m}", percent(v)) for m, v in s.mfu_by_module.items()),
     ]
     rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
     for name in dict.fromkeys([*s.busy_predicted, *s.busy_measured]):
@@ -186,6 +199,16 @@ def number(value: float, digits: int = 3) -> str:
     if abs(value) >= 10**digits:
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".") if value else "0"
+
+
+def flops_text(value: float) -> str:
+    """FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
+    if math.isnan(value):
+        return "-"
+    unit, name = (1e12, "TFLOP") if value >= 1e12 else (1e9, "GFLOP")
+    if value < 1e9:
+        unit, name = 1e6, "MFLOP"
+    return f"{number(value / unit)} {name}"
 
 
 def percent(value: float) -> str:

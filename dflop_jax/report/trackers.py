@@ -36,6 +36,8 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
         "grad_norm": row.grad_norm,
         "step_s": row.step_s,
         "tokens_per_s": row.tokens_per_s,
+        "flops_per_s": row.flops_per_s,
+        **({} if row.mfu is None else {"mfu": row.mfu}),
         **{f"learning_rate/{part}": rate for part, rate in row.learning_rates.items()},
         **{f"busy_fraction/{name}": share for name, share in row.busy_fraction.items()},
         **{f"padding_fraction/{name}": share for name, share in row.padding_fraction.items()},

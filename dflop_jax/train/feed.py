@@ -16,6 +16,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -29,7 +30,8 @@ class ReadyBatch:
     """A global batch as the executor takes it, and what it cost to make.
 
     `groups` hold this process's part, one for every group of the schedule; the counts are of the
-    whole batch. `used_tokens` are those of pieces, by module.
+    whole batch. `used_tokens` are those of pieces, by module, and `flops` what these need in a
+    training step.
     """
 
     step: int
@@ -38,6 +40,7 @@ class ReadyBatch:
     groups: tuple[GroupArrays, ...]
     loss: BatchLoss
     used_tokens: dict[str, int]
+    flops: dict[str, float]
     padding_fraction: dict[str, float]
     groups_run: dict[str, int]
     n_bad: int
@@ -49,6 +52,7 @@ class _Counts:
 
     n_bad: int
     used_tokens: dict[str, int]
+    flops: dict[str, float]
     loss_weights: dict[str, float]
 
 
@@ -71,12 +75,13 @@ def own_ranks(programs: Programs) -> Ranks:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs this process's part of scheduled batches."""
+    """Packs this process's part of scheduled batches; `needed` are FLOPs of a piece by module."""
 
     plan: Plan
     model: MultimodalModel
     ranks: Ranks
     peers: Peers
+    needed: Mapping[str, PieceFlops]
 
     def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
@@ -112,6 +117,7 @@ class Packer:
             groups=tuple(GroupArrays(p.fields, p.places) for p in packed),
             loss=BatchLoss.of(self.model, total.loss_weights),
             used_tokens=total.used_tokens,
+            flops=total.flops,
             padding_fraction={
                 m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
             },
@@ -121,13 +127,14 @@ class Packer:
 
     def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
         """This process's part of what is counted."""
-        used = dict.fromkeys(self.plan.modules, 0)
+        used, flops = dict.fromkeys(self.plan.modules, 0), dict.fromkeys(self.plan.modules, 0.0)
         weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
         for group, arrays in zip(schedule.groups, packed, strict=True):
             used[group.module] += arrays.used_tokens
+            flops[group.module] += sum(map(self.needed[group.module], arrays.lengths))
             if group.module in weights:
                 weights[group.module] += arrays.loss_weight
-        return _Counts(n_bad, used, weights)
+        return _Counts(n_bad, used, flops, weights)
 
 
 def digest(schedule: Schedule) -> str:
@@ -151,6 +158,7 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
         total = _Counts(
             sum(c.n_bad for c in every),
             {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
+            {m: sum(c.flops[m] for c in every) for m in counts.flops},
             {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
         )
     shared = peers.share(f"{key}/total", msgspec.json.encode(total))

@@ -12,11 +12,12 @@ import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.peers import RunFailed
-from dflop_jax.config import Config
+from dflop_jax.config import Config, profiled_steps
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
-from dflop_jax.records import PriceList, Prices, Profile
+from dflop_jax.profile.needed import needed_flops
+from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -27,6 +28,8 @@ from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.step_log import StepLog
+from dflop_jax.train.step_profile import StepProfiler
+from dflop_jax.train.utilisation import Peaks
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Loop:
         self.config, self.place, self.peers = config, place, place.peers
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
         self.source, self.profile, self.prices = source, profile, prices
-        self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers)
+        needed = needed_flops(place.model, _row_tokens(ex.plan), place.trained.frozen)
+        self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         self.loader = make_loader(config, source)
         self._corrector: Corrector | None = None
         self._stalled_s = 0.0
@@ -91,6 +95,7 @@ class Loop:
             counter,
             self._corrector,
             self.place.trained.rates,
+            Peaks.of(config, self.ex.plan, self.place.devices),
         )
         steps = range(start, config.train.steps)
         every = config.train.eval_every
@@ -154,16 +159,36 @@ class Loop:
             while self._unlogged and self._unlogged[0][0] <= self._done:
                 self._unlogged.pop(0)[1].set()
 
-        for batch, wait_s in batches:
-            handle = self.ex.run_step(batch.schedule, batch.groups, batch.loss.scales)
-            # The step before is awaited only now, so that the devices never wait for the host.
+        def drain() -> None:
             finish()
-            pending = (handle, batch, wait_s)
-            if stop:
-                break
-            self._after(batch.step + 1, held_out, finish)
-        finish()
+            self.log.pause()
+
+        with closing(self._profiler(drain)) as profiler:
+            for batch, wait_s in batches:
+                with profiler.dispatching(batch.step):
+                    handle = self.ex.run_step(batch.schedule, batch.groups, batch.loss.scales)
+                # The step before is awaited only now, so that the devices never wait for the host.
+                finish()
+                pending = (handle, batch, wait_s)
+                profiler.dispatched(batch.step)
+                if stop:
+                    break
+                self._after(batch.step + 1, held_out, finish)
+            finish()
         return stop and self._done < self.config.train.steps
+
+    def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
+        """Return what traces the steps of `train.profile_steps` that are still to be done."""
+        wanted = profiled_steps(self.config.train)
+        steps = range(max(wanted.start, self._done), wanted.stop)
+        if wanted and not steps:
+            self.progress.log(
+                f"train.profile_steps={self.config.train.profile_steps}: done before step "
+                f"{self._done}, where this run goes on; nothing is traced"
+            )
+        return StepProfiler(
+            steps, self.config.run_dir, self.peers.process, drain, self.progress.log
+        )
 
     def _after(self, done: int, held_out: HeldOut | None, finish: Callable[[], None]) -> None:
         """Do what is due after `done` steps."""
@@ -210,6 +235,11 @@ class Loop:
             self._corrector.monitor if self._corrector else None,
         )
         self.saver.save(done, msgspec.to_builtins(meta), logged)
+
+
+def _row_tokens(plan: Plan) -> dict[str, int]:
+    """Tokens of the shortest rows that are compiled of each module."""
+    return {m: min(s.tokens for s in plan.shapes(m)) for m in plan.modules if plan.shapes(m)}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     """The learning rate of every step, on the host."""
     # optax relies on implicit promotion, which the user may have forbidden.
     with jax.numpy_dtype_promotion("standard"):
-        return np.asarray(learning_rate(config)(np.arange(config.steps)))
+        return np.asarray(jax.jit(learning_rate(config))(np.arange(config.steps)))
 
 
 def decays(params: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflop_jax.config import Config
+from dflop_jax.config import Config, profiled_steps
 from dflop_jax.hardware import USABLE_MEMORY
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
@@ -132,9 +132,15 @@ def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
 
 
 def check_trainable(config: Config) -> None:
-    """ValueError where a configuration only plans."""
+    """ValueError where a configuration only plans, or is to trace steps that it does not have."""
     if config.plan.hardware:
         raise ValueError(
             f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
             "empty to train"
+        )
+    if profiled_steps(config.train).stop > config.train.steps:
+        raise ValueError(
+            f"train.profile_steps={config.train.profile_steps}, but with train.steps="
+            f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "
+            "earlier ones"
         )

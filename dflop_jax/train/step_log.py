@@ -19,6 +19,7 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.optimizer import learning_rates
+from dflop_jax.train.utilisation import Peaks, utilisation
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepLog:
 
     Args:
       rates: peak learning rates of the parts that train.
+      peaks: FLOP/s that the devices reach at most, None where it is not known.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class StepLog:
         counter: CompileCounter,
         corrector: Corrector | None = None,
         rates: Mapping[str, float] | None = None,
+        peaks: Peaks | None = None,
     ):
-        self._corrector = corrector
+        self._corrector, self._peaks = corrector, peaks
         self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
         self.rates = learning_rates(config)
         self._factors = {g: rate / config.learning_rate for g, rate in (rates or {}).items()}
@@ -138,6 +141,7 @@ class StepLog:
             lower_bound_s=batch.schedule.lower_bound_s,
             n_bad=batch.n_bad,
             correction=self._corrector.report if self._corrector else {},
+            **utilisation(batch.flops, step_s, self._peaks),
         )
         self.folder.append(row)
         self.progress.update(row)

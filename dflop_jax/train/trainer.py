@@ -184,7 +184,7 @@ class Trainer:
             now = self.peers.count, len(self.place.devices), self.config.plan.policy
             if was == now:
                 plan, prices = resumed.meta.plan, resumed.meta.prices.prices
-            else:
+            elif plan is None:
                 progress.log("the checkpoint is of other devices or another policy: planning anew")
                 self.profile = None
         # What process 0 was given or found holds for all.

@@ -10,14 +10,19 @@ def simulator():
     return module("simulator")
 
 
+@pytest.fixture(scope="module")
+def report():
+    return module("simulator_errors")
+
+
 def rows(set_up, errors, run=0):
     one = {"set_up": set_up, "run": run, "measured_s": 2.0, "layers_s": 1.0, "chosen_by_s": 3.0}
     return [one | {"calibrated_s": 2.0 * (1 + e)} for e in errors]
 
 
-def test_errors_of_all_and_of_each_set_up(simulator):
+def test_errors_of_all_and_of_each_set_up(report):
     both = rows("pinned", [0.02, -0.08, 0.04]) + rows("pretended", [-0.25])
-    found = simulator.result(both)
+    found = report.result(both)
     assert found["median_abs_error"] == pytest.approx(0.06)
     assert found["worst_abs_error"] == pytest.approx(0.25)
     pinned = found["set_ups"]["pinned"]
@@ -26,18 +31,18 @@ def test_errors_of_all_and_of_each_set_up(simulator):
     for source in ("layers", "chosen_by"):
         assert pinned[source] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
     assert found["rows"] == both
-    assert set(simulator.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
+    assert set(report.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
 
 
-def test_runs_are_shown_apart(simulator):
+def test_runs_are_shown_apart(report):
     both = rows("pinned", [0.02, -0.08]) + rows("pinned", [0.04], run=1)
-    found = simulator.result(both)
+    found = report.result(both)
     assert found["chosen_by"]["worst_abs_error"] == 0.5
     medians = [r["median_abs_error"] for r in found["calibrated"]["runs"]]
     assert medians == pytest.approx([0.05, 0.04])
-    text = simulator.spread(simulator.by_run(both))
+    text = report.spread(report.by_run(both))
     assert text == "; over 2 runs median 4.0 - 5.0%, worst 4.0 - 8.0%"
-    assert simulator.spread(simulator.by_run(both[:2])) == ""
+    assert report.spread(report.by_run(both[:2])) == ""
 
 
 def test_twenty_schedules_of_each_set_up(simulator):

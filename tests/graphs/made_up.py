@@ -115,9 +115,6 @@ class Toy:
     def inlet(self, name, x, placed, batch):
         return x + placed
 
-    def flops(self, part, rows, tokens):
-        return 2.0 * rows * tokens * WIDTH * (VOCAB if part == "exit" else WIDTH)
-
 
 @dataclass(frozen=True)
 class MadeUp:

@@ -15,6 +15,7 @@ from dflop_jax.data.features import features_per_row
 from dflop_jax.data.media.decode import Pictures, Sound
 from dflop_jax.data.media.token_sources import plain
 from dflop_jax.data.text.pieces import Piece
+from dflop_jax.profile.parts import forward_flops
 from dflop_jax.records import Shape
 from models import internvl, omni, qwen2_audio
 from models.audio import AudioModule
@@ -269,24 +270,33 @@ BIG_AUDIO = AudioSize(512, 32, 256, 2, 4, 512)
 BIG_DECODER = DecoderSize(256, 2, 4, 2, 512, 1000)
 
 
-@pytest.mark.parametrize("items, tokens", [(1, 64), (2, 256)])
+@pytest.mark.parametrize("items, tokens", [(1, 64), (2, 128)])
 def test_flops_as_counted_by_hand(items, tokens):
+    """Up to 128 tokens causal attention is one block."""
     llm = DecoderModule(BIG_DECODER, F32)
-    n = items * tokens
-    assert llm.flops("entry", items, tokens) == 0
-    assert llm.flops("exit", items, tokens) == 2 * n * 256 * 1000
+    n, shape = items * tokens, Shape(items, tokens)
+    assert forward_flops(llm, "entry", shape) == 0
+    assert forward_flops(llm, "exit", shape) == 2 * n * 256 * 1000
     projections = 2 * n * 256 * (256 + 128 + 128 + 256)
     scores = items * 4 * 2 * (2 * tokens * tokens * 64)
     mlp = 3 * 2 * n * 256 * 512
-    assert llm.flops("layers", items, tokens) == projections + scores + mlp
+    assert forward_flops(llm, "layers", shape) == projections + scores + mlp
 
     vision = VisionModule(BIG_VISION, 128, F32)
-    patches = 256 * items
-    assert vision.flops("entry", items, 1) == 2 * patches * 48 * 256
-    assert vision.flops("layers", items, 1) == (
+    patches, shape = 256 * items, Shape(items, 256)
+    assert forward_flops(vision, "entry", shape) == 2 * patches * 48 * 256
+    assert forward_flops(vision, "layers", shape) == (
         4 * 2 * patches * 256 * 256 + 2 * 2 * patches * 256 * 512 + items * 8 * 2 * 256 * 256 * 64
     )
-    assert vision.flops("exit", items, 1) == 2 * (patches // 4) * (1024 * 128 + 128 * 128)
+    assert forward_flops(vision, "exit", shape) == 2 * (patches // 4) * (1024 * 128 + 128 * 128)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_attention_needs_the_pairs_that_see_each_other(tokens):
+    pairs = sum(1 for i in range(tokens) for j in range(tokens) if j <= i)
+    llm, vision = DecoderModule(BIG_DECODER, F32), VisionModule(BIG_VISION, 128, F32)
+    assert llm.attention_flops(tokens) == pairs * 4 * (2 * 64 + 2 * 64)
+    assert vision.attention_flops(tokens) == tokens**2 * 4 * (2 * 64 + 2 * 64)
 
 
 def test_pairs_cost_something_where_a_kernel_skips_the_others():
@@ -321,15 +331,9 @@ def test_flops_near_what_xla_counts(module, part):
         "exit": lambda p, x: module.exit(p, x, batch),
     }[part]
     compiled = jax.jit(run).lower(specs(module, part), x).compile()
-    matrices = module.flops(part, 1, tokens)
+    matrices = forward_flops(module, part, Shape(1, tokens))
     # Norms, positions, masks, and GELUs (of the audio's stem at every frame): not counted.
     elementwise = (150 if isinstance(module, AudioModule) else 50) * x.size
     cost = compiled.cost_analysis()
     assert cost is not None
     np.testing.assert_allclose(cost["flops"], matrices, rtol=0.05, atol=elementwise)
-
-
-def test_no_items_cost_nothing():
-    models = (build("nano"), internvl.build(), qwen2_audio.build())
-    for module in (m for model in models for m in model.modules.values()):
-        assert all(module.flops(part, 0, 8) == 0 for part in PARTS)

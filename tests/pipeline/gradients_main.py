@@ -3,6 +3,8 @@ gradient with the plain computation, which the parent left in a file."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import optax
@@ -36,6 +38,20 @@ def main(args: list[str]) -> None:
         print("equal:", name, flush=True)
 
 
+def print_order(programs):
+    """Print the programs, which are those of all processes, as they are about to compile."""
+    jobs_of = programs._jobs_of
+
+    def told(name):
+        def job(key, lower):
+            print("compiles:", key, flush=True)
+            return lower()
+
+        return {key: partial(job, key, lower) for key, lower in jobs_of(name).items()}
+
+    programs._jobs_of = told
+
+
 def check(want, name, vision, llm, options):
     options = dict(options)
     tied = options.pop("tied", True)
@@ -45,6 +61,8 @@ def check(want, name, vision, llm, options):
     schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
+    if name == "both on both":
+        print_order(ex.programs)
     ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))
     ex.calibrate(repeats=0)
     arrays = plain.pack(m, plan, schedule, samples)

@@ -46,9 +46,6 @@ class LinenEncoder:
     def exit(self, params, x, batch, entry):
         return nn.Dense(WIDTH).apply({"params": params}, x)
 
-    def flops(self, part, rows, tokens):
-        return 2.0 * rows * WIDTH * (PX * PX * 3 if part == "entry" else WIDTH)
-
 
 class Mixer(nnx.Module):
     """A layer that looks at the token before, within its sample only."""
@@ -114,9 +111,6 @@ class NnxDecoder:
         logits = self.apply("exit", params, x)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return {"loss_sum": jnp.sum(nll * batch["weights"])}
-
-    def flops(self, part, rows, tokens):
-        return 2.0 * rows * tokens * WIDTH * (VOCAB if part == "exit" else WIDTH)
 
 
 @dataclass(frozen=True)

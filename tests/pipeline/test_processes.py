@@ -33,5 +33,8 @@ def test_gradients_over_processes_equal_the_plain_ones(n, devices, wanted):
         lines = output.splitlines()
         assert [x[7:] for x in lines if x.startswith("equal: ")] == list(layouts)
         found += [float(x[5:]) for x in lines if x.startswith("loss ")]
+    orders = [[x for x in o.splitlines() if x.startswith("compiles: ")] for o in outputs]
+    assert all(order == orders[0] for order in orders)
+    assert len(orders[0]) > 5 or devices > 1
     for (_, _, options), loss in zip(layouts.values(), found, strict=True):
         np.testing.assert_allclose(loss, losses[options.get("tied", True)], rtol=1e-5)

@@ -227,3 +227,53 @@ def test_only_matrices_decay():
                 shrunk.add(name)
     assert kept == {"bias", "scale"}
     assert {"kernel", "embedding"} <= shrunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A module whose matrices are bfloat16."""
+
+    module: object
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+    def init(self, part, key):
+        return jax.tree.map(
+            lambda a: a.astype(jnp.bfloat16) if a.ndim > 1 else a, self.module.init(part, key)
+        )
+
+
+def test_new_parameters_are_gathered_in_their_own_dtype():
+    """Of bfloat16 matrices and float32 vectors: no float32 copy of a matrix is sent, and every
+    rank gets what one that holds all would compute."""
+    _, updates = updates_of(SMALL, 1.0)
+    segment = dataclasses.replace(updates["llm"].segment, module=Half(MODEL.modules["llm"]))
+    update = SegmentUpdate(segment, optax.sgd(0.5), 0.0)
+    lowered = update.lower_update(1)
+    sizes = {"bf16": 0, "f32": 0}
+    for shape, kind in re.findall(
+        r'"stablehlo.all_gather".*?: \(tensor<([\dx]*)x(\w+)>\)', lowered.as_text(), re.DOTALL
+    ):
+        sizes[kind] += int(np.prod([int(n) for n in shape.split("x")])) * segment.data_ranks
+    want = {"bf16": 0, "f32": 0}
+    for a in jax.tree.leaves(update.updated_structs()[0]):
+        want["bf16" if a.dtype == jnp.bfloat16 else "f32"] += a.size
+    assert sizes == want
+    assert want["bf16"] > 10 * want["f32"] > 0
+
+    rng = np.random.default_rng(0)
+    host, params = start(update)
+    shards = jax.tree.map(
+        lambda a: rng.normal(size=a.shape).astype(np.float32), update.shard_structs()
+    )
+    placed = jax.tree.map(lambda g, s: place(g, s.sharding), shards, update.shard_structs())
+    state = update.init_state(params)
+    new, _, _ = lowered.compile()(
+        params, state, placed, (place(np.float32(1), segment.sharding()),)
+    )
+    for p in new:
+        for g, b, s in zip(*map(jax.tree.leaves, (new[p], host[p], shards[p])), strict=True):
+            exact = (np.float32(b) - np.float32(0.5) * s).astype(b.dtype)
+            for shard in g.addressable_shards:
+                np.testing.assert_array_equal(shard.data, exact[shard.index])

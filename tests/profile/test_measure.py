@@ -126,9 +126,6 @@ class Plain:
     def inlet(self, name, x, placed, batch):
         return x + placed
 
-    def flops(self, part, rows, tokens):
-        return 128.0 * rows * tokens
-
 
 def two(**fields):
     """Module `a` feeds `b` from a tap after its third layer, between `b`'s layers 2 and 3."""

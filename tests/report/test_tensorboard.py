@@ -50,7 +50,7 @@ def tracked(path, rows, start=0, *, existing="error", evaluations=(), config=CON
             run.restart(start)
         run.trackers = open_trackers(config, run.path, start)
         for step in rows:
-            run.append(make_row(step, learning_rates=RATES))
+            run.append(make_row(step, learning_rates=RATES, mfu=0.3))
             if step + 1 in evaluations:
                 run.append_evaluation(Evaluation(step + 1, 2.0 + step, 0.5))
 
@@ -63,6 +63,8 @@ def test_every_scalar_of_every_step(tmp_path):
         "grad_norm": lambda row: row.grad_norm,
         "step_s": lambda row: row.step_s,
         "tokens_per_s": lambda row: row.tokens_per_s,
+        "flops_per_s": lambda row: row.flops_per_s,
+        "mfu": lambda row: row.mfu,
         "learning_rate/llm": lambda row: 1e-3,
         "learning_rate/vision": lambda row: 2e-6,
         "busy_fraction/enc": lambda row: row.busy_fraction["enc"],
@@ -71,7 +73,7 @@ def test_every_scalar_of_every_step(tmp_path):
         "padding_fraction/llm": lambda row: row.padding_fraction["llm"],
     }
     for tag, value in want.items():
-        assert found.pop(tag) == pytest.approx({k: value(make_row(k)) for k in range(3)})
+        assert found.pop(tag) == pytest.approx({k: value(make_row(k, mfu=0.3)) for k in range(3)})
     # The evaluation after two steps stands at the second one.
     assert found == {"held_out/loss": {1: 3.0}, "held_out/accuracy": {1: 0.5}}
 

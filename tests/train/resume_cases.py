@@ -86,7 +86,7 @@ def evaluations(folder) -> list[dict]:
 def essence(folder) -> list[tuple]:
     """What of the rows follows from configuration and data, not from the clock."""
     names = ("step", "loss", "losses", "grad_norm", "learning_rate", "supervised_tokens",
-             "padding_fraction", "groups")  # fmt: skip
+             "padding_fraction", "groups", "model_flops")  # fmt: skip
     return [tuple(str(row[n]) for n in names) for row in read_metrics(folder)]
 
 

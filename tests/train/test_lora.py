@@ -157,7 +157,6 @@ def test_the_base_has_no_gradient_and_no_optimizer_state(name):
     )
     sides = (w + w) * 2 + (w + kv) * 2 + (w + mlp) * 3
     assert total == 4 * decoder.n_layers * RANK * sides
-    assert decoder.flops("adapter", 2, 5) == 2 * 10 * RANK * sides
 
 
 def test_only_adapters_change():

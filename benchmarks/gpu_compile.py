@@ -1,0 +1,264 @@
+"""Programs of published models compiled for GPUs that are not here.
+
+Command:  python benchmarks/gpu_compile.py [--json FILE] [--quick] [--only TEXT ...]
+Minutes:  about 80 on 2 cores; --quick under 2
+Needs:    the extra gpu-compile
+Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
+          a program's FLOPs, and no gather of whole queries, keys or values at any tensor degree
+
+Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
+has the modules on devices of their own, `orch` on the same devices, each with its own degrees, and
+`blind` the encoder before the LLM with one (data, model) for both. LLMs have rows of 4,096 tokens,
+encoders 8 tiles or 2 windows. With --json the rows are kept after every six cases, and cases that
+the file has are not compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.gpu_compile.child import Job
+from dflop_jax.gpu_compile.compiling import compile_plans
+from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
+from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.train.prepare import build_model
+
+GIB = 2**30
+MODELS = {
+    "LLaVA-OneVision-0.5B": ("models.llava:build", "llava-ov-0.5b"),
+    "LLaVA-OneVision-7B": ("models.llava:build", "llava-ov-7b"),
+    "InternVL-2.5-4B": ("models.internvl:build", "internvl-2.5-4b"),
+    "Qwen2-Audio-7B": ("models.qwen2_audio:build", "qwen2-audio-7b"),
+}
+POLICIES = ("dflop", "orch", "blind")
+CHIPS = {"sm_80": "a100-80", "sm_90": "h100"}
+TENSOR, STAGES = (1, 2, 4), (1, 2)
+TOKENS, PIECES = 4096, {"vision": 8, "audio": 2}
+QUICK = (
+    ("LLaVA-OneVision-0.5B", "dflop", 2, 1, "sm_90"),
+    ("LLaVA-OneVision-0.5B", "orch", 1, 1, "sm_80"),
+)
+MOST_FLOAT32 = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan: the LLM's tensor and pipeline degrees, and the chip."""
+
+    model: str
+    policy: str
+    tensor: int
+    stages: int
+    arch: str
+
+    @property
+    def name(self) -> str:
+        """Short and unique."""
+        return f"{self.model} {self.policy} tensor={self.tensor} stages={self.stages} {self.arch}"
+
+    def job(self) -> Job:
+        """The plan and its configuration."""
+        factory, size = MODELS[self.model]
+        model = ModelConfig(factory=factory, size=size, dtype="bfloat16")
+        plan = make_plan(build_model(model), self.policy, self.tensor, self.stages)
+        chosen = PlanConfig(policy="dflop", hardware=CHIPS[self.arch], devices=plan.n_devices)
+        return Job(Config(model=model, plan=chosen, train=TrainConfig(remat="layers")), plan)
+
+
+def make_plan(model: MultimodalModel, policy: str, tensor: int, stages: int) -> Plan:
+    """A plan of a policy's kind for 8 devices; `dflop` takes 16 where half of them are too few."""
+    *encoders, last = model.modules
+    whole = 8 // stages // tensor
+    if policy == "dflop":
+        half = max(4, stages * tensor)
+        meshes = [SubmeshPlan(m, 0, 1, half, 1) for m in encoders]
+        meshes.append(SubmeshPlan(last, half, stages, half // stages // tensor, tensor))
+    elif policy == "orch":
+        meshes = [SubmeshPlan(m, 0, 1, 8, 1) for m in encoders]
+        meshes.append(SubmeshPlan(last, 0, stages, whole, tensor))
+    else:
+        meshes = [SubmeshPlan(m, 0, 1, whole, tensor) for m in encoders]
+        block = whole * tensor
+        meshes += [SubmeshPlan(f"{last}.{i}", block * i, 1, whole, tensor) for i in range(stages)]
+    segments = [_segment(model, m, m, 0, model.modules[m].n_layers) for m in encoders]
+    layers = model.modules[last].n_layers
+    cuts = [layers * i // stages for i in range(stages + 1)] if policy == "blind" else [0, layers]
+    for i, (start, stop) in enumerate(pairwise(cuts)):
+        mesh = f"{last}.{i}" if policy == "blind" else last
+        segments.append(_segment(model, mesh, last, start, stop))
+    pieces = {m: Shape(PIECES[m], model.piece_tokens[m]) for m in encoders}
+    return Plan(
+        policy,
+        tuple(meshes),
+        tuple(segments),
+        (Bucket.of({**pieces, last: Shape(1, TOKENS)}),),
+        edges_of(model),
+        group_size=stages if policy != "blind" else 1,
+        tied=tuple(n for n, m in model.modules.items() if m.tied),
+    )
+
+
+def _segment(model: MultimodalModel, mesh: str, module: str, start: int, stop: int) -> SegmentPlan:
+    whole = model.modules[module].n_layers
+    first, last = start == 0, stop == whole
+    return SegmentPlan(mesh, module, start, stop, mesh, first, last, "layers")
+
+
+def _cases() -> tuple[Case, ...]:
+    return tuple(
+        Case(model, policy, tensor, stages, arch)
+        for model in MODELS
+        for arch in CHIPS
+        for policy in POLICIES
+        for stages in STAGES
+        for tensor in TENSOR
+    )
+
+
+CASES = _cases()
+
+
+def row(case: Case, program: ProgramReport) -> dict[str, Any]:
+    """What one program came to."""
+    return {
+        "model": case.model,
+        "program": program.name,
+        "chip": case.arch,
+        "mesh": "x".join(map(str, program.mesh)),
+        "plan_policy": case.policy,
+        "tensor": case.tensor,
+        "stages": case.stages,
+        "compile_s": program.compile_s,
+        "same_as": program.same_as,
+        "temp_bytes": program.temp_bytes,
+        "flops": program.flops,
+        "executed_over_needed": program.executed_over_needed,
+        "f32_dot_flops": program.float32_dot_flops,
+        "attention_gathers": program.attention_gathers,
+        "unknown": list(program.unknown),
+        "error": program.error,
+    }
+
+
+def outcome(case: Case, answer: CompileReport | str) -> dict[str, Any]:
+    """A case's rows and verdict, or why it is refused."""
+    if isinstance(answer, str):
+        return {"refused": answer, "rows": []}
+    return {
+        "refused": "",
+        "fits": answer.fits,
+        "verdict": answer.verdict,
+        "rows": [row(case, p) for p in answer.programs],
+    }
+
+
+def compile_cases(cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    """Outcomes of cases by name, compiled by one process, so that equal programs are compiled
+    once."""
+    answers = compile_plans([case.job() for case in cases])
+    return {c.name: outcome(c, a) for c, a in zip(cases, answers, strict=True)}
+
+
+def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
+    """What is not as it should be, a line each."""
+    found = []
+    for name, case in outcomes.items():
+        for r in case["rows"]:
+            where = f"{name}: {r['program']}"
+            if r["error"]:
+                found.append(f"{where}: {r['error']}")
+            if r["f32_dot_flops"] > MOST_FLOAT32 * r["flops"]:
+                share = r["f32_dot_flops"] / r["flops"]
+                found.append(f"{where}: {share:.1%} of its products are in float32")
+            if r["attention_gathers"]:
+                found.append(f"{where}: {r['attention_gathers']} gathers of whole heads")
+    return found
+
+
+def show(outcomes: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title="Programs of published models, compiled for GPUs that are not here")
+    table.add_column("model, policy, degrees, chip")
+    for name in ("programs", "compile s", "most temp GiB", "done/needed", "float32", "gathers"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for name, case in outcomes.items():
+        rows = case["rows"]
+        if not rows:
+            table.add_row(name, *["-"] * 6, f"refused: {case['refused']}")
+            continue
+        ratios = [r["executed_over_needed"] for r in rows if r["executed_over_needed"]]
+        flops = max(1.0, sum(r["flops"] for r in rows))
+        table.add_row(
+            name,
+            f"{len(rows)} ({sum(not r['same_as'] for r in rows)} new)",
+            f"{sum(r['compile_s'] for r in rows):.0f}",
+            f"{max(r['temp_bytes'] for r in rows) / GIB:.1f}",
+            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
+            f"{sum(r['f32_dot_flops'] for r in rows) / flops:.1%}",
+            str(sum(r["attention_gathers"] for r in rows)),
+            case["verdict"].split(" (")[0],
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--json", type=Path, help="write the outcomes to this file, and go on by it"
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
+    parser.add_argument("--quick", action="store_true", help="two cases of the smallest model")
+    args = parser.parse_args()
+    cases = [Case(*c) for c in QUICK] if args.quick else list(CASES)
+    for text in args.only:
+        if not any(text in c.name for c in cases):
+            parser.error(f"--only {text!r} is in no name; such as {cases[0].name!r}")
+    chosen = [c for c in cases if any(text in c.name for text in args.only)]
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: no such folder; make it first")
+    jax.config.update("jax_platforms", "cpu")
+    outcomes: dict[str, dict[str, Any]] = {}
+    if args.json and args.json.exists():
+        outcomes = json.loads(args.json.read_text())["cases"]
+    left = [c for c in chosen if c.name not in outcomes]
+    batches: dict[tuple[str, ...], list[Case]] = {}
+    for c in left:  # those that share programs
+        batches.setdefault((c.model, c.policy, c.arch), []).append(c)
+    try:
+        for i, (key, batch) in enumerate(batches.items()):
+            outcomes |= compile_cases(batch)
+            print(f"{i + 1}/{len(batches)} {' '.join(key)}", file=sys.stderr, flush=True)
+            if args.json:
+                _write(args.json, outcomes)
+    except ValueError as e:
+        parser.error(str(e))
+    seen = {c.name: outcomes[c.name] for c in chosen}
+    Console(width=None if sys.stdout.isatty() else 160).print(show(seen))
+    found = problems(seen)
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+def _write(file: Path, outcomes: dict[str, dict[str, Any]]) -> None:
+    rows = [r for case in outcomes.values() for r in case["rows"]]
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(json.dumps({"rows": rows, "cases": outcomes}, indent=1) + "\n")
+    fresh.replace(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

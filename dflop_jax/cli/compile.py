@@ -1,0 +1,118 @@
+"""`dflop compile`: compile a plan's programs for a GPU that is not here.
+
+It prints what each program takes and computes, and whether the plan fits into the chip's memory.
+The table has seconds to compile, arguments, temporaries, FLOPs executed over those needed, the
+share of products in float32, bytes of collectives, and the all-gathers that bring whole queries,
+keys or values to attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from dflop_jax.cli.experiment import (
+    add_plan_file,
+    add_profile_file,
+    experiment_config,
+    given_profile,
+)
+from dflop_jax.cli.terminal import show, ticker
+
+if TYPE_CHECKING:
+    from dflop_jax.config import Config
+    from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
+    from dflop_jax.records import Plan
+
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_profile_file(parser)
+    add_plan_file(parser)
+    parser.add_argument("--out", metavar="JSON", help="also write the report to this file")
+
+
+def run(args: argparse.Namespace) -> Any:
+    """Compile every program; shows a table and the verdict. Writes nothing but --out."""
+    import jax
+
+    from dflop_jax.gpu_compile.child import Job
+    from dflop_jax.gpu_compile.chips import CHIPS, find_chip
+    from dflop_jax.gpu_compile.compiling import compile_plan
+    from dflop_jax.gpu_compile.toolchain import compiler_environment
+    from dflop_jax.record_files import save
+
+    jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
+    config = experiment_config(args)
+    if not config.plan.hardware:
+        raise ValueError(f"name the GPU: --plan.hardware {'|'.join(CHIPS)}")
+    find_chip(config.plan.hardware)
+    compiler_environment()  # a missing compiler is named before anything is planned
+    if args.out and not Path(args.out).resolve().parent.is_dir():
+        raise ValueError(f"--out {args.out}: no such folder; make it first")
+    report = compile_plan(Job(config, _plan(args, config)), ticker("compiling"))
+    if args.out:
+        save(report, args.out)
+    if not args.json:
+        show(_table(report))
+        show(report.verdict)
+    return report
+
+
+def _plan(args: argparse.Namespace, config: Config) -> Plan:
+    """The plan of --plan-file, else the planner's for the named GPU."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
+    from dflop_jax.train import planning, prepare, profiling
+
+    if args.plan_file:
+        return load(Plan, args.plan_file)
+    place = prepare.set_up(config)
+    profile = given_profile(args) or profiling.make_profile(
+        place, place.source(), ticker("profiling")
+    )
+    return planning.make_plan(place, profile, ticker("planning")).plan
+
+
+def _table(report: CompileReport) -> Table:
+    nodes = f" on {report.n_nodes} nodes, each program for all of its submesh"
+    table = Table(
+        "program",
+        title=f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
+        + nodes * (report.n_nodes > 1)
+        + "; GiB of a device",
+        title_justify="left",
+    )
+    for name in (
+        "mesh",
+        "s",
+        "args",
+        "temp",
+        "done/\nneeded",
+        "in\nfloat32",
+        "sent",
+        "q, k, v\nsent",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in report.programs:
+        table.add_row(p.name, "x".join(map(str, p.mesh)), *_figures(p))
+    return table
+
+
+def _figures(p: ProgramReport) -> list[str]:
+    if p.error:
+        return ["fails", *("-",) * 6]
+    ratio, sent = p.executed_over_needed, sum(s.n_bytes for s in p.collectives)
+    return [
+        "equal" if p.same_as else f"{p.compile_s:.1f}",
+        f"{p.argument_bytes / _GIB:.2f}",
+        f"{p.temp_bytes / _GIB:.2f}",
+        (f"{ratio:.2f}" if ratio else "-") + "?" * bool(p.unknown),
+        f"{p.float32_dot_flops / p.flops:.0%}" if p.flops else "-",
+        f"{sent / _GIB:.2f}" if p.collectives else "-",
+        str(p.attention_gathers) if p.flops else "-",
+    ]

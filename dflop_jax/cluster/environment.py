@@ -1,0 +1,73 @@
+"""What XLA and NCCL read from the environment when jax starts on GPUs, where the user says nothing.
+
+`docs/clusters.md` gives the reason of each setting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jax._src import xla_bridge
+
+from dflop_jax.cluster.devices import on_cpu
+from dflop_jax.hardware import USABLE_MEMORY
+
+XLA_FLAGS = {
+    "xla_gpu_shard_autotuning": "false",
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+}
+VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+# Two names of one setting, of which jax takes only one at a time.
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def prepare_gpus() -> None:
+    """Set this process's environment before jax starts; does nothing on the CPU, or too late."""
+    if on_cpu() or xla_bridge.backends_are_initialized():
+        return
+    os.environ.update(gpu_settings(os.environ, xla_knows))
+
+
+def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, str]:
+    """Variables to set beside those of `environment`, whose own settings stay.
+
+    Args:
+      knows: whether XLA has a flag; one that it has not would end the process.
+    """
+    own = environment.get("XLA_FLAGS", "")
+    named = {word.lstrip("-").partition("=")[0] for word in own.split()}
+    flags = [f"--{k}={v}" for k, v in XLA_FLAGS.items() if k not in named and knows(k)]
+    settings = {k: v for k, v in VARIABLES.items() if k not in environment}
+    if not any(name in environment for name in MEMORY_FRACTION):
+        settings[MEMORY_FRACTION[0]] = str(USABLE_MEMORY)
+    if flags:
+        # XLA takes the last of two values, so ours come first.
+        settings["XLA_FLAGS"] = " ".join([*flags, own]).strip()
+    return settings
+
+
+def xla_knows(flag: str) -> bool:
+    """Whether every library here that reads XLA_FLAGS has the flag.
+
+    A name that stands alone between two zeros is a flag; those that are no more so only stand in
+    the description of a message.
+    """
+    return all(_holds(library, b"\0" + flag.encode() + b"\0") for library in _libraries())
+
+
+def _libraries() -> list[Path]:
+    found: list[Path] = []
+    for package, names in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            found += Path(folder).glob(names)
+    return found
+
+
+def _holds(file: Path, text: bytes) -> bool:
+    with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(text) >= 0

@@ -1,0 +1,243 @@
+"""The process that compiles: it reads `Request` from stdin and writes `Line`s to stdout.
+
+A process of its own, since jax has to find the compiler in its environment when it starts, and
+since the compiler ends its process where it meets what it cannot bear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import msgspec
+
+from dflop_jax.config import Config
+from dflop_jax.gpu_compile.chips import absent_devices
+from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
+from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
+from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
+from dflop_jax.pipeline.order import Link, in_flight_limit, resources
+from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.segment import EVALUATE
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
+from dflop_jax.train.prepare import set_up
+from dflop_jax.train.timing import make_executor
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan to compile for the chip that its configuration names (`plan.hardware`)."""
+
+    config: Config
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """Jobs, and how many of their programs, in order, are not to be compiled (again)."""
+
+    jobs: tuple[Job, ...]
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something that became known of a job: why it is refused, what its segments hold and how many
+    programs it has, a program that is begun, or one that is done."""
+
+    job: int
+    refused: str = ""
+    states: tuple[SegmentState, ...] = ()
+    n_programs: int = 0
+    begun: ProgramReport | None = None
+    done: ProgramReport | None = None
+
+
+def main() -> None:
+    """Serve one request."""
+    # Whatever else prints to stdout goes to stderr.
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    for line in compile_jobs(request):
+        out.write(msgspec.json.encode(line) + b"\n")
+        out.flush()
+
+
+def compile_jobs(request: Request) -> Iterator[Line]:
+    """Compile every program of the jobs, one after another; of equal ones the first."""
+    known: dict[bytes, ProgramReport] = {}
+    place = 0
+    for i, job in enumerate(request.jobs):
+        try:
+            programs = plan_programs(job)
+        except ValueError as e:
+            yield Line(i, refused=one_line(e))
+            continue
+        lowerings = {k: low for n in programs.segments for k, low in programs.jobs_of(n).items()}
+        yield Line(i, states=segment_states(programs), n_programs=len(lowerings))
+        for key, lower in lowerings.items():
+            place += 1
+            if place > request.skip:
+                head = described(programs, key)
+                yield Line(i, begun=head)
+                yield Line(i, done=compiled(programs, key, head, lower, known))
+
+
+def plan_programs(job: Job) -> Programs:
+    """The programs of a job on devices of its chip.
+
+    Raises:
+      ValueError: no such chip, or the plan does not fit the model or the devices.
+    """
+    place = set_up(job.config)
+    assert place.hardware is not None, "plan.hardware is checked before a process is started"
+    devices = absent_devices(place.hardware.name, place.hardware, job.plan.n_devices)
+    return make_executor(replace(place, devices=devices), job.plan).programs
+
+
+def described(programs: Programs, key: Any) -> ProgramReport:
+    """A program's name and place, before it is compiled."""
+    name, *rest = key
+    segment = programs.segments[name]
+    kind, words = _words(rest)
+    return ProgramReport(
+        name=f"{name} {words}",
+        segment=name,
+        submesh=programs.submesh[name],
+        kind=kind,
+        mesh=tuple(segment.mesh.devices.shape),
+    )
+
+
+def _words(key: list[Any]) -> tuple[str, str]:
+    """(kind, words) of the key of a segment's program."""
+    if isinstance(key[0], Link):
+        link, low, high, backward = key
+        back = " back" * backward
+        field = f" {link.edge.name}" if link.edge else ""
+        return "exchange", f"to {link.target}{field} {low.name}-{high.name}{back}"
+    kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
+    shapes = [k.name for k in key if isinstance(k, Shape)]
+    sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
+    return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes])
+
+
+def compiled(
+    programs: Programs,
+    key: Any,
+    head: ProgramReport,
+    lower: Callable[[], jax.stages.Lowered],
+    known: dict[bytes, ProgramReport],
+) -> ProgramReport:
+    """Compile a program and read what it takes; `known` gets it by its text."""
+    try:
+        lowered = lower()
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        if text in known:
+            same = replace(known[text], compile_s=0.0, same_as=known[text].name)
+            return replace(same, **_of_head(head))
+        started = time.perf_counter()
+        executable = lowered.compile()
+        took = time.perf_counter() - started
+    except Exception as e:  # of whatever kind: that it does not compile is the answer
+        return replace(head, error=one_line(e))
+    needed, seen = _needed(programs, head, key)
+    cost = hlo_cost(executable.as_text() or "", seen)
+    report = replace(
+        head,
+        compile_s=took,
+        needed_flops=needed,
+        executed_over_needed=cost.flops / needed if needed else None,
+        **_bytes(executable.memory_analysis()),
+        **_figures(cost),
+    )
+    known[text] = report
+    return report
+
+
+def _of_head(head: ProgramReport) -> dict[str, Any]:
+    fields = ("name", "segment", "submesh", "kind", "mesh")
+    return {name: getattr(head, name) for name in fields}
+
+
+def _needed(programs: Programs, head: ProgramReport, key: Any) -> tuple[float, float]:
+    """FLOPs that a program needs, and the share of pairs that its attention sees."""
+    if head.kind not in (FORWARD, BACKWARD, EVALUATE):
+        return 0.0, 1.0
+    segment = programs.segments[head.segment]
+    shape = next(k for k in key if isinstance(k, Shape))
+    alone = FORWARD not in programs.kinds(head.segment)
+    needed = needed_flops(segment, shape, head.kind, with_forward=alone)
+    return needed, seen_pairs(segment.module, shape.tokens)
+
+
+def _bytes(stats: Any) -> dict[str, Any]:
+    return {
+        "argument_bytes": float(stats.argument_size_in_bytes),
+        "output_bytes": float(stats.output_size_in_bytes),
+        "aliased_bytes": float(stats.alias_size_in_bytes),
+        "temp_bytes": float(stats.temp_size_in_bytes),
+    }
+
+
+def _figures(cost: HloCost) -> dict[str, Any]:
+    loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
+    sent = (Sent(k, t.count, t.n_bytes) for k, t in sorted(cost.collectives.items()))
+    return {
+        "flops": cost.flops,
+        "float32_dot_flops": cost.float32_flops,
+        "collectives": tuple(sent),
+        "attention_gathers": cost.attention_gathers,
+        "unknown": (*loops, *sorted(cost.unknown_kernels)),
+    }
+
+
+def segment_states(programs: Programs) -> tuple[SegmentState, ...]:
+    """What each segment of a plan holds on a device."""
+    in_flight, of = in_flight_limit(programs.plan), resources(programs.plan)
+    states = []
+    for name, segment in programs.segments.items():
+        held = [segment.program_structs()]
+        shards: Tree = {}
+        if update := programs.updates.get(name):
+            held += [segment.grad_structs(), update.state_structs]
+            shards = update.shard_structs()
+        shapes = programs.plan.shapes(segment.plan.module)
+        inputs = (segment.argument_structs(shape, FORWARD)[1:] for shape in shapes)
+        states.append(
+            SegmentState(
+                segment=name,
+                submesh=programs.submesh[name],
+                resource=of[programs.submesh[name]],
+                state_bytes=device_bytes(held),
+                input_bytes=max(map(device_bytes, inputs), default=0.0),
+                in_flight=in_flight[name] if name in programs.backward else 1,
+                shard_bytes=device_bytes(shards),
+                remat=segment.plan.remat,
+            )
+        )
+    return tuple(states)
+
+
+def device_bytes(structs: Tree) -> float:
+    """Bytes that arrays of these structs take on one device."""
+    total = 0.0
+    for s in jax.tree.leaves(structs):
+        total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
+    return total
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,0 +1,159 @@
+"""Compiles plans for chips that are not here, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from dflop_jax.gpu_compile.child import Job, Line, Request
+from dflop_jax.gpu_compile.chips import find_chip
+from dflop_jax.gpu_compile.memory import device_memory, verdict
+from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
+from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.hardware import USABLE_MEMORY, find_hardware
+
+OnProgress = Callable[[int, int], None]
+_ROOT = str(Path(__file__).resolve().parents[2])
+_START = (
+    "import sys; sys.path[:0] = sys.argv[1:]; from dflop_jax.gpu_compile.child import main; main()"
+)
+
+
+@dataclass
+class _Known:
+    """What became known of a job so far."""
+
+    refused: str = ""
+    states: tuple[SegmentState, ...] = ()
+    n_programs: int = 0
+    programs: list[ProgramReport] = field(default_factory=list)
+
+
+def compile_plan(job: Job, on_progress: OnProgress | None = None) -> CompileReport:
+    """Compile every program of a plan for the chip of its configuration.
+
+    Raises:
+      ValueError: the compiler is not installed, the chip is not described, or the plan does not fit
+        the model or the devices.
+    """
+    (answer,) = compile_plans([job], on_progress)
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    return answer
+
+
+def compile_plans(
+    jobs: Sequence[Job], on_progress: OnProgress | None = None
+) -> list[CompileReport | str]:
+    """Compile the programs of several plans, equal ones once: a report of each plan, or why it is
+    refused.
+
+    A program at which the compiler's process dies is reported so, and the rest is compiled by
+    another one.
+
+    Args:
+      on_progress: called with (programs done, programs known so far).
+
+    Raises:
+      ValueError: the compiler is not installed, or a chip is not described.
+      RuntimeError: the compiler's process died before it came to a program.
+    """
+    for job in jobs:
+        find_chip(job.config.plan.hardware)
+    environment = compiler_environment()
+    known = [_Known() for _ in jobs]
+    while True:
+        n_done = sum(len(k.programs) for k in known)
+        begun: tuple[int, ProgramReport] | None = None
+        with tempfile.TemporaryFile() as said:
+            process = _start(Request(tuple(jobs), n_done), environment, said.fileno())
+            for line in _lines(process):
+                _note(known[line.job], line)
+                if line.begun:
+                    begun = line.job, line.begun
+                if line.done:
+                    begun = None
+                    if on_progress:
+                        n_done = sum(len(k.programs) for k in known)
+                        on_progress(n_done, sum(k.n_programs for k in known))
+            if process.wait() == 0:
+                return [_answer(job, k) for job, k in zip(jobs, known, strict=True)]
+            died = _last_words(said, process.returncode)
+        if begun is None:
+            raise RuntimeError(died)
+        known[begun[0]].programs.append(replace(begun[1], error=died))
+
+
+def _start(
+    request: Request, environment: Mapping[str, str], stderr: int
+) -> subprocess.Popen[bytes]:
+    # The experiment's folder comes first, as it does in this process.
+    paths = [str(Path.cwd()), _ROOT]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START, *paths],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=dict(environment),
+    )
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(msgspec.json.encode(request))
+    return process
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[Line]:
+    """What a process reports; it is ended where nobody listens any more."""
+    assert process.stdout is not None
+    try:
+        with process.stdout as stdout:
+            for text in stdout:
+                yield msgspec.json.decode(text, type=Line)
+    except BaseException:
+        process.kill()
+        raise
+
+
+def _note(known: _Known, line: Line) -> None:
+    if line.refused:
+        known.refused = line.refused
+    if line.n_programs:
+        known.states, known.n_programs = line.states, line.n_programs
+    if line.done:
+        known.programs.append(line.done)
+
+
+def _last_words(said: IO[bytes], code: int) -> str:
+    """The last line that a process wrote before it died."""
+    said.seek(0)
+    lines = [t for t in said.read().decode(errors="replace").splitlines() if t.strip()]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"the compiler died ({how}): {lines[-1].strip()[:300] if lines else 'in silence'}"
+
+
+def _answer(job: Job, known: _Known) -> CompileReport | str:
+    """The report of a job whose programs are all done, or why it is refused."""
+    if known.refused:
+        return known.refused
+    assert len(known.programs) == known.n_programs, (len(known.programs), known.n_programs)
+    hardware = find_hardware(job.config.plan.hardware)
+    budget = job.config.plan.memory_bytes or USABLE_MEMORY * hardware.memory_bytes
+    memory = device_memory(known.states, known.programs)
+    fits, words = verdict(hardware.name, budget, memory, known.programs, known.states)
+    return CompileReport(
+        chip=hardware.name,
+        n_devices=job.plan.n_devices,
+        n_nodes=-(-job.plan.n_devices // hardware.devices_per_node),
+        budget_bytes=budget,
+        programs=tuple(known.programs),
+        memory=memory,
+        fits=fits,
+        verdict=words,
+    )

@@ -1,0 +1,272 @@
+"""What a compiled program computes and sends on one device, read from its optimized HLO.
+
+Matrix products count a multiply-add as two FLOPs, wherever they stand: as `dot`, inside fusions
+(Triton's among them), as calls of cuBLAS and of attention kernels, in called computations, and in
+loops as often as these run. Elementwise work counts nothing. What cannot be counted is named: loops
+of unknown length, which count once, and kernels that nothing is known of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+
+from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, HloModule, Instruction, parse_hlo
+
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+# Products of the attention kernels of `models`, by the names that they give themselves: of queries
+# with keys, of weights with values, and their gradients.
+_ATTENTION_PRODUCTS = {
+    "packed_attention_forward": 2,
+    "packed_attention_kv_gradient": 4,
+    "packed_attention_q_gradient": 3,
+}
+# Custom calls that compute no product.
+_NO_PRODUCT = re.compile(
+    r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
+    r"DeviceSort|RngBitGenerator|MoveTo|xla\.gpu\.collective|command_buffer|AssumeGatherIndices"
+)
+# Operations that hand an array on, perhaps in another layout, or as elementwise work of it.
+_LAYOUT = ("bitcast", "copy", "transpose", "reshape", "pad", "slice", "dynamic-slice",
+           "get-tuple-element", "tuple", "concatenate", "copy-start", "copy-done",
+           "all-gather-done", "opt-barrier", "broadcast")  # fmt: skip
+_PASSES_ON = frozenset((*_LAYOUT, "convert", "add", "multiply", "select", "fusion"))
+_FLOATS = re.compile(r"b?f\d")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of a kind that a program runs, and the bytes of the larger side of each on one
+    device, in all."""
+
+    count: float = 0.0
+    n_bytes: float = 0.0
+
+    def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
+        return Traffic(self.count + times * other.count, self.n_bytes + times * other.n_bytes)
+
+
+@dataclass(frozen=True)
+class HloCost:
+    """Of one run on one device.
+
+    Attributes:
+      flops: of all products.
+      float32_flops: of those with an operand of 32 bits or more.
+      collectives: by kind.
+      attention_gathers: all-gathers whose result an attention product reads, as the text has them,
+        however often they run.
+      unknown_loops: loops whose length the text does not say.
+      unknown_kernels: custom calls that nothing is known of, and how often they run.
+    """
+
+    flops: float = 0.0
+    float32_flops: float = 0.0
+    collectives: Mapping[str, Traffic] = field(default_factory=dict)
+    attention_gathers: int = 0
+    unknown_loops: int = 0
+    unknown_kernels: Mapping[str, float] = field(default_factory=dict)
+
+    def plus(self, other: HloCost, times: float = 1.0) -> HloCost:
+        """The sum with another that runs `times` times."""
+        collectives = dict(self.collectives)
+        for kind, traffic in other.collectives.items():
+            collectives[kind] = collectives.get(kind, Traffic()).plus(traffic, times)
+        kernels = Counter(dict(self.unknown_kernels))
+        for name, n in other.unknown_kernels.items():
+            kernels[name] += times * n  # type: ignore[assignment]
+        return HloCost(
+            self.flops + times * other.flops,
+            self.float32_flops + times * other.float32_flops,
+            collectives,
+            self.attention_gathers + other.attention_gathers,
+            self.unknown_loops + other.unknown_loops,
+            dict(kernels),
+        )
+
+
+def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
+    """Cost of the program that `compiled.as_text()` shows.
+
+    Args:
+      seen_pairs: share of a row's pairs of tokens that the attention kernels of `models` visit,
+        which the text does not say: about half where attention is causal.
+
+    Raises:
+      ValueError: the text is not that of an HLO module.
+    """
+    module = parse_hlo(text)
+
+    @cache
+    def of(name: str) -> HloCost:
+        computation = module.computations.get(name, {})
+        total = HloCost(attention_gathers=_attention_gathers(module, computation))
+        for instruction in computation.values():
+            own = _own_cost(computation, instruction, seen_pairs)
+            times, unknown = _runs(instruction)
+            inside = [of(c) for c in _bodies(instruction)]
+            if instruction.opcode == "conditional" and inside:
+                inside = [max(inside, key=lambda c: c.flops)]
+            for cost in inside:
+                own = own.plus(cost, times)
+            total = total.plus(own).plus(HloCost(unknown_loops=int(unknown)))
+        return total
+
+    return of(module.entry)
+
+
+def _bodies(instruction: Instruction) -> Iterator[str]:
+    """Computations that an instruction runs as a whole; those that it applies to single elements
+    (of a reduction, a sort) hold no product."""
+    roles = {
+        "fusion": ("calls",),
+        "call": ("to_apply", "calls"),
+        "while": ("body", "condition"),
+        "conditional": ("branch_computations", "true_computation", "false_computation"),
+        "custom-call": ("called_computations",),
+    }.get(instruction.opcode, ("calls",))
+    for role in roles:
+        yield from instruction.called.get(role, ())
+
+
+def _runs(instruction: Instruction) -> tuple[float, bool]:
+    """How often an instruction's computations run, and whether that is a guess."""
+    if instruction.opcode != "while":
+        return 1.0, False
+    found = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', instruction.attributes)
+    return (float(found.group(1)), False) if found else (1.0, True)
+
+
+def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: float) -> HloCost:
+    """Cost of an instruction without what it calls."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in _COLLECTIVES:
+        return HloCost(collectives={opcode: Traffic(1.0, _moved_bytes(computation, instruction))})
+    if opcode not in ("dot", "convolution", "custom-call"):
+        return HloCost()
+    flops = _product_flops(computation, instruction, seen_pairs)
+    if flops is None:
+        target = instruction.custom_call_target
+        known = opcode == "custom-call" and _NO_PRODUCT.search(target)
+        return HloCost(unknown_kernels={} if known else {target or opcode: 1.0})
+    is_wide = any(a.dtype in ("f32", "f64") for a in _operands(computation, instruction)[:2])
+    return HloCost(flops=flops, float32_flops=flops if is_wide else 0.0)
+
+
+def _product_flops(
+    computation: Computation, instruction: Instruction, seen_pairs: float
+) -> float | None:
+    """FLOPs of a product or of a kernel that is known; None of others."""
+    target = instruction.custom_call_target
+    if instruction.opcode == "dot" or target in _CUBLAS:
+        lhs = _operands(computation, instruction)[0]
+        depth = prod(lhs.shape[i] for i in _dims(instruction, "contracting"))
+        return 2.0 * instruction.arrays[0].size * depth
+    if target.startswith("__cudnn$fmha"):
+        # Scores of all pairs, and of them the products: two, and in backward five with the scores
+        # made again. Of causal attention cuDNN computes the half that counts.
+        pairs = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
+                          instruction.attributes)  # fmt: skip
+        if pairs is None:
+            return None
+        n_pairs = prod(int(n) for n in re.findall(r"\d+", pairs.group(1)))
+        head_dim = _operands(computation, instruction)[0].shape[-1]
+        seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) else 1.0
+        products = 5.0 if "Backward" in target else 2.0
+        return 2.0 * products * seen * n_pairs * head_dim
+    for name, n_products in _ATTENTION_PRODUCTS.items():
+        if name in instruction.attributes:
+            rows, tokens, heads, head_dim = _operands(computation, instruction)[0].shape
+            return 2.0 * n_products * seen_pairs * rows * tokens**2 * heads * head_dim
+    return None
+
+
+def _operands(computation: Computation, instruction: Instruction) -> list[ArrayType]:
+    """Arrays that an instruction reads, the first of each operand."""
+    found = (computation[name].arrays for name in instruction.operands if name in computation)
+    return [arrays[0] for arrays in found if arrays]
+
+
+def _dims(instruction: Instruction, kind: str) -> list[int]:
+    """Dims of the left side of a product: "contracting" or "batch"."""
+    text = instruction.attributes
+    found = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
+        rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text
+    )
+    return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
+
+
+def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
+    """Bytes of the larger side of a collective on one device."""
+    read = sum(
+        a.n_bytes
+        for name in instruction.operands
+        if name in computation
+        for a in computation[name].arrays
+    )
+    made = sum(a.n_bytes for a in instruction.arrays)
+    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+        made -= read  # their type holds what they read too
+    return max(read, made)
+
+
+def _attention_gathers(module: HloModule, computation: Computation) -> int:
+    """All-gathers of floats whose result reaches an attention product by nothing but layout and
+    elementwise work."""
+    reached: set[str] = set()
+    seen: set[str] = set()
+    waiting = [
+        name
+        for i in computation.values()
+        if _is_attention(module, computation, i)
+        for name in i.operands
+    ]
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in computation:
+            continue
+        seen.add(name)
+        i = computation[name]
+        is_tensor = any(_FLOATS.match(a.dtype) and len(a.shape) >= 3 for a in i.arrays)
+        if i.opcode.removesuffix("-start") == "all-gather" and is_tensor:
+            reached.add(name)
+        elif i.opcode in _PASSES_ON and not _holds_product(module, i):
+            waiting += i.operands
+    return len(reached)
+
+
+def _is_attention(module: HloModule, computation: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction is a product of two activations (one with a batch dim), or an
+    attention kernel."""
+    if instruction.opcode == "fusion":
+        return any(
+            i.opcode == "dot" and bool(_dims(i, "batch"))
+            for name in _bodies(instruction)
+            for i in module.computations.get(name, {}).values()
+        )
+    if instruction.opcode not in ("dot", "custom-call"):
+        return False
+    if instruction.opcode == "dot" or instruction.custom_call_target in _CUBLAS:
+        return bool(_dims(instruction, "batch"))
+    return _product_flops(computation, instruction, 1.0) is not None
+
+
+def _holds_product(module: HloModule, instruction: Instruction) -> bool:
+    return any(
+        i.opcode == "dot"
+        for name in _bodies(instruction)
+        for i in module.computations.get(name, {}).values()
+    )

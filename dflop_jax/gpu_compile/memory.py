@@ -1,0 +1,102 @@
+"""Whether compiled programs fit into a device, and what would help where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
+from dflop_jax.profile.fit import SegmentBytes
+from dflop_jax.records import REDUCE, UPDATE
+from dflop_jax.sim.memory import peaks_of
+
+
+def device_memory(
+    states: Sequence[SegmentState], programs: Sequence[ProgramReport]
+) -> tuple[DeviceMemory, ...]:
+    """Peak of each block of devices: what its segments hold, the inputs of the groups in flight,
+    and the one program that takes most beside them. While segments are reduced and updated, all
+    reduced gradients on the block are there too."""
+    resource = {s.segment: s.resource for s in states}
+    shards: dict[int, float] = {}
+    for s in states:
+        shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
+
+    def work(p: ProgramReport) -> float:
+        return _work_bytes(p, shards[resource[p.segment]])
+
+    needs = []
+    for s in states:
+        most = max((work(p) for p in programs if p.segment == s.segment), default=0.0)
+        held = np.array(s.state_bytes), np.array(s.input_bytes), np.array(most)
+        needs.append(SegmentBytes(*held))
+    peaks = peaks_of(needs, [s.resource for s in states], [s.in_flight for s in states])
+    found = []
+    for r, peak in peaks.items():
+        here = [s for s in states if s.resource == r]
+        inputs = sum(s.input_bytes * s.in_flight for s in here)
+        state = sum(s.state_bytes for s in here)
+        on_it = [p for p in programs if resource[p.segment] == r]
+        largest = max(on_it, key=work, default=None)
+        names = dict.fromkeys(s.submesh for s in here)
+        found.append(
+            DeviceMemory(
+                submesh=", ".join(names),
+                state_bytes=state,
+                input_bytes=inputs,
+                work_bytes=float(peak) - state - inputs,
+                program=largest.name if largest else "",
+            )
+        )
+    return tuple(found)
+
+
+def _work_bytes(program: ProgramReport, shard_bytes: float) -> float:
+    """Bytes beside the state while a program runs; `shard_bytes` are all reduced gradients."""
+    if program.kind == REDUCE:  # its outputs are its part of the shards
+        return program.temp_bytes + shard_bytes
+    return program.work_bytes + (shard_bytes if program.kind == UPDATE else 0.0)
+
+
+def verdict(
+    chip: str,
+    budget_bytes: float,
+    memory: Sequence[DeviceMemory],
+    programs: Sequence[ProgramReport],
+    states: Sequence[SegmentState],
+) -> tuple[bool, str]:
+    """Whether everything compiles and fits, and a line that says so, or what does not."""
+    failed = [p for p in programs if p.error]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return False, f"{failed[0].name}{more} cannot be compiled for {chip}: {failed[0].error}"
+    worst = max(memory, key=lambda m: m.peak_bytes)
+    spare = budget_bytes - worst.peak_bytes
+    parts = (
+        f"{worst.state_bytes / GIB:.1f} state, {worst.input_bytes / GIB:.1f} inputs, "
+        f"{worst.work_bytes / GIB:.1f} {worst.program}"
+    )
+    of = (
+        f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh} ({parts})"
+    )
+    if spare >= 0:
+        return True, f"fits {chip}: at most {of} ({parts}), {spare / GIB:.1f} GiB to spare"
+    return False, (
+        f"does not fit {chip}: {of} ({parts}), {-spare / GIB:.1f} GiB too much; "
+        f"{_help(worst, states)}"
+    )
+
+
+def _help(worst: DeviceMemory, states: Sequence[SegmentState]) -> str:
+    """What would make the most of a peak smaller."""
+    here = [s for s in states if s.submesh in worst.submesh.split(", ")]
+    if worst.state_bytes > worst.work_bytes + worst.input_bytes:
+        return (
+            "a larger tensor degree (plan.max_model), more devices, or training fewer parameters "
+            "(train.stage, train.freeze, train.lora_rank) would help"
+        )
+    rows = "smaller rows (data.max_tokens, plan.max_microbatches) or a larger tensor degree"
+    if any(s.remat != "layers" for s in here):
+        return f"train.remat layers, {rows} (plan.max_model) would help"
+    return f"{rows} (plan.max_model) would help"

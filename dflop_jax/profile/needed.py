@@ -1,0 +1,179 @@
+"""FLOPs that a training step needs for a piece of a module, whatever its programs compute.
+
+Counted are the matrix products of the module's own forward functions (a multiply-add counts two),
+and of their gradients one product for each operand that a gradient reaches: nothing for frozen
+parameters before which nothing trains, nothing for what the data give. Padding, recomputation and
+elementwise work count nothing. A product with parameters grows with a piece's tokens, one of two
+activations (attention) with their square, unless the module says what its attention needs
+(`attention_flops` in the contract); kernels that are no jaxpr are only counted so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from dflop_jax.contract import Module, MultimodalModel, attention_flops_of, edges_of, taps_of
+from dflop_jax.pipeline.spmd_loop import ADAPTER
+from dflop_jax.profile.kernels import kernels_of
+from dflop_jax.profile.parts import Names, arguments, part_forward, part_structs
+from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
+from dflop_jax.records import Shape
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclass(frozen=True)
+class PieceFlops:
+    """FLOPs of one step, forward and backward, for a piece of a module by its tokens.
+
+    Attributes:
+      per_token: products with parameters.
+      per_square: products of two activations, for each tokens^2.
+      attention: forward FLOPs of one layer's attention by tokens, which then stand for its products
+        of activations; None where the module does not say.
+      passes: how often those are needed, over all layers: 1 forward and 2 backward in each.
+    """
+
+    per_token: float
+    per_square: float = 0.0
+    attention: Callable[[int], float] | None = None
+    passes: float = 0.0
+
+    def __call__(self, tokens: int) -> float:
+        """FLOPs of a piece of so many tokens."""
+        told = self.passes * self.attention(tokens) if self.attention else 0.0
+        return self.per_token * tokens + self.per_square * tokens**2 + told
+
+
+@dataclass(frozen=True)
+class _Products:
+    """FLOPs of products with parameters, and of products of two activations."""
+
+    weights: float = 0.0
+    activations: float = 0.0
+
+    def plus(self, other: _Products, times: float = 1.0) -> _Products:
+        return _Products(
+            self.weights + times * other.weights, self.activations + times * other.activations
+        )
+
+
+def needed_flops(
+    model: MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
+) -> dict[str, PieceFlops]:
+    """What a piece needs, by module.
+
+    Args:
+      row_tokens: of each module to count, tokens of a row that its functions take; those of a piece
+        where a row holds one.
+      frozen: freeze groups that do not train.
+    """
+    reached: dict[tuple[str, str], bool] = {}  # (module, tap): whether its outputs need a gradient
+    found = {}
+    for name, module in model.modules.items():
+        if name in row_tokens:
+            into = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
+            enters = {(e.name, e.enters) for e in into if reached[e.source, e.tap]}
+            trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
+            shape = Shape(1, row_tokens[name])
+            count, outputs = _count_module(module, shape, trains, enters)
+            found[name] = count
+            reached |= {(name, tap): needs for tap, needs in outputs.items()}
+    return found
+
+
+def _count_module(
+    module: Module, shape: Shape, trains: frozenset[str], enters: Collection[tuple[str, int]]
+) -> tuple[PieceFlops, dict[str, bool]]:
+    """FLOPs of a piece, and whether the exit ("") and each tap give something that needs a
+    gradient; `enters` are the fields that bring such, and after how many layers."""
+    placed = tuple(sorted({field for field, after in enters if after < 0}))
+    ends = _products(module, "entry", shape, trains, placed)
+    hidden, layers_train = "entry" in trains or bool(placed), bool(trains & {"layers", ADAPTER})
+    needs = []  # whether hidden states need a gradient, before each layer and behind the last
+    for i in range(module.n_layers + 1):
+        hidden |= any(after == i for _, after in enters)
+        needs.append(hidden)
+        hidden |= layers_train
+    ends = ends.plus(_products(module, "exit", shape, trains, _hidden(needs[-1])))
+    for tap, after in taps_of(module).items():
+        ends = ends.plus(_products(module, tap, shape, trains, _hidden(needs[after])))
+    layers = _Products()
+    for before in (False, True):
+        of_one = _products(module, "layers", shape, trains, _hidden(before))
+        layers = layers.plus(of_one, needs[:-1].count(before))
+
+    attention = attention_flops_of(module)
+    untold = ends.activations + (0.0 if attention else layers.activations)
+    passes = sum(3.0 if before or layers_train else 1.0 for before in needs[:-1])
+    count = PieceFlops(
+        per_token=(ends.weights + layers.weights) / shape.tokens,
+        per_square=untold / shape.tokens**2,
+        attention=attention,
+        passes=passes if attention else 0.0,
+    )
+    exit_trains = "exit" in trains or (module.tied and "entry" in trains)
+    taps = {tap: needs[after] or tap in trains for tap, after in taps_of(module).items()}
+    return count, {"": needs[-1] or exit_trains, **taps}
+
+
+def _hidden(needs_gradient: bool) -> Names:
+    return ("hidden",) if needs_gradient else ()
+
+
+@lru_cache(maxsize=1024)
+def _products(
+    module: Module, part: str, shape: Shape, trains: frozenset[str], reached: Names
+) -> _Products:
+    """Products of a part, forward and backward; `reached` are its inputs (hidden states, or fields
+    that edges bring) that need a gradient."""
+    params, x, fields = arguments(module, part, shape, reached)
+    if part == "layers" and ADAPTER in module.freeze_groups:
+        params[ADAPTER] = part_structs(module, ADAPTER)
+    closed = jax.make_jaxpr(partial(part_forward, module, part))(params, x, fields)
+    region = trace(closed, [None] * len(closed.jaxpr.invars), 1)
+    of_params = [p in trains for p in sorted(params) for _ in jax.tree.leaves(params[p])]
+    of_x = [name in reached for name in sorted(x) for _ in jax.tree.leaves(x[name])]
+    needs = [*of_params, *of_x]
+    active = {v for v, is_active in zip(region.ins, needs) if is_active}
+    return _count(region, set(region.ins[len(of_params) :]), active)
+
+
+def _count(region: Region, data: set[Value], active: set[Value]) -> _Products:
+    """Products of a region; `data` are the values that depend on the batch, `active` those that
+    need a gradient. Both grow by what the region makes."""
+    total = _Products()
+    for op in region.ops:
+        is_data, is_active = (any(v in those for v in op.ins) for those in (data, active))
+        if op.body is not None:
+            data.update(_entering(op, data, is_data))
+            active.update(_entering(op, active, is_active))
+            total = total.plus(_count(op.body, data, active), op.repeats)
+        elif op.name in _PRODUCTS:
+            lhs, rhs = op.ins[:2]
+            flops = sum(k.flops for k in kernels_of(Region(ops=[op])))
+            flops *= 1 + (lhs in active) + (rhs in active)
+            if lhs in data and rhs in data:
+                total = total.plus(_Products(activations=flops))
+            elif is_data:
+                total = total.plus(_Products(weights=flops))
+        if is_data:
+            data.update(op.outs)
+        if is_active and op.name != "stop_gradient":
+            active.update(v for v in op.outs if jnp.issubdtype(v.dtype, jnp.inexact))
+    return total
+
+
+def _entering(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value]:
+    """Inputs of a loop's body that are marked: where they come from is, or, of what goes from turn
+    to turn, where anything is that the loop reads."""
+    assert op.body is not None
+    n = len(op.body.ins)
+    outside = op.ins[len(op.ins) - n :]
+    pairs = zip(op.body.ins, outside, strict=True)
+    return [v for v, o in pairs if o in marked or (any_marked and o in op.carry)]

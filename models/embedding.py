@@ -1,0 +1,63 @@
+"""Rows of a table by token, with a gradient that is the same to the bit in every run."""
+
+from __future__ import annotations
+
+from math import ceil, log
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+AT_ONCE = 8  # rows that are added in one pass over all
+
+
+@jax.custom_vjp
+def embed(table: Array, tokens: Array) -> Array:
+    """Rows [..., width] of a table [vocab, width]; tokens out of range take the nearest row.
+
+    The gradients of equal tokens are summed in float32, in an order that does not change. A scatter
+    would add them as a GPU's threads come.
+    """
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    # No column of the table: it tells how many rows there are and of which dtype.
+    return embed(table, tokens), (table[:, :0], tokens)
+
+
+def _backward(kept: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
+    like, tokens = kept
+    vocab, width = like.shape[0], dx.shape[-1]
+    tokens = jnp.clip(tokens.reshape(-1), 0, vocab - 1)
+    order = jnp.argsort(tokens)
+    tokens = tokens[order]
+    sums = run_sums(tokens, dx.reshape(-1, width)[order].astype(jnp.float32))
+    place = jnp.arange(tokens.shape[0])
+    first = (place == 0) | (tokens != tokens.at[place - 1].get(mode="clip"))
+    # No two rows go to one place; those that are no sums go nowhere.
+    to = jnp.where(first, tokens, vocab + place)
+    zeros = jnp.zeros((vocab, width), like.dtype)
+    return zeros.at[to].set(sums.astype(like.dtype), mode="drop", unique_indices=True), None
+
+
+embed.defvjp(_forward, _backward)
+
+
+def run_sums(keys: Array, rows: Array) -> Array:
+    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum."""
+    n = keys.shape[0]
+    place = jnp.arange(n)
+
+    def widen(rows: Array, step: Array) -> tuple[Array, None]:
+        """From sums over up to `step` rows of a run to sums over up to AT_ONCE times as many."""
+        total = rows
+        for ahead in range(1, AT_ONCE):
+            other = place + ahead * step
+            same = keys.at[other].get(mode="fill", fill_value=-1) == keys
+            more = rows.at[other].get(mode="clip")
+            total = total + jnp.where(same[:, None], more, jnp.zeros_like(more))
+        return total, None
+
+    n_passes = ceil(log(max(n, 2), AT_ONCE))
+    return jax.lax.scan(widen, rows, AT_ONCE ** jnp.arange(n_passes))[0]

@@ -1,0 +1,79 @@
+"""What a process tells XLA and NCCL before jax starts: only what is known, never over the user."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dflop_jax.cluster import environment
+from dflop_jax.cluster.environment import gpu_settings, prepare_gpus, xla_knows
+from dflop_jax.hardware import USABLE_MEMORY
+
+FLAGS = "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true"
+
+
+def everything(_):
+    return True
+
+
+def test_all_is_set_where_nothing_is():
+    assert gpu_settings({}, everything) == {
+        "XLA_FLAGS": FLAGS,
+        "XLA_CLIENT_MEM_FRACTION": str(USABLE_MEMORY),
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+
+
+@pytest.mark.parametrize("own", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_users_own_settings_win(own):
+    mine = {
+        own: ".5",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=1 --xla_gpu_shard_autotuning=true",
+    }
+    found = gpu_settings(mine, everything)
+    _, ours = FLAGS.split()
+    assert found == {"XLA_FLAGS": f"{ours} {mine['XLA_FLAGS']}"}
+    both = "--xla_gpu_shard_autotuning --xla_gpu_enable_latency_hiding_scheduler=false"
+    assert gpu_settings({**mine, "XLA_FLAGS": both}, everything) == {}
+
+
+def test_an_unknown_flag_is_left_out():
+    assert "XLA_FLAGS" not in gpu_settings({}, lambda _: False)
+    only = gpu_settings({}, lambda flag: "latency" in flag)["XLA_FLAGS"]
+    assert only == FLAGS.split()[1]
+
+
+def test_known_flags_are_those_that_xla_takes():
+    """The libraries describe flags that are no more; naming one ends the process."""
+    gone = "xla_gpu_enable_async_all_gather"
+    assert not xla_knows("xla_gpu_no_such_flag")
+    assert any(environment._holds(lib, gone.encode()) for lib in environment._libraries())
+    options = "CompileOptions().executable_build_options.debug_options"
+    code = f"from jaxlib import xla_client; xla_client.{options}"
+    for flag, known in ((gone, False), *((f, True) for f in environment.XLA_FLAGS)):
+        assert xla_knows(flag) == known
+        value = {**os.environ, "XLA_FLAGS": f"--{flag}=false"}
+        run = subprocess.run([sys.executable, "-c", code], env=value, capture_output=True)
+        assert (run.returncode == 0) == known
+
+
+def test_nothing_is_set_on_the_cpu_or_too_late(monkeypatch):
+    before = dict(os.environ)
+    prepare_gpus()
+    monkeypatch.setattr(environment, "on_cpu", lambda: False)
+    monkeypatch.setattr(environment.xla_bridge, "backends_are_initialized", lambda: True)
+    prepare_gpus()
+    assert dict(os.environ) == before
+
+
+def test_on_gpus_it_is_set_before_jax_starts(monkeypatch):
+    monkeypatch.setattr(environment, "on_cpu", lambda: False)
+    monkeypatch.setattr(environment.xla_bridge, "backends_are_initialized", lambda: False)
+    for name in ("XLA_FLAGS", *environment.MEMORY_FRACTION, *environment.VARIABLES):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare_gpus()
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(USABLE_MEMORY)
+    assert set(FLAGS.split()) <= set(os.environ["XLA_FLAGS"].split())

@@ -1,0 +1,271 @@
+"""The process that compiles, its death, and what stands in the way of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflop_jax.cli import main
+from dflop_jax.config import Config, ModelConfig, PlanConfig
+from dflop_jax.gpu_compile import compiling, toolchain
+from dflop_jax.gpu_compile.child import Job, Line, Request, compiled, one_line
+from dflop_jax.gpu_compile.chips import CHIPS, find_chip, target_config
+from dflop_jax.gpu_compile.compiling import compile_plan, compile_plans
+from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
+from dflop_jax.hardware import find_hardware
+from dflop_jax.record_files import load, save
+from tests.plans import NANO
+
+
+def config(**plan) -> Config:
+    return Config(
+        model=ModelConfig(size="nano", dtype="bfloat16", attention_kernel="xla"),
+        plan=PlanConfig(hardware="h100", devices=NANO.n_devices, **plan),
+    )
+
+
+def has_compiler() -> bool:
+    try:
+        toolchain.compiler_environment()
+    except ValueError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs the extra gpu-compile")
+
+
+@pytest.fixture
+def no_wheels(monkeypatch, tmp_path):
+    """A machine without CUDA."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def refusal(capsys, *args: str) -> str:
+    """What `dflop` says to a command line that it refuses: one line."""
+    assert main(list(args)) == 2
+    text = capsys.readouterr().err.strip()
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("nano.py").write_text(
+        "from dflop_jax import Config, ModelConfig, PlanConfig\n"
+        "def config():\n"
+        "    model = ModelConfig(size='nano', dtype='bfloat16', attention_kernel='xla')\n"
+        f"    return Config(model=model, plan=PlanConfig(devices={NANO.n_devices}))\n"
+    )
+    save(replace(NANO, buckets=NANO.buckets[:1]), "plan.json")
+    return "nano.py"
+
+
+# ---- what stands in the way ----
+
+
+def test_the_chip_must_be_named(experiment, capsys):
+    assert "--plan.hardware a100-40|a100-80|h100|h200" in refusal(capsys, "compile", experiment)
+
+
+@pytest.mark.parametrize("name", ["b200", "gtx", "cpu"])
+def test_an_unknown_chip_lists_the_known(experiment, capsys, name):
+    text = refusal(capsys, "compile", experiment, "--plan.hardware", name)
+    assert "a100-40, a100-80, h100, h200" in text
+
+
+def test_without_the_wheels_a_line_says_how_to_get_them(experiment, capsys, no_wheels):
+    text = refusal(capsys, "compile", experiment, "--plan.hardware", "h100")
+    assert "pip install" in text
+    assert "gpu-compile" in text
+
+
+def test_without_ptxas_too(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: {"nvidia": None, "jax_plugins.xla_cuda13": object()}.get(name) or (
+            None if name.startswith(("nvidia", "jax_plugins")) else found(name)
+        ),
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="needs ptxas"):
+        toolchain.compiler_environment()
+    ptxas = tmp_path / "bin" / "ptxas"
+    ptxas.parent.mkdir()
+    ptxas.write_text("")
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ptxas.parent))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    environment = toolchain.compiler_environment()
+    assert environment["XLA_FLAGS"].startswith(f"--xla_gpu_cuda_data_dir={tmp_path} ")
+    assert environment["XLA_FLAGS"].endswith("--xla_mine=1")
+    assert environment["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_folder_of_the_report_must_be_there(experiment, capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "compiler_environment", dict)
+    text = refusal(
+        capsys, "compile", experiment, "--plan.hardware", "h100", "--out", "no/where.json"
+    )
+    assert "no/where.json" in text
+
+
+def test_every_chip_is_in_the_table_of_hardware():
+    for name, chip in CHIPS.items():
+        text = target_config(chip, find_hardware(name))
+        assert text.count("{") == text.count("}")
+        assert f"device_memory_size: {find_hardware(name).memory_bytes:.0f}\n" in text
+        assert f"major: {chip.capability[0]} " in text
+    assert find_chip(" H100 ") is CHIPS["h100"]
+
+
+# ---- one program ----
+
+
+HEAD = ProgramReport("text forward", "text", "all", "sum", (1, 1, 1))
+
+
+def test_a_program_that_fails_says_why_in_a_line():
+    def lower():
+        raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
+
+    report = compiled(None, (), HEAD, lower, {})
+    assert report.error.startswith("sm_80 lacks this kernel!!!")
+    assert len(report.error) < 420
+    assert one_line(KeyError()) == "KeyError"
+
+
+def test_equal_programs_are_compiled_once():
+    def lower(n):
+        return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
+
+    known: dict = {}
+    first = compiled(None, (), HEAD, lower(8), known)
+    other = compiled(None, (), HEAD, lower(16), known)
+    again = compiled(None, (), HEAD, lower(8), known)
+    assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
+    assert first.compile_s > 0 == again.compile_s
+    assert (other.same_as, again.same_as) == ("", HEAD.name)
+    assert first.argument_bytes == again.argument_bytes == 8 * 8 * 4
+
+
+# ---- the process ----
+
+FAKE = """
+import os, sys, msgspec
+sys.path[:0] = sys.argv[1:]
+from dflop_jax.gpu_compile.child import Line, Request
+from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
+request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+def say(line):
+    os.write(1, msgspec.json.encode(line) + b"\\n")
+place = 0
+for job in range(len(request.jobs)):
+    if job == 1:
+        say(Line(1, refused="of another model"))
+        continue
+    say(Line(job, states=(SegmentState("s", "m", 0, 1e9, 0, 1, 0, "none"),), n_programs=3))
+    for n in range(3):
+        place += 1
+        head = ProgramReport(f"s {n}", "s", "m", "forward", (1, 1, 1))
+        if place > request.skip:
+            say(Line(job, begun=head))
+            if n == 1 and job == 0:
+                os.write(2, b"first word\\nF1122 no tile fits\\n")
+                os.abort()
+            say(Line(job, done=head))
+"""
+
+
+def test_the_compilers_death_is_one_programs_failure(monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(compiling, "_START", FAKE)
+    seen = []
+    jobs = [Job(config(), NANO)] * 3
+    first, refused, last = compile_plans(jobs, lambda *n: seen.append(n))
+    assert isinstance(first, CompileReport)
+    assert isinstance(last, CompileReport)
+    assert refused == "of another model"
+    assert [p.name for p in first.programs] == ["s 0", "s 1", "s 2"]
+    assert [bool(p.error) for p in first.programs] == [False, True, False]
+    assert first.programs[1].error == "the compiler died (signal 6): F1122 no tile fits"
+    assert not first.fits
+    assert first.exit_code == 1
+    assert last.fits
+    assert last.exit_code == 0
+    assert seen[-1] == (6, 6)
+
+
+def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(compiling, "_START", "import sys; sys.exit('no disk left')")
+    with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
+        compile_plan(Job(config(), NANO))
+
+
+def test_what_it_reads_and_writes_survives_the_way():
+    import msgspec
+
+    request = Request((Job(config(), NANO),), 3)
+    assert msgspec.json.decode(msgspec.json.encode(request), type=Request) == request
+    line = Line(0, states=(SegmentState("s", "m", 0, 1, 2, 3, 4, "none"),), done=HEAD)
+    assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == line
+
+
+def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):
+    for module in (compiling, toolchain):
+        monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(compiling, "_START", FAKE.replace("os.abort()", "pass"))
+    code = main(
+        ["compile", experiment, "--plan.hardware", "h200", "--plan-file", "plan.json",
+         "--plan.memory_bytes", "4e8"]
+    )  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 1
+    assert "3 programs for 2 x h200" in said
+    assert "does not fit h200: 0.9 of 0.4 GiB on m" in said
+    assert "0.6 GiB too much; a larger tensor degree" in said
+
+
+# ---- with the compiler ----
+
+
+@needs_compiler
+def test_a_plan_is_compiled_for_a_chip_that_is_not_here(experiment, capsys):
+    code = main(
+        ["compile", experiment, "--plan.hardware", "h100", "--plan-file", "plan.json", "--json",
+         "--out", "report.json"]
+    )  # fmt: skip
+    said = json.loads(capsys.readouterr().out)
+    assert code == 0
+    report = load(CompileReport, "report.json")
+    assert report.fits
+    assert said["verdict"] == report.verdict
+    by_name = {p.name: p for p in report.programs}
+    assert not [p.error for p in report.programs if p.error]
+    assert not [p.unknown for p in report.programs if p.unknown]
+    trained = [p for p in report.programs if p.kind == "backward"]
+    assert trained
+    assert all(1.0 <= p.executed_over_needed < 3.0 for p in trained)
+    assert any("update" in name for name in by_name)
+    assert not Path("runs").exists()
+
+
+@needs_compiler
+def test_a_plan_of_another_model_is_refused(experiment, capsys):
+    text = refusal(
+        capsys, "compile", experiment, "--plan.hardware", "a100-40", "--plan-file", "plan.json",
+        "--model.size", "tiny",
+    )  # fmt: skip
+    assert "another model" in text or "plan again" in text

@@ -1,0 +1,139 @@
+"""FLOPs needed, against counts by hand of a decoder and an encoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from dflop_jax.gpu_compile import needed
+from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
+from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
+from dflop_jax.records import BACKWARD, FORWARD, Edge, SegmentPlan, Shape
+from models.decoder import DecoderModule
+from models.lora import Lora
+from models.sizes import DecoderSize, VisionSize
+from models.vit import VisionModule
+
+WIDTH, MLP, VOCAB, LAYERS = 64, 160, 512, 4
+HEADS, KV_HEADS, HEAD = 4, 2, 16
+ROWS, TOKENS = 2, 96
+DECODER = DecoderModule(
+    DecoderSize(WIDTH, LAYERS, HEADS, KV_HEADS, MLP, VOCAB), jnp.dtype("float32")
+)
+EDGE = Edge("pictures", "text", "visual")
+
+N = ROWS * TOKENS
+DENSE = LAYERS * 2 * N * (2 * WIDTH * HEADS * HEAD + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * MLP)
+ATTENTION = LAYERS * 2 * 2 * ROWS * HEADS * HEAD * TOKENS * (TOKENS + 1) / 2
+HEAD_FLOPS = 2 * N * WIDTH * VOCAB
+
+
+@pytest.fixture(autouse=True)
+def _told(monkeypatch):
+    """The decoder says what its attention needs, as the contract lets it."""
+
+    def attention(tokens: int) -> float:
+        return 2 * 2 * HEADS * HEAD * tokens * (tokens + 1) / 2
+
+    monkeypatch.setattr(
+        needed, "_attention_flops", lambda m: attention if isinstance(m, DecoderModule) else None
+    )
+
+
+def segment(module=DECODER, mesh=(1, 1, 1), microbatches=1, **changes) -> Segment:
+    plan = SegmentPlan("text", "text", 0, module.n_layers, "all", True, True)
+    devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
+    whole = Segment(
+        plan=plan,
+        module=module,
+        mesh=Mesh(devices, AXES),
+        microbatches=microbatches,
+        trainable=frozenset(("entry", "layers", "exit")),
+        wants_gradient=frozenset(("visual",)),
+        edges=(EDGE,),
+    )
+    return replace(whole, **changes)
+
+
+SHAPE = Shape(ROWS, TOKENS)
+
+
+@pytest.mark.parametrize("kind", [FORWARD, EVALUATE])
+def test_forward_needs_every_product_once(kind):
+    flops = needed_flops(segment(), SHAPE, kind, with_forward=False)
+    assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS, rel=1e-12)
+
+
+def test_backward_needs_two_for_each_and_its_own_forward_where_there_is_no_other():
+    forward = DENSE + ATTENTION + HEAD_FLOPS
+    flops = needed_flops(segment(), SHAPE, BACKWARD, with_forward=False)
+    assert flops == pytest.approx(2 * forward, rel=1e-12)
+    flops = needed_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    assert flops == pytest.approx(3 * forward, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "trainable, brought, dense, attention, head",
+    [
+        (("exit",), (), 0, 0, 1),
+        (("layers",), (), 2, 2, 1),
+        ((), ("visual",), 1, 2, 1),
+        (("exit",), ("visual",), 1, 2, 2),
+        (("entry",), (), 1, 2, 1),
+    ],
+)
+def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, attention, head):
+    s = segment(trainable=frozenset(trainable), wants_gradient=frozenset(brought))
+    wanted = dense * DENSE + attention * ATTENTION + head * HEAD_FLOPS
+    assert needed_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
+
+
+def test_a_device_needs_its_share():
+    one = needed_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    s = segment(mesh=(2, 2, 2), microbatches=4)
+    # Data ranks have rows of their own.
+    assert needed_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
+
+
+def test_inner_segments_need_their_layers():
+    plan = SegmentPlan("text.1", "text", 1, 3, "all", False, False)
+    s = segment(plan=plan, wants_gradient=frozenset(("hidden",)), trainable=frozenset(("layers",)))
+    flops = needed_flops(s, SHAPE, BACKWARD, with_forward=False)
+    assert flops == pytest.approx((DENSE + ATTENTION) * 2 * 2 / LAYERS)
+
+
+def test_adapters_need_their_own_products_and_the_way_back():
+    rank = 4
+    low = LAYERS * 2 * N * rank * (
+        (WIDTH + HEADS * HEAD) * 2 + (WIDTH + KV_HEADS * HEAD) * 2 + (WIDTH + MLP) * 3
+    )  # fmt: skip
+    module = replace(DECODER, lora=Lora(rank, 8.0))
+    s = segment(module, trainable=frozenset(("adapter",)), wants_gradient=frozenset())
+    flops = needed_flops(s, SHAPE, FORWARD, with_forward=False)
+    assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS + low)
+    flops = needed_flops(s, SHAPE, BACKWARD, with_forward=False)
+    assert flops == pytest.approx(DENSE + 2 * ATTENTION + HEAD_FLOPS + 2 * low)
+
+
+def test_an_encoder_sees_all_pairs():
+    size = VisionSize(32, 8, 48, 3, 4, 96)
+    module = VisionModule(size, 64, jnp.dtype("float32"))
+    plan = SegmentPlan("pictures", "pictures", 0, 3, "all", True, True)
+    s = segment(module, plan=plan, edges=(), wants_gradient=frozenset())
+    tiles, patches = 5, 16
+    layers = 3 * (2 * tiles * patches * (4 * 48 * 48 + 2 * 48 * 96) + 4 * tiles * patches**2 * 48)
+    ends = 2 * tiles * patches * (3 * 64 * 48 + 48 * 64 + 64 * 64)
+    flops = needed_flops(s, Shape(tiles, patches), FORWARD, with_forward=False)
+    assert flops == pytest.approx(layers + ends)
+    assert seen_pairs(module, patches) == 1.0
+
+
+def test_the_share_of_pairs_that_causal_attention_sees():
+    assert seen_pairs(DECODER, 1) == 1.0
+    assert seen_pairs(DECODER, 3) == pytest.approx(6 / 9)
+    assert seen_pairs(DECODER, 1000) == pytest.approx(0.5, rel=2e-3)

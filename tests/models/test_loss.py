@@ -1,0 +1,123 @@
+"""The head's one pass against plain gradients of the whole logits, in float32 and in bfloat16."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.loss import cross_entropy
+
+TOKENS, WIDTH, VOCAB, CHUNK = 1024, 64, 1500, 32
+
+
+def problem(dtype=jnp.float32):
+    """Hidden states and a table that bfloat16 holds exactly, targets, and which tokens count."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), jnp.bfloat16)
+    table = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)) / np.sqrt(4 * WIDTH), jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, VOCAB, TOKENS), jnp.int32)
+    weights = jnp.asarray(rng.random(TOKENS) < 0.7, jnp.float32)
+    return x.astype(dtype), table.astype(jnp.float32), targets, weights
+
+
+def whole(x, table, targets, weights):
+    """The loss by its definition, all logits at once."""
+    logits = jnp.einsum("td,vd->tv", x, table)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    return -jnp.sum(weights * picked)
+
+
+def by_autodiff(x, table, targets, weights):
+    """The same in chunks that jax differentiates: the way to beat."""
+    head = table.astype(x.dtype)
+
+    @jax.checkpoint
+    def chunk(_, now):
+        x, targets, weights = now
+        logits = jnp.einsum("td,vd->tv", x, head, preferred_element_type=jnp.float32)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+        return None, -jnp.sum(weights * picked)
+
+    cut = jax.tree.map(lambda a: a.reshape(-1, CHUNK, *a.shape[1:]), (x, targets, weights))
+    return jnp.sum(jax.lax.scan(chunk, None, cut)[1])
+
+
+def in_one_pass(x, table, targets, weights, chunk=CHUNK):
+    sums = cross_entropy(x, table, targets, weights, logits_elements=chunk * VOCAB)
+    return sums["loss_sum"]
+
+
+def gradients(loss, *args, scale=0.37):
+    """Of `scale` times the loss, by hidden states and table, as float64."""
+    scaled = jax.jit(jax.grad(lambda x, t: scale * loss(x, t, *args[2:]), argnums=(0, 1)))
+    return [np.float64(g.astype(jnp.float32)) for g in scaled(*args[:2])]
+
+
+def error(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, CHUNK, TOKENS, 2 * TOKENS])
+def test_gradients_in_float32_are_those_of_the_definition(chunk):
+    args = tuple(a[:100] if len(a) == TOKENS else a for a in problem())
+    want = gradients(whole, *args)
+    got = gradients(lambda *a: in_one_pass(*a, chunk=chunk), *args)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_have_their_gradient_too():
+    x, table, targets, weights = problem()
+    want, got = (
+        jax.grad(lambda w, loss=loss: loss(x, table, targets, w))(weights)
+        for loss in (whole, in_one_pass)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tables_gradient_in_bfloat16_is_within_a_thousandth():
+    """Of a model that knows little yet; the rounding of one that knows much is 1.5 thousandths."""
+    _, want = gradients(whole, *problem())
+    dx, got = gradients(in_one_pass, *problem(jnp.bfloat16))
+    _, summed_in_bfloat16 = gradients(by_autodiff, *problem(jnp.bfloat16))
+    assert error(got, want) < 1e-3
+    assert error(summed_in_bfloat16, want) > 2e-3
+    assert error(dx, gradients(whole, *problem())[0]) < 3e-3
+
+
+def lowered(wanted, loss=in_one_pass, dtype=jnp.bfloat16):
+    """A program that gives the loss and its gradients by arguments `wanted`."""
+    args = problem(dtype)
+
+    def program(*args):
+        return jax.value_and_grad(loss, argnums=wanted)(*args) if wanted else loss(*args)
+
+    return jax.jit(program).lower(*args)
+
+
+def products(program):
+    """Dtypes of the two operands of every matrix product, those in loops once."""
+    typed = r"stablehlo.dot_general.*: \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\)"
+    return re.findall(typed, program.as_text())
+
+
+def test_no_product_is_in_float32_and_none_is_computed_twice():
+    assert products(lowered((0, 1))) == [("bf16", "bf16")] * 3
+    old = products(lowered((0, 1), by_autodiff))
+    assert len(old) == 4
+    assert old.count(("bf16", "bf16")) < 4
+
+
+@pytest.mark.parametrize("wanted, n", [((0, 1), 3), ((0,), 2), ((1,), 2), ((), 1)])
+def test_what_is_frozen_or_only_evaluated_costs_no_product(wanted, n):
+    compiled = lowered(wanted, dtype=jnp.float32).compile().as_text()
+    assert len(re.findall(r"= \S+ dot\(|\$matmul", compiled)) == n
+
+
+def test_a_chunk_is_a_multiple_that_matrix_units_like():
+    x, table, targets, weights = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in problem())
+    text = jax.jit(lambda *a: in_one_pass(*a, chunk=300)).lower(x, table, targets, weights)
+    assert f"tensor<256x{VOCAB}xf32>" in text.as_text()
+    assert f"tensor<300x{VOCAB}xf32>" not in text.as_text()

@@ -1,0 +1,167 @@
+"""Needed FLOPs against counts by hand: all trained, parts frozen, adapters, foreign graphs."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflop_jax.profile.needed import needed_flops
+from models.llava import build as build_llava
+from models.qwen2_audio import build as build_audio
+from tests.graphs.made_up import GRAINS, VOCAB, WIDTH, MadeUp
+
+ROWS = {"vision": 16, "llm": 96}  # tokens of a row: a tile's, and any
+
+
+def decoder_products(s):
+    """FLOPs for a token of a layer's matrices: query, key, value; out; MLP."""
+    kv = s.n_kv_heads * s.head_dim
+    return 2 * s.width * (s.width + 2 * kv), 2 * s.width**2, 2 * 3 * s.width * s.mlp
+
+
+def causal(s, n):
+    return sum(4 * s.n_heads * s.head_dim for i in range(n) for j in range(i + 1))
+
+
+@pytest.mark.parametrize("n", [1, 40, 200])
+@pytest.mark.parametrize(
+    "frozen, tower, connector, llm",
+    [
+        # Products forward and backward: one forward, one for the gradient of each operand.
+        ((), 3, 3, 3),
+        (("vision",), 1, 3, 3),  # a norm before the connector's first matrix trains with it
+        (("vision", "llm"), 1, 3, 2),
+        (("vision", "connector"), 1, 1, 3),
+        (("connector", "llm"), 3, 2, 2),
+    ],
+)
+def test_a_llava_by_hand(frozen, tower, connector, llm, n):
+    model = build_llava("nano")
+    v, d = model.size.vision, model.size.decoder
+    count = needed_flops(model, ROWS, frozen)
+
+    patches = v.patches_per_tile
+    layer = 2 * patches * (4 * v.width**2 + 2 * v.width * v.mlp)
+    attention = 4 * patches**2 * v.width
+    visual = v.tokens_per_tile
+    mlp = connector * 2 * visual * d.width * (v.merge**2 * v.width + d.width)
+    # Pixels need no gradient: the stem has one product less than what trains behind it.
+    stem = min(tower, 2) * 2 * patches * 3 * v.patch_px**2 * v.width
+    assert count["vision"](16) == stem + tower * v.n_layers * (layer + attention) + mlp
+
+    products = llm * n * (d.n_layers * sum(decoder_products(d)) + 2 * d.width * d.vocab)
+    pairs = 3 * d.n_layers * causal(d, n)  # two activations: both need a gradient, frozen or not
+    assert count["llm"](n) == products + pairs
+
+
+def test_adapters_by_hand():
+    rank, n = 3, 50
+    model = build_llava("nano").with_lora(rank, 6.0)
+    d = model.size.decoder
+    count = needed_flops(model, ROWS, ("vision", "connector", "llm"))["llm"]
+    qkv, out, mlp = decoder_products(d)
+    kv = d.n_kv_heads * d.head_dim
+    b_of_qkv, a_of_qkv = 2 * rank * (d.width + 2 * kv), 2 * rank * 3 * d.width
+    others = 2 * rank * (2 * d.width + 3 * (d.width + d.mlp))
+    first = qkv + 2 * a_of_qkv + 3 * b_of_qkv  # embeddings are frozen: no gradient leaves it
+    rest = 2 * qkv + 3 * a_of_qkv + 3 * b_of_qkv
+    layers = first + (d.n_layers - 1) * rest + d.n_layers * (2 * (out + mlp) + 3 * others)
+    head = 2 * 2 * d.width * d.vocab
+    assert count(n) == n * (layers + head) + 3 * d.n_layers * causal(d, n)
+
+
+def test_a_stem_of_two_products_and_a_constant():
+    """Of sound, the first convolution needs no gradient of its input, the second does."""
+    model = build_audio("qwen2-audio-nano")
+    a, d = model.size.audio, model.size.decoder
+    rows = {"audio": a.positions, "llm": 64}
+    count = needed_flops(model, rows)["audio"]
+    stem = 2 * a.positions * 3 * a.width * (2 * 2 * a.mel_bins + 3 * a.width)
+    layer = 2 * a.positions * (4 * a.width**2 + 2 * a.width * a.mlp) + 4 * a.positions**2 * a.width
+    connector = 2 * a.tokens_per_chunk * a.width * d.width
+    assert count(a.positions) == stem + 3 * (a.n_layers * layer + connector)
+    frozen = needed_flops(model, rows, ("audio", "connector"))["audio"]
+    assert frozen(a.positions) == pytest.approx(
+        2 * a.positions * 3 * a.width * (2 * a.mel_bins + a.width) + a.n_layers * layer + connector
+    )
+
+
+def test_a_graph_that_says_nothing_of_its_flops():
+    model = MadeUp()
+    rows = {"sights": 32, "smells": GRAINS, "words": 64, "echoes": 32}
+    square = 2 * WIDTH**2
+    count = needed_flops(model, rows)
+    # Values need no gradient; two features of `sights` are merged into one, at its exit and tap.
+    assert count["sights"](10) == 10 * (2 * 2 * 2 * WIDTH + 3 * 3 * square + 2 * 3 * square)
+    assert count["smells"](GRAINS) == GRAINS * (2 * 2 * WIDTH + 3 * 2 * square + 3 * square)
+    assert count["words"](7) == 7 * (3 * 6 * square + 3 * 2 * WIDTH * VOCAB)
+    assert count["echoes"](5) == 5 * (2 * 2 * 2 * WIDTH + 3 * 2 * square + 3 * square)
+    # What `words` reads before its fifth layer trains, itself and what it reads first do not.
+    edges = [e for e in model.edges if e.get("tap") == "early"]
+    deep = SimpleNamespace(modules=model.modules, edges=edges)
+    frozen = needed_flops(deep, rows, ("words",))["words"]
+    assert frozen(7) == 7 * (4 * square + 2 * 2 * square + 2 * 2 * WIDTH * VOCAB)
+    still = needed_flops(model, rows, set(rows))["words"]
+    assert still(7) == 7 * (6 * square + 2 * WIDTH * VOCAB)
+
+
+def test_modules_that_a_plan_leaves_out_send_nothing():
+    model = build_llava("nano")
+    text = needed_flops(model, {"llm": 96}, ("llm",))
+    assert set(text) == {"llm"}
+    d = model.size.decoder
+    forward = 9 * (d.n_layers * sum(decoder_products(d)) + 2 * d.width * d.vocab)
+    assert text["llm"](9) == forward + d.n_layers * causal(d, 9)
+
+
+@dataclass(frozen=True)
+class Untold:
+    """Layers with a loop over their rows' tokens and attention that the contract is not told of."""
+
+    n_layers = 2
+    tied = False
+    inputs = {"entry": ("ids",), "layers": (), "exit": ("weights",)}
+    freeze_groups = {"entry": "table", "layers": "stack", "exit": "head"}
+
+    def field_spec(self, name, rows, tokens):
+        kind = jnp.int32 if name == "ids" else jnp.float32
+        return jax.ShapeDtypeStruct((rows, tokens), kind)
+
+    def init(self, part, key):
+        return {"w": jax.random.normal(key, (8, 8))}
+
+    def entry(self, params, batch):
+        return jnp.take(params["w"], batch["ids"], axis=0, mode="clip")
+
+    def layer(self, params, x, batch):
+        def turn(state, token):
+            state = jax.lax.stop_gradient(state) @ params["w"] + token
+            return state, state
+
+        x = jax.lax.scan(turn, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+        scores = jnp.einsum("btd,bsd->bts", x, x)
+        return x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+    def exit(self, params, x, batch, entry):
+        return {"loss_sum": jnp.sum((x @ params["w"]).sum(-1) * batch["weights"])}
+
+
+def test_loops_constants_and_attention_that_is_not_told():
+    model = SimpleNamespace(modules={"m": Untold()}, edges=())
+    flops = {f: needed_flops(model, {"m": 32}, f)["m"](20) for f in ((), ("table",), ("stack",))}
+    square, pairs = 20 * 2 * 8 * 8, 20**2 * 2 * 2 * 8
+    # The state is no gradient's way: in the loop only the matrix has one.
+    assert flops[()] == 2 * (2 * square + 3 * pairs) + 3 * square
+    assert flops[("table",)] == flops[()]
+    assert flops[("stack",)] == 2 * (square + 3 * pairs) + 3 * square
+    told = replace_module(model, lambda tokens: 5.0 * tokens)
+    assert needed_flops(told, {"m": 32})["m"](20) == 2 * (2 * square + 3 * 100) + 3 * square
+
+
+def replace_module(model, attention):
+    class Told(Untold):
+        attention_flops = staticmethod(attention)
+
+    return SimpleNamespace(modules={"m": Told()}, edges=model.edges)

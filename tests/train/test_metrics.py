@@ -1,0 +1,146 @@
+"""What a run says of its FLOPs, against a count by hand of every batch, and traces of its steps."""
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflop_jax.cli.experiment import load_experiment
+from dflop_jax.data import make_loader
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.report.summary import figures, percent, summarise
+from dflop_jax.train.trainer import Trainer
+from models.llava import build
+
+from ..plans import nano_profile
+from .many import TWO, Jobs
+from .resume_cases import (  # noqa: F401
+    CONFIG,
+    PLAN,
+    _in_a_folder_of_its_own,
+    compiled,
+    fit,
+    quick,
+    refused,
+)
+
+PEAK, STEPS = 3e9, 4
+TRAIN = dataclasses.replace(CONFIG.train, steps=STEPS, eval_every=0, peak_flops=PEAK)
+
+
+@pytest.fixture(scope="module")
+def run(quick, tmp_path_factory):
+    """The folder of a run whose steps 1 and 2 are traced."""
+    folder = tmp_path_factory.mktemp("metrics") / "run"
+    fit(folder, train=dataclasses.replace(TRAIN, profile_steps="1:2"))
+    return folder
+
+
+def by_hand(loads) -> dict[str, float]:
+    """FLOPs that samples need, from the sizes of the model alone."""
+    size = build("nano").size
+    v, d = size.vision, size.decoder
+    patches, px, kv = v.patches_per_tile, 3 * v.patch_px**2, d.n_kv_heads * d.head_dim
+    tile = 2 * 2 * patches * px * v.width  # its pixels get no gradient
+    tile += 3 * v.n_layers * 2 * patches * (4 * v.width**2 + 2 * v.width * v.mlp)
+    tile += 3 * v.n_layers * 2 * 2 * patches * patches * v.width
+    tile += 3 * 2 * v.tokens_per_tile * d.width * (v.merge**2 * v.width + d.width)
+    token = 3 * d.n_layers * 2 * (2 * d.width**2 + 2 * d.width * kv + 3 * d.width * d.mlp)
+    token += 3 * 2 * d.width * d.vocab
+    flops = {"vision": 0.0, "llm": 0.0}
+    for load in loads:
+        n = sum(load.pieces["llm"])
+        flops["vision"] += len(load.pieces.get("vision", ())) * tile
+        flops["llm"] += n * token + 3 * d.n_layers * 2 * 2 * (n * (n + 1) // 2) * d.width
+    return flops
+
+
+def test_mfu_is_that_of_a_count_by_hand(run):
+    config = dataclasses.replace(CONFIG, train=TRAIN)
+    trainer = Trainer(config, plan=PLAN, profile=nano_profile())
+    loader = make_loader(config, trainer.source)
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for row in rows:
+        loads = loader.loads(row["step"])
+        flops = by_hand(loads)
+        assert len({n for load in loads for n in load.pieces["llm"]}) > 1  # packed, not all alike
+        assert row["padding_fraction"]["llm"] > 0
+        assert row["model_flops_by_module"] == pytest.approx(flops, rel=1e-12)
+        total = sum(flops.values())
+        assert row["model_flops"] == pytest.approx(total, rel=1e-12)
+        assert row["flops_per_s"] == pytest.approx(total / row["step_s"])
+        assert row["mfu"] == pytest.approx(total / row["step_s"] / (PEAK * len(jax.devices())))
+        for m in PLAN.modules:  # each lies on one device of its own
+            rate = flops[m] / row["step_s"]
+            assert row["flops_per_s_by_module"][m] == pytest.approx(rate)
+            assert row["mfu_by_module"][m] == pytest.approx(rate / PEAK)
+
+
+def test_the_summary_shows_it(run):
+    cells = dict(figures(summarise(run)))
+    rows = read_metrics(run)[2:]
+    middle = sum(row["mfu"] for row in rows) / 2
+    assert cells["MFU"] == percent(middle)
+    assert set(cells) >= {"model FLOP / s", "model FLOP / s, vision", "MFU, llm", "MFU, vision"}
+
+
+def traced(run, process=0) -> list[Path]:
+    return sorted(Path(run).glob(f"xprof/process-{process:05d}/plugins/profile/*/*.xplane.pb"))
+
+
+def steps_in(trace: Path) -> set[str]:
+    (file,) = trace.parent.glob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return {e["args"]["step_num"] for e in events if e.get("name") == "step" and "args" in e}
+
+
+def test_steps_are_traced_for_xprof_and_perfetto(run):
+    (trace,) = traced(run)
+    assert trace.stat().st_size > 0
+    assert steps_in(trace) == {"1", "2"}
+
+
+def test_a_resumed_run_traces_what_is_left(capsys):
+    fit("run", train=dataclasses.replace(TRAIN, steps=4))
+    assert traced("run") == []
+    assert read_metrics("run")[0]["mfu"] is not None
+    longer = dataclasses.replace(TRAIN, steps=6, peak_flops=0.0)
+    fit("run", "resume", train=dataclasses.replace(longer, profile_steps="1:5"))
+    (trace,) = traced("run")
+    assert steps_in(trace) == {"4", "5"}
+    row = read_metrics("run")[-1]
+    assert (row["mfu"], row["mfu_by_module"]) == (None, {})  # of a CPU no peak is known
+    assert row["flops_per_s"] > 0
+    capsys.readouterr()
+    fit("run", "resume", train=dataclasses.replace(longer, steps=7, profile_steps="1:2"))
+    assert "done before step 6" in capsys.readouterr().err
+    assert len(traced("run")) == 1
+
+
+def test_two_processes_add_up_and_are_both_traced(tmp_path):
+    jobs = Jobs.make(tmp_path, TWO, steps=2)
+    wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]
+    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "0")
+    assert code == 0, output
+    config = load_experiment(str(tmp_path / "nano.py"))
+    trainer = Trainer(config, plan=TWO, profile=nano_profile())
+    loader = make_loader(config, trainer.source)
+    for row in read_metrics(tmp_path / "run"):
+        assert row["model_flops_by_module"] == pytest.approx(by_hand(loader.loads(row["step"])))
+        assert row["mfu"] == pytest.approx(row["model_flops"] / row["step_s"] / (2 * 2e9))
+    for process in (0, 1):
+        (trace,) = traced(tmp_path / "run", process)
+        assert steps_in(trace) == {"1"}
+
+
+def test_steps_that_the_run_lacks_are_refused():
+    says = refused("run", "error", train=dataclasses.replace(TRAIN, profile_steps="2:4"))
+    assert says == (
+        "train.profile_steps=2:4, but with train.steps=4 the last step is number 3; choose "
+        "earlier ones"
+    )
+    assert not Path("run").exists()

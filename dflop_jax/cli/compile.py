@@ -45,12 +45,15 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.gpu_compile.compiling import compile_plan
     from dflop_jax.gpu_compile.toolchain import compiler_environment
     from dflop_jax.record_files import save
+    from dflop_jax.report.run_folder import check_answer_file
 
     jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
     config = experiment_config(args)
     if not config.plan.hardware:
         raise ValueError(f"name the GPU: --plan.hardware {'|'.join(CHIPS)}")
     find_chip(config.plan.hardware)
+    if args.out:
+        check_answer_file(args.out)
     compiler_environment()  # a missing compiler is named before anything is planned
     if args.out and not Path(args.out).resolve().parent.is_dir():
         raise ValueError(f"--out {args.out}: no such folder; make it first")

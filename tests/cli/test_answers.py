@@ -34,6 +34,7 @@ ASKED = {
         (("nano.py", *PROFILE, "--plan.policy", "blind", "--out", "aside"), 0, "aside"),
         (("nano.py", *PROFILE, "--out", "run"), 2, ""),
     ],
+    "compile": [(("nano.py", *ABSENT, "--out", "run/plan.json"), 2, "")],
     "simulate": [
         (("nano.py", *PROFILE, *PLAN, "--batches", "1"), 0,
          "run/simulate,nano,profile_file=nano_profile.json,plan_file=nano_plan.json,batches=1"),

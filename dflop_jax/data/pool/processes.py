@@ -110,7 +110,7 @@ class Workers:
           RuntimeError: an error of the program itself, or it is closed meanwhile.
         """
         for left in reversed(range(tries)):
-            process = self._idle.pop() if self._idle else self._server.started()
+            process = self._process(fresh=left < tries - 1)
             try:
                 reply = process.ask(request, self._timeout_s)
                 answer = read(reply, process.segment) if not reply.fault else None
@@ -130,6 +130,13 @@ class Workers:
                 logger.warning("%s", warning)
             return answer
         raise RuntimeError("the decoder is closed")
+
+    def _process(self, *, fresh: bool) -> Process:
+        """Return a process that nobody asks at present; an old one may have died meanwhile."""
+        with suppress(IndexError):  # others take from the list, too
+            if not fresh:
+                return self._idle.pop()
+        return self._server.started()
 
     def kill(self) -> None:
         """End the processes at once; who waits for one gets a RuntimeError."""

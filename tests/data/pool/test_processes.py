@@ -105,9 +105,12 @@ def test_closing_ends_a_hanging_process():
 def test_the_forking_process_may_die():
     with opened(Hostile(3, {})) as decoder:
         assert decoder.submit(0).result().load
-        decoder._workers._server._child.send_signal(signal.SIGKILL)
-        decoder._workers._server._child.wait()
-        assert decoder.submit(1).result().load
+        workers = decoder._workers
+        workers._idle += [workers._server.started() for _ in range(2)]
+        workers._server._child.send_signal(signal.SIGKILL)
+        workers._server._child.wait()
+        assert all(gone(process.pid) for process in workers._idle)
+        assert all(decoder.submit(i).result().load for i in range(3))
 
 
 def test_errors_of_the_program_reach_the_consumer():

@@ -141,7 +141,7 @@ class Programs:
         for the others, they find the rest in the compilation cache, if there is one.
         """
         jobs = {k: job for name in self.segments if name in self.local
-                for k, job in self.jobs_of(name).items()}  # fmt: skip
+                for k, job in self._jobs_of(name).items()}  # fmt: skip
         mine = {key for i, key in enumerate(jobs) if self._compiles_first(key, i)}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
@@ -160,8 +160,8 @@ class Programs:
         sharing = sorted({d.process_index for d in mesh.devices.flat})
         return sharing[i % len(sharing)] == jax.process_index()
 
-    def jobs_of(self, name: str) -> dict[Any, Job]:
-        """Programs of a segment, ready to be lowered, by keys that begin with its name."""
+    def _jobs_of(self, name: str) -> dict[Any, Job]:
+        """Programs of a segment, by keys that begin with its name."""
         segment = self.segments[name]
         jobs: dict[Any, Job] = {}
         for shape in self.plan.shapes(segment.plan.module):
@@ -183,6 +183,11 @@ class Programs:
             jobs[name, REDUCE] = update.lower_reduce
             jobs[name, UPDATE] = partial(update.lower_update, len(self.updates))
         return jobs
+
+    def jobs(self) -> dict[Any, Job]:
+        """Every program of the plan, those of other processes too, ready to be lowered, by keys
+        that begin with a segment's name."""
+        return {k: job for name in self.segments for k, job in self._jobs_of(name).items()}
 
     def _summed(self, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
         """What comes to a segment in several parts: an input that several modules, or several

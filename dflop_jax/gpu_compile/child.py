@@ -83,7 +83,7 @@ def compile_jobs(request: Request) -> Iterator[Line]:
         except ValueError as e:
             yield Line(i, refused=one_line(e))
             continue
-        lowerings = {k: low for n in programs.segments for k, low in programs.jobs_of(n).items()}
+        lowerings = programs.jobs()
         yield Line(i, states=segment_states(programs), n_programs=len(lowerings))
         for key, lower in lowerings.items():
             place += 1

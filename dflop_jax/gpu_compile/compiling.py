@@ -145,7 +145,7 @@ def _answer(job: Job, known: _Known) -> CompileReport | str:
     assert len(known.programs) == known.n_programs, (len(known.programs), known.n_programs)
     hardware = find_hardware(job.config.plan.hardware)
     budget = job.config.plan.memory_bytes or USABLE_MEMORY * hardware.memory_bytes
-    memory = device_memory(known.states, known.programs)
+    memory = device_memory(known.states, known.programs, job.plan.predicted.peak_bytes)
     fits, words = verdict(hardware.name, budget, memory, known.programs, known.states)
     return CompileReport(
         chip=hardware.name,

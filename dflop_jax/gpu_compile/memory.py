@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,11 +14,13 @@ from dflop_jax.sim.memory import peaks_of
 
 
 def device_memory(
-    states: Sequence[SegmentState], programs: Sequence[ProgramReport]
+    states: Sequence[SegmentState],
+    programs: Sequence[ProgramReport],
+    planned: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[DeviceMemory, ...]:
     """Peak of each block of devices: what its segments hold, the inputs of the groups in flight,
     and the one program that takes most beside them. While segments are reduced and updated, all
-    reduced gradients on the block are there too."""
+    reduced gradients on the block are there too. `planned` are the plan's own peaks by submesh."""
     resource = {s.segment: s.resource for s in states}
     shards: dict[int, float] = {}
     for s in states:
@@ -47,6 +50,7 @@ def device_memory(
                 input_bytes=inputs,
                 work_bytes=float(peak) - state - inputs,
                 program=largest.name if largest else "",
+                planned_bytes=max(planned.get(name, 0.0) for name in names),
             )
         )
     return tuple(found)
@@ -77,6 +81,8 @@ def verdict(
         f"{worst.state_bytes / GIB:.1f} state, {worst.input_bytes / GIB:.1f} inputs, "
         f"{worst.work_bytes / GIB:.1f} {worst.program}"
     )
+    if worst.planned_bytes:
+        parts += f"; planned {worst.planned_bytes / GIB:.1f}"
     of = (
         f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh} ({parts})"
     )

@@ -86,6 +86,7 @@ class DeviceMemory:
     Attributes:
       state_bytes, input_bytes: of all segments on these devices.
       program: the one that takes most beside them, `work_bytes`.
+      planned_bytes: what the planner expected of the peak; 0 where it does not say.
     """
 
     submesh: str
@@ -93,6 +94,7 @@ class DeviceMemory:
     input_bytes: float
     work_bytes: float
     program: str
+    planned_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:

@@ -142,7 +142,7 @@ class Programs:
         binary, so that its collectives run in one order everywhere.
         """
         jobs = {k: job for name in self.segments if name in self.local
-                for k, job in self.jobs_of(name).items()}  # fmt: skip
+                for k, job in self._jobs_of(name).items()}  # fmt: skip
         mine = {key for key in jobs if self._first_process(key) == jax.process_index()}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
@@ -165,8 +165,8 @@ class Programs:
         platforms = {s.mesh.devices.flat[0].platform for s in self.segments.values()}
         return 4 if platforms == {"cpu"} else 1
 
-    def jobs_of(self, name: str) -> dict[Any, Job]:
-        """Programs of a segment, ready to be lowered, by keys that begin with its name."""
+    def _jobs_of(self, name: str) -> dict[Any, Job]:
+        """Programs of a segment, by keys that begin with its name."""
         segment = self.segments[name]
         jobs: dict[Any, Job] = {}
         for shape in self.plan.shapes(segment.plan.module):
@@ -188,6 +188,11 @@ class Programs:
             jobs[name, REDUCE] = update.lower_reduce
             jobs[name, UPDATE] = partial(update.lower_update, len(self.updates))
         return jobs
+
+    def jobs(self) -> dict[Any, Job]:
+        """Every program of the plan, those of other processes too, ready to be lowered, by keys
+        that begin with a segment's name."""
+        return {k: job for name in self.segments for k, job in self._jobs_of(name).items()}
 
     def _summed(self, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
         """What comes to a segment in several parts: an input that several modules, or several

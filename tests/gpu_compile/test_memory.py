@@ -74,6 +74,10 @@ def test_what_fits_says_how_much_is_spare():
     assert fits
     assert "8.0 of 10.0 GiB on a" in words
     assert "2.0 GiB to spare" in words
+    assert "planned" not in words
+    memory = device_memory(states, programs, {"a": 7.0 * GIB, "b": 9.0 * GIB})
+    _, words = verdict("h100", 10 * GIB, memory, programs, states)
+    assert "3.0 a backward; planned 7.0" in words
 
 
 @pytest.mark.parametrize(

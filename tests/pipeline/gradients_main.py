@@ -40,7 +40,7 @@ def main(args: list[str]) -> None:
 
 def print_order(programs):
     """Print the programs, which are those of all processes, as they are about to compile."""
-    jobs_of = programs.jobs_of
+    jobs_of = programs._jobs_of
 
     def told(name):
         def job(key, lower):
@@ -49,7 +49,7 @@ def print_order(programs):
 
         return {key: partial(job, key, lower) for key, lower in jobs_of(name).items()}
 
-    programs.jobs_of = told
+    programs._jobs_of = told
 
 
 def check(want, name, vision, llm, options):

@@ -99,6 +99,10 @@ class Module(Protocol):
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
     # pair_flops: forward FLOPs that one layer's attention spends on a pair of tokens of one piece,
     #   where its kernel skips all other pairs.
+    # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
+    #   almost equal bits.
+    # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
+    #   what its kernels and `pair_flops` are read from.
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
@@ -114,6 +118,23 @@ def loss_weight_of(module: Module) -> float:
 def pair_flops_of(module: Module) -> float:
     """See `pair_flops` above; 0 where attention is computed for whole rows."""
     return float(getattr(module, "pair_flops", 0.0))
+
+
+def chip_of(device: Any) -> str:
+    """What programs for a jax device are compiled for: "sm_90" for compute capability 9.0 of
+    NVIDIA's, also of a device that is only described; else its platform."""
+    capability = str(getattr(device, "compute_capability", "")).replace(".", "")
+    return f"sm_{capability}" if capability.isdigit() else str(device.platform)
+
+
+def on_chip(module: Module, chip: str) -> Module:
+    """The module with what a chip runs best, itself if it has no choice.
+
+    Args:
+      chip: as `chip_of` says.
+    """
+    choose = getattr(module, "on_chip", None)
+    return choose(chip) if choose else module
 
 
 class GeneratingModule(Module, Protocol):
@@ -178,3 +199,17 @@ def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".
 MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+_OR_WHOLE = frozenset({"kv_heads"})  # whole on every device where the degree does not divide them
+
+
+def split_dim(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> int | None:
+    """The dim of a parameter that tensor parallelism splits over `ways` devices, if any; it may not
+    divide.
+
+    Args:
+      axes: the logical name of each dim; one of them at most is split.
+    """
+    for i, (size, name) in enumerate(zip(shape, axes, strict=True)):
+        if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % ways):
+            return i
+    return None

@@ -6,11 +6,11 @@ Needs:    jax (with CUDA), flax, numpy; not dflop_jax
 Expected: attention within bf16 rounding of the reference; layers at half of the chip's peak or more
 
 Attention: the shapes of Qwen2.5-7B (28 heads, 4 kv heads of 128), one row of samples with
-heavy-tailed lengths. Layers: a stack of Qwen2.5-7B's and of SigLIP-400M's, bf16 with float32
-parameters, the gradients of parameters and inputs taken. FLOPs count what must be computed: matrix
-products, and attention over pairs of tokens of one sample, of which the causal half; a backward
-counts two forwards. Times are medians after compilation; compilations are counted, and none may
-happen later.
+heavy-tailed lengths. Layers: a stack of Qwen2.5-7B's and of
+SigLIP-400M's, bf16 with float32 parameters, the gradients of parameters and inputs taken. FLOPs
+count what must be computed: matrix products, and attention over pairs of tokens of one sample, of
+which the causal half; a backward counts two forwards. Times are medians after compilation;
+compilations are counted, and none may happen later.
 """
 
 from __future__ import annotations
@@ -143,6 +143,14 @@ def draw(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     )
 
 
+def chip() -> str:
+    """What the first device is compiled for, as the models want it."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return "cpu"
+    return f"sm_{device.compute_capability.replace('.', '')}"
+
+
 def attention_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str, Any]]:
     """Forward, and forward with backward, by each kernel; errors against float32."""
     s = sizes.decoder
@@ -153,7 +161,7 @@ def attention_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[s
     flops = sum(2.0 * n * (n + 1) * s.n_heads * s.head_dim for n in lengths)
 
     def forward(kernel: str, q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, jnp.asarray(ids), causal=True, kernel=kernel)
+        return attention(q, k, v, jnp.asarray(ids), causal=True, kernel=kernel, chip=chip())
 
     def both(kernel: str, q: Any, k: Any, v: Any, wave: Any) -> Any:
         out, pull = jax.vjp(partial(forward, kernel), q, k, v)
@@ -165,7 +173,7 @@ def attention_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[s
             wide = [x.astype(jnp.float32) for x in (q, k, v, wave)]
             exact = jax.device_get(jax.jit(partial(both, "xla"))(*wide))
     rows = []
-    for kernel in ("pallas", "xla"):
+    for kernel in ("pallas", "xla") if chip() == "cpu" else ("cudnn", "pallas", "xla"):
         ahead = measure(jax.jit(partial(forward, kernel)), (q, k, v), sizes.repeat_s, compiles)
         whole = measure(jax.jit(partial(both, kernel)), (q, k, v, wave), sizes.repeat_s, compiles)
         errors = None
@@ -196,7 +204,8 @@ def decoder_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str
     products = 2.0 * tokens * (2 * s.width**2 + 2 * s.width * kv + 3 * s.width * s.mlp)
     x = draw(0, (1, tokens, s.width), BF16)
     flops = s.n_layers * (pairs + products)
-    return stack_rows("decoder", DecoderModule(s, BF16), x, batch, tokens, flops, sizes, compiles)
+    module = DecoderModule(s, BF16).on_chip(chip())
+    return stack_rows("decoder", module, x, batch, tokens, flops, sizes, compiles)
 
 
 def vision_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str, Any]]:
@@ -207,7 +216,7 @@ def vision_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str,
     per_tile = 4.0 * n**2 * s.width + 2.0 * n * (4 * s.width**2 + 2 * s.width * s.mlp)
     x = draw(0, (tiles, n, s.width), BF16)
     flops = s.n_layers * tiles * per_tile
-    module = VisionModule(s, s.width, BF16)
+    module = VisionModule(s, s.width, BF16).on_chip(chip())
     return stack_rows("vision", module, x, {}, tiles * n, flops, sizes, compiles)
 
 

@@ -23,7 +23,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]  # and finite, as every number with
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 Dtype = Literal["float32", "bfloat16"]
-AttentionKernel = Literal["auto", "xla", "pallas"]
+AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
 Oversize = Literal["drop", "truncate", "error"]
 Policy = Literal["auto", "dflop", "orch", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
@@ -44,7 +44,8 @@ class ModelConfig:
     ] = ()
     dtype: Annotated[Dtype, "compute dtype: float32 or bfloat16"] = "float32"
     attention_kernel: Annotated[
-        AttentionKernel, "auto (by platform), xla, or pallas (GPUs only)"
+        AttentionKernel,
+        "auto (the fastest with equal bits), cudnn (the fastest), pallas (both GPUs only), xla",
     ] = "auto"
 
 

@@ -99,6 +99,10 @@ class Module(Protocol):
     #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
     #   tokens that see each other. Without it these products are counted as the functions have
     #   them, for all pairs of a piece's tokens.
+    # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
+    #   almost equal bits.
+    # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
+    #   what its kernels and `pair_flops` are read from.
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
@@ -119,6 +123,23 @@ def pair_flops_of(module: Module) -> float:
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
     """See `attention_flops` above; None where the module does not say."""
     return getattr(module, "attention_flops", None)
+
+
+def chip_of(device: Any) -> str:
+    """What programs for a jax device are compiled for: "sm_90" for compute capability 9.0 of
+    NVIDIA's, also of a device that is only described; else its platform."""
+    capability = str(getattr(device, "compute_capability", "")).replace(".", "")
+    return f"sm_{capability}" if capability.isdigit() else str(device.platform)
+
+
+def on_chip(module: Module, chip: str) -> Module:
+    """The module with what a chip runs best, itself if it has no choice.
+
+    Args:
+      chip: as `chip_of` says.
+    """
+    choose = getattr(module, "on_chip", None)
+    return choose(chip) if choose else module
 
 
 class GeneratingModule(Module, Protocol):
@@ -183,3 +204,17 @@ def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".
 MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+_OR_WHOLE = frozenset({"kv_heads"})  # whole on every device where the degree does not divide them
+
+
+def split_dim(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> int | None:
+    """The dim of a parameter that tensor parallelism splits over `ways` devices, if any; it may not
+    divide.
+
+    Args:
+      axes: the logical name of each dim; one of them at most is split.
+    """
+    for i, (size, name) in enumerate(zip(shape, axes, strict=True)):
+        if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % ways):
+            return i
+    return None

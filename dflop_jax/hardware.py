@@ -21,6 +21,7 @@ _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": 
 class Hardware:
     """One kind of device in its usual node.
 
+    `chip` is what programs are compiled for, as `contract.chip_of` says of a device.
     `bfloat16_flops` and `float32_flops` are FLOP/s of matrix products; a float32 product is
     computed in TF32 where there is such a thing, as JAX does by default. `link_*` joins devices of
     a node, `network_*` is a device's share of what joins nodes: bytes/s in one direction, and
@@ -28,6 +29,7 @@ class Hardware:
     """
 
     name: str
+    chip: str
     bfloat16_flops: float
     float32_flops: float
     memory_bytes: float
@@ -60,6 +62,7 @@ _HGX_H100 = "8 per node, NVLink 4: 900 GB/s both ways; DGX data sheet: 8 x 400 G
 
 def _dgx(
     name: str,
+    chip: str,
     bfloat16_flops: float,
     memory: float,
     bandwidth: float,
@@ -70,6 +73,7 @@ def _dgx(
     """A chip of a node of 8 with NVLink, whose TF32 rate is half of its bfloat16 rate."""
     return Hardware(
         name=name,
+        chip=chip,
         bfloat16_flops=bfloat16_flops,
         float32_flops=bfloat16_flops / 2,
         memory_bytes=memory,
@@ -85,12 +89,12 @@ def _dgx(
 
 def _a100(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
     source = f"{sheet}; {_HGX_A100}"
-    return _dgx(name, 312e12, memory, bandwidth, 300 * GB, 25 * GB, source)
+    return _dgx(name, "sm_80", 312e12, memory, bandwidth, 300 * GB, 25 * GB, source)
 
 
 def _hopper(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
     source = f"{sheet}; {_HGX_H100}"
-    return _dgx(name, 989.4e12, memory, bandwidth, 450 * GB, 50 * GB, source)
+    return _dgx(name, "sm_90", 989.4e12, memory, bandwidth, 450 * GB, 50 * GB, source)
 
 
 _ALL = (
@@ -100,6 +104,7 @@ _ALL = (
     _hopper("h200", 141 * GB, 4800 * GB, "NVIDIA H200 Tensor Core GPU data sheet, SXM5"),
     _dgx(
         "b200",
+        "sm_100",
         2250e12,
         180 * GB,
         8000 * GB,
@@ -110,6 +115,7 @@ _ALL = (
     ),
     Hardware(
         name="l40s",
+        chip="sm_89",
         bfloat16_flops=362.05e12,
         float32_flops=183e12,
         memory_bytes=48 * GB,
@@ -125,6 +131,7 @@ _ALL = (
     # A device is one core, as the pretended CPU devices of tests and demos are.
     Hardware(
         name="cpu",
+        chip="cpu",
         bfloat16_flops=96e9,
         float32_flops=96e9,
         memory_bytes=4 * GB,

@@ -1,5 +1,5 @@
 """Attention over packed samples: one function, with an XLA reference that runs everywhere and, on
-GPUs, the kernels of `models/attention_gpu.py`.
+GPUs, cuDNN's or the project's kernels, as `models/attention_choice.py` chooses.
 
 Shape suffixes: B rows, T queries and S keys (tokens), N query heads, K kv heads, G query heads per
 kv head, H head dim.
@@ -13,12 +13,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from models import attention_gpu
+from models import attention_cudnn, attention_gpu
+from models.attention_choice import choose, on_gpu
+from models.attention_split import Kernel, attend
 
 Array = jax.Array
 Attend = Callable[..., Array]  # called as `attention` is
-
-KERNELS = ("auto", "xla", "pallas")
 
 _BLOCK = 128  # queries; fewer would not keep a core busy
 _MOST_BLOCKS = 4  # each is compiled on its own
@@ -32,31 +32,37 @@ def attention(
     *,
     causal: bool,
     kernel: str = "auto",
+    chip: str = "",
 ) -> Array:
     """Softmax attention in which a token sees only tokens of its own segment.
 
-    Query head n reads kv head n // G, G = N / K. Padding (segment 0) is a segment of its own: it
-    sees itself, so no row of the softmax is empty and none gives NaN. Masked weights are exactly
-    0, so a segment's output does not depend, to the bit, on what else is packed beside it.
+    Query head n reads kv head n // G, G = N / K. What comes out for padding (segment 0) is finite
+    and means nothing: XLA lets padding see itself, so that no row of the softmax is empty, the
+    kernels skip it and give 0. Masked weights are exactly 0, so a segment's output does not
+    depend, to the bit, on what else is packed beside it.
 
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
       segment_ids: int [items, tokens], 0 and up, or None where all tokens of a row see each other.
+        For cuDNN a segment's tokens stand together.
       causal: whether a token sees only itself and earlier ones.
-      kernel: "xla"; "pallas", the GPU kernels, which any other backend interprets; or "auto": these
-        on a GPU, in 16 bits and where a row fills a block, else "xla".
+      kernel: "xla"; "pallas", the project's GPU kernels, interpreted elsewhere; "auto", the fastest
+        that computes the case on the chip and gives equal bits every time; or "cudnn", the fastest
+        without that promise: packed rows too, gradients of queries added up in any order.
+      chip: "sm_90" and the like, or another platform's name; "" is any. Where there is no GPU,
+        "auto" and "cudnn" are "xla".
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    if kernel == "pallas" or (T >= attention_gpu.BLOCK and skips(kernel, q_BTNH.dtype)):
-        interpret = jax.default_backend() != "gpu"
-        return attention_gpu.flash_attention(
-            q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, interpret=interpret
-        )
+    chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=segment_ids is not None)
+    if chosen != "xla" and q_BTNH.size:
+        by = attention_cudnn if chosen == "cudnn" else attention_gpu
+        found = Kernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
+        return attend(found, q_BTNH, k_BSKH, v_BSKH, segment_ids)
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
         out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)
@@ -76,28 +82,9 @@ def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Arra
     return out_BTKGH.reshape(B, T, N, H)
 
 
-def known_kernel(name: str) -> str:
-    """The name of an attention kernel; ValueError when it is none."""
-    if name not in KERNELS:
-        raise ValueError(f"unknown attention kernel {name!r}; known: {', '.join(KERNELS)}")
-    return name
-
-
-def attend_by(kernel: str) -> Attend:
-    """`attention` by the named kernel."""
-    return partial(attention, kernel=kernel)
-
-
-def skips(kernel: str, dtype: jnp.dtype) -> bool:
-    """Whether a kernel leaves out the tokens of other segments (in rows that fill a block)."""
-    on_gpu = jax.default_backend() == "gpu"
-    return kernel == "pallas" or (kernel == "auto" and on_gpu and dtype.itemsize == 2)
-
-
-def pair_flops(kernel: str, dtype: jnp.dtype, heads: int, head_dim: int, *, causal: bool) -> float:
-    """Forward FLOPs of a layer for a pair of tokens of one segment, 0 where whole rows are computed
-    (see the engine's contract); of a causal pair half, as only one sees the other."""
-    return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, dtype)
+def attend_by(kernel: str, chip: str) -> Attend:
+    """`attention` by the named kernel, or the best, on a chip."""
+    return partial(attention, kernel=kernel, chip=chip)
 
 
 def _mask(segment_ids: Array | None, start: int, stop: int, causal: bool) -> Array | None:

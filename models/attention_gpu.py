@@ -1,9 +1,9 @@
 """Attention over packed samples as GPU kernels: Pallas, compiled by Triton.
 
 FlashAttention-2 (arXiv 2307.08691) in three kernels (forward, gradient of keys and values, gradient
-of queries), each of which visits only the blocks that hold tokens of its own samples: of packed
-rows the cost falls to that of the samples alone. Query heads of a group share one copy of the keys,
-nothing is added up atomically, so results are the same in every run.
+of queries), each of which visits only the blocks that hold tokens of its own samples, none for
+padding: of packed rows the cost falls to that of the samples alone. Query heads of a group share
+one copy of the keys, nothing is added up atomically, so results are the same in every run.
 
 jax has a kernel of this kind (`jax.experimental.pallas.ops.gpu.attention`), which 0.11 deprecates;
 it repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton
@@ -31,7 +31,6 @@ from models.attention_kernels import Blocks, forward_kernel, kv_kernel, q_kernel
 Array = jax.Array
 
 BLOCK = 128  # rows are padded to a multiple: every block size below divides it
-PAD_ID = -1  # segment of the tokens that only pad a row to whole blocks
 
 
 def blocks_for(dtype: jnp.dtype) -> tuple[Blocks, Blocks, Blocks]:
@@ -42,7 +41,7 @@ def blocks_for(dtype: jnp.dtype) -> tuple[Blocks, Blocks, Blocks]:
     return Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2)
 
 
-def flash_attention(
+def forward(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
@@ -50,20 +49,53 @@ def flash_attention(
     *,
     causal: bool,
     interpret: bool,
-) -> Array:
-    """See `models.attention.attention`; `interpret` runs the kernels without a GPU."""
-    B, T, _, H = q_BTNH.shape
-    rest = -T % BLOCK
-    if segment_ids is None and rest:
-        segment_ids = jnp.ones((B, T), jnp.int32)
-    if segment_ids is not None:
-        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, rest)), constant_values=PAD_ID)
-    # Triton's blocks are powers of two; zeros in the head dim change no product.
+) -> tuple[Array, Array]:
+    """(output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
+    `models.attention.attention`; 0 where a token is padding. `interpret` needs no GPU."""
+    _, T, _, H = q_BTNH.shape
+    ids = _padded_ids(q_BTNH, segment_ids)
+    q, k, v = (_padded(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out, log_sum = _forward(q, k, v, ids, H**-0.5, causal, interpret)
+    return out[:, :T, :, :H], log_sum
+
+
+def backward(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_ids: Array | None,
+    out_BTNH: Array,
+    log_sum_BNT: Array,
+    dout_BTNH: Array,
+    *,
+    causal: bool,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
+    _, T, _, H = q_BTNH.shape
+    ids = _padded_ids(q_BTNH, segment_ids)
+    q, k, v, out, dout = map(_padded, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
+    own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
+    arrays = (q, dout, log_sum_BNT, own_BNT, k, v)
+    dk, dv = _kv_gradient(arrays, ids, H**-0.5, causal, interpret)
+    dq = _q_gradient(arrays, ids, H**-0.5, causal, interpret)
+    return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
+
+
+def _padded(x: Array) -> Array:
+    """Whole blocks of tokens, and heads of a power of two, as Triton's blocks are: zeros in the
+    head dim change no product."""
+    _, T, _, H = x.shape
     more = max(16, pl.next_power_of_2(H)) - H
-    q, k, v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, more))) for x in (q_BTNH, k_BSKH, v_BSKH))
-    if 0 in q.shape:
-        return q_BTNH
-    return _flash(q, k, v, segment_ids, H**-0.5, causal, interpret)[:, :T, :, :H]
+    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, more)))
+
+
+def _padded_ids(q: Array, ids: Array | None) -> Array | None:
+    B, T = q.shape[:2]
+    if ids is None and T % BLOCK == 0:
+        return None
+    ids = jnp.ones((B, T), jnp.int32) if ids is None else ids
+    return jnp.pad(ids, ((0, 0), (0, -T % BLOCK)))
 
 
 # ---- which blocks meet ----
@@ -82,17 +114,18 @@ def _spans(
     other = jnp.arange(n_visited)[None] * visited
     meet = jnp.ones((1, n_held, n_visited), bool)
     if ids is not None:
-        # Padding stands at the end of a row: ranked as the largest id, it widens no range.
-        rank = jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max)
-        own, its = rank.reshape(-1, n_held, held), rank.reshape(-1, n_visited, visited)
-        meet = (own.min(-1)[:, :, None] <= its.max(-1)[:, None]) & (
-            its.min(-1)[:, None] <= own.max(-1)[:, :, None]
+        # Padding is in no range, and a block of nothing else visits none.
+        low = jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max)
+        low_held, low_visited = low.reshape(-1, n_held, held), low.reshape(-1, n_visited, visited)
+        ids_held, ids_visited = ids.reshape(low_held.shape), ids.reshape(low_visited.shape)
+        meet = (low_held.min(-1)[:, :, None] <= ids_visited.max(-1)[:, None]) & (
+            low_visited.min(-1)[:, None] <= ids_held.max(-1)[:, :, None]
         )
     if causal:
         seen = (other + visited > first) if keys else (other < first + held)
         meet = meet & seen[None]
     start = jnp.argmax(meet, axis=-1)
-    stop = n_visited - jnp.argmax(meet[..., ::-1], axis=-1)
+    stop = jnp.where(meet.any(axis=-1), n_visited - jnp.argmax(meet[..., ::-1], axis=-1), start)
     return start.astype(jnp.int32), stop.astype(jnp.int32)
 
 
@@ -154,35 +187,18 @@ def _call(
     )(*arrays, ids, *spans)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _flash(
-    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
-) -> Array:
-    return _forward(q, k, v, ids, scale, causal, interpret)[0]
-
-
-def _flash_forward(
-    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
-) -> tuple[Array, tuple[Any, ...]]:
-    out, log_sum = _forward(q, k, v, ids, scale, causal, interpret)
-    return out, (q, k, v, ids, out, log_sum)
-
-
-def _flash_backward(
-    scale: float, causal: bool, interpret: bool, saved: tuple[Any, ...], dout: Array
-) -> tuple[Array, Array, Array, None]:
-    q, k, v, ids, out, log_sum = saved
+def _kv_gradient(
+    arrays: tuple[Array, ...], ids: Array | None, scale: float, causal: bool, interpret: bool
+) -> tuple[Array, Array]:
+    q, *_, k, v = arrays
     B, T, N, H = q.shape
     K = k.shape[2]
     G = N // K
-    own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
-    arrays = (q, dout, log_sum, own_BNT, k, v)
-
     _, blocks, _ = blocks_for(q.dtype)
     queries = pl.BlockSpec((None, T, G, H), lambda j, b, n: (b, 0, n, 0))
     numbers = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda j, b, n: (b, j, n, 0))
-    dk, dv = _call(
+    return _call(
         partial(kv_kernel, blocks=blocks, scale=scale, causal=causal, group=G),
         "packed_attention_kv_gradient",
         (T // blocks.held, B, K),
@@ -196,11 +212,18 @@ def _flash_backward(
         interpret,
     )
 
+
+def _q_gradient(
+    arrays: tuple[Array, ...], ids: Array | None, scale: float, causal: bool, interpret: bool
+) -> Array:
+    q, *_, k, _ = arrays
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
     *_, blocks = blocks_for(q.dtype)
     row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
     numbers = pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))
-    dq = _call(
+    return _call(
         partial(q_kernel, blocks=blocks, scale=scale, causal=causal),
         "packed_attention_q_gradient",
         (T // blocks.held, B, N),
@@ -213,7 +236,3 @@ def _flash_backward(
         blocks,
         interpret,
     )
-    return dq, dk, dv, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)

@@ -56,7 +56,7 @@ def _scores(
     scores = _dot(held, seen.T) * (scale * _LOG2E)
     mask = None
     if ids is not None:
-        mask = ids[0][:, None] == ids[1][None, :]
+        mask = (ids[0][:, None] == ids[1][None, :]) & (ids[0][:, None] > 0)
     if causal:
         held_at = (held_first + jnp.arange(held.shape[0]))[:, None]
         seen_at = (seen_first + jnp.arange(seen.shape[0]))[None, :]
@@ -109,6 +109,7 @@ def forward_kernel(
         jnp.zeros((blocks.held,), jnp.float32),
     )
     out, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
+    total = jnp.where(total > 0, total, 1.0)  # padding sees nothing
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = peak + jnp.log2(total)
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import jax.numpy as jnp
 
 from models import hf
-from models.attention import known_kernel
+from models.attention_choice import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
@@ -116,7 +116,7 @@ def made(cls: type[Model], family: Family, size: str, dtype: str, attention_kern
       size: the name of a composition, names of encoders and a decoder joined by "+" (see
         `models.sizes`), or, of published models, a folder with a config.json of transformers.
       dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
-      attention_kernel: "auto" (by platform), "xla" or "pallas"; see `models.attention`.
+      attention_kernel: "auto" (by chip), "cudnn", "pallas" or "xla"; see `models.attention`.
 
     Raises:
       ValueError: unknown size, dtype or kernel; the message lists the known ones.

@@ -7,16 +7,17 @@ of packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from models import generate
-from models.attention import Attend, attend_by, attention, pair_flops
+from models.attention import Attend, attend_by, attention
+from models.attention_choice import pair_flops
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
@@ -143,6 +144,11 @@ class DecoderModule:
     lora: Lora | None = None
     newline: bool = False
     attention_kernel: str = "auto"
+    chip: str = ""
+
+    def on_chip(self, chip: str) -> Self:
+        """See `dflop_jax.contract.on_chip`."""
+        return replace(self, chip=chip)
 
     @property
     def n_layers(self) -> int:
@@ -153,9 +159,15 @@ class DecoderModule:
         return self.size.tied
 
     @property
+    def any_order(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return self.attention_kernel == "cudnn"
+
+    @property
     def pair_flops(self) -> float:
         s = self.size
-        return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=True)
+        kernel, chip = self.attention_kernel, self.chip
+        return pair_flops(kernel, chip, self.dtype, s.n_heads, s.head_dim, causal=True)
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs that a layer's attention needs for one sample: two products for each pair of
@@ -212,7 +224,7 @@ class DecoderModule:
     @property
     def attend(self) -> Attend:
         """`attention` by the module's kernel."""
-        return attend_by(self.attention_kernel)
+        return attend_by(self.attention_kernel, self.chip)
 
     def layer(self, params: Any, x: Array, batch: Batch, attend: Attend | None = None) -> Array:
         """One layer, by `attend` in place of the module's own attention where it is given; `params`

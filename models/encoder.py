@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention, pair_flops
+from models.attention import Attend, attend_by, attention
+from models.attention_choice import pair_flops
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 
 Array = jax.Array
@@ -79,6 +80,11 @@ class Encoder(ABC):
     out_width: int
     dtype: jnp.dtype
     attention_kernel: str = "auto"
+    chip: str = ""
+
+    def on_chip(self, chip: str) -> Self:
+        """See `dflop_jax.contract.on_chip`."""
+        return replace(self, chip=chip)
 
     @property
     @abstractmethod
@@ -101,9 +107,23 @@ class Encoder(ABC):
         """The Linen module of "entry" or "exit"."""
 
     @property
+    def any_order(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return self.attention_kernel == "cudnn"
+
+    @property
     def pair_flops(self) -> float:
         s = self.size
-        return pair_flops(self.attention_kernel, self.dtype, s.n_heads, s.head_dim, causal=False)
+        kernel, chip = self.attention_kernel, self.chip
+        return pair_flops(
+            kernel,
+            chip,
+            self.dtype,
+            s.n_heads,
+            s.head_dim,
+            causal=False,
+            tokens=self.item_tokens,
+        )
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs that a layer's attention needs for one item: two products for each pair of
@@ -124,7 +144,8 @@ class Encoder(ABC):
 
     def _linen(self, part: str) -> nn.Module:
         if part == "layers":
-            return Block(self.size, self.form, self.dtype, attend_by(self.attention_kernel))
+            attend = attend_by(self.attention_kernel, self.chip)
+            return Block(self.size, self.form, self.dtype, attend)
         return self._end(part)
 
     def _example(self, part: str) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -24,7 +24,9 @@ from dflop_jax.contract import (
     Module,
     MultimodalModel,
     Params,
+    chip_of,
     edges_of,
+    on_chip,
 )
 from dflop_jax.data import Tokenizer
 from dflop_jax.data.build import any_tokenizer
@@ -78,15 +80,17 @@ class Generator:
     def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
         self._config = config
         self._model = adapted(build_model(config.model), config.train)
-        llm: Any = self._model.modules[LLM]
+        device = device or jax.devices()[0]
+        chip = chip_of(device)
+        llm: Any = on_chip(self._model.modules[LLM], chip)
         if not hasattr(llm, "prefill") or not hasattr(llm, "decode"):
             raise ValueError(
                 f"model.factory={config.model.factory!r}: its llm has no prefill and decode "
                 "(dflop_jax.contract.GeneratingModule); add them, or take another model"
             )
         self._tokenizer = any_tokenizer(config.data.tokenizer, self._model.vocab_size)
-        self._loaded = load_params(run, self._model, device or jax.devices()[0])
-        self._prefill = jax.jit(partial(prefill, self._model), static_argnames="slots")
+        self._loaded = load_params(run, self._model, device)
+        self._prefill = jax.jit(partial(prefill, self._model, chip), static_argnames="slots")
         self._step = jax.jit(partial(step, llm), donate_argnums=1)
 
     def answer(
@@ -144,6 +148,7 @@ class Generator:
 
 def prefill(
     model: MultimodalModel,
+    chip: str,
     params: dict[str, Params],
     media: dict[str, Array],
     fields: dict[str, Array],
@@ -155,14 +160,15 @@ def prefill(
     *,
     slots: int,
 ) -> tuple[Array, Any]:
-    """Return the first token, int32 [1], of the answer to a `PromptRow`'s arrays, and a cache."""
-    llm: Any = model.modules[LLM]
+    """Return the first token, int32 [1], of the answer to a `PromptRow`'s arrays, and a cache, by
+    what the chip runs best."""
+    llm: Any = on_chip(model.modules[LLM], chip)
     batch = dict(fields)
     for edge in (e for e in edges_of(model) if e.target == LLM):
         spec = llm.field_spec(edge.name, *fields["tokens"].shape)
         batch.setdefault(edge.name, jnp.zeros(spec.shape, spec.dtype))
         if edge.source == VISION and media:
-            features = encode(model.modules[VISION], params[VISION], media)
+            features = encode(on_chip(model.modules[VISION], chip), params[VISION], media)
             batch[edge.name] = gather_features(features[None], *(a[None] for a in places))[0]
     logits, cache = llm.prefill(params[LLM], batch, last, slots)
     return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache

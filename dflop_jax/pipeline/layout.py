@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
 from dflop_jax.pipeline.order import links, tied_ends, with_backward
 from dflop_jax.pipeline.segment import AXES, Segment, parts_of
 from dflop_jax.records import Plan
@@ -80,11 +80,12 @@ def make_segments(
     backward = with_backward(plan, {n for n, parts in trains.items() if parts})
     segments: dict[str, Segment] = {}
     for s in plan.segments:
+        mesh = make_mesh(plan, s.submesh, devices)
         receives = [k for k in links(plan) if k.target == s.name and k.source in backward]
         segments[s.name] = Segment(
             plan=s,
-            module=model.modules[s.module],
-            mesh=make_mesh(plan, s.submesh, devices),
+            module=on_chip(model.modules[s.module], chip_of(mesh.devices.flat[0])),
+            mesh=mesh,
             microbatches=plan.group_size,
             trainable=trains[s.name],
             wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
-    MODEL_SHARDED,
     Array,
     Module,
     Params,
+    chip_of,
+    split_dim,
     taps_of,
 )
 from dflop_jax.pipeline import spmd_loop
@@ -29,6 +30,8 @@ Tree = Any
 Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
+# XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
+_SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,17 @@ class Segment:
         return _part_struct(self.module, part)
 
     def _specs(self, lead_layers: tuple[Any, ...], lead_ends: tuple[Any, ...]) -> Params:
-        def spec(lead: tuple[Any, ...], axes: tuple[str | None, ...]) -> P:
-            return P(*lead, *("model" if a in MODEL_SHARDED else None for a in axes))
+        ways = self.mesh.shape["model"]
+
+        def spec(lead: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
+            split = split_dim(leaf.shape, axes, ways)
+            return P(*lead, *("model" if i == split else None for i in range(len(axes))))
 
         return {
             part: jax.tree.map(
                 partial(spec, lead_layers if part in STACKED else lead_ends),
+                self._part_struct(part),
                 _logical_axes(self.module, part),
-                is_leaf=lambda a: isinstance(a, tuple),
             )
             for part in self.parts
         }
@@ -334,7 +340,14 @@ class Segment:
         )
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         donate = (4,) if kind == BACKWARD else ()
-        return jax.jit(mapped, out_shardings=shardings, donate_argnums=donate).lower(*args)
+        on_gpu = chip_of(self.mesh.devices.flat[0]).startswith("sm_")
+        exact = on_gpu and not getattr(self.module, "any_order", False)
+        return jax.jit(
+            mapped,
+            out_shardings=shardings,
+            donate_argnums=donate,
+            compiler_options=_SAME_BITS if exact else None,
+        ).lower(*args)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,7 +1,9 @@
 """Kernels of a traced function: matrix products, attention, lookups and fused elementwise work.
 
 Operations between two products that hang together become one kernel that reads and writes each
-array once, as XLA fuses them. Products of two activations (those with a batch dim) are "attention".
+array once, as XLA fuses them. Products of two activations (those with a batch dim) are "attention",
+and so are kernels that a trace does not show the inside of: of these the bytes are known here, the
+FLOPs are said by the module (`pair_flops`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from dflop_jax.profile.sharded_trace import LAYOUT, Op, Region, Value
 MATMUL, ATTENTION, ELEMENTWISE, LOOKUP, REDUCE = range(5)
 KINDS = ("matmul", "attention", "elementwise", "lookup", "reduce")
 _LOOKUPS = ("gather", "scatter", "scatter-add", "scatter_add")
-_ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS)
+_OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
+_ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_OPAQUE)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
             found.append(_product(op, repeats))
         elif op.name == "conv_general_dilated":
             found.append(_convolution(op, repeats))
+        elif op.name in _OPAQUE:
+            n_bytes = sum(v.n_bytes for v in (*op.ins, *op.outs))
+            dtype = str(op.outs[0].dtype)
+            found.append(Kernel(ATTENTION, 0.0, n_bytes, dtype=dtype, repeats=repeats))
         elif op.name in _LOOKUPS:
             moved = op.outs[0] if op.name == "gather" else op.ins[-1]
             found.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))

@@ -27,7 +27,15 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import Module, MultimodalModel, edges_of, pair_flops_of, taps_of
+from dflop_jax.contract import (
+    Module,
+    MultimodalModel,
+    chip_of,
+    edges_of,
+    on_chip,
+    pair_flops_of,
+    taps_of,
+)
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.spmd_loop import ADAPTER
@@ -233,7 +241,7 @@ def _segment(
         replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
     )
     plan = SegmentPlan(module, module, 0, depth, module, True, True)
-    spec: Any = model.modules[module]
+    spec: Any = on_chip(model.modules[module], chip_of(devices[0]))
     spec = _Shallow(spec) if taps_of(spec) else spec
     return Segment(
         plan=plan,
@@ -318,7 +326,7 @@ def _apart(layer_s: tuple[float, float], pairs: Sequence[float]) -> tuple[float,
 def _time_layer(
     model: MultimodalModel, module: str, shape: Shape, devices: Sequence[jax.Device], tp: int
 ) -> LayerTiming:
-    skips = pair_flops_of(model.modules[module]) > 0
+    skips = pair_flops_of(on_chip(model.modules[module], chip_of(devices[0]))) > 0
     pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
     low, high = (
         _programs(_segment(model, module, d, devices, (1, 1, tp)), shape, model.vocab_size, pieces)

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import MODEL_SHARDED, Module, taps_of
+from dflop_jax.contract import Module, split_dim, taps_of
 from dflop_jax.pipeline.spmd_loop import PARTS, layer_params
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
-from dflop_jax.profile.sharded_trace import LAYOUT, Value, sources, trace
+from dflop_jax.profile.sharded_trace import LAYOUT, Region, Value, sources, trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
 
 Tree = Any
@@ -45,8 +45,7 @@ def part_kernels(
     module: Module, part: str, direction: str, shape: Shape, ways: int, placed: Names = ()
 ) -> tuple[Kernel, ...]:
     """Kernels of a part at a per-rank shape, on one of `ways` tensor-parallel devices."""
-    closed, dims = _traced(module, part, direction, shape, placed)
-    return tuple(kernels_of(trace(closed, dims, ways)))
+    return tuple(kernels_of(_region(module, part, direction, shape, placed, ways)))
 
 
 def forward_flops(module: Module, part: str, shape: Shape) -> float:
@@ -57,23 +56,28 @@ def forward_flops(module: Module, part: str, shape: Shape) -> float:
 @lru_cache(maxsize=1024)
 def _traced(
     module: Module, part: str, direction: str, shape: Shape, placed: Names
-) -> tuple[core.ClosedJaxpr, tuple[int | None, ...]]:
-    """Jaxpr of a part, and which dim of each input tensor parallelism splits."""
+) -> tuple[core.ClosedJaxpr, list[tuple[Any, tuple[str | None, ...]]]]:
+    """Jaxpr of a part, and the parameters that are its first inputs; backward's last inputs are
+    their gradients."""
     params, x, fields = arguments(module, part, shape, placed)
+    leaves = [leaf for p in sorted(params) for leaf in _leaves(module, p)]
     forward = partial(part_forward, module, part)
-    of_params = [
-        next((i for i, axis in enumerate(axes) if axis in MODEL_SHARDED), None)
-        for p in sorted(params)
-        for _, axes in _leaves(module, p)
-    ]
-    whole: list[int | None] = [None] * len(jax.tree.leaves((x, fields)))
     if direction != BACKWARD:
-        return jax.make_jaxpr(forward)(params, x, fields), (*of_params, *whole)
+        return jax.make_jaxpr(forward)(params, x, fields), leaves
     dy = jax.eval_shape(forward, params, x, fields)
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
-    closed = jax.make_jaxpr(partial(_backward, forward))(params, x, fields, dy, grads)
-    more = [None] * len(jax.tree.leaves(dy))
-    return closed, (*of_params, *whole, *more, *of_params)
+    return jax.make_jaxpr(partial(_backward, forward))(params, x, fields, dy, grads), leaves
+
+
+def _region(
+    module: Module, part: str, direction: str, shape: Shape, placed: Names, ways: int
+) -> Region:
+    """What one of `ways` tensor-parallel devices runs of a part."""
+    closed, leaves = _traced(module, part, direction, shape, placed)
+    split = [split_dim(leaf.shape, axes, ways) for leaf, axes in leaves]
+    ends = split if direction == BACKWARD else []
+    whole = len(closed.jaxpr.invars) - len(split) - len(ends)
+    return trace(closed, [*split, *[None] * whole, *ends], ways)
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +148,9 @@ class Kept:
 def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: int) -> Kept:
     """Bytes that backward of a part needs beside its inputs; `half_bytes` as in `value_bytes`."""
     closed, marks = _residuals(module, part, shape)
-    region = trace(closed, _traced(module, part, FORWARD, shape, ())[1], ways)
+    _, leaves = _traced(module, part, FORWARD, shape, ())
+    split = [split_dim(leaf.shape, axes, ways) for leaf, axes in leaves]
+    region = trace(closed, [*split, *[None] * (len(marks) - len(split))], ways)
     comes_from = sources(region, marks)
     original = {op.outs[0]: op.ins[0] for op in region.ops if op.name in LAYOUT}
     total = dict.fromkeys(("activations", "parameters", "fields"), 0.0)
@@ -191,8 +197,8 @@ def part_work(
     placed: Names = (),
 ) -> float:
     """Most bytes on one device that a part has alive at once beside its inputs."""
-    closed, dims = _traced(module, part, direction, shape, placed)
-    return working_bytes(trace(closed, dims, ways), partial(value_bytes, half_bytes=half_bytes))
+    region = _region(module, part, direction, shape, placed, ways)
+    return working_bytes(region, partial(value_bytes, half_bytes=half_bytes))
 
 
 def value_bytes(value: Value, half_bytes: int) -> float:
@@ -206,7 +212,7 @@ def part_param_bytes(module: Module, part: str, ways: int) -> float:
     """Bytes on one device of a part's parameters, of one layer for "layers"."""
     total = 0.0
     for leaf, names in _leaves(module, part):
-        is_split = any(name in MODEL_SHARDED for name in names)
+        is_split = split_dim(leaf.shape, names, ways) is not None
         total += prod(leaf.shape) * leaf.dtype.itemsize / (ways if is_split else 1)
     return total
 
@@ -220,10 +226,6 @@ def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]
 
 def divides(module: Module, ways: int) -> bool:
     """Whether every dim that tensor parallelism splits divides over `ways` devices."""
-    return not any(
-        size % ways
-        for part in part_names(module)
-        for leaf, names in _leaves(module, part)
-        for size, name in zip(leaf.shape, names, strict=True)
-        if name in MODEL_SHARDED
-    )
+    leaves = [leaf for part in part_names(module) for leaf in _leaves(module, part)]
+    split = [(leaf.shape, split_dim(leaf.shape, names, ways)) for leaf, names in leaves]
+    return not any(dim is not None and shape[dim] % ways for shape, dim in split)

@@ -3,8 +3,9 @@
 A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch;
 kernels come from the module's own functions (`parts`, `kernels`), so any model works. A product
 reaches less of the peak the fewer rows, columns or depth it has on one device, which is what small
-batches and high degrees of tensor parallelism cost. Attention whose kernel skips what is not in a
-piece costs its pairs' FLOPs, at the share of the peak that attention reaches.
+batches and high degrees of tensor parallelism cost. Modules are taken as the chip runs them
+(`contract.on_chip`). Attention whose kernel skips what is not in a piece costs its pairs' FLOPs, at
+the share of the peak that attention reaches.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from dflop_jax.contract import Module, MultimodalModel, edges_of, pair_flops_of
+from dflop_jax.contract import Module, MultimodalModel, edges_of, on_chip, pair_flops_of
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
-from dflop_jax.profile.kernels import ATTENTION, MATMUL, Kernel
+from dflop_jax.profile.kernels import MATMUL, Kernel
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.memory import work_of
 from dflop_jax.profile.parts import (
@@ -59,6 +60,7 @@ def roofline_profile(
     timings: list[LayerTiming] = []
     entry_share: dict[str, float] = {}
     for name, module in model.modules.items():
+        module = on_chip(module, hardware.chip)
         if not shapes.get(name):
             raise ValueError(f"give at least one shape of the module {name!r}")
         degrees = [
@@ -90,7 +92,6 @@ def roofline_profile(
     return replace(profile, entry_share=entry_share)
 
 
-_ROW = 128  # tokens of rows so short that attention over them hardly counts
 # Backward of attention: its forward's two products again, and five more (arXiv 2205.14135).
 _PAIR_BACKWARD = 3.5
 
@@ -116,15 +117,10 @@ class _Predictor:
         return float(table.seconds(self.efficiency)[0])
 
     def layer_s(self, direction: str, shape: Shape) -> float:
-        """Seconds of a layer; without attention over whole rows where its kernel skips that."""
-        if self.alone or not pair_flops_of(self.module):
-            times = _PAIR_BACKWARD if direction == BACKWARD else 1.0
-            pairs = shape.size * shape.tokens  # of kernels whose products the trace does not show
-            return self.part_s("layers", direction, shape) + times * pairs * self.pair_s(shape)
-        if shape.tokens > _ROW:  # what else a layer does with scores of whole rows goes, too
-            shape = Shape(-(-shape.size // _ROW), _ROW)
-        kernels = part_kernels(self.module, "layers", direction, shape, self.ways)
-        return self._kernels_s(k for k in kernels if k.kind != ATTENTION)
+        """Seconds of a layer; of attention by pairs, only what padding costs as much as content."""
+        times = _PAIR_BACKWARD if direction == BACKWARD else 1.0
+        pairs = shape.size * shape.tokens if self.alone else 0
+        return self.part_s("layers", direction, shape) + times * pairs * self.pair_s(shape)
 
     def pair_s(self, shape: Shape) -> float:
         """Seconds of forward attention for a pair of tokens of one piece."""

@@ -18,7 +18,7 @@ from jax._src import compilation_cache, compiler
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig
-from dflop_jax.contract import MultimodalModel
+from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
@@ -86,16 +86,21 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     kernel = config.attention_kernel
     if kernel == "auto":
         return factory(config.size, config.dtype)  # which need not know of kernels
-    if kernel == "pallas" and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"model.attention_kernel=pallas needs a GPU, jax has {jax.default_backend()}; leave it "
-            "at auto"
-        )
     if "attention_kernel" not in inspect.signature(factory).parameters:
         raise ValueError(
             f"model.attention_kernel={kernel}: {config.factory} takes none; leave it at auto"
         )
     return factory(config.size, config.dtype, attention_kernel=kernel)
+
+
+def _model_on(chip: str, config: Config) -> MultimodalModel:
+    """Return the model as it is trained; ValueError if it asks for what the chip cannot run."""
+    kernel = config.model.attention_kernel
+    if kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
+        raise ValueError(
+            f"model.attention_kernel={kernel} needs a GPU, the devices are {chip}; leave it at auto"
+        )
+    return adapted(build_model(config.model), config.train)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ def set_up(config: Config) -> Workplace:
     n = config.plan.devices
     devices = use_devices(n) if member.number == 1 else run_devices(n, member)
     peers = _peers(member, config.distributed.peer_timeout_s)
-    model = adapted(build_model(config.model), config.train)
+    model = _model_on(chip_of(devices[0]), config)
     place = Workplace(config, model, devices, peers)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
@@ -187,7 +192,7 @@ def _set_up_elsewhere(config: Config) -> Workplace:
             f"plan.devices=0 on {hardware.name}: say how many devices to plan for (a node has "
             f"{hardware.devices_per_node})"
         )
-    model = adapted(build_model(config.model), config.train)
+    model = _model_on(hardware.chip, config)
     return Workplace(config, model, [], _peers(Membership(), 30.0), hardware)
 
 

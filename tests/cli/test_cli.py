@@ -36,8 +36,11 @@ COMMANDS = ("profile", "plan", "simulate", "train", "report")
         (["--model.factory", "nowhere:build"], "model.factory='nowhere:build': No module named"),
         (["--model.factory", "models.llava:gone"], "has no attribute 'gone'"),
         (["--model.factory", "models"], "give MODULE:FUNCTION"),
-        (["--model.attention_kernel", "cudnn"], "'cudnn' is not one of auto, xla, pallas"),
-        (["--model.attention_kernel", "pallas"], "needs a GPU, jax has cpu; leave it at auto"),
+        (["--model.attention_kernel", "fast"], "'fast' is not one of auto, cudnn, pallas, xla"),
+        (
+            ["--model.attention_kernel", "pallas"],
+            "the devices are cpu; leave it at auto",
+        ),
         (
             ["--model.attention_kernel", "xla", "--model.factory", "models.composed:known_dtype"],
             "models.composed:known_dtype takes none; leave it at auto",

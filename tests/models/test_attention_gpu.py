@@ -13,7 +13,8 @@ from test_attention import make_qkv
 from test_model_sharding import _shardings, make_sharded
 
 from models import attention_gpu
-from models.attention import attention, known_kernel
+from models.attention import attention
+from models.attention_choice import known_kernel
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DECODERS, VISION
@@ -38,10 +39,13 @@ def value_and_grads(kernel, causal):
 
 
 def check(qkv, segments, causal, atol):
+    """The reference where tokens are, nothing at padding."""
     want = value_and_grads("xla", causal)(segments, *(x.astype(np.float32) for x in qkv))
     found = value_and_grads("pallas", causal)(segments, *qkv)
     for x, y, z in zip(found, want, [qkv[0], *qkv], strict=True):
         assert (x.dtype, x.shape) == (z.dtype, z.shape)
+        if segments is not None:
+            y = np.where(np.asarray(segments)[:, :, None, None] > 0, y, 0)
         scale = max(1.0, np.abs(y).max(initial=0.0))
         np.testing.assert_allclose(np.asarray(x, np.float32) / scale, y / scale, atol=atol)
 
@@ -109,18 +113,19 @@ def test_changing_one_sample_leaves_the_others_bit_identical(dtype, causal):
         b = [jnp.where(move[None, :, None, None], y, x) for x, y in zip(a, other)]
         for x, y in zip(before, jax.device_get(run(segments, *b)), strict=True):
             np.testing.assert_array_equal(x[0, ~move], y[0, ~move])
-            assert not np.array_equal(x[0, move], y[0, move])
+            assert changed == 0 or not np.array_equal(x[0, move], y[0, move])
 
 
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_visited_blocks_are_those_of_the_own_samples(keys, causal):
-    """Against every pair of tokens: none is missed, and of a packed row few are too many."""
+    """Against every pair of tokens: none is missed, of a packed row few are too many, and padding
+    visits none."""
     ids = np.sort(np.random.default_rng(1).integers(1, 9, (2, 512)), axis=1).astype(np.int32)
-    ids[:, 480:] = 0
+    ids[:, 380:] = 0
     held, visited = 128, 32
     start, stop = attention_gpu._spans(ids, 512, held, visited, causal=causal, keys=keys)
-    see = ids[:, :, None] == ids[:, None, :]
+    see = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
     if causal:
         see &= np.tri(512, dtype=bool)
     see = see.swapaxes(1, 2) if keys else see  # [row, held token, visited token]
@@ -128,7 +133,11 @@ def test_visited_blocks_are_those_of_the_own_samples(keys, causal):
     for row in range(2):
         for i in range(4):
             blocks = np.flatnonzero(meet[row, i])
-            assert (start[row, i], stop[row, i]) == (blocks[0], blocks[-1] + 1)
+            if len(blocks):
+                assert (start[row, i], stop[row, i]) == (blocks[0], blocks[-1] + 1)
+            else:
+                assert start[row, i] == stop[row, i]
+    assert not meet[:, 3].any()
 
 
 def test_the_kernel_is_a_choice_of_the_model():
@@ -149,14 +158,8 @@ def test_the_kernel_is_a_choice_of_the_model():
     np.testing.assert_allclose(a, b, atol=1e-4)
     modules = build("nano", attention_kernel="xla").modules.values()
     assert {m.attention_kernel for m in modules} == {"xla"}
-    with pytest.raises(ValueError, match="unknown attention kernel 'cudnn'; known: auto, xla"):
-        known_kernel("cudnn")
-
-
-def test_auto_is_xla_on_a_cpu():
-    qkv = [jnp.asarray(x, BF16) for x in make_qkv(1, 200, 2, 1, 8)]
-    found = jax.make_jaxpr(lambda *a: attention(*a, None, causal=True))(*qkv)
-    assert "packed_attention" not in str(found)
+    with pytest.raises(ValueError, match="unknown attention kernel 'fast'; known: auto, cudnn"):
+        known_kernel("fast")
 
 
 # ---- what the interpreter takes, Triton need not: compiled for a GPU, without one ----
@@ -181,7 +184,7 @@ def test_the_kernels_lower_for_a_gpu(dtype, head_dim, segments):
 
     def run(q, k, v, ids):
         def attend(*qkv):
-            return attention_gpu.flash_attention(*qkv, ids, causal=segments, interpret=False)
+            return attention(*qkv, ids, causal=segments, kernel="pallas", chip="sm_90")
 
         out, pull = jax.vjp(attend, q, k, v)
         return pull(out)
@@ -192,20 +195,14 @@ def test_the_kernels_lower_for_a_gpu(dtype, head_dim, segments):
 
 @triton
 @pytest.mark.parametrize("name", ["decoder", "vision"])
-def test_they_lower_inside_the_pipeline(monkeypatch, name):
+def test_they_lower_inside_the_pipeline(name):
     """As the engine runs a layer: manual over stage and data, automatic over model."""
-    on_gpu = attention_gpu.flash_attention
-    monkeypatch.setattr(
-        attention_gpu,
-        "flash_attention",
-        lambda *args, causal, interpret: on_gpu(*args, causal=causal, interpret=False),
-    )
     axes = (AxisType.Auto,) * 3
     mesh = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axes, abstract_device=H100)
     module = {
         "decoder": DecoderModule(DECODERS["nano"], BF16, attention_kernel="pallas"),
         "vision": VisionModule(VISION["nano"], 8, BF16, "pallas"),
-    }[name]
+    }[name].on_chip("sm_80")
 
     def placed(a, sharding):
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)

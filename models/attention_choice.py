@@ -1,0 +1,82 @@
+"""Which attention kernel runs where: a choice by chip, dtype and shape, and what it costs."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from models import attention_cudnn
+
+KERNELS = ("auto", "cudnn", "pallas", "xla")
+LEAST_TOKENS = 128  # shorter rows do not fill a block
+
+# Compute capabilities: the kernels want Ampere's tensor cores; jax has cuDNN pack rows from Hopper
+# on, and not on consumers' Blackwell; larger heads need Hopper's registers.
+_AMPERE, _HOPPER, _AFTER_BLACKWELL = 80, 90, 120
+# Bytes that cuDNN's deterministic backward may take beside: before cuDNN 9.25 one half-precision
+# score for each pair of tokens. For packed rows that is out of reach.
+_WORKSPACE = 2 * 2**30
+
+
+def known_kernel(name: str) -> str:
+    """The name of an attention kernel; ValueError when it is none."""
+    if name not in KERNELS:
+        raise ValueError(f"unknown attention kernel {name!r}; known: {', '.join(KERNELS)}")
+    return name
+
+
+def on_gpu(chip: str) -> bool:
+    """Whether a chip is one that the GPU kernels are compiled for."""
+    return chip.startswith("sm_")
+
+
+def choose(
+    kernel: str, chip: str, dtype: jnp.dtype, shape: tuple[int, ...], *, is_packed: bool
+) -> str:
+    """The kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
+
+    Args:
+      kernel: what the model asks for: see `models.attention.attention`.
+      chip: "sm_90" and the like, anything else where there is no GPU.
+      dtype: of queries, keys and values.
+      shape: of the queries [items, tokens, heads, head_dim].
+      is_packed: whether rows hold several segments, or padding.
+    """
+    items, tokens, heads, head_dim = shape
+    if kernel in ("xla", "pallas"):
+        return kernel
+    if not skips(kernel, chip, dtype, tokens):
+        return "xla"
+    capability = int(chip.removeprefix("sm_"))
+    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0
+    fits &= head_dim <= (256 if capability >= _HOPPER else 128)
+    if is_packed:
+        fits &= kernel == "cudnn" and _HOPPER <= capability < _AFTER_BLACKWELL
+        fits &= math.prod(shape) <= attention_cudnn.MAX_ELEMENTS
+    elif kernel == "auto":
+        fits &= 2 * items * heads * tokens**2 <= _WORKSPACE
+    return "cudnn" if fits else "pallas"
+
+
+def skips(kernel: str, chip: str, dtype: jnp.dtype, tokens: int = LEAST_TOKENS) -> bool:
+    """Whether what is chosen leaves out tokens of other segments, in rows of so many tokens."""
+    if kernel in ("xla", "pallas"):
+        return kernel == "pallas"
+    is_half = dtype in (jnp.bfloat16, jnp.float16) and tokens >= LEAST_TOKENS
+    return is_half and on_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE
+
+
+def pair_flops(
+    kernel: str,
+    chip: str,
+    dtype: jnp.dtype,
+    heads: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    tokens: int = LEAST_TOKENS,
+) -> float:
+    """Forward FLOPs of a layer for a pair of tokens of one segment, 0 where whole rows are computed
+    (see the engine's contract); of a causal pair half, as only one sees the other."""
+    return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, chip, dtype, tokens)

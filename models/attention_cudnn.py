@@ -1,0 +1,204 @@
+"""cuDNN's flash attention, by way of jax: rows of one piece each, and packed rows on Hopper.
+
+jax binds cuDNN in a private module and offers in public neither packed rows nor a forward and a
+backward apart, so what is used of it is looked up here once; `AVAILABLE` is false where a version
+of jax has it otherwise, and other kernels are chosen then. jax 0.10.2 computes the places of packed
+keys with the number of query heads, which is wrong under grouped queries: they are computed here.
+
+Packed rows are given to cuDNN as a list of pieces, of a static length: `SLOTS` for each row, used
+by all rows together. What is beyond is left to `models/attention_gpu.py`, whose kernels end at once
+where nothing is; so any packing is right, and that of rows with few pieces is fast.
+
+cuDNN's backward adds up the gradient of queries in any order unless a program is compiled with
+`xla_gpu_exclude_nondeterministic_ops`. It then writes down all scores (before cuDNN 9.25; see
+cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows.
+
+Shape suffixes: as in `models/attention.py`; P slots of a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models import attention_gpu
+
+Array = jax.Array
+
+SLOTS = 16  # pieces of a row, on average over a batch: cuDNN starts blocks for each and keeps sums
+_EVEN = 64  # rows of one piece are padded to a multiple: cuDNN refuses some odd lengths
+MAX_ELEMENTS = 2**31 - 1  # of the queries: places in packed rows are int32
+
+
+class _Binding(NamedTuple):
+    """jax's two primitives, its names of masks, and the options that are always the same."""
+
+    forward: Any
+    backward: Any
+    masks: Any
+    constant: dict[str, Any]
+
+
+def _binding() -> _Binding | None:
+    """What is used of jax's private module; None where it is not as known."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+        lowering = inspect.signature(cudnn._dot_product_attention_fwd_cuda_lowering).parameters
+        found = cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p
+        layout = cudnn.AttentionLayout.BTNH.value
+        masks = cudnn.MaskType
+    except (ImportError, AttributeError):
+        return None
+    arrays = ("ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets",
+              "kv_offsets", "page_table_k", "page_table_v")  # fmt: skip
+    constant = {"seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),
+                "layout": layout, "sliding_window_length": None}  # fmt: skip
+    newer = {"score_mod_name": None, "score_mod_jaxpr": None}
+    options = set(lowering) - {*arrays, "score_mod_args"}
+    known = {*constant, "scale", "mask_type", "is_training"}
+    if tuple(lowering)[: len(arrays)] != arrays or options - {*newer} != known:
+        return None
+    if not {m.name for m in masks} >= {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}:
+        return None
+    return _Binding(*found, masks, constant | {name: newer[name] for name in options & {*newer}})
+
+
+_BINDING = _binding()
+AVAILABLE = _BINDING is not None
+
+
+def pieces(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
+    """The pieces of packed rows, in order, as far as there are slots for them.
+
+    A piece is a run of tokens of one segment; padding (0) is in none.
+
+    Returns:
+      starts int32 [slots]: tokens of all rows before a piece, of all where a slot is free;
+      lengths int32 [slots], 0 where it is free; whether a token has a slot, bool [B, T].
+    """
+    before = jnp.pad(ids_BT[:, :-1], ((0, 0), (1, 0)))
+    real = (ids_BT > 0).reshape(-1)
+    # Padding has the slot of the piece before it, -1 in front of the first.
+    begins = real & (ids_BT != before).reshape(-1)
+    slot = jnp.cumsum(begins, dtype=jnp.int32) - 1
+    number = jnp.arange(slots, dtype=jnp.int32)[:, None]
+    starts = jnp.sum(slot[None] < number, axis=1, dtype=jnp.int32)
+    lengths = jnp.sum((slot[None] == number) & real[None], axis=1, dtype=jnp.int32)
+    return starts, lengths, (real & (slot < slots)).reshape(ids_BT.shape)
+
+
+def forward(
+    q: Array, k: Array, v: Array, ids: Array | None, *, causal: bool, interpret: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """(output of `models.attention.attention`, 0 at padding; what `backward` needs)."""
+    T = q.shape[1]
+    if ids is None:
+        q, k, v = map(_even, (q, k, v))
+        out, stats = call_forward(q, k, v, _whole_rows(q, T), causal)
+        return out[:, :T], (stats,)
+    starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
+    out, stats = call_forward(q, k, v, _packed_rows(q, k, starts, lengths), causal)
+    rest, log_sum = attention_gpu.forward(
+        q, k, v, jnp.where(has_slot, 0, ids), causal=causal, interpret=interpret
+    )
+    return _where(has_slot, out, rest), (stats, log_sum)
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    out: Array,
+    saved: tuple[Array, ...],
+    dout: Array,
+    *,
+    causal: bool,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
+    T = q.shape[1]
+    if ids is None:
+        q, k, v, out, dout = map(_even, (q, k, v, out, dout))
+        grads = call_backward(q, k, v, _whole_rows(q, T), saved[0], out, dout, causal)
+        dq, dk, dv = (x[:, :T] for x in grads)
+        return dq, dk, dv
+    stats, log_sum = saved
+    starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
+    packed = _packed_rows(q, k, starts, lengths)
+    grads = call_backward(q, k, v, packed, stats, out, dout, causal)
+    rest = attention_gpu.backward(
+        q, k, v, jnp.where(has_slot, 0, ids), out, log_sum, dout,
+        causal=causal, interpret=interpret,
+    )  # fmt: skip
+    dq, dk, dv = (_where(has_slot, a, b) for a, b in zip(grads, rest, strict=True))
+    return dq, dk, dv
+
+
+def _where(has_slot_BT: Array, cudnn: Array, rest: Array) -> Array:
+    # cuDNN writes nothing where no piece is: what stands there is not even finite.
+    return jnp.where(has_slot_BT[:, :, None, None], cudnn, rest)
+
+
+def _even(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _EVEN), (0, 0), (0, 0)))
+
+
+# Which tokens are where: (lengths of queries, of keys, places of queries, of keys), or none.
+
+
+def _whole_rows(q: Array, tokens: int) -> tuple[Array, ...]:
+    B, T = q.shape[:2]
+    if tokens == T:
+        return ()
+    lengths = jnp.full(B, tokens, jnp.int32)
+    return lengths, lengths
+
+
+def _packed_rows(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple[Array, ...]:
+    """Lengths [B, slots of a row] and places [B, one more], which count elements."""
+    B, T = q.shape[:2]
+    lengths = lengths_P.reshape(B, -1)
+    starts = jnp.concatenate([starts_P, jnp.full(B, B * T, jnp.int32)]).reshape(B, -1)
+    return lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))
+
+
+def _arguments(q: Array, rows: tuple[Array, ...], causal: bool) -> tuple[Any, dict[str, Any]]:
+    assert _BINDING is not None
+    unused = jnp.zeros(0, q.dtype)
+    arrays = (unused, *rows, *(unused,) * (6 - len(rows)))  # a bias first, pages last
+    padding = ["PADDING"] if rows else []
+    mask = "_".join([*padding, *(["CAUSAL"] if causal else [])]) or "NO_MASK"
+    options = {"scale": q.shape[3] ** -0.5, "mask_type": _BINDING.masks[mask]}
+    return arrays, _BINDING.constant | options
+
+
+def call_forward(
+    q: Array, k: Array, v: Array, rows: tuple[Array, ...], causal: bool
+) -> tuple[Array, Array]:
+    """cuDNN's (output, logarithms of sums float32 [rows or slots, N, T])."""
+    assert _BINDING is not None
+    arrays, options = _arguments(q, rows, causal)
+    out, stats = _BINDING.forward.bind(q, k, v, *arrays, **options, is_training=True)
+    return out, stats
+
+
+def call_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    rows: tuple[Array, ...],
+    stats: Array,
+    out: Array,
+    dout: Array,
+    causal: bool,
+) -> tuple[Array, Array, Array]:
+    """cuDNN's gradients of queries, keys and values."""
+    assert _BINDING is not None
+    arrays, options = _arguments(q, rows, causal)
+    dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, out, dout, **options)
+    return dq, dk, dv

@@ -1,0 +1,123 @@
+"""Heads over the mesh axis "model": the engine's programs at any degree against degree 1."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from model_fields import fields, full_params
+
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.profile.parts import divides
+from dflop_jax.records import BACKWARD, SegmentPlan, Shape
+from models import attention_gpu
+from models.attention import masked_attention
+from models.decoder import DecoderModule
+from models.sizes import DECODERS
+
+ROWS, TOKENS = 4, 24
+F32 = jnp.dtype("float32")
+
+
+def decoder(heads, kv_heads, kernel):
+    size = dataclasses.replace(
+        DECODERS["nano"], width=8 * heads, n_heads=heads, n_kv_heads=kv_heads, n_layers=2
+    )
+    return DecoderModule(size, F32, attention_kernel=kernel)
+
+
+def segment(module, mesh_shape):
+    n = np.prod(mesh_shape)
+    mesh = Mesh(np.array(jax.devices()[:n]).reshape(mesh_shape), AXES)
+    plan = SegmentPlan("llm", "llm", 0, module.n_layers, "llm", True, True)
+    parts = frozenset(("entry", "layers", "exit"))
+    return Segment(plan, module, mesh, microbatches=mesh_shape[0], trainable=parts)
+
+
+@functools.cache
+def loss_and_grads(heads, kv_heads, kernel, mesh_shape):
+    """The loss's sum and the gradients of all ranks' sum, by the engine's backward program."""
+    module = decoder(heads, kv_heads, kernel)
+    s = segment(module, mesh_shape)
+    shape = Shape(ROWS // mesh_shape[0] // mesh_shape[1], TOKENS)
+    structs = s.argument_structs(shape, BACKWARD)
+    batch = fields(module, ROWS, TOKENS, seed=2)
+    params = full_params(module, seed=1)
+    found = [params, {}, batch, {"sums": 1.0}, jax.tree.map(lambda a: 0.0, structs[4])]
+    args = jax.tree.map(
+        lambda a, like: place(
+            np.asarray(jnp.broadcast_to(a, like.shape) if np.ndim(a) == 0 else
+                       jnp.reshape(a, like.shape), like.dtype), like.sharding),
+        tuple(found), structs,
+    )  # fmt: skip
+    sums, _, grads, _ = s.lower(shape, BACKWARD).compile()(*args)
+    return jax.device_get((sums["loss_sum"].sum(), jax.tree.map(lambda g: g.sum(0), grads)))
+
+
+def stand_in(q, k, v, ids, causal):
+    past = jnp.tri(q.shape[1], dtype=bool)[None] if causal else True
+    return masked_attention(q, k, v, (ids[:, :, None] == ids[:, None]) & past)
+
+
+def forward(q, k, v, ids, *, causal, interpret):
+    return stand_in(q, k, v, ids, causal), q.sum(-1).swapaxes(1, 2)
+
+
+def backward(q, k, v, ids, out, saved, dout, *, causal, interpret):
+    np.testing.assert_equal(saved.shape, (q.shape[0], q.shape[2], q.shape[1]))
+    return jax.vjp(lambda *qkv: stand_in(*qkv, ids, causal), q, k, v)[1](dout)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """An opaque kernel that the CPU runs; pallas' interpreter is not for several devices."""
+    monkeypatch.setattr(attention_gpu, "forward", forward)
+    monkeypatch.setattr(attention_gpu, "backward", backward)
+
+
+def assert_equal(found, want):
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, mesh_shape",
+    [
+        (14, 2, (1, 1, 2)),
+        (4, 2, (1, 1, 4)),  # kv heads whole on every device, which reads one of them
+        (12, 3, (1, 2, 4)),  # query heads of a device of more than one kv head
+        (4, 2, (2, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("name", ["xla", "pallas"])
+def test_any_degree_gives_the_same(kernel, heads, kv_heads, mesh_shape, name):
+    want = loss_and_grads(heads, kv_heads, "xla", (1, 1, 1))
+    assert_equal(loss_and_grads(heads, kv_heads, name, mesh_shape), want)
+
+
+@pytest.mark.parametrize("heads, kv_heads, ways", [(8, 4, 4), (4, 2, 4), (12, 3, 4)])
+def test_nothing_of_attention_is_gathered(kernel, heads, kv_heads, ways):
+    s = segment(decoder(heads, kv_heads, "pallas"), (1, 1, ways))
+    text = s.lower(Shape(ROWS, TOKENS), BACKWARD).compile().as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert not [line for line in gathers if f"{ROWS},{TOKENS}," in line]
+
+
+def test_a_degree_that_does_not_divide_the_query_heads():
+    module = decoder(14, 2, "auto")
+    assert [d for d in (1, 2, 4, 7) if divides(module, d)] == [1, 2]
+    with pytest.raises(ValueError, match=r"dim 14 of .* does not divide over model=4; choose a"):
+        segment(module, (1, 1, 4)).param_specs()
+
+
+def test_kv_heads_are_split_or_whole():
+    """By the degree; a whole one is counted in every device's bytes."""
+    for ways, spec in ((2, "model"), (4, None)):
+        specs = segment(decoder(4, 2, "auto"), (1, 1, ways)).param_specs()["layers"]
+        assert specs["key"]["kernel"][2] == spec
+        assert specs["query"]["kernel"][2] == "model"

@@ -7,7 +7,8 @@ same order as all the others: JAX matches the two ends of a transfer by counting
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -60,31 +61,72 @@ def nearest(holders: Sequence[jax.Device], target: jax.Device, spread: int) -> j
     return (close or holders)[spread % len(close or holders)]
 
 
-def move(
-    held: Pieces, sources: Iterable[jax.Device], targets: Iterable[jax.Device], piece: Any
-) -> list[jax.Array]:
-    """Copy the piece on `sources[i]` to `targets[i]`; the copies that land on this process, in the
-    order of their targets. Does not wait.
+@dataclass(frozen=True)
+class Route:
+    """Copies (from, to) that bring each of `targets` its piece.
+
+    Attributes:
+      sent: from devices that hold it; a target that holds it itself is among them.
+      passed_on: from targets that have it by then.
+    """
+
+    targets: tuple[jax.Device, ...]
+    sent: tuple[tuple[jax.Device, jax.Device], ...]
+    passed_on: tuple[tuple[jax.Device, jax.Device], ...]
+
+
+def find_route(
+    holders: Mapping[Any, Sequence[jax.Device]], wanted: Mapping[jax.Device, Any]
+) -> Route:
+    """How `wanted` devices come by their pieces from the `holders` of each.
+
+    A piece crosses over once, to the first device that wants it; the others have it from that one,
+    over the links among themselves, or from a holder in their own process if that is nearer.
+    """
+    sent: list[tuple[jax.Device, jax.Device]] = []
+    passed_on: list[tuple[jax.Device, jax.Device]] = []
+    have = {key: [t for t, k in wanted.items() if k == key and t in holders[key]]
+            for key in dict.fromkeys(wanted.values())}  # fmt: skip
+    for i, (target, key) in enumerate(wanted.items()):
+        process = target.process_index
+        near = [d for d in have[key] if d.process_index == process]
+        holds = [d for d in holders[key] if d.process_index == process]
+        if target in holders[key]:
+            sent.append((target, target))
+        elif near or (have[key] and not holds):
+            passed_on.append((nearest(near or have[key], target, i), target))
+        else:
+            sent.append((nearest(holders[key], target, i), target))
+            have[key].append(target)
+    return Route(tuple(wanted), tuple(sent), tuple(passed_on))
+
+
+def move(held: Pieces, route: Route, piece: Any) -> list[jax.Array]:
+    """Copy pieces along a route; those that arrive on this process, in the order of their targets.
+    Does not wait.
 
     `piece` has the shape and dtype of every piece; `held` are those of this process.
     """
+    arrived = _copies(held, route.sent, piece)
+    arrived |= _copies(arrived, route.passed_on, piece)
+    return [arrived[t] for t in route.targets if t in arrived]
+
+
+def _copies(
+    held: Pieces, pairs: Sequence[tuple[jax.Device, jax.Device]], piece: Any
+) -> dict[jax.Device, jax.Array]:
     here = jax.process_index()
-    routes = list(zip(sources, targets, strict=True))
-    cross = [(s, t) for s, t in routes if s.process_index != t.process_index]
-    local = [(s, t) for s, t in routes if s.process_index == t.process_index == here]
-    arrived = dict(
-        zip(
-            (t for _, t in local),
-            jax.device_put([held[s] for s, _ in local], [t for _, t in local]),
-        )
-    )
+    cross = [(s, t) for s, t in pairs if s.process_index != t.process_index]
+    local = [(s, t) for s, t in pairs if s.process_index == t.process_index == here]
+    targets = [t for _, t in local]
+    arrived = dict(zip(targets, jax.device_put([held[s] for s, _ in local], targets), strict=True))
     # One call each: of several in one call JAX (0.10.2, CPU) may swap the destinations.
     for s, t in cross:
         sent = held[s] if s in held else _remote(piece.shape, piece.dtype, s)
         got = jax.device_put(sent, SingleDeviceSharding(t))
         if t.process_index == here:
             arrived[t] = got
-    return [arrived[t] for _, t in routes if t in arrived]
+    return arrived
 
 
 @cache
@@ -98,26 +140,27 @@ def send(array: jax.Array, sharding: Sharding) -> jax.Array:
     Between processes both sides must cut the array into the same pieces, which may be replicated
     differently; `pipeline.exchange` is for different data parallelism.
     """
-    if array.is_fully_addressable and sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
     shape = array.shape
-    sources, targets = _routes(shape, array.sharding, sharding)
+    route = _route(shape, array.sharding, sharding)
+    if route is None:
+        whole = array.is_fully_addressable and sharding.is_fully_addressable
+        assert whole, f"pieces differ: {array.sharding} and {sharding}"
+        return jax.device_put(array, sharding)
     piece = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
-    got = move(pieces_of(array), sources, targets, piece)
+    got = move(pieces_of(array), route, piece)
     return jax.make_array_from_single_device_arrays(shape, sharding, got, dtype=array.dtype)
 
 
 @cache
-def _routes(
-    shape: tuple[int, ...], source: Sharding, target: Sharding
-) -> tuple[list[jax.Device], list[jax.Device]]:
+def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
+    """None where the two cut the shape into other pieces."""
     holders: dict[Any, list[jax.Device]] = {}
     for device, index in source.devices_indices_map(shape).items():
         holders.setdefault(_key(index), []).append(device)
     wanted = {d: _key(index) for d, index in target.devices_indices_map(shape).items()}
-    assert set(wanted.values()) <= set(holders), f"pieces differ: {source} and {target}"
-    targets = list(wanted)
-    return [nearest(holders[wanted[t]], t, i) for i, t in enumerate(targets)], targets
+    if not set(wanted.values()) <= set(holders):
+        return None
+    return find_route(holders, wanted)
 
 
 def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
-from dflop_jax.pipeline.communicator import move, nearest, pieces_of
+from dflop_jax.pipeline.communicator import Route, find_route, move, pieces_of
 
 _AT_ONCE = 8  # rows that are added in one pass over all
 
@@ -185,35 +185,21 @@ class Exchange:
     # Which piece goes where never changes, and steps ask for it with every group: kept.
 
     @cached_property
-    def _deliveries(self) -> tuple[list[list[jax.Device]], list[list[jax.Device]]]:
-        """Per block (the devices that give, the devices of the target's side that get)."""
+    def _deliveries(self) -> list[Route]:
+        """Of each block, from the source's side to the target's."""
         g, c = self._ranks
-        per_piece = self._source.shape["data"] // g
-        holders: dict[int, list[jax.Device]] = {}
-        for device, rank in _data_ranks(self._source):
-            holders.setdefault(rank // per_piece, []).append(device)
-        sources: list[list[jax.Device]] = [[] for _ in range(c)]
-        targets: list[list[jax.Device]] = [[] for _ in range(c)]
-        for device, rank in _data_ranks(self.placed.sharding.mesh):
-            # Among the devices that hold a piece, another one for each rank.
-            sources[rank % c].append(nearest(holders[rank // c], device, rank))
-            targets[rank % c].append(device)
-        return sources, targets
+        holders = _by_rank(self._source, self._source.shape["data"] // g)
+        ranks = _data_ranks(self.placed.sharding.mesh)
+        return [find_route(holders, {d: r // c for d, r in ranks if r % c == j}) for j in range(c)]
 
     @cached_property
-    def _collections(self) -> tuple[list[list[jax.Device]], list[jax.Device]]:
-        """(per block the devices that hold its pieces, the devices that get them)."""
+    def _collections(self) -> list[Route]:
+        """Of each block, from the target's side to the source's."""
         g, c = self._ranks
         per_piece = self._source.shape["data"] // g
-        holders: dict[int, list[jax.Device]] = {}
-        for device, rank in _data_ranks(self.placed.sharding.mesh):
-            holders.setdefault(rank, []).append(device)
-        targets = _data_ranks(self._source)
-        sources = [
-            [nearest(holders[rank // per_piece * c + j], device, 0) for device, rank in targets]
-            for j in range(c)
-        ]
-        return sources, [device for device, _ in targets]
+        holders, ranks = _by_rank(self.placed.sharding.mesh, 1), _data_ranks(self._source)
+        return [find_route(holders, {d: r // per_piece * c + j for d, r in ranks})
+                for j in range(c)]  # fmt: skip
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
         """Blocks on the source's side -> `placed` on the target's side; does not wait."""
@@ -221,8 +207,8 @@ class Exchange:
         ranks = self.placed.sharding.mesh.shape["data"]
         piece = jax.ShapeDtypeStruct((m, rows // ranks, *rest), self.placed.dtype)
         parts: list[Array] = []
-        for block, sources, targets in zip(blocks, *self._deliveries, strict=True):
-            parts += move(pieces_of(block), sources, targets, piece)
+        for block, route in zip(blocks, self._deliveries, strict=True):
+            parts += move(pieces_of(block), route, piece)
         return jax.make_array_from_single_device_arrays(
             self.placed.shape, self.placed.sharding, parts, dtype=self.placed.dtype
         )
@@ -239,16 +225,15 @@ class Exchange:
         self, array: Array, structs: tuple[jax.ShapeDtypeStruct, ...]
     ) -> tuple[Array, ...]:
         held = pieces_of(array)
-        sources, targets = self._collections
         piece = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
         return tuple(
             jax.make_array_from_single_device_arrays(
                 struct.shape,
                 struct.sharding,
-                move(held, devices, targets, piece),
+                move(held, route, piece),
                 dtype=struct.dtype,
             )
-            for struct, devices in zip(structs, sources, strict=True)
+            for struct, route in zip(structs, self._collections, strict=True)
         )
 
 
@@ -256,3 +241,11 @@ def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
     """(device, data rank) of a (stage, data, model) mesh."""
     ranks = np.broadcast_to(np.arange(mesh.devices.shape[1])[None, :, None], mesh.devices.shape)
     return list(zip(mesh.devices.flat, (int(r) for r in ranks.flat), strict=True))
+
+
+def _by_rank(mesh: Mesh, per_piece: int) -> dict[int, list[jax.Device]]:
+    """Devices by the number of the piece that they hold, each of so many data ranks."""
+    found: dict[int, list[jax.Device]] = {}
+    for device, rank in _data_ranks(mesh):
+        found.setdefault(rank // per_piece, []).append(device)
+    return found

@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline.communicator import (
+    Route,
     absent,
+    find_route,
     is_local,
     move,
     nearest,
@@ -22,6 +24,7 @@ from dflop_jax.pipeline.communicator import (
     send,
     zeros,
 )
+from dflop_jax.pipeline.exchange import Exchange
 
 # (first device, (stage, data, model), dims' axes)
 SIDES = {
@@ -131,25 +134,72 @@ def test_send_keeps_the_original_and_scalars():
         assert float(scalar) == 2.5
 
 
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_move_copies_in_the_order_of_the_targets(n):
+@pytest.mark.parametrize("n", [0, 1, 5, 8])
+def test_move_brings_every_target_its_piece(n):
     rng = np.random.default_rng(n)
     devices = jax.devices()
-    host = {d: rng.normal(size=(3, 2)).astype(np.float32) for d in devices}
-    held = {d: jax.device_put(a, d) for d, a in host.items()}
-    sources = [devices[i] for i in rng.integers(0, 8, n)]
-    targets = [devices[i] for i in rng.permutation(8)[:n]]
-    piece = jax.ShapeDtypeStruct((3, 2), np.float32)
-    got = move(held, sources, targets, piece)
+    host = {key: rng.normal(size=(3, 2)).astype(np.float32) for key in range(3)}
+    keys = dict(zip(devices, rng.permutation([0, 0, 0, 1, 1, 2, 2, 2]).tolist(), strict=True))
+    held = {d: jax.device_put(host[k], d) for d, k in keys.items()}
+    holders = {k: [d for d in devices if keys[d] == k] for k in host}
+    # A device may want another piece than it holds and hands on.
+    wanted = {devices[i]: int(rng.integers(3)) for i in rng.permutation(8)[:n]}
+    got = move(held, find_route(holders, wanted), jax.ShapeDtypeStruct((3, 2), np.float32))
     assert len(got) == n
-    for array, s, t in zip(got, sources, targets, strict=True):
-        assert array.sharding == SingleDeviceSharding(t)
-        np.testing.assert_array_equal(array, host[s])
+    for array, (target, key) in zip(got, wanted.items(), strict=True):
+        assert array.sharding == SingleDeviceSharding(target)
+        np.testing.assert_array_equal(array, host[key])
 
 
-def test_move_needs_a_target_for_each_source():
-    with pytest.raises(ValueError, match="zip"):
-        move({}, jax.devices()[:2], jax.devices()[:1], None)
+def crossings(monkeypatch, source):
+    """Bytes that leave the devices of a mesh for others, in a list that grows."""
+    inside, counted, put = set(source.devices.flat), [], jax.device_put
+
+    def counting(arrays, to):
+        pairs = zip(arrays, to, strict=True) if isinstance(arrays, list) else [(arrays, to)]
+        for array, there in pairs:
+            there = there if isinstance(there, jax.Device) else next(iter(there.device_set))
+            if array.devices() <= inside and there not in inside:
+                counted.append(array.nbytes)
+        return put(arrays, to)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    return counted
+
+
+@pytest.mark.parametrize("target", ["data 2", "stage 2", "all"])
+def test_a_piece_crosses_over_once(monkeypatch, target):
+    """However many stages and model replicas of the target want it."""
+    shape = {"data 2": (1, 2, 1), "stage 2": (2, 2, 1), "all": (3, 2, 1)}[target]
+    before = sharding_of((0, (1, 2, 1), P(None, "data")))
+    after = sharding_of((2, shape, P(None, "data")))
+    host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    array = place(host, before)
+    counted = crossings(monkeypatch, before.mesh)
+    assert_everywhere(send(array, after), host, after)
+    assert sum(counted) == host.nbytes
+
+
+def test_an_exchange_crosses_over_once_there_and_back(monkeypatch):
+    source, target = (
+        sharding_of(side)
+        for side in ((0, (1, 2, 1), P("stage", "data")), (2, (1, 2, 3), P(None, "data")))
+    )
+    exchange = Exchange(
+        jax.ShapeDtypeStruct((1, 4, 3, 5), np.float32, sharding=source),
+        jax.ShapeDtypeStruct((1, 2, 6, 5), np.float32, sharding=target),
+    )
+    host = np.random.default_rng(0).normal(size=(1, 2, 6, 5)).astype(np.float32)
+    blocks = [place(host, s.sharding) for s in exchange.block_structs]
+    counted = crossings(monkeypatch, source.mesh)
+    placed = exchange.deliver(blocks)
+    assert_everywhere(placed, host, target)
+    assert sum(counted) == host.nbytes
+    monkeypatch.undo()
+    counted = crossings(monkeypatch, target.mesh)
+    (back,) = exchange.collect(placed)
+    assert sum(counted) == host.nbytes
+    np.testing.assert_array_equal(back, host)
 
 
 @dataclass(frozen=True)
@@ -166,6 +216,19 @@ def test_nearest_prefers_itself_then_its_process_then_shares_the_load():
         assert nearest([c0], a0, spread) == c0
     assert [nearest([b0, b1, c0], a0, k) for k in range(4)] == [b0, b1, c0, b0]
     assert [nearest([a0, b0, b1], Device(9, 1), k) for k in range(3)] == [b0, b1, b0]
+
+
+def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
+    a0, a1, b0, b1, c0, c1 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2, 2)))
+    route = find_route({"x": [a0, a1]}, dict.fromkeys([b0, b1, c0, c1], "x"))
+    assert route.sent == ((a0, b0),)
+    assert route.passed_on == ((b0, b1), (b0, c0), (b0, c1))
+    # A holder in the same process is nearer than a target elsewhere; a holder needs no copy.
+    route = find_route({"x": [a0, c0], "y": [b1]}, {b0: "x", c1: "x", a0: "x", a1: "y"})
+    assert route.sent == ((c0, c1), (a0, a0), (b1, a1))
+    assert route.passed_on == ((a0, b0),)
+    assert route.targets == (b0, c1, a0, a1)
+    assert find_route({"x": [a0]}, {}) == Route((), (), ())
 
 
 def test_replicas_share_the_load_of_sending():

@@ -11,8 +11,8 @@ one turn, and of a choice between branches nothing counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 
 import jax
@@ -98,7 +98,7 @@ def _count_module(
     gradient; `enters` are the fields that bring such, and after how many layers."""
     placed = tuple(sorted({field for field, after in enters if after < 0}))
     ends = part_products(module, "entry", shape, trains, placed)
-    hidden, layers_train = "entry" in trains or bool(placed), bool(trains & {"layers", ADAPTER})
+    hidden, layers_train = "entry" in trains or bool(placed), trains_layers(trains)
     needs = []  # whether hidden states need a gradient, before each layer and behind the last
     for i in range(module.n_layers + 1):
         hidden |= any(after == i for _, after in enters)
@@ -107,11 +107,7 @@ def _count_module(
     ends = ends.plus(part_products(module, "exit", shape, trains, _hidden(needs[-1])))
     for tap, after in taps_of(module).items():
         ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
-    layers = Products()
-    for before in (False, True):
-        of_one = part_products(module, "layers", shape, trains, _hidden(before))
-        layers = layers.plus(of_one, needs[:-1].count(before))
-
+    layers = _layers_as_written(module, shape, trains, needs[:-1])
     attention = attention_flops_of(module)
     every, untold = ends.plus(layers), ends if attention else ends.plus(layers)
     passes = sum(3.0 if before or layers_train else 1.0 for before in needs[:-1])
@@ -124,6 +120,38 @@ def _count_module(
     exit_trains = "exit" in trains or (module.tied and "entry" in trains)
     taps = {tap: needs[after] or tap in trains for tap, after in taps_of(module).items()}
     return count, {"": needs[-1] or exit_trains, **taps}
+
+
+def trains_layers(trains: Collection[str]) -> bool:
+    """Whether a module's layers, or their adapters, are among the parts that train."""
+    return "layers" in trains or ADAPTER in trains
+
+
+def layers_products(
+    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[bool]
+) -> Products:
+    """Products of layers at a shape, their attention as the module says that it needs it.
+
+    Args:
+      needs: of each layer, whether the hidden states before it need a gradient.
+    """
+    layers = _layers_as_written(module, shape, trains, needs)
+    attention = attention_flops_of(module)
+    if attention is None:
+        return layers
+    told = shape.rows * attention(shape.tokens)
+    back = sum(before or trains_layers(trains) for before in needs)
+    return replace(layers, activations=len(needs) * told, activations_gradient=2.0 * back * told)
+
+
+def _layers_as_written(
+    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[bool]
+) -> Products:
+    layers = Products()
+    for before in (False, True):
+        of_one = part_products(module, "layers", shape, trains, _hidden(before))
+        layers = layers.plus(of_one, needs.count(before))
+    return layers
 
 
 def _hidden(needs_gradient: bool) -> Names:

@@ -57,10 +57,9 @@ def _cross_entropy(
 ) -> Sums:
     head = table.astype(x.dtype)
 
-    def visit(carry: None, now: Chunk) -> tuple[None, tuple[Array, Array]]:
-        x, targets, _ = now
-        logits = head_logits(x, head)
-        return carry, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), targets)
+    def visit(_: None, now: Chunk) -> tuple[None, tuple[Array, Array]]:
+        logits = head_logits(now[0], head)
+        return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), now[1])
 
     _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), chunk)
     return _sums(nll, correct, weights)

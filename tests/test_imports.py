@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim.memory": PREDICTED | {"sim"},
     "plan": PREDICTED | {"sim", "sim.memory"},
     "report": LEFT | {"record_files"},
-    "cluster": LEFT | {"hardware"},
+    "cluster": LEFT | {"hardware"},  # how much of a device jax takes
     "checkpoint": LEFT | {"pipeline", "cluster"},
     "train": RUNTIME,
     "generate": ENGINE,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import msgspec
 
 from dflop_jax.pipeline.communicator import send, zeros
+from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.step import State, StepCall, share_tied
@@ -74,22 +75,24 @@ def calibrate(
     ends: bool,
     sync: Callable[[], None],
 ) -> Calibration:
-    """Run every task `repeats` times, after once to warm up, alone and awaited, on empty
-    microbatches: gradients stay zero. It warms up every transfer too.
+    """Run every task `repeats` times, after once to warm up, alone and awaited, on microbatches
+    that stand in for a batch's; gradients are zero again afterwards. It warms up every transfer
+    too.
 
     `ends`: also the reductions and updates, these on copies of parameters and optimizer state.
     `sync` waits for the other processes, before every task.
     """
     timed = Calibration()
     plan, trainable = programs.plan, programs.trainable
+    scales = dict.fromkeys(plan.modules, 1.0)
     for b in range(len(plan.buckets)):
-        groups, arrays = programs.empty_groups(b)
+        groups, arrays = programs.stand_in_groups(b)
         for evaluate in (False, True) if programs.evaluates else (False,):
             graph = step_graph(plan, groups, trainable, evaluate=evaluate)
             order = [t for t in order_tasks(plan, graph, groups) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
                 into = timed if repeat else Calibration()
-                call = StepCall(programs, state, groups, arrays, {}, evaluate=evaluate)
+                call = StepCall(programs, state, groups, arrays, scales, evaluate=evaluate)
                 for task in order:
                     key = ProgramId(task.segment, groups[task.group].shape, task.direction)
                     _time(call, task, key, into, sync)
@@ -107,6 +110,9 @@ def calibrate(
             share_tied(programs, state, reader)
     else:
         _send_norms(programs)
+    for name in state.grads.keys() & programs.local:
+        del state.grads[name]  # first: there may be no room for two
+        state.grads[name] = zero_gradients(programs.segments[name])
     return timed
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import ceil, gcd, log
+from math import ceil, gcd, log, prod
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +144,14 @@ class Exchange:
     def source_block_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """The same as they arrive on the source's submesh: blocks of each."""
         return tuple(zip(*map(self._sources_of, self.block_structs), strict=True))
+
+    def stand_in_sources(self) -> tuple[np.ndarray, ...]:
+        """The packer's arrays where every place reads, the features one after the other."""
+        n_features = self.features.shape[1] * self.features.shape[2]
+        index, *weight = self.source_structs
+        read = np.arange(prod(index.shape[1:]), dtype=np.int32) % n_features
+        every = np.broadcast_to(read.reshape(index.shape[1:]), index.shape)
+        return every, *(np.full(a.shape, 1 / self.sources, a.dtype) for a in weight)
 
     def _blocks(self, placed: Array) -> tuple[Array, ...]:
         g, c = self._ranks

@@ -16,7 +16,8 @@ import optax
 
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate
-from dflop_jax.pipeline.communicator import absent, zeros
+from dflop_jax.pipeline.communicator import absent
+from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
@@ -103,12 +104,12 @@ class Executor:
             # rbg compiles several times faster than threefry on CPU.
             root = jax.random.key(seed, impl="rbg")
             key = jax.random.fold_in(root, modules.index(s.plan.module))
-            fresh = partial(s.init, key)
+            fresh = partial(draw_parameters, s, key)
             self.state.params[name] = begin(s, fresh) if begin else fresh()
             if name in self.trainable:
                 u = self.programs.updates[name]
                 self.state.opt_state[name] = u.init_state(self.state.params[name])
-                self.state.grads[name] = jax.tree.map(zeros, s.grad_structs())
+                self.state.grads[name] = zero_gradients(s)
         self.share_tied()
 
     def share_tied(self) -> None:

@@ -19,12 +19,14 @@ from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.order import Link, links, resources, tied_ends, with_backward
 from dflop_jax.pipeline.segment import EVALUATE, Kind
+from dflop_jax.pipeline.stand_in import packed_field
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Shape
 
 Tree = Any
 Job = Callable[[], jax.stages.Lowered]
 Program = Callable[..., Any]
+PIECES = 4  # in a row, where programs are timed
 
 
 @dataclass(frozen=True)
@@ -250,10 +252,11 @@ class Programs:
         outputs = jax.tree.map(absent, structs)
         return lambda *_: outputs
 
-    # ---- groups that hold no sample ----
+    # ---- groups that stand in for a batch's ----
 
-    def empty_groups(self, bucket: int) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
-        """One group of every module of a bucket, and arrays that hold nothing."""
+    def stand_in_groups(self, bucket: int) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
+        """One group of every module of a bucket, without samples, and arrays as those of full rows
+        are: `pipeline.stand_in`."""
         shapes = dict(self.plan.buckets[bucket].shapes)
         place = {m: i for i, m in enumerate(shapes)}
         groups, arrays = [], []
@@ -262,25 +265,24 @@ class Programs:
             ranks = ((row,) * shape.rows,) * self.plan.data_ranks(m)
             feeds = tuple(place[t] for t in self.plan.targets(m) if t in place)
             groups.append(Group(m, shape, (ranks,) * self.plan.group_size, feeds))
-            arrays.append(self._empty_arrays(m, shapes, place))
+            arrays.append(self._stand_in_arrays(m, shapes, place))
         return tuple(groups), tuple(arrays)
 
-    def _empty_arrays(
+    def _stand_in_arrays(
         self, module: str, shapes: Mapping[str, Shape], place: Mapping[str, int]
     ) -> GroupArrays:
         fields: dict[str, np.ndarray] = {}
         places: dict[int, tuple[np.ndarray, ...]] = {}
+        below = self.model.vocab_size
         for s in self.plan.segments_of(module):
             structs = self.signature(s.name, shapes[module]).fields
-            fields |= {n: np.zeros(a.shape, a.dtype) for n, a in structs.items()}
+            fields |= {n: packed_field(n, a.shape, a.dtype, PIECES, below)
+                       for n, a in structs.items()}  # fmt: skip
             for link in self.into[s.name]:
                 if link.edge is None or link.edge.source not in place:
                     continue
                 exchange = self.exchange(link, shapes[link.edge.source], shapes[module])
-                places[place[link.edge.source]] = tuple(
-                    np.full(a.shape, -(a.dtype == np.int32), a.dtype)
-                    for a in exchange.source_structs
-                )
+                places[place[link.edge.source]] = exchange.stand_in_sources()
         return GroupArrays(fields, places)
 
 

@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
-    Array,
     Module,
     Params,
     chip_of,
@@ -21,8 +19,7 @@ from dflop_jax.contract import (
     taps_of,
 )
 from dflop_jax.pipeline import spmd_loop
-from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
+from dflop_jax.pipeline.spmd_loop import ADAPTER, STACKED
 from dflop_jax.records import BACKWARD, Direction, Edge, SegmentPlan, Shape
 
 Tree = Any
@@ -114,27 +111,6 @@ class Segment:
         return NamedSharding(self.mesh, P(*spec))
 
     # ---- parameters ----
-
-    def init(self, key: Array) -> Params:
-        """Initial parameters on the submesh; layer i of a module has the same in any plan."""
-        specs, out = self.param_specs(), {}
-        for part in self.own_parts:
-            # Keys depend on the part's place in the model, never on the plan.
-            names = (*PARTS, ADAPTER, *sorted(taps_of(self.module)))
-            part_key = jax.random.fold_in(key, names.index(part))
-            if part in STACKED:
-                keys = jax.random.split(part_key, self.module.n_layers)
-                each = [
-                    jax.tree.map(np.asarray, _init(self.module, part, keys[i]))
-                    for i in range(self.plan.start, self.plan.stop)
-                ]
-                tree = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
-            else:
-                tree = jax.tree.map(np.asarray, _init(self.module, part, part_key))
-            out[part] = jax.tree.map(
-                lambda a, spec: place(a, self.sharding(*spec)), tree, specs[part]
-            )
-        return out
 
     def param_structs(self) -> Params:
         """Shapes and dtypes of the segment's parameters, layers stacked."""
@@ -348,12 +324,6 @@ class Segment:
             donate_argnums=donate,
             compiler_options=_SAME_BITS if exact else None,
         ).lower(*args)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _init(module: Module, part: str, key: Array) -> Params:
-    # Compiled once per module and part, however many segments and plans there are.
-    return module.init(part, key)
 
 
 @lru_cache(maxsize=256)

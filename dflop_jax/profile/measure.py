@@ -5,8 +5,8 @@ one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603
 programs, so that recomputation, casts and the loss are counted as they run). What leaves or enters
 between layers is counted with the ends.
 
-Programs run on random values, parameters included: a device that multiplies zeros draws little
-power and clocks higher. Rows are packed with pieces, without padding. Where a module's attention
+Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
+pieces, without padding. Where a module's attention
 kernel skips what is not in a piece (`pair_flops`), programs are timed with whole rows of one piece
 and with rows of short ones; the difference is the cost of pairs.
 """
@@ -39,6 +39,7 @@ from dflop_jax.contract import (
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.spmd_loop import ADAPTER
+from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import ENDS, forward_flops, part_names
 from dflop_jax.records import (
@@ -56,8 +57,6 @@ _LEAST_RUNS, _MOST_RUNS = 3, 25  # of each program, within
 _RUNS_S = 0.5  # seconds of it in all
 _PACKED = 4  # pieces in a row where their number makes no difference
 _SHORT = 16  # pieces in a row of short ones
-_SCALE = 0.05  # of random parameters and activations
-_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
 
 
 @dataclass(frozen=True)
@@ -255,36 +254,15 @@ def _segment(
 
 
 def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
-    """Values of a struct's shape and dtype, integers from 0 to `below`."""
-    rng = np.random.default_rng(0)
-    kind = struct.dtype.kind
-    values: Any
-    if kind == "b":
-        values = rng.random(_VALUES) < 0.5
-    elif kind in "iu":
-        values = rng.integers(0, min(below, np.iinfo(struct.dtype).max + 1), _VALUES)
-    else:  # bfloat16 too
-        values = rng.standard_normal(_VALUES) * _SCALE
-    return place(np.resize(values.astype(struct.dtype), struct.shape), struct.sharding)
+    return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
 
 
 def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int) -> Any:
     """Fields of rows that are full of about so many pieces of equal length each."""
-    batch = {}
-    for name, struct in fields.items():
-        if name not in ("segment_ids", "positions", "weights"):
-            batch[name] = _random(struct, below)
-            continue
-        tokens = struct.shape[2]  # after microbatches and rows
-        length = -(-tokens // pieces)
-        row = {
-            "segment_ids": np.arange(tokens) // length + 1,
-            "positions": np.arange(tokens) % length,
-            "weights": np.ones(tokens),
-        }[name]
-        row = row.reshape(tokens, *[1] * (len(struct.shape) - 3)).astype(struct.dtype)
-        batch[name] = place(np.broadcast_to(row, struct.shape), struct.sharding)
-    return batch
+    return {
+        name: place(packed_field(name, s.shape, s.dtype, pieces, below), s.sharding)
+        for name, s in fields.items()
+    }
 
 
 def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:

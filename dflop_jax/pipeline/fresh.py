@@ -1,0 +1,79 @@
+"""What a segment begins with, made on the devices that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import Array, Params, taps_of
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
+
+
+def draw_parameters(segment: Segment, key: Array) -> Params:
+    """Initial parameters of a segment's own parts; a layer has the same ones in any plan."""
+    data = place(np.asarray(jax.random.key_data(key)), segment.sharding())
+    return _drawing(segment, jax.random.key_impl(key))(data)
+
+
+def zero_gradients(segment: Segment) -> Params:
+    """Fresh accumulators: `Segment.grad_structs`."""
+    return _zeroing(segment)()
+
+
+@lru_cache(maxsize=64)
+def _zeroing(segment: Segment) -> Callable[[], Params]:
+    structs = segment.grad_structs()
+
+    def zeros() -> Params:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), structs)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, structs))
+
+
+@lru_cache(maxsize=64)
+def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
+    """The program that draws: it takes the data of a key."""
+
+    def draw(data: Array) -> Params:
+        key, out = jax.random.wrap_key_data(data, impl=impl), {}
+        for part in segment.own_parts:
+            # Keys depend on the part's place in the model, never on the plan.
+            names = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
+            part_key = jax.random.fold_in(key, names.index(part))
+            of = _layers if part in STACKED else _part
+            out[part] = of(segment, part, part_key)
+        return out
+
+    shardings = jax.tree.map(lambda a: a.sharding, segment.placed_structs())
+    return jax.jit(draw, out_shardings=shardings)
+
+
+def _part(segment: Segment, part: str, key: Array) -> Params:
+    return segment.module.init(part, key)
+
+
+def _layers(segment: Segment, part: str, key: Array) -> Params:
+    """A part of the segment's layers, of one key each: every stage draws its own, one after the
+    other, since a vectorised draw would have other values."""
+    plan = segment.plan
+    keys = jax.random.split(key, segment.module.n_layers)[plan.start : plan.stop]
+    # Traced out here: a library's annotations could take the manual mesh for their own.
+    one, like = jax.make_jaxpr(partial(segment.module.init, part), return_shape=True)(keys[0])
+    on_stages: Any = jax.shard_map(
+        lambda keys: jax.lax.map(jaxpr_as_fun(one), keys),
+        mesh=segment.mesh,
+        in_specs=P("stage"),
+        out_specs=P("stage"),
+        axis_names={"stage"},
+        check_vma=False,
+    )
+    return jax.tree.unflatten(jax.tree.structure(like), on_stages(keys))

@@ -1,0 +1,99 @@
+"""Fresh parameters: drawn where they are held, the same in any plan; and what programs are timed
+with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dflop_jax.pipeline import fresh
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.pipeline.programs import PIECES, Programs
+from models.llava import build
+
+from . import plain
+
+MODEL = build("nano")
+PLANS = {
+    "a device each": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
+    "stages, data and model": ((0, 1, 2, 2), (0, 2, 2, 2), {"group_size": 2}),
+    "two segments of the LLM": ((0, 1, 4, 1), (4, 1, 1, 2), {"llm_segments": 2}),
+}
+
+
+def alone(module, part, key):
+    """A part's parameters by its name's place, layers drawn one by one; on the host."""
+    key = jax.random.fold_in(key, ("entry", "layers", "exit").index(part))
+    init = jax.jit(lambda k: module.init(part, k))
+    if part != "layers":
+        return jax.device_get(init(key))
+    layers = [jax.device_get(init(k)) for k in jax.random.split(key, module.n_layers)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return {
+        (name, part): alone(module, part, jax.random.key(7, impl="rbg"))
+        for name, module in MODEL.modules.items()
+        for part in ("entry", "layers", "exit")
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_draws_the_same_on_its_own_devices(monkeypatch, wanted, name):
+    placed, place = [], fresh.place
+
+    def spied(array, sharding):
+        placed.append(array.nbytes)
+        return place(array, sharding)
+
+    monkeypatch.setattr(fresh, "place", spied)
+    vision, llm, options = PLANS[name]
+    plan = plain.plan_of(MODEL, vision, llm, **options)
+    for segment in make_segments(MODEL, plan, jax.devices()).values():
+        got = fresh.draw_parameters(segment, jax.random.key(7, impl="rbg"))
+        structs = segment.placed_structs()
+        for part, tree in got.items():
+            want = wanted[segment.plan.module, part]
+            if part == "layers":
+                want = jax.tree.map(lambda a, s=segment.plan: a[s.start : s.stop], want)
+            for g, w, struct in zip(
+                *map(jax.tree.leaves, (tree, want, structs[part])), strict=True
+            ):
+                np.testing.assert_array_equal(g, w)
+                assert g.sharding == struct.sharding
+    assert sum(placed) < 100  # keys, and nothing that a host has drawn
+
+
+def test_programs_are_timed_on_what_real_rows_hold():
+    vision, llm, options = PLANS["stages, data and model"]
+    plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
+    programs = Programs(MODEL, plan, optax.sgd(1.0), devices=jax.devices(), clip_norm=0.0,
+                        freeze=(), rate_factors={}, evaluates=False)  # fmt: skip
+    groups, arrays = programs.stand_in_groups(0)
+    held = dict(zip((g.module for g in groups), arrays, strict=True))
+    fields = held["llm"].fields
+    for row in fields["segment_ids"].reshape(-1, 64):
+        np.testing.assert_array_equal(row, np.repeat(np.arange(PIECES) + 1, 64 // PIECES))
+    assert fields["positions"].max() == 64 // PIECES - 1
+    assert (fields["weights"] == 1).all()
+    for name in ("tokens", "targets"):
+        assert len(np.unique(fields[name])) > 50
+        assert 0 <= fields[name].min() <= fields[name].max() < MODEL.vocab_size
+    assert len(np.unique(held["vision"].fields["pixels"])) > 50
+    ((index,),) = held["llm"].places.values()
+    features = programs.signature("vision", groups[0].shape).y["exit"]
+    n = features.shape[1] * features.shape[2]
+    assert (np.sort(np.unique(index)) == np.arange(min(n, index[0].size))).all()
+
+
+def test_accumulators_are_made_on_the_submesh():
+    plan = plain.plan_of(MODEL, *PLANS["stages, data and model"][:2], group_size=2)
+    segment = make_segments(MODEL, plan, jax.devices())["llm"]
+    got, structs = fresh.zero_gradients(segment), segment.grad_structs()
+    assert jax.tree.structure(got) == jax.tree.structure(structs)
+    for g, struct in zip(jax.tree.leaves(got), jax.tree.leaves(structs), strict=True):
+        assert (g.shape, g.dtype, g.sharding) == (struct.shape, jnp.float32, struct.sharding)
+        assert not np.any(g)

@@ -130,7 +130,10 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
 
 def _bodies(instruction: Instruction) -> Iterator[str]:
     """Computations that an instruction runs as a whole; those that it applies to single elements
-    (of a reduction, a sort) hold no product."""
+    (of a reduction, a sort) hold no product. The end of an asynchronous call names its beginning's.
+    """
+    if instruction.opcode.endswith(("-done", "-update")):
+        return
     roles = {
         "fusion": ("calls",),
         "call": ("to_apply", "calls"),

@@ -214,6 +214,16 @@ def test_a_kernel_that_nobody_knows_is_named():
     assert hlo_cost(entry(*QK, call)).unknown_kernels == {}
 
 
+def test_an_asynchronous_call_counts_once():
+    call = """  %s = ((bf16[8,16]{1,0}), (s32[]), u32[]) async-start(%start), calls=%main
+  ROOT %d = (s32[]) async-done(%s), calls=%main
+}
+"""
+    text = LOOPS.replace("ENTRY %main", "%main")
+    text += f"\nENTRY %all (start: bf16[8,16]) -> (s32[]) {{\n{call}"
+    assert hlo_cost(text).flops == hlo_cost(LOOPS).flops
+
+
 def test_a_condition_counts_its_dearer_branch():
     text = (
         LOOPS.replace("ENTRY %main", "%main").replace("ROOT %loop", "%loop")

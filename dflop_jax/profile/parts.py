@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import MODEL_SHARDED, Module, taps_of
-from dflop_jax.pipeline.spmd_loop import PARTS, layer_params
+from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, layer_params
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Value, sources, trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
@@ -59,8 +59,8 @@ def _traced(
     module: Module, part: str, direction: str, shape: Shape, placed: Names
 ) -> tuple[core.ClosedJaxpr, tuple[int | None, ...]]:
     """Jaxpr of a part, and which dim of each input tensor parallelism splits."""
-    params, x, fields = arguments(module, part, shape, placed)
-    forward = partial(part_forward, module, part)
+    params, x, fields = _arguments(module, part, shape, placed)
+    forward = partial(_forward, module, part)
     of_params = [
         next((i for i, axis in enumerate(axes) if axis in MODEL_SHARDED), None)
         for p in sorted(params)
@@ -82,7 +82,7 @@ def part_structs(module: Module, part: str) -> Tree:
     return jax.eval_shape(partial(module.init, part), jax.random.key(0))
 
 
-def arguments(
+def _arguments(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
@@ -105,8 +105,7 @@ def arguments(
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
 
-def part_forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
-    """What a part computes of its `arguments`; "layers" with its adapter, where they hold one."""
+def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
     if part == "entry":
         return module.entry(params["entry"], {**fields, **x})
     if part == "layers":
@@ -124,9 +123,27 @@ def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads
     return sums, dx, jax.tree.map(jnp.add, grads, dparams)
 
 
+def traced_forward(
+    module: Module, part: str, shape: Shape, placed: Names = ()
+) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
+    """Jaxpr of a part's forward, a layer with its adapter, and of each input what it is of:
+    ("params", part), ("x", "hidden" or a field of `placed`) or ("fields", field)."""
+    params, x, fields = _arguments(module, part, shape, placed)
+    if part == "layers" and ADAPTER in module.freeze_groups:
+        params[ADAPTER] = part_structs(module, ADAPTER)
+    kinds = {"params": params, "x": x, "fields": fields}
+    inputs = tuple(
+        (kind, name)
+        for kind, by_name in kinds.items()
+        for name in sorted(by_name)
+        for _ in jax.tree.leaves(by_name[name])
+    )
+    return jax.make_jaxpr(partial(_forward, module, part))(params, x, fields), inputs
+
+
 def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
-    hidden = arguments(module, "layers", shape)[1]["hidden"]
+    hidden = _arguments(module, "layers", shape)[1]["hidden"]
     return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
 
 
@@ -169,8 +186,8 @@ def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: in
 @lru_cache(maxsize=1024)
 def _residuals(module: Module, part: str, shape: Shape) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
     """Jaxpr of what a part's gradient keeps, and where each input comes from."""
-    params, x, fields = arguments(module, part, shape)
-    forward = partial(part_forward, module, part)
+    params, x, fields = _arguments(module, part, shape)
+    forward = partial(_forward, module, part)
 
     def residuals(params: Tree, x: Tree, fields: Tree) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda p, x: forward(p, x, fields), params, x)[1])

@@ -164,7 +164,8 @@ class TrainConfig:
         NonNegativeFloat, "FLOP/s that a device reaches at most, for the MFU; 0: by its name"
     ] = 0.0
     profile_steps: Annotated[
-        str, "A:B: trace steps A to B, both included, with jax's profiler to RUN/xprof; empty: off"
+        str,
+        "A:B: jax's profiler traces steps A to B (from 0, both included) to RUN/xprof; empty: off",
     ] = ""
     tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
     wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import Module, MultimodalModel, attention_flops_of, edges_of, taps_of
 from dflop_jax.pipeline.spmd_loop import ADAPTER
 from dflop_jax.profile.kernels import kernels_of
-from dflop_jax.profile.parts import Names, arguments, part_forward, part_structs
+from dflop_jax.profile.parts import Names, traced_forward
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
 from dflop_jax.records import Shape
 
@@ -168,16 +167,12 @@ def part_products(
       trains: names of the parts that train.
       reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
     """
-    params, x, fields = arguments(module, part, shape, reached)
-    if part == "layers" and ADAPTER in module.freeze_groups:
-        params[ADAPTER] = part_structs(module, ADAPTER)
-    closed = jax.make_jaxpr(partial(part_forward, module, part))(params, x, fields)
-    region = trace(closed, [None] * len(closed.jaxpr.invars), 1)
-    of_params = [p in trains for p in sorted(params) for _ in jax.tree.leaves(params[p])]
-    of_x = [name in reached for name in sorted(x) for _ in jax.tree.leaves(x[name])]
-    needs = [*of_params, *of_x]
-    active = {v for v, is_active in zip(region.ins, needs) if is_active}
-    return _count(region, set(region.ins[len(of_params) :]), active)
+    closed, inputs = traced_forward(module, part, shape, reached)
+    region = trace(closed, [None] * len(inputs), 1)
+    active_names = {"params": trains, "x": frozenset(reached), "fields": frozenset[str]()}
+    of_inputs = list(zip(region.ins, inputs, strict=True))
+    data = {v for v, (kind, _) in of_inputs if kind != "params"}
+    return _count(region, data, {v for v, (kind, name) in of_inputs if name in active_names[kind]})
 
 
 def _count(region: Region, data: set[Value], active: set[Value]) -> Products:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
-from dflop_jax.pipeline.spmd_loop import PARTS, layer_params
+from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, layer_params
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Region, Value, sources, trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
@@ -59,9 +59,9 @@ def _traced(
 ) -> tuple[core.ClosedJaxpr, list[tuple[Any, tuple[str | None, ...]]]]:
     """Jaxpr of a part, and the parameters that are its first inputs; backward's last inputs are
     their gradients."""
-    params, x, fields = arguments(module, part, shape, placed)
+    params, x, fields = _arguments(module, part, shape, placed)
     leaves = [leaf for p in sorted(params) for leaf in _leaves(module, p)]
-    forward = partial(part_forward, module, part)
+    forward = partial(_forward, module, part)
     if direction != BACKWARD:
         return jax.make_jaxpr(forward)(params, x, fields), leaves
     dy = jax.eval_shape(forward, params, x, fields)
@@ -86,7 +86,7 @@ def part_structs(module: Module, part: str) -> Tree:
     return jax.eval_shape(partial(module.init, part), jax.random.key(0))
 
 
-def arguments(
+def _arguments(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
@@ -109,8 +109,7 @@ def arguments(
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
 
-def part_forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
-    """What a part computes of its `arguments`; "layers" with its adapter, where they hold one."""
+def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
     if part == "entry":
         return module.entry(params["entry"], {**fields, **x})
     if part == "layers":
@@ -128,9 +127,27 @@ def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads
     return sums, dx, jax.tree.map(jnp.add, grads, dparams)
 
 
+def traced_forward(
+    module: Module, part: str, shape: Shape, placed: Names = ()
+) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
+    """Jaxpr of a part's forward, a layer with its adapter, and of each input what it is of:
+    ("params", part), ("x", "hidden" or a field of `placed`) or ("fields", field)."""
+    params, x, fields = _arguments(module, part, shape, placed)
+    if part == "layers" and ADAPTER in module.freeze_groups:
+        params[ADAPTER] = part_structs(module, ADAPTER)
+    kinds = {"params": params, "x": x, "fields": fields}
+    inputs = tuple(
+        (kind, name)
+        for kind, by_name in kinds.items()
+        for name in sorted(by_name)
+        for _ in jax.tree.leaves(by_name[name])
+    )
+    return jax.make_jaxpr(partial(_forward, module, part))(params, x, fields), inputs
+
+
 def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
-    hidden = arguments(module, "layers", shape)[1]["hidden"]
+    hidden = _arguments(module, "layers", shape)[1]["hidden"]
     return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
 
 
@@ -175,8 +192,8 @@ def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: in
 @lru_cache(maxsize=1024)
 def _residuals(module: Module, part: str, shape: Shape) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
     """Jaxpr of what a part's gradient keeps, and where each input comes from."""
-    params, x, fields = arguments(module, part, shape)
-    forward = partial(part_forward, module, part)
+    params, x, fields = _arguments(module, part, shape)
+    forward = partial(_forward, module, part)
 
     def residuals(params: Tree, x: Tree, fields: Tree) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda p, x: forward(p, x, fields), params, x)[1])

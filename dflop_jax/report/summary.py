@@ -33,7 +33,8 @@ from dflop_jax.report.run_folder import (
 class RunSummary:
     """Figures of one run; nan where the run did not measure one.
 
-    `flops_per_s` and `mfu` are of the FLOPs that batches need (see `StepMetrics`).
+    `model_flops` are those that a batch needs, `flops_per_s` and `mfu` follow from them (see
+    `StepMetrics`).
     `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
     `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
     `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
@@ -46,6 +47,7 @@ class RunSummary:
     n_steps: int
     step_s: Spread
     tokens_per_s: float
+    model_flops: float
     flops_per_s: float
     flops_per_s_by_module: dict[str, float]
     mfu: float
@@ -92,6 +94,7 @@ def summarise(folder: str | Path) -> RunSummary:
         n_steps=len(rows),
         step_s=spread(column(after, "step_s")),
         tokens_per_s=median("tokens_per_s"),
+        model_flops=median("model_flops"),
         flops_per_s=median("flops_per_s"),
         flops_per_s_by_module=medians("flops_per_s_by_module"),
         mfu=median("mfu"),
@@ -169,6 +172,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("step time, median", f"{number(t.median * ms)} ms"),
         ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
         ("tokens / s", number(s.tokens_per_s)),
+        ("model FLOP a step", flops_text(s.model_flops)),
         ("model FLOP / s", flops_text(s.flops_per_s)),
         *((f"model FLOP / s, {m}", flops_text(v)) for m, v in s.flops_per_s_by_module.items()),
         ("MFU", percent(s.mfu)),

@@ -65,6 +65,7 @@ def make_row(step: int, **changes) -> StepMetrics:
         "step_s": 0.5 + 0.01 * step,
         "tokens_per_s": 2000.0,
         "learning_rate": 1e-3,
+        "model_flops": 0.75e12,
         "flops_per_s": 1.5e12,
         "flops_per_s_by_module": {"vision": 0.5e12, "llm": 1e12},
         "grad_norm": 1.0,

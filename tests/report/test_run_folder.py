@@ -53,11 +53,13 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
         run.append(make_row(3))
     assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3]
     (path / "checkpoints").mkdir()
+    (path / "xprof" / "process-00000").mkdir(parents=True)
     with RunFolder(path, existing="overwrite") as run:
         run.append(make_row(0))
     assert [r["step"] for r in read_metrics(path)] == [0]
     assert not (path / "trace.json").exists()
     assert not (path / "checkpoints").exists()
+    assert not (path / "xprof").exists()
 
 
 def test_resuming_after_a_kill_drops_the_cut_line(make_run):

@@ -11,7 +11,7 @@ import pytest
 from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.summary import figures, percent, summarise
+from dflop_jax.report.summary import figures, flops_text, percent, summarise
 from dflop_jax.train.trainer import Trainer
 from models.llava import build
 
@@ -85,6 +85,8 @@ def test_the_summary_shows_it(run):
     rows = read_metrics(run)[2:]
     middle = sum(row["mfu"] for row in rows) / 2
     assert cells["MFU"] == percent(middle)
+    needed = sum(row["model_flops"] for row in rows) / 2
+    assert cells["model FLOP a step"] == flops_text(needed) == f"{needed / 1e6:.1f} MFLOP"
     assert set(cells) >= {"model FLOP / s", "model FLOP / s, vision", "MFU, llm", "MFU, vision"}
 
 

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflop_jax.cluster.environment import gpu_settings, xla_knows
+
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _HOW = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
 
@@ -30,7 +32,8 @@ def compiler_environment() -> dict[str, str]:
         f"--xla_gpu_cuda_data_dir={folder}",
         "--xla_gpu_enable_triton_gemm=false",
         "--xla_gpu_autotune_level=0",
-        os.environ.get("XLA_FLAGS", ""),
+        # What a run on GPUs sets, and the user's own.
+        gpu_settings(os.environ, xla_knows).get("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),
     )
     quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
     return {**os.environ, **quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}

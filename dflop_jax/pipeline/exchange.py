@@ -170,9 +170,11 @@ class Exchange:
         -> dfeatures; all on the source's submesh."""
         sources = self.source_block_structs
         if backward:
-            # Any place may read any feature, so devices share the sums by columns.
-            mesh = self.block_structs[0].sharding.mesh
-            columns = NamedSharding(mesh, P("stage", None, None, ("piece", "copy", "model")))
+            # Any place may read any feature, so devices share the sums by columns, where these
+            # divide: XLA of jax 0.12 aborts at a gather of uneven ones.
+            mesh, axes = self.block_structs[0].sharding.mesh, ("piece", "copy", "model")
+            is_even = self.features.shape[-1] % prod(mesh.shape[a] for a in axes) == 0
+            columns = NamedSharding(mesh, P("stage", None, None, axes if is_even else None))
 
             def scatter(blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]) -> Array:
                 dplaced = jax.lax.with_sharding_constraint(self._joined(blocks), columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Params, taps_of
+from dflop_jax.contract import Array, Module, Params, taps_of
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
@@ -20,13 +20,45 @@ from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
     """Initial parameters of a segment's own parts; a layer has the same ones in any plan."""
+    on_host = segment.mesh.devices.flat[0].platform == "cpu"
+    return (draw_by_parts if on_host else draw_on_devices)(segment, key)
+
+
+def draw_on_devices(segment: Segment, key: Array) -> Params:
+    """By one program of the segment: every device draws what it holds."""
     data = place(np.asarray(jax.random.key_data(key)), segment.sharding())
     return _drawing(segment, jax.random.key_impl(key))(data)
+
+
+def draw_by_parts(segment: Segment, key: Array) -> Params:
+    """Part by part and layer by layer, on the host: where that is the device, since one program of
+    a part serves every mesh, and one of a whole segment takes seconds to compile."""
+    module, plan, out = segment.module, segment.plan, {}
+    for part, part_key in _keys(segment, key):
+        if part in STACKED:
+            keys = jax.random.split(part_key, module.n_layers)[plan.start : plan.stop]
+            layers = [jax.tree.map(np.asarray, _init(module, part, k)) for k in keys]
+            out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+        else:
+            out[part] = jax.tree.map(np.asarray, _init(module, part, part_key))
+    return jax.tree.map(lambda a, like: place(a, like.sharding), out, segment.placed_structs())
 
 
 def zero_gradients(segment: Segment) -> Params:
     """Fresh accumulators: `Segment.grad_structs`."""
     return _zeroing(segment)()
+
+
+def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
+    """The key of each part, by its place in the model and never by the plan."""
+    names = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
+    for part in segment.own_parts:
+        yield part, jax.random.fold_in(key, names.index(part))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _init(module: Module, part: str, key: Array) -> Params:
+    return module.init(part, key)
 
 
 @lru_cache(maxsize=64)
@@ -45,10 +77,7 @@ def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
 
     def draw(data: Array) -> Params:
         key, out = jax.random.wrap_key_data(data, impl=impl), {}
-        for part in segment.own_parts:
-            # Keys depend on the part's place in the model, never on the plan.
-            names = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
-            part_key = jax.random.fold_in(key, names.index(part))
+        for part, part_key in _keys(segment, key):
             of = _layers if part in STACKED else _part
             out[part] = of(segment, part, part_key)
         return out

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.exchange import Exchange, gather_features, scatter_gradient
 
-M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 5
+# A width that most meshes below share evenly, and that of 6 devices does not.
+M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 8
 
 
 def arrays(rows, length, *, items=ITEMS, hits=0.6, seed=0, sources=1):
@@ -76,7 +77,7 @@ def test_scatter_is_the_transpose():
     like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
     there = float(jnp.vdot(gather_features(features, *sources), dvisual))
     back = float(jnp.vdot(features, scatter_gradient(like, dvisual, *sources)))
-    assert there == pytest.approx(back, rel=1e-5)
+    assert there == pytest.approx(back, abs=1e-5)
     assert abs(there) > 0.1
 
 

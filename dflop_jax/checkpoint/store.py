@@ -232,7 +232,7 @@ def _write_pieces(path: Path, pieces: Iterable[Piece]) -> tuple[int, ...]:
     """Write the pieces end to end, each in C order, and fsync; the CRC-32 of every block."""
     crc32s: list[int] = []
     crc, used = 0, 0
-    with path.open("wb") as file:
+    with _created(path) as file:
         for piece in pieces:
             left = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8).data
             while left:
@@ -246,6 +246,15 @@ def _write_pieces(path: Path, pieces: Iterable[Piece]) -> tuple[int, ...]:
             crc32s.append(crc)
         _flush(file)
     return tuple(crc32s)
+
+
+def _created(path: Path) -> IO[bytes]:
+    """A new file; another process that failed may have taken the empty folder away meanwhile."""
+    while True:
+        try:
+            return path.open("wb")
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -208,6 +208,16 @@ def test_no_room_for_the_manifest(store):
     assert_holds(store.open(1), case)
 
 
+def test_a_process_that_fails_takes_no_folder_from_another(store):
+    """The others fail with their own error, or not at all."""
+    case = vector()
+    store.prepare(1)
+    (store.folder(1)).rmdir()  # as the one that failed first leaves it
+    part = store.write(1, case.specs, [p for pieces in case.pieces for p in pieces], 0)
+    store.commit(1, case.specs, [part], {})
+    assert_holds(store.open(1), case)
+
+
 def test_no_room_for_the_arrays(store):
     """A process that may write no larger file fails as on a full disk, in the middle of one."""
     save(store, 1, vector())

@@ -91,6 +91,9 @@ class Programs:
         self.submesh = {s.name: s.submesh for s in plan.segments}
         of = resources(plan)
         self.resource = {s.name: of[s.submesh] for s in plan.segments}
+        self.autotunes = any(
+            s.mesh.devices.flat[0].platform != "cpu" for s in self.segments.values()
+        )
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         # Tracing shapes takes milliseconds, so what steps ask for is kept.
         self.signature = cache(self._signature)
@@ -139,16 +142,19 @@ class Programs:
         """Compile everything that runs on this process, in the order of the plan's segments, which
         is the same on every process; returns how many programs there are.
 
-        The first of the processes that run a program compiles it. After `sync`, which waits for
-        all processes, the others find it in the compilation cache, if there is one: the same
-        binary, so that its collectives run in one order everywhere.
+        One of the processes that run a program compiles it. After `sync`, which waits for all
+        processes, the others find it in the compilation cache, if there is one: the same binary,
+        so that its collectives run in one order everywhere. Where compiling tunes kernels on the
+        devices, that is the first of them, so that none tunes while another computes; else they
+        take turns.
         """
         jobs = {k: job for name in self.segments if name in self.local
                 for k, job in self._jobs_of(name).items()}  # fmt: skip
-        mine = {key for key in jobs if self._first_process(key) == jax.process_index()}
+        mine = {k for i, k in enumerate(jobs) if self._compiled_by(k, i) == jax.process_index()}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
-            with ThreadPoolExecutor(self._threads()) as pool:
+            # Kernels that are timed together would time, or wait for, each other.
+            with ThreadPoolExecutor(1 if self.autotunes else 4) as pool:
                 running = {k: pool.submit(jobs[k]().compile) for k in jobs if k in keys}
                 for key, job in running.items():
                     self._compiled[key] = job.result()
@@ -157,15 +163,11 @@ class Programs:
             sync()
         return len(jobs)
 
-    def _first_process(self, key: Any) -> int:
-        """The first of the processes that run a program."""
-        return min(d.process_index for d in self.segments[key[0]].mesh.devices.flat)
-
-    def _threads(self) -> int:
-        """Programs compiled at a time: autotuning on a GPU times kernels, and two at once would
-        time, or wait for, each other."""
-        platforms = {s.mesh.devices.flat[0].platform for s in self.segments.values()}
-        return 4 if platforms == {"cpu"} else 1
+    def _compiled_by(self, key: Any, i: int) -> int:
+        """Which of the processes that run program number `i` compiles it."""
+        mesh = self.segments[key[0]].mesh
+        sharing = sorted({d.process_index for d in mesh.devices.flat})
+        return sharing[0 if self.autotunes else i % len(sharing)]
 
     def _jobs_of(self, name: str) -> dict[Any, Job]:
         """Programs of a segment, by keys that begin with its name."""

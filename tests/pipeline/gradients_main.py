@@ -62,6 +62,7 @@ def check(want, name, vision, llm, options):
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
     if name == "both on both":
+        ex.programs.autotunes = True  # as on GPUs
         print_order(ex.programs)
     ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))
     ex.calibrate(repeats=0)

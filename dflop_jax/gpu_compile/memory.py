@@ -87,10 +87,9 @@ def verdict(
         f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh} ({parts})"
     )
     if spare >= 0:
-        return True, f"fits {chip}: at most {of} ({parts}), {spare / GIB:.1f} GiB to spare"
+        return True, f"fits {chip}: at most {of}, {spare / GIB:.1f} GiB to spare"
     return False, (
-        f"does not fit {chip}: {of} ({parts}), {-spare / GIB:.1f} GiB too much; "
-        f"{_help(worst, states)}"
+        f"does not fit {chip}: {of}, {-spare / GIB:.1f} GiB too much; {_help(worst, states)}"
     )
 
 

@@ -125,6 +125,11 @@ def attention_flops_of(module: Module) -> Callable[[int], float] | None:
     return getattr(module, "attention_flops", None)
 
 
+def any_order_of(module: Module) -> bool:
+    """See `any_order` above; False where the module does not say."""
+    return bool(getattr(module, "any_order", False))
+
+
 def chip_of(device: Any) -> str:
     """What programs for a jax device are compiled for: "sm_90" for compute capability 9.0 of
     NVIDIA's, also of a device that is only described; else its platform."""

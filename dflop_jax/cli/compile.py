@@ -21,13 +21,12 @@ from dflop_jax.cli.experiment import (
     given_profile,
 )
 from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.gpu_compile.reports import GIB
 
 if TYPE_CHECKING:
     from dflop_jax.config import Config
     from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
     from dflop_jax.records import Plan
-
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +53,9 @@ def run(args: argparse.Namespace) -> Any:
     find_chip(config.plan.hardware)
     if args.out:
         check_answer_file(args.out)
+        if not Path(args.out).resolve().parent.is_dir():
+            raise ValueError(f"--out {args.out}: no such folder; make it first")
     compiler_environment()  # a missing compiler is named before anything is planned
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise ValueError(f"--out {args.out}: no such folder; make it first")
     report = compile_plan(Job(config, _plan(args, config)), ticker("compiling"))
     if args.out:
         save(report, args.out)
@@ -112,10 +111,10 @@ def _figures(p: ProgramReport) -> list[str]:
     ratio, sent = p.executed_over_needed, sum(s.n_bytes for s in p.collectives)
     return [
         "equal" if p.same_as else f"{p.compile_s:.1f}",
-        f"{p.argument_bytes / _GIB:.2f}",
-        f"{p.temp_bytes / _GIB:.2f}",
+        f"{p.argument_bytes / GIB:.2f}",
+        f"{p.temp_bytes / GIB:.2f}",
         (f"{ratio:.2f}" if ratio else "-") + "?" * bool(p.unknown),
         f"{p.float32_dot_flops / p.flops:.0%}" if p.flops else "-",
-        f"{sent / _GIB:.2f}" if p.collectives else "-",
+        f"{sent / GIB:.2f}" if p.collectives else "-",
         str(p.attention_gathers) if p.flops else "-",
     ]

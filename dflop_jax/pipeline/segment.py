@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.contract import (
     Module,
     Params,
+    any_order_of,
     chip_of,
     split_dim,
     taps_of,
@@ -317,7 +318,7 @@ class Segment:
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         donate = (4,) if kind == BACKWARD else ()
         on_gpu = chip_of(self.mesh.devices.flat[0]).startswith("sm_")
-        exact = on_gpu and not getattr(self.module, "any_order", False)
+        exact = on_gpu and not any_order_of(self.module)
         return jax.jit(
             mapped,
             out_shardings=shardings,

@@ -9,8 +9,8 @@ Expected: every program compiles, or its plan is refused in one line; no float32
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
 has the modules on devices of their own, `orch` on the same devices, each with its own degrees, and
 `blind` the encoder before the LLM with one (data, model) for both. LLMs have rows of 4,096 tokens,
-encoders 8 tiles or 2 windows. With --json the rows are kept after every six cases, and cases that
-the file has are not compiled again.
+encoders 8 tiles or 2 windows. Of equal programs of a model and a chip the first is compiled. With
+--json the rows are kept after every case, and cases that the file has are not compiled again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -165,11 +165,15 @@ def outcome(case: Case, answer: CompileReport | str) -> dict[str, Any]:
     }
 
 
-def compile_cases(cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Outcomes of cases by name, compiled by one process, so that equal programs are compiled
-    once."""
-    answers = compile_plans([case.job() for case in cases])
-    return {c.name: outcome(c, a) for c, a in zip(cases, answers, strict=True)}
+def compile_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Cases and their outcomes as they are known. A process compiles all cases of a model and a
+    chip, so that equal programs are compiled once."""
+    batches: dict[tuple[str, str], list[Case]] = {}
+    for c in cases:
+        batches.setdefault((c.model, c.arch), []).append(c)
+    for batch in batches.values():
+        answers = compile_plans([c.job() for c in batch])
+        yield from ((c, outcome(c, a)) for c, a in zip(batch, answers, strict=True))
 
 
 def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
@@ -234,13 +238,10 @@ def main() -> int:
     if args.json and args.json.exists():
         outcomes = json.loads(args.json.read_text())["cases"]
     left = [c for c in chosen if c.name not in outcomes]
-    batches: dict[tuple[str, ...], list[Case]] = {}
-    for c in left:  # those that share programs
-        batches.setdefault((c.model, c.policy, c.arch), []).append(c)
     try:
-        for i, (key, batch) in enumerate(batches.items()):
-            outcomes |= compile_cases(batch)
-            print(f"{i + 1}/{len(batches)} {' '.join(key)}", file=sys.stderr, flush=True)
+        for i, (case, told) in enumerate(compile_cases(left)):
+            outcomes[case.name] = told
+            print(f"{i + 1}/{len(left)} {case.name}", file=sys.stderr, flush=True)
             if args.json:
                 _write(args.json, outcomes)
     except ValueError as e:

@@ -35,6 +35,10 @@ class _Known:
     n_programs: int = 0
     programs: list[ProgramReport] = field(default_factory=list)
 
+    @property
+    def is_done(self) -> bool:
+        return bool(self.refused) or 0 < self.n_programs == len(self.programs)
+
 
 def compile_plan(job: Job, on_progress: OnProgress | None = None) -> CompileReport:
     """Compile every program of a plan for the chip of its configuration.
@@ -51,9 +55,9 @@ def compile_plan(job: Job, on_progress: OnProgress | None = None) -> CompileRepo
 
 def compile_plans(
     jobs: Sequence[Job], on_progress: OnProgress | None = None
-) -> list[CompileReport | str]:
-    """Compile the programs of several plans, equal ones once: a report of each plan, or why it is
-    refused.
+) -> Iterator[CompileReport | str]:
+    """Compile the programs of several plans, equal ones once. Yields a report of each plan, or why
+    it is refused, in their order and as soon as it is known.
 
     A program at which the compiler's process dies is reported so, and the rest is compiled by
     another one.
@@ -69,6 +73,7 @@ def compile_plans(
         find_chip(job.config.plan.hardware)
     environment = compiler_environment()
     known = [_Known() for _ in jobs]
+    n_told = 0
     while True:
         n_done = sum(len(k.programs) for k in known)
         begun: tuple[int, ProgramReport] | None = None
@@ -83,8 +88,12 @@ def compile_plans(
                     if on_progress:
                         n_done = sum(len(k.programs) for k in known)
                         on_progress(n_done, sum(k.n_programs for k in known))
+                while n_told < len(jobs) and known[n_told].is_done:
+                    yield _answer(jobs[n_told], known[n_told])
+                    n_told += 1
             if process.wait() == 0:
-                return [_answer(job, k) for job, k in zip(jobs, known, strict=True)]
+                assert n_told == len(jobs), (n_told, len(jobs))
+                return
             died = _last_words(said, process.returncode)
         if begun is None:
             raise RuntimeError(died)
@@ -142,7 +151,6 @@ def _answer(job: Job, known: _Known) -> CompileReport | str:
     """The report of a job whose programs are all done, or why it is refused."""
     if known.refused:
         return known.refused
-    assert len(known.programs) == known.n_programs, (len(known.programs), known.n_programs)
     hardware = find_hardware(job.config.plan.hardware)
     budget = job.config.plan.memory_bytes or USABLE_MEMORY * hardware.memory_bytes
     memory = device_memory(known.states, known.programs, job.plan.predicted.peak_bytes)

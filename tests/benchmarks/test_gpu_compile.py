@@ -33,6 +33,25 @@ def test_cases_have_names_of_their_own():
     assert {script.Case(*c) for c in script.QUICK} <= set(script.CASES)
 
 
+def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
+    batches = []
+
+    def refuse(jobs):
+        batches.append([job.config.plan.hardware for job in jobs])
+        yield from (f"{job.config.model.size} {job.config.plan.hardware}" for job in jobs)
+
+    monkeypatch.setattr(script, "compile_plans", refuse)
+    small, _, _, audio = script.MODELS
+    cases = [script.Case(m, "blind", t, 1, a) for t in (1, 2)
+             for m, a in ((small, "sm_90"), (audio, "sm_80"))]  # fmt: skip
+    told = dict(script.compile_cases(cases))
+    assert batches == [["h100"] * 2, ["a100-80"] * 2]
+    assert [told[c]["refused"] for c in cases] == [
+        "llava-ov-0.5b h100",
+        "qwen2-audio-7b a100-80",
+    ] * 2
+
+
 @pytest.mark.parametrize(
     "change, complaint",
     [

@@ -193,7 +193,10 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     monkeypatch.setattr(compiling, "_START", FAKE)
     seen = []
     jobs = [Job(config(), NANO)] * 3
-    first, refused, last = compile_plans(jobs, lambda *n: seen.append(n))
+    answers = compile_plans(jobs, lambda *n: seen.append(n))
+    first = next(answers)
+    assert seen[-1] == (3, 3)  # it is told before the next job is looked at
+    refused, last = answers
     assert isinstance(first, CompileReport)
     assert isinstance(last, CompileReport)
     assert refused == "of another model"

@@ -97,7 +97,8 @@ def test_gradients_of_long_rows(items, tokens, heads, kv_heads):
         jax.jit(own)(*qkv),
         jax.grad(loss(lambda q, k, v: plain(q, k, v, segments)), (0, 1, 2))(*qkv),
     ):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        scale = max(1.0, np.abs(expected).max(initial=0.0))
+        np.testing.assert_allclose(found / scale, expected / scale, atol=1e-5)
 
 
 def test_long_rows_keep_samples_apart_to_the_bit():

@@ -166,7 +166,7 @@ def test_the_kernel_is_a_choice_of_the_model():
 
 H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
 KERNELS = ("forward", "kv_gradient", "q_gradient")
-# jax 0.11 has this backend and announces its end; the package is pinned below 0.12.
+# From 0.11 on jax announces the end of this backend, which 0.12 still has.
 triton = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from models import attention_cudnn
+from models import attention_cudnn, attention_gpu
 
 KERNELS = ("auto", "cudnn", "pallas", "xla")
 LEAST_TOKENS = 128  # shorter rows do not fill a block
@@ -46,7 +46,7 @@ def choose(
     items, tokens, heads, head_dim = shape
     if kernel in ("xla", "pallas"):
         return kernel
-    if not skips(kernel, chip, dtype, tokens):
+    if not skips(kernel, chip, dtype, head_dim, tokens):
         return "xla"
     capability = int(chip.removeprefix("sm_"))
     fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0
@@ -59,12 +59,15 @@ def choose(
     return "cudnn" if fits else "pallas"
 
 
-def skips(kernel: str, chip: str, dtype: jnp.dtype, tokens: int = LEAST_TOKENS) -> bool:
+def skips(
+    kernel: str, chip: str, dtype: jnp.dtype, head_dim: int, tokens: int = LEAST_TOKENS
+) -> bool:
     """Whether what is chosen leaves out tokens of other segments, in rows of so many tokens."""
     if kernel in ("xla", "pallas"):
         return kernel == "pallas"
-    is_half = dtype in (jnp.bfloat16, jnp.float16) and tokens >= LEAST_TOKENS
-    return is_half and on_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE
+    fits = dtype in (jnp.bfloat16, jnp.float16) and tokens >= LEAST_TOKENS
+    fits &= head_dim <= attention_gpu.MOST_HEAD_DIM
+    return fits and on_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE
 
 
 def pair_flops(
@@ -79,4 +82,5 @@ def pair_flops(
 ) -> float:
     """Forward FLOPs of a layer for a pair of tokens of one segment, 0 where whole rows are computed
     (see the engine's contract); of a causal pair half, as only one sees the other."""
-    return (2.0 if causal else 4.0) * heads * head_dim * skips(kernel, chip, dtype, tokens)
+    pair = (2.0 if causal else 4.0) * heads * head_dim
+    return pair * skips(kernel, chip, dtype, head_dim, tokens)

@@ -31,13 +31,16 @@ from models.attention_kernels import Blocks, forward_kernel, kv_kernel, q_kernel
 Array = jax.Array
 
 BLOCK = 128  # rows are padded to a multiple: every block size below divides it
+MOST_HEAD_DIM = 256  # a block of larger heads would not fit a core's shared memory
 
 
-def blocks_for(dtype: jnp.dtype) -> tuple[Blocks, Blocks, Blocks]:
+def blocks_for(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
     """For forward, gradient of keys and values, gradient of queries: what fits the registers and
-    the shared memory of an A100 and newer, heads of 64 and 128 (compiled for both, not timed)."""
+    the shared memory of an A100 and newer, up to heads of `MOST_HEAD_DIM` (compiled, not timed)."""
     if dtype.itemsize > 2:
         return (Blocks(32, 32, 4, 1),) * 3
+    if head_dim > 128:
+        return Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1)
     return Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2)
 
 
@@ -135,7 +138,7 @@ def _forward(
     """(output [B, T, N, H], log2 of the sums of exponentials [B, N, T])."""
     B, T, N, H = q.shape
     G = N // k.shape[2]
-    blocks = blocks_for(q.dtype)[0]
+    blocks = blocks_for(q.dtype, H)[0]
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
     row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
     log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
@@ -194,7 +197,7 @@ def _kv_gradient(
     B, T, N, H = q.shape
     K = k.shape[2]
     G = N // K
-    _, blocks, _ = blocks_for(q.dtype)
+    _, blocks, _ = blocks_for(q.dtype, H)
     queries = pl.BlockSpec((None, T, G, H), lambda j, b, n: (b, 0, n, 0))
     numbers = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda j, b, n: (b, j, n, 0))
@@ -219,7 +222,7 @@ def _q_gradient(
     q, *_, k, _ = arrays
     B, T, N, H = q.shape
     G = N // k.shape[2]
-    *_, blocks = blocks_for(q.dtype)
+    *_, blocks = blocks_for(q.dtype, H)
     row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
     numbers = pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))

@@ -36,6 +36,9 @@ PACKED, WHOLE = True, False
         ("sm_90", F32, TEXT, PACKED, "xla", "xla"),
         ("sm_75", BF16, TEXT, PACKED, "xla", "xla"),
         ("sm_90", BF16, (4, 64, 2, 64), PACKED, "xla", "xla"),
+        ("sm_90", BF16, (1, 512, 4, 256), PACKED, "pallas", "cudnn"),
+        ("sm_90", BF16, (1, 512, 4, 264), PACKED, "xla", "xla"),
+        ("sm_80", BF16, (1, 512, 4, 264), WHOLE, "xla", "xla"),
         ("cpu", BF16, TEXT, PACKED, "xla", "xla"),
         ("tpu", BF16, TILES, WHOLE, "xla", "xla"),
         ("", BF16, TEXT, PACKED, "xla", "xla"),
@@ -47,7 +50,7 @@ def test_choice(chip, dtype, shape, packed, auto, cudnn):
     for asked, chosen in want.items():
         assert choose(asked, chip, dtype, shape, is_packed=packed) == chosen
         _, tokens, heads, dim = shape
-        assert skips(asked, chip, dtype, tokens) == (chosen != "xla")
+        assert skips(asked, chip, dtype, dim, tokens) == (chosen != "xla")
         flops = pair_flops(asked, chip, dtype, heads, dim, causal=False, tokens=tokens)
         assert flops == (chosen != "xla") * 4 * heads * dim
 

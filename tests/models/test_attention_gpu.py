@@ -74,7 +74,7 @@ def test_a_row_without_segments(tokens, causal):
     check(make_qkv(2, tokens, 4, 2, 8), None, causal, 2e-6)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
 def test_bfloat16_stays_near_float32(head_dim):
     """Within its rounding, 2^-8, where the reference itself is off by as much."""
     qkv = [jnp.asarray(x, BF16) for x in make_qkv(1, 260, 4, 2, head_dim)]

@@ -3,13 +3,14 @@
 import ctypes
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 import pytest
+
+from .processes import CACHE
 
 # What tests compile runs for milliseconds: XLA need not make it fast. In the environment, since the
 # processes that tests start compile the same programs. Compiling the small LLM's backward takes
@@ -24,14 +25,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Worker processes, and later runs, share what they compile.
-jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dflop_jax_tests_xla")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+# Worker processes, the jobs of tests, and later runs share what they compile.
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 # Tracing makes millions of objects that stay; looking for garbage among them takes a tenth of the
 # time. `_clear` collects after every file.
-gc.freeze()
 gc.set_threshold(1_000_000, 50, 1_000)
 
 MOST_BYTES = 1_500_000_000  # from which on a test process drops what jax keeps after every test
@@ -46,6 +46,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(4, cores + 1)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected, which stays, out of every later collection."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real media beside the checkout; tests that need it skip without it."""
@@ -53,6 +58,14 @@ def shared_data() -> Path:
     if not (folder / "dataset.json").exists():
         pytest.skip("no ../shared/data")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache() -> Iterator[None]:
+    """Runs in this process keep what they compile where all tests do, not in their own folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

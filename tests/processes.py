@@ -14,6 +14,7 @@ from dflop_jax.cluster.addresses import LOOPBACK, free_port
 from dflop_jax.cluster.secret import new_secret
 
 ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests
 
 
 def run_processes(
@@ -71,7 +72,7 @@ def main() -> None:
     module, n, i, port, devices, *args = sys.argv[1:]
     where = DistributedConfig(f"{LOOPBACK}:{port}", int(n), int(i))
     initialise(where, plan_devices=int(n) * int(devices))
-    use_cache(Path(tempfile.gettempdir()) / "dflop_jax_tests_processes")
+    use_cache(CACHE)
     importlib.import_module(module).main(args)
     assert shutdown()
 

@@ -20,7 +20,7 @@ from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.segment import KEY_IMPL, Segment
 from dflop_jax.pipeline.step import State, StepCall, StepHandle, share_tied
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule
@@ -101,8 +101,7 @@ class Executor:
             if name not in self.programs.local:
                 self._init_absent(name)
                 continue
-            # rbg compiles several times faster than threefry on CPU.
-            root = jax.random.key(seed, impl="rbg")
+            root = jax.random.key(seed, impl=KEY_IMPL)
             key = jax.random.fold_in(root, modules.index(s.plan.module))
             fresh = partial(draw_parameters, s, key)
             self.state.params[name] = begin(s, fresh) if begin else fresh()

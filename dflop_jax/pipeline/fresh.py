@@ -12,9 +12,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Module, Params, taps_of
+from dflop_jax.contract import Array, Params, taps_of
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.segment import Segment, init_part
 from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
 
 
@@ -37,10 +37,10 @@ def draw_by_parts(segment: Segment, key: Array) -> Params:
     for part, part_key in _keys(segment, key):
         if part in STACKED:
             keys = jax.random.split(part_key, module.n_layers)[plan.start : plan.stop]
-            layers = [jax.tree.map(np.asarray, _init(module, part, k)) for k in keys]
+            layers = [jax.tree.map(np.asarray, init_part(module, part, k)) for k in keys]
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
-            out[part] = jax.tree.map(np.asarray, _init(module, part, part_key))
+            out[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
     return jax.tree.map(lambda a, like: place(a, like.sharding), out, segment.placed_structs())
 
 
@@ -54,11 +54,6 @@ def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
     names = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
     for part in segment.own_parts:
         yield part, jax.random.fold_in(key, names.index(part))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _init(module: Module, part: str, key: Array) -> Params:
-    return module.init(part, key)
 
 
 @lru_cache(maxsize=64)

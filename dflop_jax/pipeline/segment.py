@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
+    Array,
     Module,
     Params,
     any_order_of,
@@ -28,6 +29,7 @@ Tree = Any
 Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
+KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
 # XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
 _SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
@@ -105,7 +107,7 @@ class Segment:
     @cached_property
     def loss_sums(self) -> tuple[str, ...]:
         """Names of its loss's sums; () without a loss. Any shape tells."""
-        out = self._exit_struct(Shape(1, 128)) if self.plan.last else None
+        out = _exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
         return tuple(out) if isinstance(out, dict) else ()
 
     def sharding(self, *spec: Any) -> NamedSharding:
@@ -210,12 +212,7 @@ class Segment:
 
     def hidden_struct(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Hidden states between layers, on one data rank."""
-        fields = self._fields("entry", shape)
-        return jax.eval_shape(self.module.entry, self._part_struct("entry"), fields)
-
-    def _fields(self, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-        names = self.module.inputs.get(part, ())
-        return {n: self.module.field_spec(n, shape.rows, shape.tokens) for n in names}
+        return _hidden_struct(self.module, shape)
 
     def x_structs(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
         """What the segment receives: "hidden" from the one before it, and what edges bring."""
@@ -232,16 +229,15 @@ class Segment:
         hidden = self.hidden_struct(shape)
         y: dict[str, Tree] = {}
         if self.taps:
-            fields = self._fields("entry", shape) | self._fields("layers", shape)
             y["taps"] = {
-                name: self._global(self._tap_struct(name, hidden, fields, shape), "stage", "data")
+                name: self._global(_tap_struct(self.module, name, shape), "stage", "data")
                 for name, _ in self.taps
             }
         if not self.plan.last:
             # As the next segment takes it, so that the transfer is a copy of equal pieces.
             return {**y, "next": self._global(hidden, None, "data")}
         if not self.has_loss:
-            return {**y, "exit": self._global(self._exit_struct(shape), "stage", "data")}
+            return {**y, "exit": self._global(_exit_struct(self.module, shape), "stage", "data")}
         if not sums:
             return y
         each = jax.ShapeDtypeStruct(
@@ -255,20 +251,6 @@ class Segment:
         """What an edge takes from the segment: features of its exit, or of a tap."""
         y = self.y_structs(shape)
         return y["taps"][edge.tap] if edge.tap else y["exit"]
-
-    def _tap_struct(
-        self, name: str, hidden: jax.ShapeDtypeStruct, fields: Tree, shape: Shape
-    ) -> jax.ShapeDtypeStruct:
-        fields = fields | self._fields(name, shape)
-        params = self._part_struct(name) if name in self.module.inputs else None
-        tap: Any = self.module.tap  # type: ignore[attr-defined]
-        return jax.eval_shape(partial(tap, name), params, hidden, fields)
-
-    def _exit_struct(self, shape: Shape) -> Tree:
-        fields = self._fields("exit", shape)
-        entry = self._part_struct("entry") if self.module.tied else None
-        hidden = self.hidden_struct(shape)
-        return jax.eval_shape(self.module.exit, self._part_struct("exit"), hidden, fields, entry)
 
     # ---- programs ----
 
@@ -327,14 +309,55 @@ class Segment:
         ).lower(*args)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def init_part(module: Module, part: str, key: Array) -> Params:
+    """Fresh parameters of a part of a module, of one layer for "layers"."""
+    return module.init(part, key)
+
+
+def init_structs(module: Module, part: str) -> Params:
+    """Shapes and dtypes of `init_part`, which then is not traced again where it runs."""
+    return init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
+
+
+# What follows is asked for again and again, for every segment, shape and program.
+
+
 @lru_cache(maxsize=256)
 def _part_struct(module: Module, part: str) -> Params:
-    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
+    return init_structs(module, part)
 
 
 @lru_cache(maxsize=256)
 def _logical_axes(module: Module, part: str) -> Params:
     return module.logical_axes(part)
+
+
+def _fields(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    names = module.inputs.get(part, ())
+    return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}
+
+
+@lru_cache(maxsize=1024)
+def _hidden_struct(module: Module, shape: Shape) -> jax.ShapeDtypeStruct:
+    fields = _fields(module, "entry", shape)
+    return jax.eval_shape(module.entry, _part_struct(module, "entry"), fields)
+
+
+@lru_cache(maxsize=1024)
+def _tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
+    fields = {k: struct for part in ("entry", "layers", name)
+              for k, struct in _fields(module, part, shape).items()}  # fmt: skip
+    params = _part_struct(module, name) if name in module.inputs else None
+    tap: Any = module.tap  # type: ignore[attr-defined]
+    return jax.eval_shape(partial(tap, name), params, _hidden_struct(module, shape), fields)
+
+
+@lru_cache(maxsize=1024)
+def _exit_struct(module: Module, shape: Shape) -> Tree:
+    fields, hidden = _fields(module, "exit", shape), _hidden_struct(module, shape)
+    entry = _part_struct(module, "entry") if module.tied else None
+    return jax.eval_shape(module.exit, _part_struct(module, "exit"), hidden, fields, entry)
 
 
 def _manual(struct: jax.ShapeDtypeStruct) -> P:

@@ -167,7 +167,8 @@ def part_products(
       trains: names of the parts that train.
       reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
     """
-    closed, inputs = traced_forward(module, part, shape, reached)
+    placed = reached if part == "entry" else ()
+    closed, inputs = traced_forward(module, part, shape, placed)
     region = trace(closed, [None] * len(inputs), 1)
     active_names = {"params": trains, "x": frozenset(reached), "fields": frozenset[str]()}
     of_inputs = list(zip(region.ins, inputs, strict=True))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
+from dflop_jax.pipeline.segment import init_structs
 from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, layer_params
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Region, Value, sources, trace
@@ -83,7 +84,7 @@ def _region(
 @lru_cache(maxsize=256)
 def part_structs(module: Module, part: str) -> Tree:
     """Shapes and dtypes of a part's parameters, those of one layer for "layers"."""
-    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
+    return init_structs(module, part)
 
 
 def _arguments(
@@ -127,6 +128,7 @@ def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads
     return sums, dx, jax.tree.map(jnp.add, grads, dparams)
 
 
+@lru_cache(maxsize=1024)
 def traced_forward(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:

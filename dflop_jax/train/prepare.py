@@ -50,7 +50,8 @@ def use_devices(n: int) -> list[jax.Device]:
 def use_cache(folder: str | Path) -> None:
     """Keep compiled programs in `folder`, so that a second run of the same plan starts at once."""
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # The quick ones too: a run begins with dozens, which together take seconds.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compiler._cache_write = _cache_write  # type: ignore[assignment]
 
 

@@ -19,7 +19,6 @@ from dflop_jax.records import Plan
 from dflop_jax.report.run_folder import RunFolder, answer_folder, has_begun
 from models import llava
 from tests.cli.command_line import refused, run
-from tests.cli.conftest import jax_settings_kept
 from tests.plans import NANO, nano_profile
 
 MODEL = llava.build("anyres-nano")
@@ -57,18 +56,17 @@ def finished(tmp_path_factory):
     """A run folder as a short run leaves it."""
     folder = tmp_path_factory.mktemp("finished")
     jax.devices()
-    with jax_settings_kept():
-        config = Config(
-            model=ModelConfig(size="anyres-nano"),
-            data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
-            plan=PlanConfig(devices=2, max_model=1),
-            train=TrainConfig(steps=2, global_batch=8),
-            run_dir=str(folder / "run"),
-            cache_dir=str(folder / "cache"),
-        )
-        tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
-        plan = replace(NANO, edges=edges_of(MODEL), tied=tied)
-        Trainer(config, plan=plan, profile=nano_profile()).fit()
+    config = Config(
+        model=ModelConfig(size="anyres-nano"),
+        data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
+        plan=PlanConfig(devices=2, max_model=1),
+        train=TrainConfig(steps=2, global_batch=8),
+        run_dir=str(folder / "run"),
+        cache_dir=str(folder / "cache"),
+    )
+    tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
+    plan = replace(NANO, edges=edges_of(MODEL), tied=tied)
+    Trainer(config, plan=plan, profile=nano_profile()).fit()
     return folder / "run"
 
 

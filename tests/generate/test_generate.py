@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 from dflop_jax.cli import main
@@ -53,8 +52,6 @@ def trained(tmp_path_factory):
     """A folder with an experiment, a run of it on a plan of two submeshes, and pictures."""
     folder = tmp_path_factory.mktemp("generate")
     jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    kept = {n: getattr(jax.config, n) for n in names}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("nano.py").write_text(EXPERIMENT)
@@ -64,10 +61,7 @@ def trained(tmp_path_factory):
         Image.new("RGB", (200, 30), (20, 170, 50)).save("wide.png")
         files = ("--plan-file", "plan.json", "--profile-file", "profile.json")
         assert main(["train", "nano.py", "--json", *files]) == 0
-    yield folder
-    for name, value in kept.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,8 @@ def test_it_learns_under_the_planners_choice(run):
 
 def test_any_policy_gives_the_same_losses(run):
     folder, result = run
-    other = Trainer(config(folder, "orch", devices=2)).fit()
+    profile = load(Profile, folder / "dflop/profile.json")
+    other = Trainer(config(folder, "orch", devices=2), profile=profile).fit()
     np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
 
 

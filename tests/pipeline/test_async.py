@@ -6,7 +6,7 @@ import pytest
 
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import NO_GROUP, ProgramId, Task
-from models.llava import build
+from tests.small import Small
 
 from . import plain
 
@@ -19,7 +19,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_in_flight_equal_steps_awaited(name):
     vision, llm, group_size = LAYOUTS[name]
-    model = build("nano")
+    model = Small()
     samples = plain.random_samples(model, 12, 0)
     plan = plain.plan_of(model, vision, llm, bucket=(8, 96), group_size=group_size)
     schedule = plain.random_schedule(plan, samples, 4, seed=1)

@@ -11,14 +11,16 @@ from dflop_jax.pipeline import fresh
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.programs import PIECES, Programs
 from models.llava import build
+from tests.small import Small
 
 from . import plain
 
-MODEL = build("nano")
+MODEL, SMALL = build("nano"), Small()
+# name -> (model, vision, llm, options)
 PLANS = {
-    "a device each": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
-    "stages, data and model": ((0, 1, 2, 2), (0, 2, 2, 2), {"group_size": 2}),
-    "two segments of the LLM": ((0, 1, 4, 1), (4, 1, 1, 2), {"llm_segments": 2}),
+    "a device each": (SMALL, (0, 1, 1, 1), (1, 1, 1, 1), {}),
+    "stages, data and model": (MODEL, (0, 1, 2, 2), (0, 2, 2, 2), {"group_size": 2}),
+    "two segments of the LLM": (SMALL, (0, 1, 4, 1), (4, 1, 1, 2), {"llm_segments": 2}),
 }
 
 
@@ -35,8 +37,9 @@ def alone(module, part, key):
 @pytest.fixture(scope="module")
 def wanted():
     return {
-        (name, part): alone(module, part, jax.random.key(7, impl="rbg"))
-        for name, module in MODEL.modules.items()
+        (module, part): alone(module, part, jax.random.key(7, impl="rbg"))
+        for model in (MODEL, SMALL)
+        for module in model.modules.values()
         for part in ("entry", "layers", "exit")
     }
 
@@ -51,13 +54,13 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
         return place(array, sharding)
 
     monkeypatch.setattr(fresh, "place", spied)
-    vision, llm, options = PLANS[name]
-    plan = plain.plan_of(MODEL, vision, llm, **options)
-    for segment in make_segments(MODEL, plan, jax.devices()).values():
+    model, vision, llm, options = PLANS[name]
+    plan = plain.plan_of(model, vision, llm, **options)
+    for segment in make_segments(model, plan, jax.devices()).values():
         got = draw(segment, jax.random.key(7, impl="rbg"))
         structs = segment.placed_structs()
         for part, tree in got.items():
-            want = wanted[segment.plan.module, part]
+            want = wanted[model.modules[segment.plan.module], part]
             if part == "layers":
                 want = jax.tree.map(lambda a, s=segment.plan: a[s.start : s.stop], want)
             for g, w, struct in zip(
@@ -70,7 +73,7 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
 
 
 def test_programs_are_timed_on_what_real_rows_hold():
-    vision, llm, options = PLANS["stages, data and model"]
+    _, vision, llm, options = PLANS["stages, data and model"]
     plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
     programs = Programs(MODEL, plan, optax.sgd(1.0), devices=jax.devices(), clip_norm=0.0,
                         freeze=(), rate_factors={}, evaluates=False)  # fmt: skip
@@ -92,7 +95,7 @@ def test_programs_are_timed_on_what_real_rows_hold():
 
 
 def test_accumulators_are_made_on_the_submesh():
-    plan = plain.plan_of(MODEL, *PLANS["stages, data and model"][:2], group_size=2)
+    plan = plain.plan_of(MODEL, *PLANS["stages, data and model"][1:3], group_size=2)
     segment = make_segments(MODEL, plan, jax.devices())["llm"]
     got, structs = fresh.zero_gradients(segment), segment.grad_structs()
     assert jax.tree.structure(got) == jax.tree.structure(structs)

@@ -1,4 +1,7 @@
-"""One step's loss and every gradient equal the plain computation, whatever the plan."""
+"""One step's loss and every gradient equal the plain computation, whatever the plan.
+
+Every layout runs a small model; those that a real model's layers could mind run "nano" too.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +14,7 @@ import pytest
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.baselines import pytorch
 from models.llava import build
+from tests.small import Small
 
 from . import plain
 
@@ -18,17 +22,12 @@ N = 12
 KEY_BIAS = "['vision']['layers']['key']['bias']"
 
 
-@functools.cache
-def model(tied: bool):
-    nano = build("nano")
-    decoder = dataclasses.replace(nano.size.decoder, tied=tied)
-    return dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
+NANO = build("nano")
 
 
 @functools.cache
-def oracle(tied: bool):
-    """(samples, modules' parameters, loss, gradients) computed plainly."""
-    m = model(tied)
+def oracle(m):
+    """(samples, modules' parameters, loss, gradients) of a model, computed plainly."""
     samples = plain.random_samples(m, N, 1)
     plan = plain.plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1))
     ex = Executor(m, plan, optax.sgd(1.0))
@@ -122,12 +121,25 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_step_equals_plain_computation(name):
+ON_NANO = (
+    "2+6, tp 2 and dp 3 x tp 2",
+    "llm stage 2, dp 2, tp 2 on 8, shared",
+    "tied across segments of dp 2 x tp 2",
+    "two groups feed one, stage 2",
+    "same mesh",
+    "one device",
+)
+
+
+@pytest.mark.parametrize(
+    "size, name", [*(("small", name) for name in PLANS), *(("nano", name) for name in ON_NANO)]
+)
+def test_step_equals_plain_computation(size, name):
     vision, llm, options = PLANS[name]
     options = dict(options)
     tied = options.pop("tied", True)
-    m, (samples, params, want_loss, want) = model(tied), oracle(tied)
+    m = Small(tied) if size == "small" else NANO
+    samples, params, want_loss, want = oracle(m)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     schedule = plain.random_schedule(
         plan, samples, 2, seed=len(name), text_only=(0,), feeding=plan.fan_in
@@ -140,7 +152,8 @@ def test_step_equals_plain_computation(name):
 
 def test_a_stage_of_two_modules_equals_plain_computation():
     """As the policy `pytorch` deals layers: the last of the encoder and the first of the LLM."""
-    m, (samples, _, want_loss, want) = model(False), oracle(False)
+    m = Small(tied=False)
+    samples, _, want_loss, want = oracle(m)
     space = pytorch(4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2)
     placement = next(p for p in space if len(p.submeshes) == 2)
     assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
@@ -155,8 +168,8 @@ def test_a_stage_of_two_modules_equals_plain_computation():
 @pytest.mark.parametrize("name", ["2+6, tp 2 and dp 3 x tp 2", "llm stage 2"])
 def test_bfloat16_step_is_close(name):
     vision, llm, options = PLANS[name]
-    m, (samples, _, want_loss, want) = model(True), oracle(True)
-    half = dataclasses.replace(m, dtype=jax.numpy.dtype("bfloat16"))
+    samples, _, want_loss, want = oracle(NANO)
+    half = dataclasses.replace(NANO, dtype=jax.numpy.dtype("bfloat16"))
     plan = plain.plan_of(half, vision, llm, bucket=(36, 240), **options)
     schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,))
     loss, grads, _, _ = grads_of(half, plan, samples, schedule)
@@ -177,7 +190,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("freeze", FROZEN)
 def test_frozen_parts_keep_the_others_gradients(freeze):
-    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    samples, _, want_loss, want = oracle(m := Small())
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
     schedule = plain.random_schedule(plan, samples, 2, seed=4, text_only=(0,))
     loss, grads, _, result = grads_of(m, plan, samples, schedule, freeze=freeze)
@@ -191,16 +204,16 @@ def test_frozen_parts_keep_the_others_gradients(freeze):
 
 
 def test_everything_frozen_is_refused():
-    plan = plain.plan_of(model(True), (0, 1, 1, 1), (1, 1, 1, 1))
+    plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1))
     with pytest.raises(ValueError, match="nothing is left to train"):
-        Executor(model(True), plan, optax.sgd(1.0), freeze=("vision", "connector", "llm"))
+        Executor(Small(), plan, optax.sgd(1.0), freeze=("vision", "connector", "llm"))
     with pytest.raises(ValueError, match="cannot freeze"):
-        Executor(model(True), plan, optax.sgd(1.0), freeze=("audio",))
+        Executor(Small(), plan, optax.sgd(1.0), freeze=("audio",))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_permuted_samples_change_no_gradient(seed):
-    m, (samples, _, want_loss, want) = model(True), oracle(True)
+    samples, _, want_loss, want = oracle(m := Small())
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
     schedule = plain.random_schedule(plan, samples, 1 + seed, seed=seed)
     loss, grads, _, _ = grads_of(m, plan, samples, schedule)
@@ -209,12 +222,11 @@ def test_permuted_samples_change_no_gradient(seed):
 
 
 def test_text_only_plan_without_encoder():
-    m = model(True)
-    text = dataclasses.replace(m)
+    m = Small()
     samples = plain.random_samples(m, 6, 5, max_tiles=0)
-    plan = plain.plan_of(text, None, (0, 1, 2, 1), bucket=(0, 96))
+    plan = plain.plan_of(m, None, (0, 1, 2, 1), bucket=(0, 96))
     schedule = plain.random_schedule(plan, samples, 2, seed=0)
-    loss, grads, params, _ = grads_of(text, plan, samples, schedule)
+    loss, grads, params, _ = grads_of(m, plan, samples, schedule)
     want_loss, want = plain.plain_loss_and_grads(m, params, samples)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads["llm"], want["llm"])

@@ -10,29 +10,27 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import BACKWARD, REMAT, Shape, with_remat
-from models.llava import build
 
 from . import plain
-from .test_gradients import PLANS, assert_trees_close, grads_of, model, oracle
+from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
 
 
 @pytest.mark.parametrize("remat", ["layers", "dots"])
 @pytest.mark.parametrize("name", ["one device", "llm stage 2, dp 2, tp 2 on 8, shared"])
 def test_gradients_are_those_of_the_plain_computation(name, remat):
     vision, llm, options = PLANS[name]
-    m, (samples, _, want_loss, want) = model(True), oracle(True)
-    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    samples, _, want_loss, want = oracle(NANO)
+    plan = plain.plan_of(NANO, vision, llm, bucket=(36, 240), **options)
     schedule = plain.random_schedule(plan, samples, 2, seed=1, text_only=(0,))
-    loss, grads, _, _ = grads_of(m, with_remat(plan, remat), samples, schedule)
+    loss, grads, _, _ = grads_of(NANO, with_remat(plan, remat), samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
 
 
 def temp_bytes(remat: str) -> int:
     """Of the LLM's backward: 8 layers, 512 tokens."""
-    nano = build("nano")
-    decoder = dataclasses.replace(nano.size.decoder, n_layers=8)
-    m = dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
+    decoder = dataclasses.replace(NANO.size.decoder, n_layers=8)
+    m = dataclasses.replace(NANO, size=dataclasses.replace(NANO.size, decoder=decoder))
     plan = plain.plan_of(m, None, (0, 1, 1, 1))
     segment = make_segments(m, with_remat(plan, remat), jax.devices())["llm"]
     compiled = segment.lower(Shape(1, 512), BACKWARD).compile()

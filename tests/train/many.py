@@ -1,4 +1,4 @@
-"""Real jobs for tests: `dflop launch -n N -- dflop train`, on the model "nano", in seconds.
+"""Real jobs for tests: `dflop launch -n N -- dflop train`, on a small model, in seconds.
 
 The plan and the profile are given, so nothing is measured or searched, and what is compiled is kept
 for all tests in one folder.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from dflop_jax.records import Plan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 
 from ..plans import NANO, bucket, nano_profile
+from ..processes import CACHE, ROOT
 
 LIMIT_S = 240.0  # no job takes more than some seconds, on a loaded machine a minute
 STEPS = 16
@@ -32,12 +32,14 @@ FOUR = replace(
 )
 
 EXPERIMENT = """
+import sys
+sys.path.append({root!r})
 from dflop_jax import (CheckpointConfig, Config, DataConfig, DistributedConfig, ModelConfig,
                        TrainConfig)
 
 def config():
     return Config(
-        model=ModelConfig(size="nano"),
+        model=ModelConfig(factory="tests.small:build"),
         data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
         train=TrainConfig(steps={steps}, global_batch=4, warmup_steps=2),
         checkpoint=CheckpointConfig(every={every}, keep=100),
@@ -58,11 +60,14 @@ class Jobs:
     @classmethod
     def make(cls, folder: Path, plan: Plan, steps: int = STEPS, every: int = 4) -> Jobs:
         folder.mkdir(parents=True, exist_ok=True)
-        cache = Path(tempfile.gettempdir()) / "dflop_jax_tests_jobs"
         text = EXPERIMENT.format(
-            steps=steps, every=every, run_dir=str(folder / "run"), cache_dir=str(cache)
+            root=str(ROOT),
+            steps=steps,
+            every=every,
+            run_dir=str(folder / "run"),
+            cache_dir=str(CACHE),
         )
-        (folder / "nano.py").write_text(text)
+        (folder / "small.py").write_text(text)
         save(plan, folder / "plan.json")
         save(nano_profile(), folder / "profile.json")
         return cls(folder, plan)
@@ -70,7 +75,7 @@ class Jobs:
     def command(self, n: int, run_dir: Path, *more: str) -> list[str]:
         """The command line of a job of `n` processes, which share the plan's devices evenly."""
         devices = 1 + max(d for s in self.plan.submeshes for d in s.devices)
-        train = ["dflop", "train", str(self.folder / "nano.py"), "--run_dir", str(run_dir)]
+        train = ["dflop", "train", str(self.folder / "small.py"), "--run_dir", str(run_dir)]
         for name in ("plan", "profile"):
             train += [f"--{name}-file", str(self.folder / f"{name}.json")]
         launch = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", str(n)]

@@ -21,8 +21,9 @@ from ..plans import NANO, bucket, nano_profile
 
 STEPS = 12
 PLAN = dataclasses.replace(NANO, buckets=(bucket(8, 160),))
+NANO_MODEL = ModelConfig(size="nano")
 CONFIG = Config(
-    model=ModelConfig(size="nano"),
+    model=ModelConfig(factory="tests.small:build"),
     data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
     train=TrainConfig(steps=STEPS, global_batch=4, warmup_steps=2, eval_samples=4, eval_every=4),
     checkpoint=CheckpointConfig(every=3, keep=10),
@@ -37,7 +38,7 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def quick(compiled):
-    """Runs that keep the suite's compile cache and draw no pictures."""
+    """Runs that compile once and draw no pictures."""
     jax.devices()
     compile_all = Programs.compile
 
@@ -50,7 +51,6 @@ def quick(compiled):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "compile", compile_once)
-        patch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
         patch.setattr(trainer_module, "write_summary", lambda folder: None)
         yield
 

@@ -10,6 +10,7 @@ import pytest
 from ..report.test_tensorboard import events_of
 from .resume_cases import (  # noqa: F401
     CONFIG,
+    NANO_MODEL,
     STEPS,
     _in_a_folder_of_its_own,
     as_killed,
@@ -27,9 +28,10 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
         CONFIG.train, lora_rank=2, learning_rates=("lora=1e-2",), tensorboard=True
     )
     whole = tmp_path_factory.mktemp("lora") / "run"
-    fit(whole, train=train)
+    nano = {"model": NANO_MODEL}
+    fit(whole, train=train, **nano)
     killed = as_killed(whole, saved=6, rows=8)
-    fit(killed, "resume", train=train)
+    fit(killed, "resume", train=train, **nano)
     assert_as_whole(killed, whole)
     scalars, of_whole = events_of(killed), events_of(whole)
     for name in ("loss", "learning_rate/lora", "held_out/loss"):
@@ -38,8 +40,8 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     assert list(scalars["held_out/loss"]) == [3, 7, 11]
     # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
     other = shutil.copytree(whole, "other")
-    said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3))
+    said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3), **nano)
     assert "adapter" in said
     assert "another model" in said
-    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14))
+    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), **nano)
     assert "opt_state/llm" in said

@@ -10,15 +10,18 @@ import pytest
 
 from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
+from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.summary import figures, flops_text, percent, summarise
 from dflop_jax.train.trainer import Trainer
 from models.llava import build
 
+from .. import small
 from ..plans import nano_profile
 from .many import TWO, Jobs
 from .resume_cases import (  # noqa: F401
     CONFIG,
+    NANO_MODEL,
     PLAN,
     _in_a_folder_of_its_own,
     compiled,
@@ -27,6 +30,7 @@ from .resume_cases import (  # noqa: F401
     refused,
 )
 
+NANO = {"model": NANO_MODEL}  # a model whose attention counts
 PEAK, STEPS = 3e9, 4
 TRAIN = dataclasses.replace(CONFIG.train, steps=STEPS, eval_every=0, peak_flops=PEAK)
 
@@ -35,7 +39,7 @@ TRAIN = dataclasses.replace(CONFIG.train, steps=STEPS, eval_every=0, peak_flops=
 def run(quick, tmp_path_factory):
     """The folder of a run whose steps 1 and 2 are traced."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
-    fit(folder, train=dataclasses.replace(TRAIN, profile_steps="1:2"))
+    fit(folder, train=dataclasses.replace(TRAIN, profile_steps="1:2"), **NANO)
     return folder
 
 
@@ -59,7 +63,7 @@ def by_hand(loads) -> dict[str, float]:
 
 
 def test_mfu_is_that_of_a_count_by_hand(run):
-    config = dataclasses.replace(CONFIG, train=TRAIN)
+    config = dataclasses.replace(CONFIG, train=TRAIN, **NANO)
     trainer = Trainer(config, plan=PLAN, profile=nano_profile())
     loader = make_loader(config, trainer.source)
     rows = read_metrics(run)
@@ -107,18 +111,19 @@ def test_steps_are_traced_for_xprof_and_perfetto(run):
 
 
 def test_a_resumed_run_traces_what_is_left(capsys):
-    fit("run", train=dataclasses.replace(TRAIN, steps=4))
+    fit("run", train=dataclasses.replace(TRAIN, steps=4), **NANO)
     assert traced("run") == []
     assert read_metrics("run")[0]["mfu"] is not None
     longer = dataclasses.replace(TRAIN, steps=6, peak_flops=0.0)
-    fit("run", "resume", train=dataclasses.replace(longer, profile_steps="1:5"))
+    fit("run", "resume", train=dataclasses.replace(longer, profile_steps="1:5"), **NANO)
     (trace,) = traced("run")
     assert steps_in(trace) == {"4", "5"}
     row = read_metrics("run")[-1]
     assert (row["mfu"], row["mfu_by_module"]) == (None, {})  # of a CPU no peak is known
     assert row["flops_per_s"] > 0
     capsys.readouterr()
-    fit("run", "resume", train=dataclasses.replace(longer, steps=7, profile_steps="1:2"))
+    late = dataclasses.replace(longer, steps=7, profile_steps="1:2")
+    fit("run", "resume", train=late, **NANO)
     assert "done before step 6" in capsys.readouterr().err
     assert len(traced("run")) == 1
 
@@ -128,11 +133,17 @@ def test_two_processes_add_up_and_are_both_traced(tmp_path):
     wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]
     code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "0")
     assert code == 0, output
-    config = load_experiment(str(tmp_path / "nano.py"))
+    config = load_experiment(str(tmp_path / "small.py"))
     trainer = Trainer(config, plan=TWO, profile=nano_profile())
     loader = make_loader(config, trainer.source)
+    needed = needed_flops(small.Small(), {"vision": small.PATCHES, "llm": 96})
     for row in read_metrics(tmp_path / "run"):
-        assert row["model_flops_by_module"] == pytest.approx(by_hand(loader.loads(row["step"])))
+        flops = dict.fromkeys(needed, 0.0)
+        for load in loader.loads(row["step"]):
+            for module, pieces in load.pieces.items():
+                flops[module] += sum(map(needed[module], pieces))
+        assert min(flops.values()) > 0
+        assert row["model_flops_by_module"] == pytest.approx(flops)
         assert row["mfu"] == pytest.approx(row["model_flops"] / row["step_s"] / (2 * 2e9))
     for process in (0, 1):
         (trace,) = traced(tmp_path / "run", process)

@@ -22,9 +22,11 @@ PLAN = replace(NANO, buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
 
 def fit(run_dir, steps: int, *, correct: bool = False):
     config = Config(
-        model=ModelConfig(size="nano"),
+        model=ModelConfig(factory="tests.small:build"),
         data=DataConfig(n_samples=512, max_tiles=2, max_frames=4, max_tokens=160),
-        train=TrainConfig(steps=steps, global_batch=8, eval_samples=8, eval_every=100),
+        train=TrainConfig(
+            steps=steps, global_batch=8, learning_rate=1e-2, eval_samples=8, eval_every=100
+        ),
         schedule=ScheduleConfig(correct=correct),
         run_dir=str(run_dir),
     )

@@ -23,7 +23,7 @@ from tests.checkpoint.checkpoint_cases import model
 
 from ..pipeline import plain
 from ..plans import nano_profile
-from .resume_cases import CONFIG, PLAN, evaluations
+from .resume_cases import CONFIG, NANO_MODEL, PLAN, evaluations
 
 STAGES = {
     "connector": {"vision": {"exit"}},
@@ -162,9 +162,10 @@ def test_a_model_without_a_connector_or_adapters_says_so():
     assert parts(text_only, stage="llm").frozen == ()
 
 
-def test_a_wrong_choice_is_found_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
-    config = dataclasses.replace(CONFIG, train=TrainConfig(learning_rates=("audoi=1",)))
+def test_a_wrong_choice_is_found_before_anything_is_measured():
+    config = dataclasses.replace(
+        CONFIG, model=NANO_MODEL, train=TrainConfig(learning_rates=("audoi=1",))
+    )
     with pytest.raises(ValueError, match="'audoi', which the model does not have"):
         set_up(config)
 
@@ -182,10 +183,9 @@ def test_a_wrong_choice_is_found_before_anything_is_measured(monkeypatch):
     ids=["connector", "lora", "lora alone"],
 )
 def test_a_run_trains_and_evaluates(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
     monkeypatch.setattr("dflop_jax.train.trainer.write_summary", lambda folder: None)
     steps = dataclasses.replace(CONFIG.train, steps=4, eval_every=2, learning_rate=1e-3, **train)
-    config = Config(model=CONFIG.model, data=CONFIG.data, train=steps, run_dir=str(tmp_path / "r"))
+    config = Config(model=NANO_MODEL, data=CONFIG.data, train=steps, run_dir=str(tmp_path / "r"))
     trainer = Trainer(config, plan=PLAN, profile=nano_profile())
     result = trainer.fit()
     assert np.isfinite(result.losses).all()

@@ -52,7 +52,9 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: Annotated[
-        str, "LLaVA-format JSON/JSONL file or folder, .tar shards, a .yaml mixture; empty: scenes"
+        str,
+        "LLaVA-format JSON/JSONL file or folder, .tar shards, Parquet or Arrow files, OWNER/NAME "
+        "in the hub's cache, a .yaml mixture; empty: scenes",
     ] = ""
     factory: Annotated[
         str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"

@@ -32,11 +32,14 @@ MAX_LIST_BYTES = 8192 * MiB  # of a .json list, which is read as a whole
 MAX_MEDIA = 1000  # of one record
 MAX_TURNS = 1000  # a chat template is rendered once for each
 MAX_ID = 200  # characters of a record's id
+MAX_NAME = 200  # characters of a file's or a member's name in messages
 # files beside the records
 MAX_YAML_BYTES, MAX_YAML_EVENTS, MAX_YAML_DEPTH = 4 * MiB, 200_000, 32
 MAX_SHARDS = 1_000_000
 MAX_TAR_HEADER = MiB  # bytes of one header of a tar: long names, extended attributes
 MAX_MEMBERS = 2_000_000  # of one shard
+MAX_FOOTER_BYTES = 64 * MiB  # of what a table says of itself
+MAX_ROWS = 200_000_000  # of one table
 MAX_SHOWN = 200_000_000  # samples of a mixture's epoch
 MAX_TOKENIZER_BYTES = 256 * MiB  # of a file of a tokenizer
 

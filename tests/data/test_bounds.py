@@ -15,8 +15,9 @@ import pytest
 from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, named, parse_json, read_bounded
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.datasets.mixture import load_mixture
-from dflop_jax.data.datasets.readers import find_shards, open_reader
+from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import load_index, save_index
+from dflop_jax.data.datasets.shards import find_shards
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.tiling import picture_size
 from dflop_jax.data.media.video import count_frames, read_frames

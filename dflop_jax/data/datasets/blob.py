@@ -1,9 +1,9 @@
-"""Bytes that stand somewhere in a file: the whole file, or one member of a tar shard."""
+"""Bytes of a medium: a whole file, a part of one (a member of a tar shard), or in memory."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -35,10 +35,26 @@ class Blob:
         return data
 
 
-def open_media(source: Path | Blob) -> BinaryIO:
+@dataclass(frozen=True)
+class Embedded:
+    """A medium whose bytes stand in its record; `name` is how messages call it."""
+
+    data: bytes = field(repr=False)
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Medium = Path | Blob | Embedded
+
+
+def open_media(source: Medium) -> BinaryIO:
     """A seekable binary file of a medium; a member of a tar shard is not read as a whole."""
     if isinstance(source, Path):
         return source.open("rb")
+    if isinstance(source, Embedded):
+        return io.BytesIO(source.data)
     return cast(BinaryIO, io.BufferedReader(_Section(source)))
 
 

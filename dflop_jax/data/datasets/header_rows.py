@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.datasets.llava_records import KINDS, Record, lot
-from dflop_jax.data.datasets.readers import Located, Reader
+from dflop_jax.data.datasets.located import Located, Reader
 from dflop_jax.data.datasets.shape_index import MEDIA, RECORDS, Row
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.audio import count_samples
@@ -136,7 +136,7 @@ class _Headers:
     def __init__(self) -> None:
         self._known: dict[tuple[str, Path], dict[str, int]] = {}
 
-    def __call__(self, kind: str, source: Path | Blob) -> dict[str, int]:
+    def __call__(self, kind: str, source: Medium) -> dict[str, int]:
         if not isinstance(source, Path):
             return _header(kind, source)
         if (kind, source) not in self._known:
@@ -144,7 +144,7 @@ class _Headers:
         return self._known[kind, source]
 
 
-def _header(kind: str, source: Path | Blob) -> dict[str, int]:
+def _header(kind: str, source: Medium) -> dict[str, int]:
     header = {"kind": KINDS.index(kind), "width": 0, "height": 0, "frames": 0, "samples": 0}
     if kind == "image":
         header["width"], header["height"] = picture_size(source)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.readers import Located, Reader
+from dflop_jax.data.datasets.located import Located, Reader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
     ShapeTable,

@@ -1,55 +1,107 @@
-"""LLaVA-format records: what makes one usable, how it is called, and which are held out."""
+"""Records: what makes one usable, how it is called, and which are held out.
+
+A record is in LLaVA's format ("conversations" of {from, value}) or has "messages" (see
+`chat_messages`); its media are named beside the text, in "image" or "images" and so on, or in the
+parts of messages.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS
-from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS, parse_json
+from dflop_jax.data.datasets.blob import Blob, Embedded, Medium
+from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
 from dflop_jax.data.text.pieces import ROLES
 
 KINDS = ("image", "video", "audio")
 MEDIUM = re.compile(f"<({'|'.join(KINDS)})>")
+TEXTS = ("conversations", "messages")
+# a field, and the names that it may have
+FIELDS = {"id": ("id",), **{t: (t,) for t in TEXTS}, **{k: (k, f"{k}s") for k in KINDS}}
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. `media` are (kind, path) in the order of their tags in the turns."""
+    """One conversation. `media` are (kind, where) in the order of their tags in the turns."""
 
     name: str
-    turns: tuple[tuple[str, str], ...]
-    media: tuple[tuple[str, Path | Blob], ...]
+    turns: Turns
+    media: tuple[tuple[str, Medium], ...]
 
 
-def parse_record(place: str, raw: Any, find: Callable[[str], Path | Blob]) -> Record:
+def choose_columns(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the column that each field of a record is read from, of those that there are.
+
+    Args:
+      columns: field -> column as a user says; other fields have their own names. Of several texts
+        the one that it names is read.
+
+    Raises:
+      ValueError: a column that it names is missing.
+    """
+    for column in columns.values():
+        if column not in names:
+            raise ValueError(f"no column {column!r}; there are {', '.join(map(str, names))}")
+    chosen = dict(columns)
+    for field, own in FIELDS.items():
+        if field in TEXTS and any(text in columns for text in TEXTS):
+            continue
+        found = [name for name in own if name in names]
+        if found:
+            chosen.setdefault(field, found[0])
+    return chosen
+
+
+def parse_record(
+    place: str,
+    raw: Any,
+    find: Callable[[str], Path | Blob],
+    columns: Mapping[str, str] = NO_COLUMNS,
+    *,
+    beside: Mapping[str, list[str]] = MappingProxyType({}),
+) -> Record:
     """Return a usable record; `find` finds a medium by the name that it has there.
+
+    Args:
+      columns: see `choose_columns`.
+      beside: names of its media by kind, of a record that names none.
 
     Raises:
       ValueError: the reason why it is unusable, with its name (see `record_name`).
     """
-    name = record_name(place, raw)
+    name = place
     try:
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-        turns = _turns(raw.get("conversations"))
-        names = {kind: _paths(raw, kind) for kind in KINDS}
-        if sum(map(len, names.values())) > MAX_MEDIA:
-            raise ValueError(f"more than {MAX_MEDIA} media in one record")
+        fields = {field: raw[c] for field, c in choose_columns(raw, columns).items()}
+        name = record_name(place, fields)
+        turns, own = _turns(fields)
+        media = {kind: _listed(fields, kind) for kind in KINDS}
         tags = [t for _, text in turns for t in MEDIUM.findall(text)]
-        if names["video"] and not names["image"] and "video" not in tags:
+        if len(own) < len(tags) and not any(media.values()):
+            media |= beside
+        if sum(map(len, media.values())) + len(own) > MAX_MEDIA:
+            raise ValueError(f"more than {MAX_MEDIA} media in one record")
+        if media["video"] and not media["image"] and "video" not in tags and not own:
             # as LLaVA-NeXT writes videos
             tags = ["video" if t == "image" else t for t in tags]
             turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
-        for kind, paths in names.items():
-            if tags.count(kind) != len(paths):
-                raise ValueError(f"{tags.count(kind)} <{kind}> tags for {len(paths)} {kind}s")
-        queues = {kind: iter(paths) for kind, paths in names.items()}
-        return Record(name, turns, tuple((tag, find(next(queues[tag]))) for tag in tags))
+        for kind, values in media.items():
+            wanted = sum(tag == kind and k not in own for k, tag in enumerate(tags))
+            if wanted != len(values):
+                raise ValueError(f"{wanted} <{kind}> tags for {len(values)} {kind}s")
+        queues = {kind: iter(values) for kind, values in media.items()}
+        given = [own[k] if k in own else next(queues[tag]) for k, tag in enumerate(tags)]
+        found = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
+        return Record(name, turns, tuple(zip(tags, found, strict=True)))
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from None
 
@@ -78,9 +130,32 @@ def check_split(split: str, eval_fraction: float) -> None:
         raise ValueError("the eval split of a dataset on disk needs eval_fraction > 0, e.g. 0.1")
 
 
-def _turns(raw: Any) -> tuple[tuple[str, str], ...]:
+def _turns(fields: Mapping[str, Any]) -> tuple[Turns, dict[int, Any]]:
+    """Turns, and media that the text itself names by the number of their tag."""
+    texts = {text: fields.get(text) for text in TEXTS}
+    found = next((text for text, raw in texts.items() if raw), "")
+    raw, own = texts.get(found), dict[int, Any]()
+    if isinstance(raw, str):  # a column of JSON
+        raw = parse_json(raw.encode())
+    if found == "messages":
+        turns, own = turns_of_messages(raw, KINDS)
+    else:
+        turns = _conversation(raw)
+    talk = turns[1:] if turns[0][0] == "system" else turns
+    if not talk or talk[0][0] != "human":
+        raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
+    if len(talk) % 2 or any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)):
+        raise ValueError("turns do not alternate human, gpt up to an answer")
+    if any(role == "gpt" and not MEDIUM.sub("", text).strip() for role, text in talk):
+        raise ValueError("an answer is empty")
+    return turns, own
+
+
+def _conversation(raw: Any) -> Turns:
+    if isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values()):  # by column
+        raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
     if not isinstance(raw, list) or not raw:
-        raise ValueError("no conversations")
+        raise ValueError("no conversations or messages")
     if len(raw) > MAX_TURNS:
         raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns = []
@@ -90,19 +165,23 @@ def _turns(raw: Any) -> tuple[tuple[str, str], ...]:
         if turn.get("from") not in list(ROLES):  # which may be asked for what has no hash
             raise ValueError(f"a turn is from {turn.get('from')!r:.50}, not human, gpt or system")
         turns.append((turn["from"], turn["value"]))
-    talk = turns[1:] if turns[0][0] == "system" else turns
-    if not talk or talk[0][0] != "human":
-        raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
-    if len(talk) % 2 or any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)):
-        raise ValueError("turns do not alternate human, gpt up to an answer")
-    if any(role == "gpt" and not MEDIUM.sub("", text).strip() for role, text in talk):
-        raise ValueError("an answer is empty")
     return tuple(turns)
 
 
-def _paths(raw: dict[str, Any], key: str) -> list[str]:
-    value = raw.get(key)
-    items = value if isinstance(value, list) else [] if value in (None, "") else [value]
-    if not all(isinstance(p, str) and p for p in items):
-        raise ValueError(f"{key!r} is not a path or a list of paths")
-    return items
+def _listed(fields: Mapping[str, Any], kind: str) -> list[Any]:
+    """The media of a kind that stand beside the text."""
+    value = fields.get(kind)
+    return value if isinstance(value, list) else [] if value in (None, "") else [value]
+
+
+def _found(kind: str, value: Any, number: int, find: Callable[[str], Path | Blob]) -> Medium:
+    """A medium by its path, or by its bytes, which go before a path."""
+    path: Any = None
+    if isinstance(value, dict):
+        path = value.get("path")
+        value = path if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return Embedded(value, path if isinstance(path, str) and path else f"{kind} {number}")
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{kind!r} is not a path or bytes, or a list of them")
+    return find(value)

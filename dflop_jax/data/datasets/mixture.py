@@ -1,10 +1,11 @@
 """A mixture of datasets: parts with weights and subset rules, in YAML or Python.
 
     parts:
-      - path: notes/train.json   # or a folder, shards-{000..127}.tar, shards-*.tar
+      - path: notes/train.json   # or a folder, shards-{000..127}.tar, data-*.parquet, OWNER/NAME
         root: photos             # folder of the media, or several; the file's own unless given
         subset: first:30%        # all, first:N, end:N, random:N; N a number or a percentage
         weight: 2                # how often an epoch shows each of them
+        columns: {messages: chat, image: pictures}   # where fields have other names
 
 LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
 """
@@ -31,6 +32,8 @@ from dflop_jax.data.bounds import (
     named,
     read_bounded,
 )
+from dflop_jax.data.datasets.find_tables import HUB, HUB_ID
+from dflop_jax.data.datasets.llava_records import FIELDS
 
 MAX_WEIGHT = 1000.0
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
@@ -38,12 +41,14 @@ RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture. `root` are the folders of its media, empty: the file's own."""
+    """One dataset of a mixture. `root` are the folders of its media, empty: the file's own;
+    `columns` are (field, column) where a record's fields have other names."""
 
     path: str
     weight: float = 1.0
     subset: str = "all"
     root: tuple[str, ...] = ()
+    columns: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -51,6 +56,9 @@ class Part:
         if not 0 < self.weight <= MAX_WEIGHT:
             raise ValueError(f"{self.path}: weight={self.weight} is not in (0, {MAX_WEIGHT:g}]")
         subset_size(self.subset, 1)
+        unknown = [field for field, _ in self.columns if field not in FIELDS]
+        if unknown:
+            raise ValueError(f"{self.path}: columns of {unknown}, not of {', '.join(FIELDS)}")
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,11 @@ def _part(raw: Any, folder: Path) -> Part:
         raise ValueError(f"part {raw.get('path', raw.get('json_path'))}: {e}") from None
     given = [part.root] if isinstance(part.root, str) else part.root
     root = tuple(str(folder / r) for r in given if r)
-    path = str(folder / part.path) if part.path else ""
-    return Part(path, part.weight, part.subset, root)
+    from_hub = part.path.startswith(HUB) or (
+        HUB_ID.fullmatch(part.path) and not (folder / part.path).exists()
+    )
+    path = part.path if from_hub or not part.path else str(folder / part.path)
+    return Part(path, part.weight, part.subset, root, tuple(sorted(part.columns.items())))
 
 
 class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -161,8 +172,9 @@ class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
     subset: str = "all"
     root: str | list[str] = ""
+    columns: dict[str, str] = {}
 
 
 def names(parts: Sequence[Part]) -> list[str]:
     """Each part's name in an index: parts of one dataset share its table."""
-    return [f"{p.path}|{','.join(p.root)}" for p in parts]
+    return ["|".join([p.path, ",".join(p.root), *map("=".join, p.columns)]) for p in parts]

@@ -19,8 +19,9 @@ from dflop_jax.data.datasets.counts import (
 from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
+from dflop_jax.data.datasets.located import Located, Reader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, shown
-from dflop_jax.data.datasets.readers import Located, Reader, open_reader
+from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
 from dflop_jax.data.media.decode import Pictures, Sound, decode_media
 from dflop_jax.data.text.pieces import Piece
@@ -32,7 +33,7 @@ logger = logging.getLogger("dflop_jax.data")
 def open_readers(mixture: Mixture) -> dict[str, Reader]:
     """Return the readers of a mixture's datasets, by their names in its index."""
     return {
-        key: open_reader(part.path, part.root)
+        key: open_reader(part.path, part.root, dict(part.columns))
         for key, part in zip(names(mixture.parts), mixture.parts, strict=True)
     }
 

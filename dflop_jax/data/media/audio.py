@@ -9,7 +9,6 @@ import logging
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, gcd
-from pathlib import Path
 
 import av
 import numpy as np
@@ -24,7 +23,7 @@ from dflop_jax.data.bounds import (
     MIN_RATE_HZ,
     one_line,
 )
-from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.media.container import checked_duration, opened
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
@@ -32,7 +31,7 @@ CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
 logger = logging.getLogger("dflop_jax.data")
 
 
-def count_samples(path: Path | Blob, rate_hz: int) -> int:
+def count_samples(path: Medium, rate_hz: int) -> int:
     """Samples of a sound once resampled to `rate_hz`, by the header (or, where that is silent, by
     its packets, undecoded). ValueError when the file is no sound, or holds none."""
     with opened(path, "sound") as container:
@@ -44,7 +43,7 @@ def count_samples(path: Path | Blob, rate_hz: int) -> int:
     return n_samples
 
 
-def read_sound(path: Path | Blob, n_samples: int, rate_hz: int) -> np.ndarray:
+def read_sound(path: Medium, n_samples: int, rate_hz: int) -> np.ndarray:
     """The first `n_samples` of a sound at `rate_hz`, float32 [n_samples] in -1..1.
 
     Channels are averaged. Where the sound breaks off, silence follows, with a warning. ValueError

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import av
 from av.container import InputContainer
 
 from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, named
-from dflop_jax.data.datasets.blob import Blob, open_media
+from dflop_jax.data.datasets.blob import Medium, open_media
 
 FORMATS = (
     "aac", "aiff", "amr", "asf", "au", "avi", "caf", "flac", "flv", "matroska", "mov", "mp3",
@@ -30,7 +29,7 @@ OPTIONS = {
 
 
 @contextmanager
-def opened(source: Path | Blob, what: str) -> Iterator[InputContainer]:
+def opened(source: Medium, what: str) -> Iterator[InputContainer]:
     """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
     with (
         named(f"{source}: not a readable {what}"),

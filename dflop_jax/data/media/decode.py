@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.datasets.counts import Preprocessing, VisionLayout
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import MEDIA, ShapeTable
@@ -70,13 +69,13 @@ def decode_media(
     return tuple(media)
 
 
-def _sound(source: Path | Blob, samples: int, spec: MelSpec) -> Sound:
+def _sound(source: Medium, samples: int, spec: MelSpec) -> Sound:
     n = min(samples, spec.max_samples)
     _, (frames,), (tokens,) = sound_counts(np.array([n]), spec)
     return Sound(log_mel(read_sound(source, n, spec.sample_rate), spec), int(tokens), int(frames))
 
 
-def _clip(source: Path | Blob, frames: int, how: Preprocessing) -> Pictures:
+def _clip(source: Medium, frames: int, how: Preprocessing) -> Pictures:
     assert how.vision is not None
     tiles = read_frames(source, frames, partial(frame_tile, tile_px=how.vision.tile_px))
     tokens = how.vision.place_clip(frames)
@@ -88,9 +87,7 @@ def _clip(source: Path | Blob, frames: int, how: Preprocessing) -> Pictures:
     return Pictures(tiles, with_text(tokens, at), text)
 
 
-def _picture(
-    source: Path | Blob, size: tuple[int, int], alone: bool, vision: VisionLayout
-) -> Pictures:
+def _picture(source: Medium, size: tuple[int, int], alone: bool, vision: VisionLayout) -> Pictures:
     image, true_size = read_scaled(source, vision.least_size(*size))
     if true_size != size:
         raise ValueError(f"{source}: {true_size} pixels, {size} when indexed; delete the index")

@@ -7,13 +7,12 @@ grid of tiles chosen by its aspect ratio and the resolution that the grid keeps.
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image
 
 from dflop_jax.data.bounds import MAX_PIXELS, named
-from dflop_jax.data.datasets.blob import Blob, open_media
+from dflop_jax.data.datasets.blob import Medium, open_media
 
 # Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -65,7 +64,7 @@ def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
     return 1 + rows * cols
 
 
-def picture_size(path: Path | Blob) -> tuple[int, int]:
+def picture_size(path: Medium) -> tuple[int, int]:
     """Upright (width, height) from the header. ValueError if it is no picture or too large."""
     with (
         named(f"{path}: not a readable picture"),
@@ -75,14 +74,12 @@ def picture_size(path: Path | Blob) -> tuple[int, int]:
         return _upright_size(image)
 
 
-def read_upright(path: Path | Blob) -> Image.Image:
+def read_upright(path: Medium) -> Image.Image:
     """Return the whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
     return read_scaled(path, None)[0]
 
 
-def read_scaled(
-    path: Path | Blob, least: tuple[int, int] | None
-) -> tuple[Image.Image, tuple[int, int]]:
+def read_scaled(path: Medium, least: tuple[int, int] | None) -> tuple[Image.Image, tuple[int, int]]:
     """Return the picture, upright, in RGB, and its true (width, height).
 
     With `least` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so

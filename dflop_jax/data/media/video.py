@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from math import ceil, floor
-from pathlib import Path
 
 import av
 import numpy as np
@@ -15,7 +14,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
-from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.media.container import checked_duration, opened
 from dflop_jax.data.media.seek import seek_plan, sought
 
@@ -24,7 +23,7 @@ USUAL_RATE = 25.0  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 
 
-def count_frames(path: Path | Blob, max_frames: int) -> int:
+def count_frames(path: Medium, max_frames: int) -> int:
     """Frames to sample: FRAMES_PER_S over the duration, at most `max_frames` and what is there.
 
     Reads stream metadata; a container without them has its packets counted, not decoded.
@@ -36,7 +35,7 @@ def count_frames(path: Path | Blob, max_frames: int) -> int:
 
 
 def read_frames(
-    path: Path | Blob, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
+    path: Medium, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
     """`convert` of `n_frames` upright RGB frames spread evenly over the clip, stacked.
 
@@ -94,7 +93,7 @@ def _rate(stream: VideoStream) -> float:
 
 
 def _sought_tiles(
-    path: Path | Blob, n: int, duration_s: float, convert: Callable[[Image.Image], np.ndarray]
+    path: Medium, n: int, duration_s: float, convert: Callable[[Image.Image], np.ndarray]
 ) -> list[np.ndarray] | None:
     """`convert` of n frames by seeking; None where it gains nothing, or not surely the same."""
     tiles: list[np.ndarray] = []

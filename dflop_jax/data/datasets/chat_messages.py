@@ -1,0 +1,91 @@
+"""Chat messages (roles with text or a list of typed parts) as turns of text with tags."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from dflop_jax.data.bounds import MAX_TURNS
+from dflop_jax.data.text.pieces import ROLES
+
+SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
+Turns = tuple[tuple[str, str], ...]
+
+
+def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int, Any]]:
+    """Return (role, text) turns, where a tag stands for each medium, and the media that parts name
+    themselves (a path, bytes, or {"bytes", "path"}), by the number of their tag among all tags.
+
+    A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
+    or "url"; without one, it is the next of the record's own field. ValueError: it is neither.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise ValueError("no messages")
+    if len(raw) > MAX_TURNS:
+        raise ValueError(f"more than {MAX_TURNS} turns in one record")
+    turns: list[tuple[str, str]] = []
+    own: dict[int, Any] = {}
+    n_tags = 0
+    for k, message in enumerate(raw):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {k} is not {{role, content}}")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in SPEAKERS:
+            raise ValueError(f"message {k} is from {role!r:.50}, not user, assistant or system")
+        content = message.get("content")
+        if not content or not isinstance(content, str | list):
+            raise ValueError(f"message {k} (of {role}) has no content")
+        texts = []
+        for part in [content] if isinstance(content, str) else content:
+            text, medium = _part(part, kinds, k)
+            if medium is not None:
+                own[n_tags] = medium
+            n_tags += _tags(text, kinds)
+            texts.append(text)
+        whole = "".join(texts)
+        if _tags(whole, kinds) != sum(_tags(text, kinds) for text in texts):
+            raise ValueError(f"message {k} spells a tag across its parts")
+        turns.append((SPEAKERS[role], whole))
+    return tuple(turns), own
+
+
+def _tags(text: str, kinds: tuple[str, ...]) -> int:
+    return sum(text.count(f"<{kind}>") for kind in kinds)
+
+
+def _part(part: Any, kinds: tuple[str, ...], message: int) -> tuple[str, Any]:
+    """A part's text or tag, and its own medium if it names one."""
+    if isinstance(part, str):
+        return part, None
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"], None
+    kind = kind.removesuffix("_url") if isinstance(kind, str) else kind
+    if kind not in kinds:
+        raise ValueError(
+            f"message {message} has a part {part!r:.80}, not a text, {', '.join(kinds)}"
+        )
+    for key in (kind, f"{kind}_url", "path", "url"):
+        if value := _named(part.get(key)):
+            return f"<{kind}>", value
+    return f"<{kind}>", None
+
+
+def _named(value: Any) -> Any:
+    """What a part names; None where all that it has is empty, as tables fill in what is missing."""
+    if isinstance(value, Mapping) and value.get("url"):
+        value = value["url"]
+    if isinstance(value, Mapping):
+        return value if value.get("bytes") or value.get("path") else None
+    if not isinstance(value, str):
+        return value or None
+    if value.startswith(("http://", "https://")):
+        raise ValueError(f"{value:.80} is not here; fetch it and name the file")
+    if value.startswith("data:"):
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except binascii.Error as e:
+            raise ValueError(f"{value:.40}... is not base64 ({e})") from None
+    return value.removeprefix("file://")

@@ -1,0 +1,96 @@
+"""LLaVA-format records in a JSON list or in lines, their media beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
+from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.llava_records import NO_COLUMNS, Record, parse_record
+from dflop_jax.data.datasets.located import Located
+from dflop_jax.data.datasets.roots import Roots
+
+CHUNK_BYTES = 1 << 20  # of a line, read at once
+
+
+def find_file(path: Path) -> Path:
+    """Return the dataset file: the path itself, or dataset.json or the only .json(l) in a folder.
+
+    ValueError when there is none, or several.
+    """
+    if path.is_dir():
+        if (path / "dataset.json").is_file():
+            return path / "dataset.json"
+        files = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
+        if len(files) != 1:
+            raise ValueError(
+                f"{path}: holds no dataset.json and {len(files)} .json/.jsonl files; "
+                "name the dataset file itself"
+            )
+        return files[0]
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file or folder; data.path names a LLaVA-format JSON")
+    return path
+
+
+class FileReader:
+    """A .json list or .jsonl of records; their media lie below `roots`, else the file's folder."""
+
+    def __init__(
+        self, file: Path, roots: Sequence[str | Path] = (), columns: Mapping[str, str] = NO_COLUMNS
+    ) -> None:
+        self.files, self.name = (file,), str(file)
+        self._roots, self._columns = Roots(roots or [file.parent]), columns
+
+    def place(self, file: int, number: int) -> str:
+        name = self.files[file].name
+        return f"{name}:{number}" if name.endswith(".jsonl") else f"{name}[{number}]"
+
+    def locate(self) -> Iterator[Located]:
+        (file,) = self.files
+        number = -1
+        for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
+            yield Located(self.place(0, number), number, 0, start, size)
+        if number < 0:
+            raise ValueError(f"{file}: holds no records")
+
+    def read(self, at: Located) -> Record:
+        try:
+            raw = parse_json(Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read())
+        except (ValueError, OSError) as e:
+            raise ValueError(f"{at.place}: {e}") from None
+        return parse_record(at.place, raw, self._roots.find, self._columns)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
+    number, start, size, blank = 1, 0, 0, True
+    with named(f"{file}: cannot be read"), file.open("rb") as opened:
+        while part := opened.readline(CHUNK_BYTES):  # a line may have no end
+            size, blank = size + len(part), blank and not part.strip()
+            if part.endswith(b"\n"):
+                if not blank:
+                    yield number, start, size - 1
+                number, start, size, blank = number + 1, start + size, 0, True
+        if not blank:
+            yield number, start, size
+
+
+def _items(file: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, offset, size) of a JSON list's items. ValueError: it is no list."""
+    data = read_bounded(file, MAX_LIST_BYTES)
+    try:
+        items = parse_json(data, list[msgspec.Raw])
+    except ValueError as e:
+        raise ValueError(
+            f"{file}: {e}, expected a JSON list of records; repair it, or name it .jsonl if each "
+            "line is a record"
+        ) from None
+    start = 0
+    for k, item in enumerate(items):
+        start = data.index(item, start)
+        yield k, start, len(item)
+        start += len(item)

@@ -1,0 +1,180 @@
+"""WebDataset shards: tar files whose members of equal name are a record and its media."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from dflop_jax.data.bounds import (
+    MAX_MEDIA,
+    MAX_MEMBERS,
+    MAX_NAME,
+    MAX_SHARDS,
+    MAX_TAR_HEADER,
+    named,
+    parse_json,
+)
+from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.llava_records import NO_COLUMNS, Record, parse_record
+from dflop_jax.data.datasets.located import Located
+
+EXTENSIONS = {
+    "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
+    "video": ("mp4", "mkv", "webm", "avi", "mov"),
+    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+}
+QUESTION = {"image": "Describe the image.", "video": "Describe the video.",
+            "audio": "What is heard?"}  # fmt: skip
+
+
+def find_shards(path: str) -> tuple[Path, ...]:
+    """Tar files that a path or pattern names, sorted; none when it names something else.
+
+    ValueError: a compressed shard, or one of a numbered range that is missing.
+    """
+    numbered = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", path)
+    if numbered:
+        before, first, last, after = numbered.groups()
+        if len(last) > len(str(MAX_SHARDS)) or int(last) - int(first) >= MAX_SHARDS:
+            raise ValueError(f"{path}: more than {MAX_SHARDS:,} shards")
+        span = range(int(first), int(last) + 1)
+        shards = [Path(f"{before}{k:0{len(first)}d}{after}") for k in span]
+        missing = [s for s in shards if not s.is_file()]
+        if missing or not shards:
+            raise ValueError(f"{path}: {len(missing)} shards are missing, e.g. {missing[:1]}")
+        return tuple(shards)
+    whole = Path(path)
+    if "*" in whole.name:
+        shards = sorted(whole.parent.glob(whole.name))
+        if not shards:
+            raise ValueError(f"{path}: no file matches")
+    elif whole.is_dir():
+        shards = [] if (whole / "dataset.json").is_file() else sorted(whole.glob("*.tar*"))
+    else:
+        shards = [whole] if ".tar" in whole.name and whole.is_file() else []
+    packed = [s for s in shards if s.suffix != ".tar"]
+    if packed:
+        raise ValueError(f"{packed[0]}: shards must be plain .tar files to be read by offset")
+    return tuple(shards)
+
+
+class ShardReader:
+    """WebDataset shards: tar files where members of equal name, but for the extension, are one
+    sample. A sample has a .json, a LLaVA-format record whose media are other members of the sample
+    (named in it, or, if it names none, all of them in order), or a .txt, a caption of its one
+    medium.
+    """
+
+    def __init__(self, shards: tuple[Path, ...], columns: Mapping[str, str] = NO_COLUMNS) -> None:
+        self.files, self._columns = shards, columns
+        rest = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+        self.name = f"{shards[0]}{rest}"
+
+    def place(self, file: int, number: int) -> str:
+        return f"{self.files[file].name}[{number}]"
+
+    def locate(self) -> Iterator[Located]:
+        number = 0
+        for k, shard in enumerate(self.files):
+            for key, members in _groups(_members(shard)):
+                start, last = members[0].offset, members[-1]
+                size = last.offset_data + last.size - start
+                name = key.encode(errors="replace").decode()  # it may hold lone surrogates
+                yield Located(f"{shard.name}:{name}", number, k, start, size)
+                number += 1
+
+    def read(self, at: Located) -> Record:
+        shard = self.files[at.file]
+        members = {
+            m.name: Blob(shard, m.offset_data, m.size, m.name)
+            for m in _members(shard, at.offset, at.offset + at.size_bytes)
+        }
+        return _shard_record(at.place, members, self._columns)
+
+
+class _Headers:
+    """A tar as `tarfile` reads it, which is headers alone; none of them may be large."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_TAR_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        return self._file.read(size)
+
+
+def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a shard whose headers begin in start..end."""
+    with named(f"{shard}: broken tar", "; write it anew or leave it out"), shard.open("rb") as file:
+        size = shard.stat().st_size
+        file.seek(start)
+        with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
+            for _ in range(MAX_MEMBERS):
+                member, tar.members = tar.next(), []  # tarfile keeps them all
+                if member is None or (end is not None and member.offset >= end):
+                    return
+                if member.size < 0 or member.issparse():
+                    raise ValueError(f"a member of {member.size} bytes, or with holes")
+                if member.offset_data + member.size > size:
+                    raise ValueError(f"the tar ends inside {member.name[:MAX_NAME]}")
+                if member.isfile():
+                    yield member
+            raise ValueError(f"more than {MAX_MEMBERS:,} members")
+
+
+def _groups(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, list[tarfile.TarInfo]]]:
+    group: list[tarfile.TarInfo] = []
+    for member in members:
+        if group and _key(member.name) != _key(group[0].name):
+            yield _key(group[0].name), group
+            group = []
+        if len(group) > MAX_MEDIA:
+            raise ValueError(f"more than {MAX_MEDIA} members of sample {group[0].name[:MAX_NAME]}")
+        group.append(member)
+    if group:
+        yield _key(group[0].name), group
+
+
+def _key(name: str) -> str:
+    """A member's name up to the first dot of its last part."""
+    path = PurePosixPath(name)
+    return str(path.with_name(path.name.split(".")[0] or path.name))
+
+
+def _shard_record(place: str, members: Mapping[str, Blob], columns: Mapping[str, str]) -> Record:
+    media = {kind: [n for n in members if n.rsplit(".", 1)[-1].lower() in extensions]
+             for kind, extensions in EXTENSIONS.items()}  # fmt: skip
+    by_name = {PurePosixPath(name).name: blob for name, blob in members.items()}
+    texts = {n.rsplit(".", 1)[-1].lower(): blob for n, blob in members.items()}
+
+    def find(name: str) -> Blob:
+        blob = members.get(name) or by_name.get(PurePosixPath(name).name)
+        if blob is None:
+            raise ValueError(f"missing file {name} in the sample")
+        return blob
+
+    try:
+        if "json" in texts:
+            raw = parse_json(texts["json"].read())
+        elif "txt" in texts:
+            raw, columns = _captioned(texts["txt"], media), NO_COLUMNS
+        else:
+            raise ValueError("neither a .json nor a .txt in this sample of the shard")
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{place}: {e}") from None
+    return parse_record(place, raw, find, columns, beside=media)
+
+
+def _captioned(caption: Blob, media: Mapping[str, list[str]]) -> dict[str, object]:
+    """Return the record of a caption of a sample's one medium; ValueError unless it has one."""
+    kinds = [kind for kind, names in media.items() for _ in names]
+    if len(kinds) != 1:
+        raise ValueError(f"a caption (.txt) for {len(kinds)} media; it needs one, or a .json")
+    question = f"<{kinds[0]}>\n{QUESTION[kinds[0]]}"
+    answer = caption.read().decode("utf-8", "replace").strip()
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"conversations": turns}

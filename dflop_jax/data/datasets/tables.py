@@ -1,0 +1,70 @@
+"""Datasets of rows: Parquet and Arrow files, of one dataset or a split of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from dflop_jax.data.datasets.arrow_file import ArrowFile
+from dflop_jax.data.datasets.llava_records import (
+    NO_COLUMNS,
+    TEXTS,
+    Record,
+    choose_columns,
+    parse_record,
+)
+from dflop_jax.data.datasets.located import Located
+from dflop_jax.data.datasets.parquet_file import ParquetFile
+from dflop_jax.data.datasets.roots import Roots
+
+OPEN_FILES = 16  # at once, in a process
+
+
+class TableReader:
+    """Each row of the files is a record. Media are in the row itself ({bytes, path}, as `datasets`
+    has them), or files below `roots`, else below the folder of the first file."""
+
+    def __init__(
+        self,
+        files: tuple[Path, ...],
+        roots: Sequence[str | Path] = (),
+        columns: Mapping[str, str] = NO_COLUMNS,
+    ) -> None:
+        self.files, self._columns = files, columns
+        rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        self.name = f"{files[0]}{rest}"
+        self._roots = Roots(roots or [files[0].parent])
+        self._opened = lru_cache(OPEN_FILES)(self._open)
+
+    def place(self, file: int, number: int) -> str:
+        return f"{self.files[file].name}[{number}]"
+
+    def locate(self) -> Iterator[Located]:
+        found = False
+        for k in range(len(self.files)):
+            for number in range(len(self._open(k))):
+                found = True
+                yield Located(self.place(k, number), number, k, 0, 0)
+        if not found:
+            raise ValueError(f"{self.name}: holds no rows")
+
+    def read(self, at: Located) -> Record:
+        try:
+            row = self._opened(at.file).row(at.number)
+        except (ValueError, OSError) as e:
+            raise ValueError(f"{at.place}: {e}") from None
+        return parse_record(at.place, row, self._roots.find)
+
+    def _open(self, file: int) -> ParquetFile | ArrowFile:
+        path = self.files[file]
+        return (ParquetFile if path.suffix == ".parquet" else ArrowFile)(path, self._choose)
+
+    def _choose(self, names: Sequence[str]) -> dict[str, str]:
+        chosen = choose_columns(names, self._columns)
+        if not any(text in chosen for text in TEXTS):
+            raise ValueError(
+                f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it is: "
+                f"a part of a mixture has columns: {{{TEXTS[-1]}: NAME}}"
+            )
+        return chosen

@@ -1,0 +1,143 @@
+"""Messages say what conversations say; what they leave out is named in one line."""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+
+import pytest
+
+from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.llava_records import parse_record
+from dflop_jax.data.datasets.roots import Roots
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from tests.data.media_cases import talk
+from tests.data.text.test_chat import CHATML, write
+
+TEXTS = ("<image> and <image>\nWhich?", "The first.", "Hear <audio>?", "No.")
+CONVERSATION = {
+    "id": 7, "conversations": [{"from": "system", "value": "Be brief."}, *talk(*TEXTS)],
+    "image": ["a.png", "b.png"], "audio": "c.wav",
+}  # fmt: skip
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def messages(*contents):
+    roles = ["system", *["user", "assistant"] * 2]
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+
+
+SAME = {
+    "tags in text": {
+        "messages": messages("Be brief.", *TEXTS), "images": ["a.png", "b.png"],
+        "audios": ["c.wav"],
+    },
+    "typed parts": {
+        "messages": messages(
+            [text("Be "), text("brief.")],
+            [{"type": "image"}, text(" and "), {"type": "image", "text": None}, text("\nWhich?")],
+            "The first.",
+            [text("Hear "), {"type": "audio"}, text("?")],
+            [text("No.")],
+        ),
+        "image": [{"bytes": None, "path": "a.png"}, "b.png"], "audio": "c.wav",
+    },
+    "parts that name their media": {
+        "messages": messages(
+            "Be brief.",
+            [{"type": "image", "image": "a.png"}, text(" and "),
+             {"type": "image_url", "image_url": {"url": "file://b.png"}}, text("\nWhich?")],
+            "The first.",
+            [text("Hear "), {"type": "audio", "path": "c.wav"}, text("?")],
+            "No.",
+        ),
+    },
+    "some of each": {
+        "messages": messages(
+            "Be brief.",
+            [{"type": "image", "image": {"path": "a.png", "bytes": None}}, text(" and <image>"),
+             text("\nWhich?")],
+            "The first.", "Hear <audio>?", "No.",
+        ),
+        "images": ["b.png"], "audio": ["c.wav"],
+    },
+}  # fmt: skip
+
+
+def record(raw, folder, **options):
+    return parse_record("d.json[3]", raw, Roots([folder]).find, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.png", "b.png", "c.wav"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_messages_give_the_tokens_of_the_conversation(folder, form):
+    one, other = record(CONVERSATION, folder), record({"id": 7, **SAME[form]}, folder)
+    assert one == other
+    write(folder / "t", CHATML)
+    for pieces in (
+        ChatTokenizer(folder / "t").pieces,
+        partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG),
+    ):
+        assert pieces(one.turns) == pieces(other.turns)
+
+
+def test_bytes_stand_before_a_path_and_in_addresses(folder):
+    address = f"data:image/png;base64,{base64.b64encode(b'abc').decode()}"
+    for given in ({"bytes": b"abc", "path": "a.png"}, b"abc", address):
+        part = {"type": "image", "image": given}
+        raw = {"messages": [{"role": "user", "content": [part]}, {"role": "gpt", "content": "a"}]}
+        ((kind, medium),) = record(raw, folder).media
+        assert (kind, medium.data) == ("image", b"abc")
+
+
+def test_columns_of_other_names(folder):
+    raw = {"chat": SAME["tags in text"]["messages"], "pictures": ["a.png", "b.png"],
+           "audio": "c.wav", "conversations": "of another", "images": ["c.wav"]}  # fmt: skip
+    names = {"messages": "chat", "image": "pictures"}
+    assert record(raw, folder, columns=names).turns == record(CONVERSATION, folder).turns
+
+
+def ask(content, answer="a", **more):
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": talk, **more}
+
+
+@pytest.mark.parametrize(
+    "raw, why",
+    [
+        (ask(None), r"message 0 \(of user\) has no content"),
+        (ask([]), "message 0 .* has no content"),
+        (ask("q", ""), "message 1 .* has no content"),
+        ({"messages": [{"role": "user"}]}, "has no content"),
+        ({"messages": []}, "no conversations or messages"),
+        ({"messages": "{"}, "not JSON"),
+        ({"messages": ["hi"]}, "message 0 is not"),
+        (ask("q") | {"messages": [{"role": "tool", "content": "x"}]}, "from 'tool', not user"),
+        (ask("<image> q"), "1 <image> tags for 0 images"),
+        (ask("q", images=["a.png"]), "0 <image> tags for 1 images"),
+        (ask([{"type": "image"}, text("q")]), "1 <image> tags for 0 images"),
+        (ask([{"type": "image", "image": "a.png"}], images=["b.png"]), "0 <image> tags for 1"),
+        (ask([{"type": "image", "image": "z.png"}]), "missing file"),
+        (ask([{"type": "image", "image": "../z.png"}]), "leads out"),
+        (ask([{"type": "image_url", "image_url": "https://a.b/c.png"}]), "is not here; fetch it"),
+        (ask([{"type": "image", "image": "data:,%"}]), "is not base64"),
+        (ask([{"type": "image", "image": 3}]), "is not a path or bytes"),
+        (ask([{"type": "table"}]), "has a part .*'table'.*, not a text, image, video, audio"),
+        (ask([text("<ima"), text("ge>")], image="a.png"), "spells a tag across its parts"),
+        (ask("q") | {"messages": ask("q")["messages"][:1]}, "do not alternate"),
+    ],
+)
+def test_bad_messages_are_one_line(folder, raw, why):
+    with pytest.raises(ValueError, match=rf"^d\.json\[3\]: .*{why}") as error:
+        record(raw, folder)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,287 @@
+"""Parquet and Arrow files hold the same records as a JSON file, found again by their row."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data.datasets import arrow_library, parquet_file
+from dflop_jax.data.datasets.blob import open_media
+from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.media.mel import MelSpec
+from tests.data.media_cases import made_dataset, talk
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+SPEC = MediaSpec(28, 4, "dynamic", sound=MelSpec(n_mels=4, window_s=1, max_windows=3))
+
+
+def embedded(dataset: Path) -> list[dict]:
+    """The records of a JSON dataset with the bytes of their media, as `datasets` embeds them."""
+    rows = []
+    for record in json.loads(dataset.read_text()):
+        row = {"id": record["id"], "conversations": record["conversations"]}
+        for kind in ("image", "video", "audio"):
+            names = record.get(kind) or []
+            names = names if isinstance(names, list) else [names]
+            row[f"{kind}s"] = [
+                {"bytes": (dataset.parent / name).read_bytes(), "path": name} for name in names
+            ]
+        rows.append({**row, "unused": [1.5] * 3})
+    return rows
+
+
+def save_parquet(rows, file, **options):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file, **options)
+    return file
+
+
+def save_arrow(rows, file, rows_at_once=5, new=pa.ipc.new_stream):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with new(str(file), table.schema) as out:
+        out.write_table(table, max_chunksize=rows_at_once)
+    return file
+
+
+def save_to_disk(rows, folder):
+    """As `datasets` does."""
+    half = len(rows) // 2
+    names = [f"data-{k:05d}-of-00002.arrow" for k in range(2)]
+    for name, part in zip(names, (rows[:half], rows[half:]), strict=True):
+        save_arrow(part, folder / "train" / name)
+    save_arrow(rows[:1], folder / "train" / "cache-1.arrow")
+    save_arrow(rows[:1], folder / "test" / "data-00000-of-00001.arrow")
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "train" / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(a JSON dataset, its records with embedded media)"""
+    file = made_dataset(tmp_path_factory.mktemp("made"), 15)
+    return file, embedded(file)
+
+
+def sources(config, spec, folder):
+    """The source with its index made here."""
+    return make_source(config, spec, index_dir=folder, vocab_size=512, apart=False)
+
+
+LAYOUTS = {
+    "one file": lambda rows, f: save_parquet(rows, f / "a.parquet", row_group_size=4),
+    "splits": lambda rows, f: [
+        save_parquet(rows[:4], f / "data" / "train-00000-of-00002.parquet", compression="zstd"),
+        save_parquet(rows[4:], f / "data" / "train-00001-of-00002.parquet", row_group_size=3),
+        save_parquet(rows, f / "data" / "test-00000-of-00001.parquet"),
+    ],
+    "saved": save_to_disk,
+    "arrow file": lambda rows, f: save_arrow(rows, f / "a.arrow", 4, pa.ipc.new_file),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkeypatch):
+    monkeypatch.setattr(parquet_file, "WINDOW_ROWS", 2)
+    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 100_000)
+    file, rows = made
+    LAYOUTS[layout](rows, tmp_path / "d")
+    options = {"max_tokens": 4096, "max_frames": 4, "max_tiles": 4, "max_bad_fraction": 0.0}
+    plain, table = (
+        sources(DataConfig(path=str(path), **options), SPEC, tmp_path / name)
+        for path, name in ((file, "i"), (tmp_path / "d", "j"))
+    )
+    assert len(plain) == len(table) == 15
+    assert [plain.load(i) for i in range(15)] == [table.load(i) for i in range(15)]
+    for i in (14, 0, 13, 7, 7, 3, 2):  # in any order
+        one, other = plain.sample(i), table.sample(i)
+        for module, named in one.fields.items():
+            for name, array in named.items():
+                np.testing.assert_array_equal(array, other.fields[module][name])
+    assert not list(tmp_path.glob("d/**/*.npz"))
+
+
+@pytest.mark.parametrize("save", [save_parquet, save_arrow])
+def test_media_below_the_roots_and_columns_of_other_names(made, tmp_path, save):
+    file, _ = made
+    rows = [
+        {"key": r["id"], "pics": r.get("image") if isinstance(r.get("image"), str) else None,
+         "chat": json.dumps(r["conversations"]), "messages": "another"}
+        for r in json.loads(file.read_text())[:2]
+    ]  # fmt: skip
+    suffix = ".parquet" if save is save_parquet else ".arrow"
+    table = save(rows, tmp_path / "x" / f"a{suffix}")
+    names = {"id": "key", "image": "pics", "conversations": "chat"}
+    reader, plain = open_reader(table, [file.parent], names), open_reader(file)
+    for one, other in zip(reader.locate(), plain.locate(), strict=False):
+        found, expected = reader.read(one), plain.read(other)
+        assert (found.turns, found.media) == (expected.turns, expected.media)
+        assert found.name.removeprefix(one.place) == expected.name.removeprefix(other.place)
+    outside = open_reader(table, (), names)
+    with pytest.raises(ValueError, match=r"a\.(parquet|arrow)\[1\] id=r1: missing file"):
+        outside.read(list(outside.locate())[1])
+    for columns, why in [
+        (names | {"image": "images"}, "no column 'images'; there are key, pics, chat, messages"),
+        ({"id": "key"}, None),
+    ]:
+        reader = open_reader(table, (), columns)
+        if why:
+            with pytest.raises(ValueError, match=why):
+                list(reader.locate())
+    with pytest.raises(ValueError, match="no column conversations or messages, there are n; say"):
+        list(open_reader(save([{"n": 1}], tmp_path / f"n{suffix}")).locate())
+
+
+def test_what_a_folder_holds_is_named_or_refused(made, tmp_path):
+    _, rows = made
+
+    def why(folder):
+        with pytest.raises(ValueError, match=r"^.+$") as error:
+            open_reader(folder)
+        return str(error.value)
+
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for name in ("a", "b"):
+        save_parquet(rows[:1], folder / name / "x.parquet")
+    assert "holds several datasets, name one: a, b" in why(folder)
+    save_parquet(rows[:1], tmp_path / "s" / "test-0.parquet")
+    save_parquet(rows[:1], tmp_path / "s" / "validation-0.parquet")
+    assert "holds splits test, validation; name the files" in why(tmp_path / "s")
+    assert len(open_reader(tmp_path / "s" / "val*.parquet").files) == 1
+    save_parquet(rows[:1], tmp_path / "p" / "train-00001-of-00003.parquet")
+    assert "1 of 3 files are there, train-00000-of-00003.parquet is missing" in why(tmp_path / "p")
+    assert "no file matches" in why(tmp_path / "p" / "x*.parquet")
+    save_to_disk(rows[:2], tmp_path / "t")
+    (tmp_path / "t" / "train" / "data-00001-of-00002.arrow").unlink()
+    assert "1 of 2 files are missing" in why(tmp_path / "t")
+    (tmp_path / "t" / "train" / "state.json").write_text("[]")
+    assert "names no data files" in why(tmp_path / "t")
+
+
+def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    snapshot = tmp_path / "datasets--some--one" / "snapshots" / "1234"
+    fetch = huggingface_hub.snapshot_download
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download",
+        lambda name, **options: fetch(name, cache_dir=tmp_path, **options),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="fetch it: hf download --repo-type dataset some/one"):
+        open_reader("some/one")
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1234")
+    blobs = snapshot.parents[1] / "blobs"
+    save_parquet([{"conversations": talk("<image>", "a"), "image": "a.png"}], blobs / "5678")
+    (blobs / "9abc").write_bytes(b"a")
+    (snapshot / "a.parquet").symlink_to(blobs / "5678")
+    (snapshot / "a.png").symlink_to(blobs / "9abc")
+    for name in ("some/one", "hf://datasets/some/one"):
+        reader = open_reader(name)
+        ((_, medium),) = reader.read(*reader.locate()).media
+        with open_media(medium) as opened:
+            assert opened.read() == b"a"
+
+
+def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monkeypatch):
+    file = save_parquet(made[1][:1], tmp_path / "a.parquet")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    arrow_library.arrow.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install 'dflop_jax\[parquet\]'"):
+        list(open_reader(file).locate())
+    arrow_library.arrow.cache_clear()
+
+
+def every_record(path):
+    reader = open_reader(path)
+    return [reader.read(at) for at in reader.locate()]
+
+
+def outcome(path):
+    """The number of its records, or why they cannot be read."""
+    try:
+        return len(every_record(path))
+    except ValueError as e:
+        return str(e)
+
+
+def altered(good, places, rng):
+    data = np.frombuffer(good, np.uint8).copy()
+    data[rng.choice(places, 3)] = rng.integers(0, 256, 3)
+    return data.tobytes()
+
+
+def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
+    good = save_parquet(made[1] * 3, tmp_path / "a.parquet", row_group_size=9).read_bytes()
+    footer = int.from_bytes(good[-8:-4], "little")
+    bad = tmp_path / "b.parquet"
+    for data in (
+        b"",
+        b"PAR1",
+        good[:-300],
+        good[:-8] + struct.pack("<I", 2**31 - 1) + b"PAR1",
+        good[:-8] + struct.pack("<I", len(good) - 20) + b"PAR1",
+        good[: -8 - footer] + b"\xff" * footer + good[-8:],
+    ):
+        bad.write_bytes(data)
+        with pytest.raises(ValueError, match=r"b\.parquet: not a readable Parquet file \(.*\)$"):
+            every_record(bad)
+    rng = np.random.default_rng(0)
+    found = []
+    for k in range(24):  # of bytes changed anywhere, half of them in the footer
+        places = np.arange(len(good) - footer - 8 if k % 2 else 0, len(good))
+        bad.write_bytes(altered(good, places, rng))
+        found.append(outcome(bad))
+    reasons = [why for why in found if isinstance(why, str)]
+    assert reasons
+    assert all("b.parquet" in why and "\n" not in why for why in reasons)
+
+
+def test_rows_that_the_pages_lack_are_an_error(made, tmp_path):
+    file = save_parquet(made[1] * 3, tmp_path / "a.parquet")
+    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
+    assert read.row(44) == {"id": made[1][-1]["id"]}
+    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
+    read._starts, read._at_once = [0, 50], [20]  # as a footer that lies has it
+    assert read.row(39)["id"] == (made[1] * 3)[39]["id"]
+    for number in (44, 49):
+        with pytest.raises(ValueError, match="has 10 rows less than it claims"):
+            read.row(number)
+    with pytest.raises(ValueError, match="there are 50 rows now"):
+        read.row(50)
+
+
+def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
+    good = save_arrow(made[1] * 2, tmp_path / "a.arrow", 7).read_bytes()
+    bad = tmp_path / "b.arrow"
+    length = int.from_bytes(good[4:8], "little")
+    for data in (b"", b"ARROW1\0\0", good[:100], good[: len(good) // 2], b"x" * 100,
+                 good[:4] + struct.pack("<I", 2**31 - 1) + good[8:],
+                 good[:8] + b"\xff" * length + good[8 + length :]):  # fmt: skip
+        bad.write_bytes(data)
+        with pytest.raises(ValueError, match=r"b\.arrow: (not a readable Arrow|holds no rows).*$"):
+            every_record(bad)
+    packed = pa.ipc.IpcWriteOptions(compression="zstd")
+    table = pa.Table.from_pylist(made[1][:2])
+    with pa.ipc.new_stream(str(bad), table.schema, options=packed) as out:
+        out.write_table(table)
+    assert "it is compressed; save it without" in outcome(bad)
+    rng = np.random.default_rng(0)
+    second = good.index(b"\xff\xff\xff\xff", 8)
+    places = np.r_[0 : 8 + length, second : second + 2000]  # the schema, a batch, its offsets
+    found = []
+    for _ in range(60):
+        bad.write_bytes(altered(good, places, rng))
+        found.append(outcome(bad))
+    reasons = [why for why in found if isinstance(why, str)]
+    assert reasons
+    assert all("b.arrow" in why and "\n" not in why for why in reasons)

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from dflop_jax.contract import SAVED_NAMES
 from dflop_jax.records import Remat
@@ -30,7 +29,7 @@ _ELEMENTWISE = """
     abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
     div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota
     is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem
-    reshape rev round rsqrt select_n sign sin slice sqrt square squeeze stop_gradient sub tanh
+    reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh
     transpose xor
 """
 _CHEAP = frozenset(_ELEMENTWISE.split())
@@ -108,7 +107,7 @@ class Recorded:
             self._place[i] = known[root]
         self._dtypes = [leaf.aval.dtype for leaf in leaves]
         free_leaves = [False] * n_out + [i not in self._place for i in range(len(leaves))]
-        jaxpr, self._used = dce_jaxpr(closed.jaxpr, free_leaves)
+        jaxpr, self._used = _alive(closed.jaxpr, free_leaves)
         assert not any(self._used[: self._n_hidden]), "a leaf that is free needs hidden states"
         self._free_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
@@ -117,7 +116,7 @@ class Recorded:
         if isinstance(var, Literal):
             return False
         only = [i == output for i in range(len(closed.jaxpr.outvars))]
-        return any(dce_jaxpr(closed.jaxpr, only)[1][: self._n_hidden])
+        return any(_alive(closed.jaxpr, only)[1][: self._n_hidden])
 
     def forward(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
         """(output, what is kept for backward)."""
@@ -143,6 +142,27 @@ class Recorded:
         ]
         dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
         return dfree, dh[0] if dh else None, dplaced
+
+
+def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
+    """(the jaxpr with only some of its outputs, which of its inputs it then reads). jax's own
+    elimination of dead code never drops a kernel."""
+    outs = [v for v, u in zip(jaxpr.outvars, used, strict=True) if u]
+    needed = {v for v in outs if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+            eqns.append(eqn)
+    reads = [v in needed for v in jaxpr.invars]
+    names = jaxpr.debug_info.with_unknown_names()
+    alive = jaxpr.replace(
+        eqns=eqns[::-1],
+        outvars=outs,
+        invars=[v for v, r in zip(jaxpr.invars, reads, strict=True) if r],
+        debug_info=names,
+    )
+    return alive, reads
 
 
 def _widens(eqn: Any) -> bool:

@@ -9,6 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from dflop_jax.contract import SAVED_NAMES
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from models import attention_split
+from models.decoder import DecoderModule
+from models.sizes import DECODERS
 
 ROWS, TOKENS, WIDTH, WIDE = 2, 3, 4, 8
 HALF = jnp.bfloat16
@@ -52,6 +54,23 @@ KEPT = {  # besides the hidden states
     "named": {UP},
     "layers": set(),
 }
+
+
+def test_a_kernel_makes_nothing_else_dear():
+    """Of a layer whose attention is a GPU's kernel no weights are kept, nor what is of fields."""
+    module = DecoderModule(DECODERS["nano"], HALF).on_chip("sm_90")
+    fields = {n: module.field_spec(n, 1, 128) for n in module.inputs["layers"]}
+    hidden = jax.ShapeDtypeStruct((1, 128, module.size.width), HALF)
+    params = jax.eval_shape(lambda: module.init("layers", jax.random.key(0)))
+
+    def layer(params, h, _, fields):
+        return module.layer(params, h, fields)
+
+    args = (params, hidden, {}, fields)
+    for remat in KEPT:
+        recorded = Recorded(REMAT[remat], layer, *args, wants_hidden=True)
+        kept = jax.eval_shape(recorded.forward, *args)[1]
+        assert all(128 in k.shape and jnp.issubdtype(k.dtype, jnp.floating) for k in kept)
 
 
 @pytest.mark.parametrize("remat", KEPT)

@@ -30,8 +30,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from dflop_jax.pipeline.pieces import PARTS
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Kind, Segment
-from dflop_jax.pipeline.spmd_loop import PARTS
 from dflop_jax.profile.memory import work_of
 from dflop_jax.profile.parts import part_work
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, Remat, SegmentPlan, Shape

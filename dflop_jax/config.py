@@ -159,8 +159,9 @@ class TrainConfig:
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
         Remat,
-        "what backward computes again, for less memory: none, layers, dots (all but products), or "
-        "auto (layers where they would not fit)",
+        "what backward computes again, for less memory: none, dots (all but products with "
+        "weights), named (all but attention), layers (each from its input), segment (all of it "
+        "from its input), or auto (layers where they would not fit)",
     ] = "auto"
     peak_flops: Annotated[
         NonNegativeFloat, "FLOP/s that a device reaches at most, for the MFU; 0: by its name"

@@ -33,6 +33,9 @@ from dflop_jax.records import Edge
 
 Array = jax.Array
 Params = Any
+# What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and dear to
+# compute, such as attention's output. The recompute policy "named" keeps them and little else.
+SAVED_NAMES = ("attention",)
 Batch = Mapping[str, Array]
 
 

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 import msgspec
 
 VERSION = 3
+_NEWER = {"Plan": 4}  # 4: recompute policies say what the backward task computes again
 T = TypeVar("T")
 
 
 def save(record: Any, path: str | Path) -> None:
     """Write a record: all of it, or, if the process is killed meanwhile, what was there before."""
-    head = {"record": type(record).__name__, "version": VERSION, "value": record}
+    name = type(record).__name__
+    head = {"record": name, "version": _version(name), "value": record}
     fresh = Path(path).with_suffix(".tmp")
     fresh.write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
     fresh.replace(path)
@@ -30,9 +32,13 @@ def load(kind: type[T], path: str | Path) -> T:
     found = raw.get("record") if isinstance(raw, dict) else None
     if found != kind.__name__:
         raise ValueError(f"{path}: holds {found or 'no record'}, expected {kind.__name__}")
-    if raw.get("version") != VERSION:
-        raise ValueError(f"{path}: version {raw.get('version')}, this program reads {VERSION}")
+    if (version := raw.get("version")) != (ours := _version(found)):
+        raise ValueError(f"{path}: version {version}, this program reads {ours}; make it again")
     try:
         return msgspec.convert(raw.get("value"), kind)
     except msgspec.ValidationError as e:
         raise ValueError(f"{path}: {e}") from None
+
+
+def _version(name: str) -> int:
+    return _NEWER.get(name, VERSION)

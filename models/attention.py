@@ -12,10 +12,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models import attention_cudnn, attention_gpu
 from models.attention_choice import choose, on_gpu
-from models.attention_split import Kernel, attend
+from models.attention_split import SAVED, Kernel, attend
 
 Array = jax.Array
 Attend = Callable[..., Array]  # called as `attention` is
@@ -79,7 +80,7 @@ def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Arra
     scores_BKGTS = _scores(q_BTKGH, k_BSKH, mask_BTS)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H)
+    return checkpoint_name(out_BTKGH.reshape(B, T, N, H), SAVED)
 
 
 def attend_by(kernel: str, chip: str) -> Attend:
@@ -134,8 +135,9 @@ def _blocked_forward(
         weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKH.dtype)
         outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, :hi]))
         sums.append(log_sum)
-    out = jnp.concatenate(outs, axis=1)
-    return out, (q_BTKGH, k_BSKH, v_BSKH, segment_ids, out, jnp.concatenate(sums, axis=-1))
+    out = checkpoint_name(jnp.concatenate(outs, axis=1), SAVED)
+    log_sum = checkpoint_name(jnp.concatenate(sums, axis=-1), SAVED)
+    return out, (q_BTKGH, k_BSKH, v_BSKH, segment_ids, out, log_sum)
 
 
 def _blocked_backward(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,7 @@ Array = jax.Array
 Tree = Any
 
 AXIS = "model"
+SAVED = "attention"  # the name of what backward should not compute again: output and log-sums
 _HEADS, _WHOLE = P(None, None, AXIS), P()  # of [B, T, N, H]
 _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 
@@ -70,7 +72,7 @@ def _forward(
             return alone(q, split.pick(k), split.pick(v), _varying(ids))
 
         run = _opaque(own, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
-    out, saved = run(q, k, v, ids)
+    out, saved = checkpoint_name(run(q, k, v, ids), SAVED)
     return out, (q, k, v, ids, out, saved)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params, taps_of
 from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.pieces import ADAPTER, PARTS, STACKED
 from dflop_jax.pipeline.segment import Segment, init_part
-from dflop_jax.pipeline.spmd_loop import ADAPTER, PARTS, STACKED
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -151,17 +151,35 @@ class Programs:
         jobs = {k: job for name in self.segments if name in self.local
                 for k, job in self._jobs_of(name).items()}  # fmt: skip
         mine = {k for i, k in enumerate(jobs) if self._compiled_by(k, i) == jax.process_index()}
+        mine = {k for k in jobs if (self._forward_of(k) or k) in mine}
         for keys in (mine, jobs.keys() - mine):
             # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
             # Kernels that are timed together would time, or wait for, each other.
             with ThreadPoolExecutor(1 if self.autotunes else 4) as pool:
-                running = {k: pool.submit(jobs[k]().compile) for k in jobs if k in keys}
+                running: dict[Any, Future[jax.stages.Compiled]] = {}
+                for k in (k for k in jobs if k in keys):
+                    if forward := self._forward_of(k):
+                        self.learn(forward, running[forward].result())
+                    running[k] = pool.submit(jobs[k]().compile)
                 for key, job in running.items():
                     self._compiled[key] = job.result()
                     if on_progress:
                         on_progress(len(self._compiled), len(jobs))
             sync()
         return len(jobs)
+
+    def _forward_of(self, key: Any) -> Any:
+        """The program that has to be compiled before another can be lowered, if any: of forward,
+        whose compiler chooses how the residuals are split."""
+        segment, forward = self.segments[key[0]], (*key[:-1], FORWARD)
+        split = key[-1] == BACKWARD and segment.hands_over and segment.splits_tensors
+        return forward if split else None
+
+    def learn(self, key: Any, compiled: jax.stages.Compiled) -> None:
+        """Take from a compiled program what others need to be lowered."""
+        segment = self.segments[key[0]]
+        if key[-1] == FORWARD and segment.hands_over and segment.splits_tensors:
+            segment.learn_residuals(key[1], compiled)
 
     def _compiled_by(self, key: Any, i: int) -> int:
         """Which of the processes that run program number `i` compiles it."""
@@ -243,7 +261,9 @@ class Programs:
 
     def _skipped(self, what: Any, kind: str, shapes: Any) -> Program:
         structs: Any
-        if kind in (FORWARD, BACKWARD, EVALUATE):
+        if kind in (FORWARD, EVALUATE):  # without residuals, of which only their shapes are known
+            structs = self.segments[what].y_structs(shapes, sums=kind == EVALUATE)
+        elif kind == BACKWARD:
             structs = self.segments[what].output_structs(shapes, kind)
         elif kind in (REDUCE, UPDATE):
             update = self.updates[what]

@@ -15,14 +15,12 @@ from dflop_jax.contract import (
     Array,
     Module,
     Params,
-    any_order_of,
-    chip_of,
     split_dim,
     taps_of,
 )
-from dflop_jax.pipeline import spmd_loop
-from dflop_jax.pipeline.spmd_loop import ADAPTER, STACKED
-from dflop_jax.records import BACKWARD, Direction, Edge, SegmentPlan, Shape
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.pieces import ADAPTER, STACKED
+from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, SegmentPlan, Shape
 
 Tree = Any
 # Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
@@ -30,8 +28,6 @@ Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
 KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
-# XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
-_SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,21 @@ class Segment:
         return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in here))
 
     @property
+    def splits_tensors(self) -> bool:
+        return self.mesh.shape["model"] > 1
+
+    @property
     def has_loss(self) -> bool:
         """Whether it ends in a loss."""
         return bool(self.loss_sums)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether its forward task keeps residuals for the backward task: it has both, and does
+        not recompute everything."""
+        is_read = not self.plan.last or bool(self.outgoing)
+        runs_back = bool(self.trainable or self.wants_gradient)
+        return is_read and runs_back and self.plan.remat != "segment"
 
     @cached_property
     def loss_sums(self) -> tuple[str, ...]:
@@ -255,58 +263,45 @@ class Segment:
     # ---- programs ----
 
     def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
-        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads)."""
+        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
+        residuals)."""
         args = (self.program_structs(), self.x_structs(shape), self.field_structs(shape))
         if kind != BACKWARD:
             return args
         dy = self.y_structs(shape)
         if self.has_loss:
             dy["sums"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.sharding())
-        return (*args, dy, self.grad_structs())
+        return (*args, dy, self.grad_structs(), self.residual_structs(shape))
 
     def output_structs(self, shape: Shape, kind: Kind) -> Tree:
-        """forward: y; evaluate: y with the loss's sums; backward: (sums, dx, grads, done)."""
+        """forward: y and, if it hands any over, "residuals"; evaluate: y with the loss's sums;
+        backward: (sums, dx, grads, done)."""
         if kind != BACKWARD:
-            return self.y_structs(shape, sums=kind == EVALUATE)
+            y = self.y_structs(shape, sums=kind == EVALUATE)
+            handed = self.hands_over and kind == FORWARD
+            return {**y, "residuals": self.residual_structs(shape)} if handed else y
         ranks = (self.stages, self.data_ranks)
         done = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=self.sharding("stage", "data"))
         dx = {n: s for n, s in self.x_structs(shape).items() if n in self.wants_gradient}
         sums = self.y_structs(shape, sums=True).get("sums", {})
         return (sums, dx, self.grad_structs(), done)
 
+    def residual_structs(self, shape: Shape) -> Tree:
+        """What forward hands over to backward: see `Lowering`; {} if nothing."""
+        return self._lowering.residual_structs(shape) if self.hands_over else {}
+
+    def learn_residuals(self, shape: Shape, forward: jax.stages.Compiled) -> None:
+        """Take the shardings of what forward hands over from its compiled program."""
+        self._lowering.learn_residuals(shape, forward)
+
     def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
         """Program of a kind at a per-rank shape, ready to be compiled; it maps `argument_structs`
         to `output_structs`, and backward donates the gradients."""
-        args = self.argument_structs(shape, kind)
-        outs = self.output_structs(shape, kind)
-        in_specs, out_specs = jax.tree.map(_manual, args), jax.tree.map(_manual, outs)
-        # Inside, each stage holds its share of the outputs' microbatches.
-        shared = P("stage", "data")
-        body: Any = partial(spmd_loop.forward_program, sums=kind == EVALUATE)
-        if kind != BACKWARD:
-            out_specs = jax.tree.map(lambda _: shared, outs)
-        else:
-            body = spmd_loop.backward_program
-            dy = {k: P() if k == "sums" else jax.tree.map(lambda _: shared, v)
-                  for k, v in args[3].items()}  # fmt: skip
-            in_specs = (*in_specs[:3], dy, in_specs[4])
-        mapped: Any = jax.shard_map(
-            partial(body, self),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names={"stage", "data"},
-        )
-        shardings = jax.tree.map(lambda a: a.sharding, outs)
-        donate = (4,) if kind == BACKWARD else ()
-        on_gpu = chip_of(self.mesh.devices.flat[0]).startswith("sm_")
-        exact = on_gpu and not any_order_of(self.module)
-        return jax.jit(
-            mapped,
-            out_shardings=shardings,
-            donate_argnums=donate,
-            compiler_options=_SAME_BITS if exact else None,
-        ).lower(*args)
+        return self._lowering.lower(shape, kind)
+
+    @cached_property
+    def _lowering(self) -> Lowering:
+        return Lowering(self)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -358,12 +353,6 @@ def _exit_struct(module: Module, shape: Shape) -> Tree:
     fields, hidden = _fields(module, "exit", shape), _hidden_struct(module, shape)
     entry = _part_struct(module, "entry") if module.tied else None
     return jax.eval_shape(module.exit, _part_struct(module, "exit"), hidden, fields, entry)
-
-
-def _manual(struct: jax.ShapeDtypeStruct) -> P:
-    """The part of a sharding that `shard_map` handles: every axis but "model"."""
-    spec = struct.sharding.spec
-    return P(*(None if axis == "model" else axis for axis in spec))
 
 
 def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:

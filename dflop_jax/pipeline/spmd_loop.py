@@ -2,18 +2,18 @@
 
 A group's microbatches flow through the stages: at tick t stage s works on microbatch t - s and
 passes its activations on with `ppermute`. The axis "model" stays automatic, so tensor parallelism
-comes from the parameters' shardings alone. With one stage the same code is a plain scan.
+comes from the parameters' shardings alone. With one stage the same code is a plain scan. Backward
+runs the ticks in reverse, on what forward kept of each, those included in which a stage had nothing
+of its own to do: their gradients are zeros.
 
 A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
 and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
-"exit": features, "taps": {name: features}, "sums": {name: scalars of the loss}}, as far as it has
-them. M counts microbatches in a group, S stages.
+"exit": features, "taps": {name: features}, "sums": {name: scalars of the loss}, "residuals": what
+its backward needs}, as far as it has them. M counts microbatches in a group, S stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,22 +21,217 @@ import jax.numpy as jnp
 from jax import lax
 
 from dflop_jax.contract import Array, Params
+from dflop_jax.pipeline.pieces import STACKED, Pieces, added
 
 if TYPE_CHECKING:
     from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
-PARTS = ("entry", "layers", "exit")  # of every module
-ADAPTER = "adapter"  # of some
-STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
-# What a layer keeps for its backward; the rest is computed again.
-REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "none": lambda layer: layer,  # everything
-    "layers": jax.checkpoint,  # its input
-    "dots": partial(  # and the products with its weights
-        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    ),
-}
+
+
+def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
+    """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
+    taps M; `sums` says whether the loss's sums [M / S, 1] are wanted, and no residuals."""
+    loop = _Loop(segment, params, x, fields, records=segment.hands_over and not sums)
+    y, outs, kept = loop.run()
+    if not segment.plan.last:
+        y["next"] = outs
+    elif not segment.has_loss:
+        y["exit"], kept["exit"] = loop.run_exit(outs)
+    elif sums:
+        ends = loop.run_exit(outs)[0]
+        y["sums"] = jax.tree.map(lambda a: a[:, None], ends)
+    else:
+        kept["outs"] = outs
+    if segment.hands_over and not sums:
+        y["residuals"] = jax.tree.map(lambda a: a[None, None], kept)
+    return y
+
+
+def backward_program(
+    segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree, residuals: Tree
+) -> tuple[Tree, Tree, Tree, Array]:
+    """The gradient of a group: (sums, dx, grads + gradient, done).
+
+    `dy` is the cotangent of `y`; for the loss's sums it is one scalar, the scale of "loss_sum".
+    `residuals` are those of `forward_program`; a segment that hands none over runs forward here.
+    `done` is a small output to wait for, since `grads` is donated onwards.
+    """
+    loop = _Loop(segment, params, x, fields, records=True)
+    if segment.hands_over:
+        kept = jax.tree.map(lambda a: a[0, 0], residuals)
+    else:
+        _, outs, kept = loop.run()
+        if segment.has_loss:
+            kept["outs"] = outs
+        elif segment.plan.last:
+            kept["exit"] = loop.run_exit(outs)[1]
+    sums: Tree = {}
+    if segment.has_loss:
+        scale = _varying(dy["sums"], "stage", "data")
+        sums, douts, grads = loop.run_loss_back(kept["outs"], scale, grads)
+    elif segment.plan.last:
+        douts, grads = loop.run_exit_back(kept["exit"], dy["exit"], grads)
+    else:
+        douts = dy["next"]
+    dx: Tree = {}
+    if loop.pieces.active or segment.taps:
+        dx, grads = loop.run_back(kept["ticks"], douts, dy.get("taps", {}), grads)
+    # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
+    dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
+    done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
+    return sums, dx, grads, done
+
+
+class _Loop:
+    """A group on a segment's stages, forward and backward."""
+
+    def __init__(self, segment: Segment, params: Params, x: Tree, fields: Tree, *, records: bool):
+        self.segment = segment
+        self.params, self.x, self.fields = _prepared(params), _enter(x), _enter(fields)
+        self.m, self.s = segment.microbatches, segment.stages
+        self.stage = lax.axis_index("stage")
+        here, now = _at(self.x, jnp.int32(0)), _at(self.fields, jnp.int32(0))
+        like = here.get("hidden")
+        if segment.plan.first:
+            like = jax.eval_shape(segment.module.entry, self.params["entry"], {**now, **here})
+        self.no_hidden = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
+        self.pieces = Pieces(segment, self.params, here, now, self.no_hidden, records=records)
+
+    def _now(self, t: Array) -> tuple[Tree, Tree]:
+        """(x, fields) of the microbatch that this stage works on at a tick."""
+        i = jnp.clip(t - self.stage, 0, self.m - 1)
+        return _at(self.x, i), _at(self.fields, i)
+
+    # ---- layers ----
+
+    def run(self) -> tuple[Tree, Array, Tree]:
+        """Up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...], {"ticks":
+        what backward needs [ticks, ...]})."""
+        start = self.no_hidden if self.s > 1 else None
+        _, (hs, tapped, kept) = _ticks(self._tick, start, jnp.arange(self.m + self.s - 1))
+        y = {"taps": tapped} if self.segment.taps else {}
+        return y, self._scatter_over_stages(hs[self.s - 1 :]), {"ticks": kept}
+
+    def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree, Tree]]:
+        x, fields = self._now(t)
+        of_entry: list[Array] = []
+        if self.segment.plan.first:
+            h, of_entry = self.pieces.forward("entry", self.params, None, x, fields)
+        else:
+            h = x["hidden"]
+        if carry is not None:
+            h = jnp.where(self.stage == 0, h, carry)
+        h, tapped, kept = self.pieces.run_layers(self.params, h, x, fields)
+        if carry is not None:
+            carry = lax.ppermute(h, "stage", [(j, j + 1) for j in range(self.s - 1)])
+        return carry, (h, tapped, {"entry": of_entry, **kept})
+
+    def run_back(self, kept: Tree, douts: Array, dtapped: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """The gradient of `run`: (of x [M, ...], grads + parameters')."""
+        dhs = self._gather_from_stages(douts)
+        dhs = jnp.concatenate([jnp.zeros_like(dhs[: self.s - 1]), dhs]) if self.s > 1 else dhs
+        now = (jnp.arange(self.m + self.s - 1), kept, dhs, dtapped)
+        start = self.no_hidden if self.s > 1 else None
+        (_, grads), dx = _ticks(self._tick_back, (start, grads), now, reverse=True)
+        # Stage 0 works on microbatch t at tick t.
+        return jax.tree.map(lambda a: a[: self.m], dx), grads
+
+    def _tick_back(self, carry: tuple[Array | None, Tree], now: Tree) -> tuple[Tree, Tree]:
+        (passed, grads), (t, kept, dh, dtapped) = carry, now
+        x, fields = self._now(t)
+        if passed is not None:
+            dh = dh + lax.ppermute(passed, "stage", [(j + 1, j) for j in range(self.s - 1)])
+        dh, dx, grads = self.pieces.run_layers_back(
+            kept, self.params, x, fields, dh, dtapped, grads
+        )
+        if passed is not None:
+            nothing = jnp.zeros_like(dh)
+            first = self.stage == 0
+            dh, passed = jnp.where(first, dh, nothing), jnp.where(first, nothing, dh)
+        if self.segment.plan.first:
+            _, dplaced, grads = self.pieces.backward(
+                "entry", kept["entry"], self.params, x, fields, dh, grads
+            )
+            dx |= dplaced
+        elif "hidden" in self.segment.wants_gradient:
+            dx["hidden"] = dh
+        return (passed, grads), dx
+
+    # ---- exits ----
+
+    def _own_share(self) -> Tree:
+        """Fields of the M / S microbatches whose ends are this stage's."""
+        n = self.m // self.s
+        first = self.stage * n
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, n), self.fields)
+
+    def run_exit(self, outs: Array) -> tuple[Tree, Tree]:
+        """(what the exit gives, what its backward needs), both [M / S, ...]."""
+
+        def visit(_: None, now: tuple[Array, Tree]) -> tuple[None, tuple[Tree, Tree]]:
+            return None, self.pieces.forward("exit", self.params, now[0], {}, now[1])
+
+        return lax.scan(visit, None, (outs, self._own_share()))[1]
+
+    def run_exit_back(self, kept: Tree, dexit: Array, grads: Tree) -> tuple[Array, Tree]:
+        """(the gradient of `run_exit`'s hidden states, grads + parameters')."""
+
+        def visit(grads: Tree, now: Tree) -> tuple[Tree, Array]:
+            own, fields, dout = now
+            dh, _, grads = self.pieces.backward("exit", own, self.params, {}, fields, dout, grads)
+            return grads, self.no_hidden if dh is None else dh
+
+        grads, douts = lax.scan(visit, grads, (kept, self._own_share(), dexit))
+        return douts, grads
+
+    def run_loss_back(self, outs: Array, scale: Array, grads: Tree) -> tuple[Tree, Array, Tree]:
+        """(the loss's sums, the gradient of `outs`, grads + parameters'): each microbatch's
+        gradient in the visit that computes its loss, so that the exit's is never held for
+        several."""
+        reads = ("exit", "entry") if self.segment.module.tied else ("exit",)
+        free = {k: self.params[k] for k in reads if k in self.segment.trainable}
+
+        def visit(totals: Tree, now: tuple[Array, Tree]) -> tuple[Tree, tuple[Tree, Array]]:
+            def loss(free: Params, h: Array) -> Tree:
+                params = {**self.params, **free}
+                entry = params.get("entry") if self.segment.module.tied else None
+                return self.segment.module.exit(params["exit"], h, now[1], entry)
+
+            sums, vjp = jax.vjp(loss, free, now[0])
+            dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
+                             for k, v in sums.items()})  # fmt: skip
+            return added(totals, dfree), (sums, dh)
+
+        totals = {k: grads[k] for k in free}
+        totals, (sums, douts) = lax.scan(visit, totals, (outs, self._own_share()))
+        return jax.tree.map(lambda a: a[:, None], sums), douts, {**grads, **totals}
+
+    def _scatter_over_stages(self, outs: Array) -> Array:
+        """[M, ...] valid on the last stage -> [M / S, ...] on each, so that ends use all."""
+        if self.s == 1:
+            return outs
+        # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
+        masked = self._on_last_stage(outs).astype(jnp.float32)
+        return lax.psum_scatter(masked, "stage", scatter_dimension=0, tiled=True).astype(outs.dtype)
+
+    def _gather_from_stages(self, douts: Array) -> Array:
+        """The transpose of `_scatter_over_stages`."""
+        if self.s == 1:
+            return douts
+        every = lax.all_gather(douts.astype(jnp.float32), "stage", tiled=True)
+        return self._on_last_stage(every.astype(douts.dtype))
+
+    def _on_last_stage(self, a: Array) -> Array:
+        return jnp.where(self.stage == self.s - 1, a, jnp.zeros_like(a))
+
+
+def _ticks(body: Any, carry: Tree, now: Tree, *, reverse: bool = False) -> tuple[Tree, Tree]:
+    """`lax.scan`; a single tick runs without a loop."""
+    if jax.tree.leaves(now)[0].shape[0] > 1:
+        return lax.scan(body, carry, now, reverse=reverse)
+    carry, out = body(carry, jax.tree.map(lambda a: a[0], now))
+    return carry, jax.tree.map(lambda a: a[None], out)
 
 
 def _at(tree: Tree, i: Array) -> Tree:
@@ -46,120 +241,6 @@ def _at(tree: Tree, i: Array) -> Tree:
 def _varying(tree: Tree, *axes: str) -> Tree:
     """Mark as differing along mesh axes, so that gradients stay unreduced along them."""
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), tree)
-
-
-def _scan_layers(segment: Segment, layers: Params, h: Array, fields: Tree) -> Array:
-    layer = REMAT[segment.plan.remat](segment.module.layer)
-    return lax.scan(lambda x, p: (layer(p, x, fields), None), h, layers)[0]
-
-
-def layer_params(params: Params) -> Params:
-    """What a layer gets: its parameters, with its adapter among them."""
-    if ADAPTER not in params:
-        return params["layers"]
-    return {**params["layers"], ADAPTER: params[ADAPTER]}
-
-
-def _run_layers(
-    segment: Segment, params: Params, h: Array, x: Tree, fields: Tree
-) -> tuple[Array, dict[str, Array]]:
-    """The segment's layers on hidden states: (hidden states, outputs of its taps)."""
-    layers = layer_params(params)
-    tapped: dict[str, Array] = {}
-    if not (segment.taps or segment.inlets):
-        return _scan_layers(segment, layers, h, fields), tapped
-    n_layers = jax.tree.leaves(layers)[0].shape[0]
-    done = 0
-    for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {n_layers}):
-        if stop > done:
-            part = jax.tree.map(lambda a, lo=done, hi=stop: a[lo:hi], layers)
-            h, done = _scan_layers(segment, part, h, fields), stop
-        for name in (name for name, n in segment.taps if n == stop):
-            tapped[name] = segment.module.tap(name, params.get(name), h, fields)  # type: ignore[attr-defined]
-        for name in (name for name, n in segment.inlets if n == stop):
-            h = segment.module.inlet(name, h, x[name], fields)  # type: ignore[attr-defined]
-    return h, tapped
-
-
-def _first_input(segment: Segment, params: Params, x: Tree, fields: Tree) -> Array:
-    """Hidden states at the top of the segment: the entry's, or those received."""
-    if not segment.plan.first:
-        return x["hidden"]
-    placed = {name: x[name] for name in segment.entry_inputs}
-    return segment.module.entry(params["entry"], {**fields, **placed})
-
-
-def _scatter_over_stages(segment: Segment, outs: Array) -> Array:
-    """[M, ...] valid on the last stage -> [M / S, ...] on each, so that ends use all stages."""
-    if segment.stages == 1:
-        return outs
-    mine = lax.axis_index("stage") == segment.stages - 1
-    # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
-    masked = jnp.where(mine, outs, jnp.zeros_like(outs)).astype(jnp.float32)
-    return lax.psum_scatter(masked, "stage", scatter_dimension=0, tiled=True).astype(outs.dtype)
-
-
-def forward(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
-    """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
-    taps M; `sums` says whether the loss's sums [M / S, 1] are wanted."""
-    y, outs = run_layers(segment, params, x, fields)
-    if not segment.plan.last:
-        return {**y, "next": outs}
-    if segment.loss_sums and not sums:
-        return y
-
-    def finish(_: None, now: tuple[Array, Tree]) -> tuple[None, Tree]:
-        return None, _exit(segment, params, *now)
-
-    ends = lax.scan(finish, None, (outs, _own_share(segment, fields)))[1]
-    if segment.loss_sums:
-        return {**y, "sums": jax.tree.map(lambda a: a[:, None], ends)}
-    return {**y, "exit": ends}
-
-
-def run_layers(segment: Segment, params: Params, x: Tree, fields: Tree) -> tuple[Tree, Array]:
-    """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...])."""
-    m, s = segment.microbatches, segment.stages
-    stage = lax.axis_index("stage")
-
-    def tick(carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree]]:
-        i = jnp.clip(t - stage, 0, m - 1)
-        now, here = _at(fields, i), _at(x, i)
-        h = _first_input(segment, params, here, now)
-        if carry is not None:
-            h = jnp.where(stage == 0, h, carry)
-        h, tapped = _run_layers(segment, params, h, here, now)
-        if carry is None:
-            return None, (h, tapped)
-        return lax.ppermute(h, "stage", [(j, j + 1) for j in range(s - 1)]), (h, tapped)
-
-    if s == 1 and m == 1:
-        hs, tapped = jax.tree.map(lambda a: a[None], tick(None, jnp.int32(0))[1])
-    elif s == 1:
-        hs, tapped = lax.scan(tick, None, jnp.arange(m))[1]
-    else:
-        zero = jnp.int32(0)
-        like = jax.eval_shape(
-            lambda: _first_input(segment, params, _at(x, zero), _at(fields, zero))
-        )
-        start = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
-        hs, tapped = lax.scan(tick, start, jnp.arange(m + s - 1))[1]
-        hs = hs[s - 1 :]
-    y: dict[str, Tree] = {"taps": tapped} if segment.taps else {}
-    return y, _scatter_over_stages(segment, hs)
-
-
-def _own_share(segment: Segment, fields: Tree) -> Tree:
-    """Fields of the M / S microbatches whose ends are this stage's."""
-    n = segment.microbatches // segment.stages
-    first = lax.axis_index("stage") * n
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, n), fields)
-
-
-def _exit(segment: Segment, params: Params, h: Array, fields: Tree) -> Tree:
-    """The exit of one microbatch."""
-    entry = params.get("entry") if segment.module.tied else None
-    return segment.module.exit(params["exit"], h, fields, entry)
 
 
 def _prepared(params: Params) -> Params:
@@ -172,69 +253,3 @@ def _prepared(params: Params) -> Params:
 
 def _enter(x: Tree) -> Tree:
     return _varying(x, "stage")
-
-
-def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
-    return forward(segment, _prepared(params), _enter(x), _enter(fields), sums=sums)
-
-
-def backward_program(
-    segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree
-) -> tuple[Tree, Tree, Tree, Array]:
-    """Recompute the forward, then its gradient: (sums, dx, grads + gradient, done).
-
-    `dy` is the cotangent of `forward`'s output; for the loss's sums it is one scalar, the scale of
-    "loss_sum". `grads` has a leading dim of 1 here: gradients of ranks are kept apart until the
-    step's single reduction. `done` is a small output to wait for, since `grads` is donated onwards.
-    """
-    params, x, fields = _prepared(params), _enter(x), _enter(fields)
-    ends_in_loss = bool(segment.loss_sums)
-    # Parts that only the loss reads get their gradient where the loss is computed.
-    later = {"exit"} if segment.plan.first else {"exit", "entry"}
-    free = {k: params[k] for k in segment.trainable if not (ends_in_loss and k in later)}
-    wanted = {k: x[k] for k in segment.wants_gradient}
-
-    def run(free: Params, wanted: Tree) -> Any:
-        run_to = run_layers if ends_in_loss else partial(forward, sums=True)
-        return run_to(segment, {**params, **free}, {**x, **wanted}, fields)
-
-    y, vjp = jax.vjp(run, free, wanted)
-    sums: Tree = {}
-    if ends_in_loss:
-        scale = _varying(dy["sums"], "stage", "data")
-        sums, douts, grads = _loss_gradient(segment, params, y[1], fields, scale, grads)
-        dy = ({k: v for k, v in dy.items() if k != "sums"}, douts)
-    dparams, dx = vjp(dy)
-    grads = {**grads, **_added({k: grads[k] for k in free}, dparams)}
-    # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
-    dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
-    done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
-    return sums, dx, grads, done
-
-
-def _loss_gradient(
-    segment: Segment, params: Params, outs: Array, fields: Tree, scale: Array, grads: Tree
-) -> tuple[Tree, Array, Tree]:
-    """(the loss's sums, the gradient of `outs`, grads + gradient): each microbatch's gradient in
-    the visit that computes its loss, so that the exit's is never held for several."""
-    reads = ("exit", "entry") if segment.module.tied else ("exit",)
-    free = {k: params[k] for k in reads if k in segment.trainable}
-
-    def visit(totals: Tree, now: tuple[Array, Tree]) -> tuple[Tree, tuple[Tree, Array]]:
-        def loss(free: Params, h: Array) -> Tree:
-            return _exit(segment, {**params, **free}, h, now[1])
-
-        sums, vjp = jax.vjp(loss, free, now[0])
-        dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
-                         for k, v in sums.items()})  # fmt: skip
-        return _added(totals, dfree), (sums, dh)
-
-    totals, (sums, douts) = lax.scan(
-        visit, {k: grads[k] for k in free}, (outs, _own_share(segment, fields))
-    )
-    return jax.tree.map(lambda a: a[:, None], sums), douts, {**grads, **totals}
-
-
-def _added(grads: Tree, more: Tree) -> Tree:
-    """`grads`, with their leading dim of 1, plus `more`."""
-    return jax.tree.map(lambda a, g: a + g[None], grads, more)

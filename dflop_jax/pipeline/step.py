@@ -92,10 +92,11 @@ class StepCall:
         }
         self.fed_by = fed_by(groups)
         # (segment, group, input) -> parts that have arrived; (link, source group, target group) ->
-        # the gradient that came back; (segment, group) -> inputs kept for backward.
+        # the gradient that came back; (segment, group) -> inputs and residuals kept for
+        # backward.
         self.inbox: dict[tuple[str, int, str], list[jax.Array]] = {}
         self.returned: dict[tuple[Link, int], Tree] = {}
-        self.kept: dict[tuple[str, int], tuple[Tree, Tree]] = {}
+        self.kept: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
         self.places: dict[tuple[str, str, int], Tree] = {}
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
@@ -161,8 +162,9 @@ class StepCall:
         x, fields = self._inputs(name, g)
         kind = programs.forward_kind(name, self.evaluate)
         y = programs.of_segment(name, group.shape, kind)(self.state.program_params(name), x, fields)
+        residuals = y.pop("residuals", {})
         if name in programs.backward and not self.evaluate:
-            self.kept[name, g] = (x, fields)
+            self.kept[name, g] = (x, fields, residuals)
         self._add_sums(name, y.pop("sums", None))
         self.collect(name, g)
         sent: list[Any] = [y]
@@ -189,7 +191,7 @@ class StepCall:
     def _backward(self, name: str, g: int) -> Tree:
         shape, state = self.groups[g].shape, self.state
         kept = self.kept.pop((name, g), None)
-        x, fields = self._inputs(name, g) if kept is None else kept
+        x, fields, residuals = (*self._inputs(name, g), {}) if kept is None else kept
         program = self.programs.of_segment(name, shape, BACKWARD)
         sums, dx, grads, done = program(
             state.program_params(name),
@@ -197,6 +199,7 @@ class StepCall:
             fields,
             self._gradient_of_output(name, g),
             state.grads.get(name, {}),
+            residuals,
         )
         if name in state.grads:
             state.grads[name] = grads

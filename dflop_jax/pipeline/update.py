@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
+from dflop_jax.pipeline.pieces import STACKED
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.spmd_loop import STACKED
 
 Tree = Any
 

@@ -37,7 +37,7 @@ Array = Any  # a float array, or one number
 Mesh = tuple[int, Array, int]  # (stage, data, model)
 # Forwards of a layer that backward runs once more. "dots" repeats only what is cheap; it is
 # predicted as if it repeated all, and kept all: too careful both times.
-_REPEATED = {"none": 0.0, "layers": 1.0, "dots": 1.0}
+_REPEATED = {"none": 0.0, "segment": 0.0, "layers": 1.0, "dots": 1.0, "named": 1.0}
 
 
 def rounded(values: Array) -> Array:

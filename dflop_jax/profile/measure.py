@@ -37,8 +37,8 @@ from dflop_jax.contract import (
     taps_of,
 )
 from dflop_jax.pipeline.communicator import place, zeros
+from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
-from dflop_jax.pipeline.spmd_loop import ADAPTER
 from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import ENDS, forward_flops, part_names

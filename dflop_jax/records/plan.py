@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Bucket, Shape
 
-Remat = Literal["none", "layers", "dots"]
+Remat = Literal["none", "dots", "named", "layers", "segment"]
 REMAT: tuple[str, ...] = get_args(Remat)
 Grouping = Literal["balanced", "arrival"]
 
@@ -80,8 +80,11 @@ class SubmeshPlan:
 class SegmentPlan:
     """Layers [start, stop) of a module on a submesh, with the module's ends where they belong.
 
-    `remat` says what a layer's backward computes again, for less memory: "none", "layers" (all of
-    it) or "dots" (all but matrix products).
+    `remat` says what the backward task computes again, so that less is kept since forward: "none":
+    only elementwise work; "dots": all but products with weights; "named": all but what the model
+    names (attention's output); "layers": each layer, from its input; "segment": the whole segment,
+    from its input. A segment that nobody reads has one task for forward and backward; there
+    "segment" is "none", and the others say what is kept within the task.
     """
 
     name: str

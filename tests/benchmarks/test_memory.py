@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from dflop_jax.pipeline.pieces import PARTS
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
-from dflop_jax.pipeline.spmd_loop import PARTS
 from dflop_jax.profile.memory import work_of
 from dflop_jax.records import BACKWARD, Edge, SegmentPlan, Shape
 from models.decoder import DecoderModule

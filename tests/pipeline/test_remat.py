@@ -1,33 +1,50 @@
-"""What backward computes again changes no gradient, and takes less memory."""
+"""What backward computes again changes no gradient, takes less memory, and is no more than said."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dflop_jax.config import Config, TrainConfig
-from dflop_jax.pipeline import spmd_loop
+from dflop_jax.gpu_compile.hlo_cost import hlo_cost
+from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.records import BACKWARD, REMAT, Shape, with_remat
+from dflop_jax.pipeline.residuals import REMAT
+from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.records import BACKWARD, FORWARD, Edge, Remat, SegmentPlan, Shape, with_remat
+from models.sizes import VisionSize
+from models.vit import VisionModule
 
 from . import plain
 from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
 
+MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
+    "llm as 3 segments": ("dots", "named", "segment", "layers"),
+    "llm as 2 segments of stage 2": ("layers", "named", "dots"),
+    "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
+}
 
-@pytest.mark.parametrize("remat", ["layers", "dots"])
-@pytest.mark.parametrize("name", ["one device", "llm stage 2, dp 2, tp 2 on 8, shared"])
-def test_gradients_are_those_of_the_plain_computation(name, remat):
+
+@pytest.mark.parametrize("name", MIXED)
+def test_gradients_are_those_of_the_plain_computation(name):
     vision, llm, options = PLANS[name]
-    samples, _, want_loss, want = oracle(NANO)
-    plan = plain.plan_of(NANO, vision, llm, bucket=(36, 240), **options)
+    m, (samples, _, want_loss, want) = NANO, oracle(NANO)
+    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    segments = [
+        dataclasses.replace(s, remat=remat)
+        for s, remat in zip(plan.segments, MIXED[name], strict=True)
+    ]
+    plan = dataclasses.replace(plan, segments=tuple(segments))
     schedule = plain.random_schedule(plan, samples, 2, seed=1, text_only=(0,))
-    loss, grads, _, _ = grads_of(NANO, with_remat(plan, remat), samples, schedule)
+    loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
 
 
-def temp_bytes(remat: str) -> int:
+def temp_bytes(remat: Remat) -> int:
     """Of the LLM's backward: 8 layers, 512 tokens."""
     decoder = dataclasses.replace(NANO.size.decoder, n_layers=8)
     m = dataclasses.replace(NANO, size=dataclasses.replace(NANO.size, decoder=decoder))
@@ -43,10 +60,44 @@ def test_each_policy_keeps_what_it_says():
     assert layers < 0.5 * none
 
 
+VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float32"))
+
+
+def encoder(remat: Remat) -> Segment:
+    """Another module reads it."""
+    plan = SegmentPlan("vision", "vision", 0, VIT.n_layers, "all", True, True, remat)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    parts = frozenset(("entry", "layers", "exit"))
+    return Segment(plan, VIT, mesh, 1, parts, edges=(Edge("vision", "llm", "visual"),))
+
+
+def inner_layers(remat: Remat) -> Segment:
+    """Layers of a decoder between two others."""
+    module = NANO.modules["llm"]
+    plan = SegmentPlan("llm1", "llm", 1, 3, "all", False, False, remat)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    return Segment(plan, module, mesh, 1, frozenset(("layers",)), frozenset(("hidden",)))
+
+
+@pytest.mark.parametrize(
+    "make, shape, remat, least, most",
+    [
+        (encoder, Shape(4, 16), "none", 0.99, 1.03),
+        (inner_layers, Shape(1, 96), "none", 0.99, 1.03),
+        (encoder, Shape(4, 16), "segment", 1.30, 1.37),
+    ],
+)
+def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, most):
+    s = make(remat)
+    seen = seen_pairs(s.module, shape.tokens)
+    executed = needed = 0.0
+    for kind in (FORWARD, BACKWARD):
+        executed += hlo_cost(s.lower(shape, kind).compile().as_text(), seen).flops
+        needed += needed_flops(s, shape, kind, with_forward=False)
+    assert least <= executed / needed <= most
+
+
 def test_the_configuration_knows_the_policies():
-    assert tuple(spmd_loop.REMAT) == REMAT
+    assert set(REMAT) == set(get_args(Remat))
     for remat in ("auto", *REMAT):
         assert Config(train=TrainConfig(remat=remat)).train.remat == remat
-    x = np.ones(3, np.float32)
-    wraps = spmd_loop.REMAT.values()
-    assert all(np.array_equal(wrap(lambda a: a + 1)(x), x + 1) for wrap in wraps)

@@ -1,0 +1,187 @@
+"""FLOPs of forward and backward over those needed, by recompute policy, and what each policy keeps.
+
+Command:  python benchmarks/step_flops.py [--json FILE] [--only TEXT ...]
+Minutes:  about 5 on 2 cores
+Needs:    the extra gpu-compile for sm_90; without it only the CPU's programs are compiled
+Expected: 0.99 to 1.03 with none, about 1.33 with segment, for every module on both chips
+
+Encoders whole and Qwen2.5-7B up to its last layer but one, so that backward is a task of its own;
+bfloat16 at full width and depth, one stage on one device, one microbatch. FLOPs are those of the
+optimized programs, loops counted as often as they run; attention counts what its kernel computes.
+Residuals are what forward hands over to backward, temporaries the larger of the two programs'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from dflop_jax.config import ModelConfig
+from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
+from dflop_jax.gpu_compile.child import device_bytes
+from dflop_jax.gpu_compile.chips import absent_devices
+from dflop_jax.gpu_compile.hlo_cost import hlo_cost
+from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
+from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.hardware import find_hardware
+from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.records import BACKWARD, FORWARD, Remat, SegmentPlan, Shape
+from dflop_jax.train.prepare import build_model
+
+GIB = 2**30
+CHIPS = {"cpu": "", "sm_90": "h100"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module of a published model at a number of rows, of `tokens` or its pieces' length; `cut`
+    of its last layers are left out."""
+
+    name: str
+    factory: str
+    size: str
+    module: str
+    rows: int
+    tokens: int = 0
+    cut: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        own = model_of(self.factory, self.size).piece_tokens
+        return Shape(self.rows, self.tokens or own[self.module])
+
+
+CASES = (
+    Case("SigLIP", "models.llava:build", "llava-ov-7b", "vision", 8),
+    Case("InternViT", "models.internvl:build", "internvl-2.5-4b", "vision", 8),
+    Case("Qwen2.5-7B", "models.llava:build", "llava-ov-7b", "llm", 1, tokens=4096, cut=1),
+    Case("Whisper", "models.qwen2_audio:build", "qwen2-audio-7b", "audio", 2),
+)
+
+
+@cache
+def model_of(factory: str, size: str) -> MultimodalModel:
+    return build_model(ModelConfig(factory=factory, size=size, dtype="bfloat16"))
+
+
+def make_segment(case: Case, remat: Remat, device: jax.Device) -> Segment:
+    """The module on one device, all of it trained."""
+    model = model_of(case.factory, case.size)
+    module = on_chip(model.modules[case.module], chip_of(device))
+    last = not case.cut
+    plan = SegmentPlan(
+        case.module, case.module, 0, module.n_layers - case.cut, "one", True, last, remat
+    )
+    return Segment(
+        plan,
+        module,
+        Mesh(np.array([device]).reshape(1, 1, 1), AXES),
+        microbatches=1,
+        trainable=frozenset(("entry", "layers", *(("exit",) if last else ()))),
+        edges=tuple(e for e in edges_of(model) if plan.sends(e) or plan.reads(e)),
+    )
+
+
+def measure(case: Case, remat: Remat, device: jax.Device) -> dict[str, Any]:
+    """One row of the table."""
+    segment = make_segment(case, remat, device)
+    seen = seen_pairs(segment.module, case.shape.tokens)
+    executed, needed, temp, unknown = 0.0, 0.0, 0, set[str]()
+    for kind in (FORWARD, BACKWARD):
+        compiled = segment.lower(case.shape, kind).compile()
+        cost = hlo_cost(compiled.as_text() or "", seen)
+        executed += cost.flops
+        unknown |= {*cost.unknown_kernels, *["a loop"] * bool(cost.unknown_loops)}
+        needed += needed_flops(segment, case.shape, kind, with_forward=False)
+        temp = max(temp, compiled.memory_analysis().temp_size_in_bytes)
+    return {
+        "module": case.name,
+        "chip": chip_of(device),
+        "recompute": remat,
+        "executed_over_needed": executed / needed,
+        "residual_bytes": device_bytes(segment.residual_structs(case.shape)),
+        "temp_bytes": temp,
+        "unknown": sorted(unknown),
+    }
+
+
+def rows_of(chip: str, only: list[str]) -> None:
+    """Print a JSON row for each module and policy; in a process that has the chip's compiler."""
+    hardware = CHIPS[chip]
+    devices = absent_devices(hardware, find_hardware(hardware), 1) if hardware else jax.devices()
+    for case in CASES:
+        for remat in get_args(Remat):
+            if any(text in f"{case.name} {chip} {remat}" for text in only):
+                print(json.dumps(measure(case, remat, devices[0])), flush=True)
+
+
+def compiled_rows(chip: str, only: list[str]) -> list[dict[str, Any]]:
+    """The rows of a chip, from a process of its own."""
+    command = [sys.executable, __file__, "--chip", chip, "--only", *only]
+    environment = compiler_environment() if CHIPS[chip] else None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        rows = []
+        for line in process.stdout:
+            rows.append(json.loads(line))
+            print(f"{chip}: {len(rows)} compiled", file=sys.stderr)
+    if process.returncode:
+        raise RuntimeError(f"the process that compiles for {chip} ended with {process.returncode}")
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Forward and backward of one group, by recompute policy")
+    for name in ("module", "chip", "recompute"):
+        table.add_column(name)
+    for name in ("done/needed", "residuals GiB", "temporaries GiB"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            r["module"],
+            r["chip"],
+            r["recompute"],
+            f"{r['executed_over_needed']:.3f}",
+            f"{r['residual_bytes'] / GIB:.2f}",
+            f"{r['temp_bytes'] / GIB:.2f}",
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows that have such a text")
+    parser.add_argument("--chip", choices=CHIPS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.chip:
+        rows_of(args.chip, args.only)
+        return 0
+    rows = []
+    for chip in CHIPS:
+        try:
+            rows += compiled_rows(chip, args.only)
+        except ValueError as e:
+            print(f"{chip} is left out: {e}", file=sys.stderr)
+    Console().print(show(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1))
+    wrong = [r for r in rows if r["recompute"] == "none"
+             and not 0.99 <= r["executed_over_needed"] <= 1.03]  # fmt: skip
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

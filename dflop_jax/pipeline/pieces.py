@@ -1,0 +1,236 @@
+"""The pieces of a segment that run on one microbatch, forward and backward: entry, layers with
+taps and inlets between them, exit.
+
+Gradients of parameters are added into float32 accumulators as they come, those of a layer into its
+place of the stack, so that no gradients of all layers stand beside them. Accumulators have a
+leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dflop_jax.contract import Array, Params
+from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
+
+if TYPE_CHECKING:
+    from dflop_jax.pipeline.segment import Segment
+
+Tree = Any
+PARTS = ("entry", "layers", "exit")  # of every module
+ADAPTER = "adapter"  # a part of some modules
+STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers [start, stop) of a stage, and what follows the last of them."""
+
+    start: int
+    stop: int
+    taps: tuple[str, ...]
+    inlets: tuple[str, ...]
+
+
+def layer_params(params: Params) -> Params:
+    """What a layer gets: its parameters, with its adapter among them."""
+    if ADAPTER not in params:
+        return params["layers"]
+    return {**params["layers"], ADAPTER: params[ADAPTER]}
+
+
+def added(grads: Tree, more: Tree) -> Tree:
+    """`grads`, with their leading dim of 1, plus `more`."""
+    return jax.tree.map(lambda a, g: a + g[None], grads, more)
+
+
+def _added_at(grads: Tree, layer: Array, more: Tree) -> Tree:
+    """Stacked `grads` plus a layer's, in place."""
+
+    def one(stack: Array, g: Array) -> Array:
+        so_far = lax.dynamic_index_in_dim(stack, layer, 1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(stack, so_far + g[None], layer, 1)
+
+    return jax.tree.map(one, grads, more)
+
+
+class Pieces:
+    """A segment's pieces within one program.
+
+    Args:
+      params: the segment's, as `shard_map` gives them.
+      x, fields: of one microbatch; examples, as all arrays here are only looked at for their types.
+      h: hidden states.
+      records: whether what a gradient needs is kept; else `forward` keeps nothing.
+    """
+
+    def __init__(
+        self, segment: Segment, params: Params, x: Tree, fields: Tree, h: Array, *, records: bool
+    ):
+        self.segment, self.records = segment, records
+        plan, wanted = segment.plan, segment.wants_gradient
+        n_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+        self.runs = tuple(_runs(segment, n_layers))
+        entry_inputs = wanted & set(segment.entry_inputs)
+        before = bool(entry_inputs or "entry" in segment.trainable) if plan.first else (
+            "hidden" in wanted)  # fmt: skip
+        between = wanted & {name for name, _ in segment.inlets}
+        self.trains_layers = bool(STACKED & segment.trainable)
+        # Whether hidden states get a gradient.
+        self.active = before or bool(between) or self.trains_layers
+        self._recorded: dict[str, Recorded] = {}
+        if not records:
+            return
+        if plan.first:
+            self._record("entry", params, None, x, fields)
+        self._record("layer", _one_layer(params), h, x, fields)
+        for run in self.runs:
+            for name in (*run.taps, *run.inlets):
+                self._record(name, params, h, x, fields)
+        if plan.last and not segment.has_loss:
+            self._record("exit", params, h, x, fields)
+
+    def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
+        remat = REMAT[self.segment.plan.remat]
+        free, placed, given = self._split(name, params, x, fields)
+        wants = self.active and h is not None
+        self._recorded[name] = Recorded(
+            remat, self._piece(name), free, h, placed, given, wants_hidden=wants
+        )
+
+    # ---- what a piece is ----
+
+    def _piece(self, name: str) -> Piece:
+        module: Any = self.segment.module
+        is_tap = name in dict(self.segment.taps)
+
+        def piece(free: Tree, h: Array | None, placed: Tree, given: Tree) -> Tree:
+            frozen, x, fields = given
+            params, x = {**frozen, **free}, {**x, **placed}
+            if name == "entry":
+                return module.entry(params["entry"], {**fields, **x})
+            if name == "layer":
+                return module.layer(layer_params(params), h, fields)
+            if name == "exit":
+                return module.exit(params["exit"], h, fields, params.get("entry"))
+            if is_tap:
+                return module.tap(name, params.get(name), h, fields)
+            return module.inlet(name, h, x[name], fields)
+
+        return piece
+
+    def _split(self, name: str, params: Params, x: Tree, fields: Tree) -> tuple[Tree, Tree, Tree]:
+        """(parameters that train, inputs that get a gradient, all else) of what a piece reads."""
+        reads = {"layer": STACKED, "exit": {"exit", "entry"} if self.segment.module.tied else
+                 {"exit"}}.get(name, {name})  # fmt: skip
+        inputs = self.segment.entry_inputs if name == "entry" else (name,)
+        own = {k: v for k, v in params.items() if k in reads}
+        here = {k: v for k, v in x.items() if k in inputs}
+        free = {k: v for k, v in own.items() if k in self.segment.trainable}
+        placed = {k: v for k, v in here.items() if k in self.segment.wants_gradient}
+        frozen = {k: v for k, v in own.items() if k not in free}
+        return free, placed, (frozen, {k: v for k, v in here.items() if k not in placed}, fields)
+
+    # ---- forward ----
+
+    def forward(
+        self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree
+    ) -> tuple[Tree, list[Array]]:
+        """One piece: (what it gives, what backward needs)."""
+        free, placed, given = self._split(name, params, x, fields)
+        if not self.records:
+            return self._piece(name)(free, h, placed, given), []
+        return self._recorded[name].forward(free, h, placed, given)
+
+    def run_layers(
+        self, params: Params, h: Array, x: Tree, fields: Tree
+    ) -> tuple[Array, dict[str, Array], Tree]:
+        """The segment's layers: (hidden states, outputs of its taps, what backward needs)."""
+        tapped: dict[str, Array] = {}
+        kept: dict[str, Any] = {}
+        for run in self.runs:
+
+            def one(h: Array, layer: Params) -> tuple[Array, list[Array]]:
+                return self.forward("layer", layer, h, {}, fields)
+
+            if run.stop > run.start:
+                h, kept[f"layers {run.start}"] = lax.scan(one, h, _stacked(params, run))
+            for name in run.taps:
+                tapped[name], kept[name] = self.forward(name, params, h, x, fields)
+            for name in run.inlets:
+                h, kept[name] = self.forward(name, params, h, x, fields)
+        return h, tapped, kept
+
+    # ---- backward ----
+
+    def backward(
+        self, name: str, kept: list[Array], params: Params, x: Tree, fields: Tree, dout: Tree,
+        grads: Tree,
+    ) -> tuple[Array | None, Tree, Tree]:  # fmt: skip
+        """The gradient of one piece but a layer: (of hidden states, of inputs, grads + its own)."""
+        args = self._split(name, params, x, fields)
+        dfree, dh, dplaced = self._recorded[name].backward(kept, *args, dout)
+        return dh, dplaced, {**grads, **added({k: grads[k] for k in dfree}, dfree)}
+
+    def run_layers_back(
+        self, kept: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
+        grads: Tree,
+    ) -> tuple[Array, Tree, Tree]:  # fmt: skip
+        """The gradient of `run_layers`: (of hidden states, of inputs, grads + parameters')."""
+        dx: dict[str, Array] = {}
+        for run in reversed(self.runs):
+            for name in reversed(run.inlets):
+                more, dplaced, grads = self.backward(name, kept[name], params, x, fields, dh, grads)
+                dx |= dplaced
+                dh = dh if more is None else more
+            for name in run.taps:
+                more, _, grads = self.backward(
+                    name, kept[name], params, x, fields, dtapped[name], grads
+                )
+                dh = dh if more is None else dh + more
+            if run.stop > run.start and self._recorded["layer"].has_gradient:
+                layers = kept[f"layers {run.start}"]
+                dh, grads = self._layers_back(layers, _stacked(params, run), fields, dh, grads, run)
+        return dh, dx, grads
+
+    def _layers_back(
+        self, kept: Tree, layers: Params, fields: Tree, dh: Array, grads: Tree, run: Run
+    ) -> tuple[Array, Tree]:
+        trained = {k: grads[k] for k in layers if k in self.segment.trainable}
+
+        def one(carry: tuple[Array, Tree], now: Tree) -> tuple[tuple[Array, Tree], None]:
+            dh, totals = carry
+            i, layer, own = now
+            args = self._split("layer", layer, {}, fields)
+            dfree, dh, _ = self._recorded["layer"].backward(own, *args, dh)
+            return (dh, _added_at(totals, i, dfree)), None
+
+        places = jnp.arange(run.start, run.stop)
+        (dh, totals), _ = lax.scan(one, (dh, trained), (places, layers, kept), reverse=True)
+        return dh, {**grads, **totals}
+
+
+def _runs(segment: Segment, n_layers: int) -> Iterator[Run]:
+    start = 0
+    for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {n_layers}):
+        taps = tuple(name for name, n in segment.taps if n == stop)
+        inlets = tuple(name for name, n in segment.inlets if n == stop)
+        yield Run(start, stop, taps, inlets)
+        start = stop
+
+
+def _stacked(params: Params, run: Run) -> Params:
+    """Parameters of a run's layers, stacked."""
+    parts = {k: v for k, v in params.items() if k in STACKED}
+    return jax.tree.map(lambda a: a[run.start : run.stop], parts)
+
+
+def _one_layer(params: Params) -> Params:
+    """The stacked parts, of the first layer."""
+    return {k: jax.tree.map(lambda a: a[0], v) for k, v in params.items() if k in STACKED}

@@ -1,0 +1,175 @@
+"""A pure function and its gradient, cut in two: `forward` gives what `backward` needs besides the
+arguments that are still at hand then.
+
+What is kept are the leaves of `jax.vjp`'s function, without those that backward has anyway:
+parameters and fields, and what follows from them alone (weights in another dtype, rotary tables,
+masks). Backward computes these again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from dflop_jax.contract import SAVED_NAMES
+from dflop_jax.records import Remat
+
+Array = jax.Array
+Tree = Any
+# (parameters that train, hidden states or None, inputs that get a gradient, all else) -> output
+Piece = Callable[[Tree, Tree, Tree, Tree], Tree]
+
+# Elementwise work and layout, which a compiler fuses into what reads it.
+_ELEMENTWISE = """
+    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
+    div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota
+    is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem
+    reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh
+    transpose xor
+"""
+_CHEAP = frozenset(_ELEMENTWISE.split())
+
+
+def _is_dear(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _CHEAP
+
+
+_again = partial(jax.checkpoint, prevent_cse=False)  # inside scans nothing is merged anyway
+_policies = jax.checkpoint_policies
+_all_dear = partial(_again, policy=_is_dear)
+# What backward computes again of a piece.
+REMAT: dict[Remat, Callable[[Piece], Piece]] = {
+    "none": _all_dear,
+    "dots": partial(_again, policy=_policies.dots_with_no_batch_dims_saveable),
+    "named": partial(_again, policy=_policies.save_only_these_names(*SAVED_NAMES)),
+    "layers": _again,
+    "segment": _all_dear,  # the backward task runs all of it again, and keeps as much
+}
+
+
+class Recorded:
+    """A piece of a segment with its gradient in two halves, for arguments like those given.
+
+    Hidden states are the one argument that backward does not have; they get a gradient if
+    `wants_hidden`, parameters that train and `placed` inputs always do.
+    """
+
+    def __init__(
+        self,
+        remat: Callable[[Piece], Piece],
+        piece: Piece,
+        free: Tree,
+        h: Tree,
+        placed: Tree,
+        given: Tree,
+        *,
+        wants_hidden: bool,
+    ):
+        self._piece, self._remat, self._wants_hidden = piece, remat, wants_hidden
+        self.has_gradient = wants_hidden or bool(jax.tree.leaves((free, placed)))
+        if self.has_gradient:
+            self._trace(free, h, placed, given)
+
+    def _trace(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> None:
+        def run(h: Tree, free: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
+            def piece(free: Tree, placed: Tree, *hidden: Tree) -> Tree:
+                states = hidden[0] if hidden else h
+                return self._remat(self._piece)(free, states, placed, given)
+
+            wanted = (free, placed, *((h,) if self._wants_hidden else ()))
+            out, vjp = jax.vjp(piece, *wanted)
+            leaves, self._vjp = jax.tree.flatten(vjp)
+            return out, leaves
+
+        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(h, free, placed, given)
+        self._run = jaxpr_as_fun(closed)
+        self._n_hidden = len(jax.tree.leaves(h))
+        self._out: Any = jax.tree.structure(out)
+        n_out = self._out.num_leaves
+        leaves = closed.jaxpr.outvars[n_out:]
+        cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _widens(e)}
+        # leaf -> its place among what is kept; kept: (place among the outputs, dtype)
+        self._place: dict[int, int] = {}
+        self._kept: list[tuple[int, Any]] = []
+        known: dict[Any, int] = {}
+        for i, leaf in enumerate(leaves):
+            if not self._needs_hidden(closed, n_out + i):
+                continue
+            root = cast_from.get(leaf, leaf)
+            if root not in known:
+                known[root] = len(self._kept)
+                self._kept.append((n_out + i, root.aval.dtype))
+            self._place[i] = known[root]
+        self._dtypes = [leaf.aval.dtype for leaf in leaves]
+        free_leaves = [False] * n_out + [i not in self._place for i in range(len(leaves))]
+        jaxpr, self._used = _alive(closed.jaxpr, free_leaves)
+        assert not any(self._used[: self._n_hidden]), "a leaf that is free needs hidden states"
+        self._free_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+
+    def _needs_hidden(self, closed: Any, output: int) -> bool:
+        var = closed.jaxpr.outvars[output]
+        if isinstance(var, Literal):
+            return False
+        only = [i == output for i in range(len(closed.jaxpr.outvars))]
+        return any(_alive(closed.jaxpr, only)[1][: self._n_hidden])
+
+    def forward(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
+        """(output, what is kept for backward)."""
+        if not self.has_gradient:
+            return self._piece(free, h, placed, given), []
+        outputs = self._run(*jax.tree.leaves((h, free, placed, given)))
+        kept = [outputs[i].astype(dtype) for i, dtype in self._kept]
+        return jax.tree.unflatten(self._out, outputs[: self._out.num_leaves]), kept
+
+    def backward(
+        self, kept: list[Array], free: Tree, placed: Tree, given: Tree, dout: Tree
+    ) -> tuple[Tree, Tree, Tree]:
+        """The gradients of (free, h, placed) for the output's cotangent; None for hidden states
+        whose gradient is not wanted."""
+        if not self.has_gradient:
+            return {}, None, {}
+        at_hand = jax.tree.leaves((free, placed, given))
+        used = [a for a, u in zip(at_hand, self._used[self._n_hidden :], strict=True) if u]
+        others = iter(self._free_leaves(*used))
+        leaves = [
+            kept[self._place[i]].astype(dtype) if i in self._place else next(others)
+            for i, dtype in enumerate(self._dtypes)
+        ]
+        dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
+        return dfree, dh[0] if dh else None, dplaced
+
+
+def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
+    """(the jaxpr with only some of its outputs, which of its inputs it then reads). jax's own
+    elimination of dead code never drops a kernel."""
+    outs = [v for v, u in zip(jaxpr.outvars, used, strict=True) if u]
+    needed = {v for v in outs if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+            eqns.append(eqn)
+    reads = [v in needed for v in jaxpr.invars]
+    names = jaxpr.debug_info.with_unknown_names()
+    alive = jaxpr.replace(
+        eqns=eqns[::-1],
+        outvars=outs,
+        invars=[v for v, r in zip(jaxpr.invars, reads, strict=True) if r],
+        debug_info=names,
+    )
+    return alive, reads
+
+
+def _widens(eqn: Any) -> bool:
+    """Whether an equation casts to a wider float, so that its input can be kept in its place."""
+    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not all(jnp.issubdtype(d, jnp.floating) for d in (before, after)):
+        return False
+    return jnp.finfo(after).bits > jnp.finfo(before).bits

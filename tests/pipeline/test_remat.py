@@ -10,19 +10,24 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import BACKWARD, REMAT, Shape, with_remat
+from tests.small import Small
 
 from . import plain
 from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
 
 
 @pytest.mark.parametrize("remat", ["layers", "dots"])
-@pytest.mark.parametrize("name", ["one device", "llm stage 2, dp 2, tp 2 on 8, shared"])
-def test_gradients_are_those_of_the_plain_computation(name, remat):
+@pytest.mark.parametrize(
+    "m, name",
+    [(Small(), "one device"), (NANO, "llm stage 2, dp 2, tp 2 on 8, shared")],
+    ids=["small", "nano"],
+)
+def test_gradients_are_those_of_the_plain_computation(m, name, remat):
     vision, llm, options = PLANS[name]
-    samples, _, want_loss, want = oracle(NANO)
-    plan = plain.plan_of(NANO, vision, llm, bucket=(36, 240), **options)
+    samples, _, want_loss, want = oracle(m)
+    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     schedule = plain.random_schedule(plan, samples, 2, seed=1, text_only=(0,))
-    loss, grads, _, _ = grads_of(NANO, with_remat(plan, remat), samples, schedule)
+    loss, grads, _, _ = grads_of(m, with_remat(plan, remat), samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert_trees_close(grads, want)
 

@@ -16,6 +16,7 @@ import logging
 import os
 import resource
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Container, Sequence
@@ -127,11 +128,13 @@ def listening(apart_from: Container[int] = ()) -> dict[int, socket.socket]:
     if not (sys.platform == "linux" and _OWN_DESCRIPTORS.exists()):
         return found
     for name in os.listdir(_OWN_DESCRIPTORS):
-        with suppress(OSError):  # closed meanwhile, or no socket
+        with suppress(OSError):  # closed meanwhile
+            file = os.fstat(int(name))
+            if not stat.S_ISSOCK(file.st_mode):
+                continue
             sock = socket.socket(fileno=os.dup(int(name)))
-            inode = os.fstat(sock.fileno()).st_ino
-            if inode not in apart_from and inode not in found and _listens(sock):
-                found[inode] = sock
+            if file.st_ino not in apart_from and file.st_ino not in found and _listens(sock):
+                found[file.st_ino] = sock
             else:
                 sock.close()
     return found

@@ -62,13 +62,36 @@ def _terms(timings: Sequence[LayerTiming]) -> list[int]:
     return [0, 1, 2] if len(shapes) > 2 and len(lengths) > 1 else [0, 1]
 
 
+def least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """x of least |matrix x - values| with no entry below zero, by the active sets of Lawson and
+    Hanson; scipy's takes half a second to load, which is long for the start of a run."""
+    x, free = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
+    least = 1e-13 * max(np.abs(matrix.T @ values).max(), 1e-300)
+    for _ in range(3 * len(x)):
+        gain = np.where(free, 0.0, matrix.T @ (values - matrix @ x))
+        if gain.max() <= least:
+            break
+        free[gain.argmax()] = True
+        while True:
+            wanted = np.zeros_like(x)
+            wanted[free] = np.linalg.lstsq(matrix[:, free], values, rcond=None)[0]
+            below = free & (wanted <= 0)
+            if not below.any():
+                break
+            # As far as the first entry that would fall below zero, which then is out.
+            step = (x[below] / np.maximum(x[below] - wanted[below], 1e-300)).min()
+            x += step * (wanted - x)
+            free &= x > 1e-14 * x.max()
+            x[~free] = 0.0
+        x = wanted
+    return x
+
+
 def _nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Coefficients of least squared relative error, none below zero."""
-    from scipy.optimize import nnls  # takes half a second to load, which most commands do not need
-
     weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
     scale = features.max(axis=0)
-    solution, _ = nnls(features / scale * weights[:, None], values * weights)
+    solution = least_squares(features / scale * weights[:, None], values * weights)
     solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
     return rounded(solution / scale)
 

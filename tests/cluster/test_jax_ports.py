@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import sys
@@ -30,6 +31,13 @@ def test_sockets_that_listen_are_told_from_those_before_and_from_connections(ser
             (found,) = jax_ports.listening(known).values()
         with found:
             assert found.getsockname() == later.getsockname()
+
+
+@linux
+def test_looking_leaves_no_descriptor_behind(server):
+    before = os.listdir("/proc/self/fd")
+    assert len(jax_ports.listening_ids()) > 0
+    assert os.listdir("/proc/self/fd") == before
 
 
 @linux

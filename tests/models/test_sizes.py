@@ -1,5 +1,6 @@
 """Sizes against published parameter counts, FLOPs against XLA's, and the shape of the contract."""
 
+import functools
 import math
 
 import jax
@@ -37,6 +38,7 @@ from models.vit import VisionModule
 F32 = jnp.dtype("float32")
 
 
+@functools.cache
 def specs(module, part):
     return jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
 

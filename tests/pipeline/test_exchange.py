@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.exchange import Exchange, gather_features, scatter_gradient
 
+gather = jax.jit(gather_features)
+scatter = jax.jit(scatter_gradient, static_argnums=0)
+
 # A width that most meshes below share evenly, and that of 6 devices does not.
 M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 8
 
@@ -49,8 +52,8 @@ def test_gather_and_scatter_equal_loops(rows, length, hits):
     features, sources, dvisual = arrays(rows, length, hits=hits)
     visual, dfeatures = loops(features, sources, dvisual)
     like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
-    np.testing.assert_array_equal(gather_features(features, *sources), visual)
-    np.testing.assert_array_equal(scatter_gradient(like, dvisual, *sources), dfeatures)
+    np.testing.assert_array_equal(gather(features, *sources), visual)
+    np.testing.assert_array_equal(scatter(like, dvisual, *sources), dfeatures)
 
 
 @pytest.mark.parametrize("rows, length, hits", [(1, 1, 1.0), (2, 7, 0.6), (3, 2, 1.0)])
@@ -59,15 +62,15 @@ def test_weighted_sources_equal_loops(rows, length, hits):
     visual, dfeatures = loops(features, sources, dvisual)
     like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
     close = {"rtol": 1e-5, "atol": 1e-6}
-    np.testing.assert_allclose(gather_features(features, *sources), visual, **close)
-    np.testing.assert_allclose(scatter_gradient(like, dvisual, *sources), dfeatures, **close)
+    np.testing.assert_allclose(gather(features, *sources), visual, **close)
+    np.testing.assert_allclose(scatter(like, dvisual, *sources), dfeatures, **close)
 
 
 def test_a_token_read_twice_gets_both_gradients():
     features, _, _ = arrays(1, 3)
     index = np.array([[[4, -1, 4]], [[0, 11, 0]]], np.int32)[..., None]
     dvisual = np.ones((M, 1, 3, WIDTH), np.float32)
-    got = scatter_gradient(jax.ShapeDtypeStruct(features.shape, jnp.float32), dvisual, index)
+    got = scatter(jax.ShapeDtypeStruct(features.shape, jnp.float32), dvisual, index)
     np.testing.assert_array_equal(got, loops(features, (index,), dvisual)[1])
     assert got[0, 1, 1, 0] == 2
 
@@ -75,8 +78,8 @@ def test_a_token_read_twice_gets_both_gradients():
 def test_scatter_is_the_transpose():
     features, sources, dvisual = arrays(2, 9, seed=3)
     like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
-    there = float(jnp.vdot(gather_features(features, *sources), dvisual))
-    back = float(jnp.vdot(features, scatter_gradient(like, dvisual, *sources)))
+    there = float(jnp.vdot(gather(features, *sources), dvisual))
+    back = float(jnp.vdot(features, scatter(like, dvisual, *sources)))
     assert there == pytest.approx(back, abs=1e-5)
     assert abs(there) > 0.1
 
@@ -88,11 +91,11 @@ def test_what_reads_nothing_is_dropped_and_sums_are_exact():
     dvisual = np.full((1, 1, 600, WIDTH), 1, jnp.bfloat16)
     index = np.full((1, 1, 600, 1), -1, np.int32)
     index[0, 0, :300] = 3
-    got = scatter_gradient(like, dvisual, index).astype(jnp.float32)[0].reshape(4, WIDTH)
+    got = scatter(like, dvisual, index).astype(jnp.float32)[0].reshape(4, WIDTH)
     np.testing.assert_array_equal(got[:, 0], [0, 0, 0, 300])
     # Not a number times 0 would be none.
     dvisual[0, 0, 300:] = np.nan
-    got = scatter_gradient(like, dvisual, np.abs(index), 1.0 * (index >= 0)).astype(jnp.float32)
+    got = scatter(like, dvisual, np.abs(index), 1.0 * (index >= 0)).astype(jnp.float32)
     np.testing.assert_array_equal(got[0].reshape(4, WIDTH)[:, 0], [0, 0, 0, 300])
 
 
@@ -115,8 +118,8 @@ def test_no_index_gives_zeros_and_no_gradient():
     features, (index,), dvisual = arrays(2, 3)
     nowhere = np.full_like(index, -1)
     like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
-    assert not np.any(gather_features(features, nowhere))
-    assert not np.any(scatter_gradient(like, dvisual, nowhere))
+    assert not np.any(gather(features, nowhere))
+    assert not np.any(scatter(like, dvisual, nowhere))
 
 
 # (encoder mesh, first LLM device, LLM mesh), meshes as (stage, data, model).

@@ -11,22 +11,18 @@ import pytest
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.records import Edge, Shape
-from models.llava import build
+from tests.small import WIDTH, Small
 
+MODEL = Small()
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32)]}
 
 
-@pytest.fixture(scope="module")
-def nano():
-    return build("nano")
-
-
-def test_shares_of_the_work_make_the_whole(nano):
+def test_shares_of_the_work_make_the_whole():
     devices = jax.devices()[:1]
-    parts = [time_layers(nano, SHAPES, [1], devices, share=(i, 2)) for i in (0, 1)]
+    parts = [time_layers(MODEL, SHAPES, [1], devices, share=(i, 2)) for i in (0, 1)]
     assert [[t.module for t in part] for part in parts] == [["vision"], ["llm"]]
-    assert time_layers(nano, SHAPES, [1], devices, share=(2, 3)) == []
-    profile = model_profile(nano, SHAPES, parts[0] + parts[1], devices, key="k")
+    assert time_layers(MODEL, SHAPES, [1], devices, share=(2, 3)) == []
+    profile = model_profile(MODEL, SHAPES, parts[0] + parts[1], devices, key="k")
     assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
     assert all(t.layer_backward_s > 0 for t in profile.timings)
     # The model's own facts go with it.
@@ -36,11 +32,11 @@ def test_shares_of_the_work_make_the_whole(nano):
     assert profile.n_layers == {"vision": 2, "llm": 4}
     # Hidden states of a segment, float32, and no pairs where attention takes whole rows.
     hidden = {t.module: t.hidden_bytes for t in profile.timings}
-    assert hidden == {"vision": 2 * 16 * 32 * 4, "llm": 32 * 32 * 4}
+    assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * WIDTH * 4}
     assert all(t.pair_forward_s == t.pair_backward_s == 0.0 for t in profile.timings)
 
 
-def test_devices_that_run_at_once_run_the_last_module(nano, monkeypatch):
+def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
     timed = []
 
     def fake(segment, shape, below, pieces):
@@ -49,7 +45,7 @@ def test_devices_that_run_at_once_run_the_last_module(nano, monkeypatch):
 
     monkeypatch.setattr(measure, "_programs", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
-    assert together(nano, Shape(1, 32), jax.devices()[:2]) == 4.0
+    assert together(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]
 
 
@@ -230,7 +226,7 @@ def test_a_degree_that_divides_nothing_is_left_out():
         measure._segment(two(), "a", 1, devices, (1, 1, 3)).param_specs()
 
 
-def test_a_shape_that_memory_does_not_hold_is_left_out(nano, monkeypatch):
+def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):
     shapes = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32), Shape(2, 32), Shape(9, 32)]}
 
     def fake(model, module, shape, devices, tp):
@@ -240,8 +236,8 @@ def test_a_shape_that_memory_does_not_hold_is_left_out(nano, monkeypatch):
 
     monkeypatch.setattr(measure, "_time_layer", fake)
     for limit in (2, 9):
-        got = time_layers(nano, shapes, [1], jax.devices()[:1])
+        got = time_layers(MODEL, shapes, [1], jax.devices()[:1])
         assert got == [(m, s) for m in shapes for s in shapes[m] if s.rows <= limit]
     limit = 1
     with pytest.raises(jax.errors.JaxRuntimeError):  # not even the smallest
-        time_layers(nano, shapes, [1], jax.devices()[:1])
+        time_layers(MODEL, shapes, [1], jax.devices()[:1])

@@ -109,7 +109,7 @@ def test_export_refuses_in_one_line(args, says, tmp_path, capsys):
 def test_pictures_clips_and_sound_in_one_run(tmp_path):
     model = ModelConfig(factory="models.omni:build", size="omni-nano")
     data = replace(
-        config().data, path=str(made_dataset(tmp_path / "data", 6)), max_tokens=2048,
+        config().data, path=str(made_dataset(tmp_path / "data", 6)), max_tokens=256,
         max_bad_fraction=1.0,
     )  # fmt: skip
     plan = Plan(
@@ -123,8 +123,8 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
             Bucket.of(
                 {
                     "vision": Shape(16, OMNI.piece_tokens["vision"]),
-                    "audio": Shape(40, OMNI.piece_tokens["audio"]),
-                    "llm": Shape(1, 2048),
+                    "audio": Shape(16, OMNI.piece_tokens["audio"]),
+                    "llm": Shape(1, 256),
                 }
             ),
         ),

@@ -80,11 +80,11 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
 
 
 def test_a_hang_ends_at_its_deadline():
-    with opened(Hostile(3, {"1": "hang"}), timeout_s=20) as decoder:
+    with opened(Hostile(3, {"1": "hang"}), timeout_s=10) as decoder:
         assert decoder.submit(0).result().load
         (process,) = decoder._workers._idle
         assert decoder.submit(1).result() == BadSample(
-            "number 1: not decoded within data.sample_timeout_s=20"
+            "number 1: not decoded within data.sample_timeout_s=10"
         )
         assert decoder.submit(2).result().load
         assert gone(process.pid)

@@ -212,7 +212,8 @@ def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".
 MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
-_OR_WHOLE = frozenset({"kv_heads"})  # whole on every device where the degree does not divide them
+# Those that are whole on every device where the degree does not divide them.
+_OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
 def split_dim(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> int | None:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from dflop_jax.cli.experiment import (
     add_plan_file,
@@ -83,7 +83,7 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
 def _table(report: CompileReport) -> Table:
     nodes = f" on {report.n_nodes} nodes, each program for all of its submesh"
     table = Table(
-        "program",
+        Column("program", overflow="fold"),
         title=f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
         + nodes * (report.n_nodes > 1)
         + "; GiB of a device",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.cli import main
-from dflop_jax.config import Config, ModelConfig, PlanConfig
+from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import compiling, toolchain
 from dflop_jax.gpu_compile.child import Job, Line, Request, compiled, one_line
 from dflop_jax.gpu_compile.chips import CHIPS, find_chip, target_config
@@ -21,7 +21,8 @@ from dflop_jax.gpu_compile.compiling import compile_plan, compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
 from dflop_jax.hardware import find_hardware
 from dflop_jax.record_files import load, save
-from tests.plans import NANO
+from dflop_jax.records import SubmeshPlan
+from tests.plans import NANO, bucket
 
 
 def config(**plan) -> Config:
@@ -263,6 +264,43 @@ def test_a_plan_is_compiled_for_a_chip_that_is_not_here(experiment, capsys):
     assert all(1.0 <= p.executed_over_needed < 3.0 for p in trained)
     assert any("update" in name for name in by_name)
     assert not Path("runs").exists()
+
+
+HEADS = """
+from dataclasses import replace
+from models import llava
+
+def build(size, dtype="float32", attention_kernel="auto"):
+    model = llava.build("nano", dtype, attention_kernel)
+    decoder = replace(model.size.decoder, width=2048, n_heads=2048 // int(size), vocab=510)
+    return replace(model, size=replace(model.size, decoder=decoder))
+"""
+
+
+@needs_compiler
+def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experiment):
+    """Of 2 kv heads and 510 words each of 4 devices holds all, and none gathers any."""
+    Path("heads.py").write_text(HEADS)
+    llm, vision = SubmeshPlan("llm", 1, 1, 1, 4), NANO.submeshes[0]
+    plan = replace(NANO, submeshes=(vision, llm), buckets=(bucket(4, 256),))
+
+    def job(head_dim, kernel):
+        model = ModelConfig(
+            factory="heads:build", size=head_dim, dtype="bfloat16", attention_kernel=kernel
+        )
+        chosen = PlanConfig(hardware="a100-40", devices=5)
+        # Few programs: nothing of the encoder trains.
+        train = TrainConfig(freeze=("vision", "connector"))
+        return Job(Config(model=model, plan=chosen, train=train), plan)
+
+    good, bad = compile_plans([job("256", "auto"), job("512", "pallas")])
+    assert not [p.error for p in good.programs if p.error]
+    (program,) = (p for p in good.programs if p.name == "llm backward 1x256")
+    assert (program.attention_gathers, program.float32_dot_flops) == (0, 0.0)
+    assert 1.0 < program.executed_over_needed < 2.0
+    assert not bad.fits
+    assert bad.verdict.startswith("llm backward 1x256 cannot be compiled for a100-40: ")
+    assert "hared memory" in bad.verdict
 
 
 @needs_compiler

@@ -12,7 +12,7 @@ from model_fields import fields, full_params
 
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.segment import AXES, Segment
-from dflop_jax.profile.parts import divides
+from dflop_jax.profile.parts import divides, part_param_bytes
 from dflop_jax.records import BACKWARD, SegmentPlan, Shape
 from models import attention_gpu
 from models.attention import masked_attention
@@ -23,10 +23,11 @@ ROWS, TOKENS = 4, 24
 F32 = jnp.dtype("float32")
 
 
-def decoder(heads, kv_heads, kernel):
+def decoder(heads, kv_heads, kernel, vocab=512):
     size = dataclasses.replace(
-        DECODERS["nano"], width=8 * heads, n_heads=heads, n_kv_heads=kv_heads, n_layers=2
-    )
+        DECODERS["nano"], width=8 * heads, n_heads=heads, n_kv_heads=kv_heads, n_layers=2,
+        vocab=vocab,
+    )  # fmt: skip
     return DecoderModule(size, F32, attention_kernel=kernel)
 
 
@@ -39,9 +40,9 @@ def segment(module, mesh_shape):
 
 
 @functools.cache
-def loss_and_grads(heads, kv_heads, kernel, mesh_shape):
+def loss_and_grads(heads, kv_heads, vocab, kernel, mesh_shape):
     """The loss's sum and the gradients of all ranks' sum, by the engine's backward program."""
-    module = decoder(heads, kv_heads, kernel)
+    module = decoder(heads, kv_heads, kernel, vocab)
     s = segment(module, mesh_shape)
     shape = Shape(ROWS // mesh_shape[0] // mesh_shape[1], TOKENS)
     structs = s.argument_structs(shape, BACKWARD)
@@ -86,18 +87,18 @@ def assert_equal(found, want):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, mesh_shape",
+    "heads, kv_heads, vocab, mesh_shape",
     [
-        (14, 2, (1, 1, 2)),
-        (4, 2, (1, 1, 4)),  # kv heads whole on every device, which reads one of them
-        (12, 3, (1, 2, 4)),  # query heads of a device of more than one kv head
-        (4, 2, (2, 2, 2)),
+        (14, 2, 512, (1, 1, 2)),
+        (4, 2, 512, (1, 1, 4)),  # kv heads whole on every device, which reads one of them
+        (12, 3, 514, (1, 2, 4)),  # query heads of a device of more than one kv head; all words
+        (4, 2, 512, (2, 2, 2)),
     ],
 )
 @pytest.mark.parametrize("name", ["xla", "pallas"])
-def test_any_degree_gives_the_same(kernel, heads, kv_heads, mesh_shape, name):
-    want = loss_and_grads(heads, kv_heads, "xla", (1, 1, 1))
-    assert_equal(loss_and_grads(heads, kv_heads, name, mesh_shape), want)
+def test_any_degree_gives_the_same(kernel, heads, kv_heads, vocab, mesh_shape, name):
+    want = loss_and_grads(heads, kv_heads, vocab, "xla", (1, 1, 1))
+    assert_equal(loss_and_grads(heads, kv_heads, vocab, name, mesh_shape), want)
 
 
 @pytest.mark.parametrize("heads, kv_heads, ways", [(8, 4, 4), (4, 2, 4), (12, 3, 4)])
@@ -115,9 +116,13 @@ def test_a_degree_that_does_not_divide_the_query_heads():
         segment(module, (1, 1, 4)).param_specs()
 
 
-def test_kv_heads_are_split_or_whole():
-    """By the degree; a whole one is counted in every device's bytes."""
+def test_kv_heads_and_words_are_split_or_whole():
+    """By the degree; what is whole is counted in every device's bytes."""
+    module = decoder(4, 2, "auto", vocab=510)
+    table = part_param_bytes(module, "entry", 1)
     for ways, spec in ((2, "model"), (4, None)):
-        specs = segment(decoder(4, 2, "auto"), (1, 1, ways)).param_specs()["layers"]
-        assert specs["key"]["kernel"][2] == spec
-        assert specs["query"]["kernel"][2] == "model"
+        specs = segment(module, (1, 1, ways)).param_specs()
+        assert specs["layers"]["key"]["kernel"][2] == spec
+        assert specs["layers"]["query"]["kernel"][2] == "model"
+        assert specs["entry"]["embedding"][0] == spec
+        assert part_param_bytes(module, "entry", ways) == table / (ways if spec else 1)

@@ -15,7 +15,7 @@ from dflop_jax.schedule.ordering.swaps import swapped, with_swaps
 from dflop_jax.schedule.solver.budget import Budget
 
 LISTED_PER_WORK = 16  # tasks of one list scheduling
-_PATIENCE = 30  # moves of a local search without a better answer, and one more for ten tasks
+_PATIENCE = 30  # moves of a local search without a better answer
 _TURNS = 3  # of list scheduling to and fro, at most
 _MOST_JOLTS = 5  # random swaps, or units whose keys are shifted
 _SHIFT = 10  # a key is shifted by up to the makespan over this
@@ -102,7 +102,7 @@ def _to_and_fro(problem: Problem, order: list[int], budget: Budget) -> Iterator[
 
 
 def _swapped(problem: Problem, order: Sequence[int], budget: Budget, bound: int) -> Answer:
-    return with_swaps(problem, order, budget, bound, _PATIENCE + problem.n // 10)
+    return with_swaps(problem, order, budget, bound, _PATIENCE)
 
 
 def _jolted(problem: Problem, order: list[int], rng: np.random.Generator) -> list[int]:

@@ -117,14 +117,13 @@ def tree_search(
     queues by turns (`listed(alternate=True)`).
     """
     rng = np.random.default_rng(seed)
-    classes: dict[tuple[object, ...], list[int]] = {}
-    for t, unit in zip(graph.tasks, problem.unit):
-        group = schedule.groups[t.group] if t.group != NO_GROUP else None
-        kind = (group.module, group.shape, t.direction) if group else ("end",)
-        members = classes.setdefault(kind, [])
-        if unit not in members:
-            members.append(unit)
-    members = list(classes.values())
+    classes: dict[tuple[object, ...], dict[tuple[object, ...], list[int]]] = {}
+    for i, t in enumerate(graph.tasks):
+        ends = t.group == NO_GROUP
+        kind = () if ends else (schedule.groups[t.group].module, schedule.groups[t.group].shape)
+        segments = classes.setdefault((*kind, t.direction if kind else "end"), {})
+        segments.setdefault((t.group, t.segment if ends else ""), []).append(i)
+    members = [list(segments.values()) for segments in classes.values()]
     root = _Node(tuple(len(m) for m in members))
     best: list[int] = []
     scale = least = tried = 0
@@ -169,10 +168,11 @@ def _descended(root: _Node) -> tuple[list[_Node], list[int]]:
     return path, chosen
 
 
-def _keys(problem: Problem, members: list[list[int]], chosen: Sequence[int]) -> list[int]:
+def _keys(problem: Problem, members: list[list[list[int]]], chosen: Sequence[int]) -> list[int]:
     """The key of each task where segments have priority in this order of their classes."""
-    place, taken = {}, [0] * len(members)
+    keys, taken = [0] * problem.n, [0] * len(members)
     for key, c in enumerate(chosen):
-        place[members[c][taken[c]]] = key
+        for t in members[c][taken[c]]:
+            keys[t] = key
         taken[c] += 1
-    return [place[u] for u in problem.unit]
+    return keys

@@ -40,7 +40,7 @@ from dflop_jax.schedule.solver.budget import Budget  # noqa: E402
 from dflop_jax.sim.pipeline import simulate_step, with_order  # noqa: E402
 
 RUN, ONE, INTERLEAVED, TREE, ALL = "run", "1f1b", "interleaved", "tree search", "enumeration"
-SMALL_WORK, LARGE_WORK = 3_000, 20_000  # units of `run`; a unit is about 100 microseconds
+SMALL_WORK, LARGE_WORK = 5_000, 20_000  # units of `run`; a unit is about 100 microseconds
 TREE_ORDERS = 300  # that the tree search tries
 SAME = 1e-6  # relative difference of equal makespans
 

@@ -1,4 +1,8 @@
-"""List scheduling by keys: a free resource takes the ready task of least key that memory allows."""
+"""Orders by keys, within what memory allows.
+
+List scheduling: a free resource takes the ready task of least key. Or, whatever the time: of all
+tasks that could come next the one of least key does, for which its resource may have to wait.
+"""
 
 from __future__ import annotations
 
@@ -110,3 +114,36 @@ def turned(problem: Problem, order: Sequence[int]) -> list[int]:
     """List scheduling against the order of the mirrored problem: what ends last there is first."""
     starts, _ = starts_of(problem.mirrored, order)
     return listed(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
+
+
+def sequenced(problem: Problem, keys: Sequence[int]) -> list[int]:
+    """The order in which the task of least key comes next, of those that wait for none.
+
+    Where all of these would open a group in a full segment, a limit is passed.
+    """
+    segment, keeps, limit = problem.segment, problem.keeps, problem.limit
+    waits, kept = list(problem.n_waits), [0] * len(limit)
+    ready = [(keys[t], t) for t in range(problem.n) if not waits[t]]
+    heapq.heapify(ready)
+    blocked: list[list[tuple[int, int]]] = [[] for _ in limit]
+    order: list[int] = []
+    while len(order) < problem.n:
+        full = not ready
+        key, t = heapq.heappop(ready) if ready else min(min(b) for b in blocked if b)
+        s = segment[t]
+        if full:
+            blocked[s].remove((key, t))
+        elif keeps[t] > 0 and kept[s] >= limit[s]:
+            blocked[s].append((key, t))
+            continue
+        order.append(t)
+        kept[s] += keeps[t]
+        if keeps[t] < 0:
+            for task in blocked[s]:
+                heapq.heappush(ready, task)
+            blocked[s].clear()
+        for reader, _, _ in problem.out[t]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (keys[reader], reader))
+    return order

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dflop_jax.pipeline.order import step_graph
 from dflop_jax.records import Plan, Prices, Schedule
 from dflop_jax.schedule.ordering.problem import problem_of
-from dflop_jax.schedule.ordering.search import searched
+from dflop_jax.schedule.ordering.search import first_work, searched
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import simulate_order
@@ -22,12 +22,13 @@ def with_searched_order(
     budget: Budget,
     seed: int,
 ) -> Schedule:
-    """The schedule with an order that is faster in simulation than its own, or as it is.
+    """The schedule with an order that is faster in simulation than its own, or as it is: where
+    none is found, or the budget is too small to look for one.
 
     Tasks that slow each other down (`prices.concurrency`) are searched as if they did not; the
     simulator, which knows, decides between the answer and the schedule's own order.
     """
-    if budget.done or not schedule.order:
+    if budget.done or budget.left < first_work(len(schedule.order)):
         return schedule
     graph = step_graph(plan, schedule.groups, trainable)
     problem = problem_of(plan, schedule, graph, prices, schedule.order)

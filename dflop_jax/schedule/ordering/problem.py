@@ -15,8 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from dflop_jax.pipeline.order import StepGraph, in_flight_limit, resources
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Plan, Prices, Schedule, Task
+from dflop_jax.schedule.solver.problem import Ints
 from dflop_jax.sim.pipeline import sends_of, task_seconds
 
 NO_LINK = -1
@@ -24,13 +27,13 @@ _TICKS = 100_000_000_000  # of all tasks and sends together
 Out = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Tasks 0..n-1: `resource` runs each for `ticks` of `tick_s` seconds, then its `out` is sent.
 
     `keeps` is +1 where a task opens a group in its `segment`, -1 where it closes one, else 0; a
-    segment keeps at most `limit` groups. `unit` numbers the tasks of one group and direction,
-    which a search moves together.
+    segment keeps at most `limit` groups. `alike` holds, by module and direction, the tasks of each
+    group, segment by segment: arrays [groups, tasks] of two rows or more.
     """
 
     resource: tuple[int, ...]
@@ -38,7 +41,7 @@ class Problem:
     out: tuple[tuple[Out, ...], ...]
     segment: tuple[int, ...]
     keeps: tuple[int, ...]
-    unit: tuple[int, ...]
+    alike: tuple[Ints, ...]
     limit: tuple[int, ...]
     n_resources: int
     n_links: int
@@ -94,8 +97,6 @@ def problem_of(
         (t.segment, t.group) for t in graph.tasks if t.direction == BACKWARD
     }
     sign = {FORWARD: 1, BACKWARD: -1}
-    units: dict[tuple[int, str, str], int] = {}
-    keys = [(t.group, t.segment * (t.group == NO_GROUP), t.direction) for t in graph.tasks]
     limits = in_flight_limit(plan, schedule.groups)
     problem = Problem(
         resource=tuple(where[segments[t.segment]] for t in graph.tasks),
@@ -104,7 +105,7 @@ def problem_of(
         segment=tuple(segments[t.segment] for t in graph.tasks),
         keeps=tuple(sign[t.direction] * ((t.segment, t.group) in both) if t.direction in sign else 0
                     for t in graph.tasks),
-        unit=tuple(units.setdefault(key, len(units)) for key in keys),
+        alike=_alike(schedule, graph),
         limit=tuple(limits[s.name] for s in plan.segments),
         n_resources=len(ids),
         n_links=n_links,
@@ -112,6 +113,16 @@ def problem_of(
     )  # fmt: skip
     most = most_kept(problem, [place[t] for t in order])
     return replace(problem, limit=tuple(map(max, problem.limit, most)))
+
+
+def _alike(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
+    """Tasks of the groups of each module and direction, segment by segment."""
+    tasks: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for i, t in enumerate(graph.tasks):
+        if t.group != NO_GROUP:
+            by_group = tasks.setdefault((schedule.groups[t.group].module, t.direction), {})
+            by_group.setdefault(t.group, []).append(i)
+    return tuple(np.array(list(g.values())) for g in tasks.values() if len(g) > 1)
 
 
 def _out(

@@ -2,7 +2,7 @@
 
 Every resource must work off its share of every module's volume, at the best price that its shapes
 offer, and of the content, at least evenly spread. Before its first task something else may have to
-run, and after its last one too.
+run, and after its last one too; all that is updated waits for all reductions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from dflop_jax.pipeline.order import links, resources
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
     Bucket,
     Direction,
     Plan,
     Prices,
     ProgramId,
     Shape,
+    Task,
 )
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.costs import directions, group_costs
@@ -59,13 +63,22 @@ def lower_bound_s(
         total_C = (static_CR * weight_R).sum(axis=1)
         shared += float(_volume_s(batch, module, shapes, capacity, total_C[:, None])[0])
         shared += pairs * float((pair_CR * weight_R).sum(axis=1).min())
-    end_R = np.zeros(costs.n_resources)
-    for task, end_s in prices.step_end.items():
-        segment = plan.segment(task.segment)
-        if segment.name in trainable and len(batch.lengths[segment.module]):
-            end_R[ids.index(resource_of[segment.submesh])] += end_s
+    end_s = {REDUCE: np.zeros(costs.n_resources), UPDATE: np.zeros(costs.n_resources)}
+    trains_R = np.ones(costs.n_resources, bool)  # whether reductions wait for all its tasks
+    for s in plan.segments:
+        r = ids.index(resource_of[s.submesh])
+        trains_R[r] &= s.name in trainable
+        if s.name in trainable and len(batch.lengths[s.module]):
+            for direction, total_R in end_s.items():
+                total_R[r] += prices.step_end.get(Task(s.name, NO_GROUP, direction), 0.0)
     first_R, last_R = _ends(batch, plan, prices, trainable, ids)
-    alone = float((first_R + work_R + np.maximum(end_R, last_R)).max())
+    reduce_R, update_R = end_s[REDUCE], end_s[UPDATE]
+    tail_R = np.where(
+        trains_R,
+        np.maximum(reduce_R, last_R) + update_R.max(initial=0.0),
+        np.maximum(reduce_R + update_R, last_R),
+    )
+    alone = float((first_R + work_R + tail_R).max())
     return max(alone, shared / prices.concurrency) * _SAFE
 
 
@@ -98,8 +111,8 @@ def _volume_s(
 def _ends(
     batch: Batch, plan: Plan, prices: Prices, trainable: Collection[str], ids: list[int]
 ) -> tuple[Floats, Floats]:
-    """[R] twice: seconds that pass at least before a resource's first task of a group, and after
-    its last one, because of what other resources must have done.
+    """[R] twice: seconds that pass at least before a resource's first task of a group, and from
+    its last one to the end of a reduction, because of what must follow it.
 
     A group holds pieces of some sample, and with them runs what that sample's pieces in other
     modules need: forward before it, backward after it.
@@ -126,7 +139,9 @@ def _ends(
             sources = [u for u in into[s.name] if u in before]
             before[s.name] = max((before[u] + least_s(u, FORWARD) for u in sources), default=0.0)
             back = [u for u in sources if BACKWARD in tasks[u] and BACKWARD in tasks[s.name]]
-            after[s.name] = max((after[u] + least_s(u, BACKWARD) for u in back), default=0.0)
+            reduce_s = prices.step_end.get(Task(s.name, NO_GROUP, REDUCE), 0.0)
+            own_s = reduce_s if s.name in trainable else 0.0
+            after[s.name] = max([own_s, *(after[u] + least_s(u, BACKWARD) for u in back)])
         for s in active:
             r = ids.index(resource_of[s.submesh])
             first_R[r] = min(first_R[r], before[s.name])

@@ -23,6 +23,7 @@ from dflop_jax.schedule.groups import (
     greedy_answer,
     schedule_groups,
 )
+from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
@@ -31,7 +32,8 @@ from dflop_jax.sim.pipeline import with_order
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 DEFAULT_WORK = 4_000
 _MOST_BUCKETS = 10  # among which a set is searched, those without a module included
-_PACKING_SHARE = 0.5  # of the work, at most; the rest evens out content
+_ORDER_SHARE = 0.25  # of the work, for the order of tasks
+_PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,10 @@ def schedule_batch(
 
     The makespan is the simulator's. The search minimises what it is made of: the static seconds of
     the groups on the resource that each keeps busy longest, then, for every group, the content of
-    its busiest rank, for which the others wait. The answer depends on the arguments alone: work is
-    counted and no clock is read, choices compare whole numbers or with a tolerance, and ties go to
-    the earlier bucket, row and piece.
+    its busiest rank, for which the others wait; then the makespan itself, over orders of the tasks
+    (`ordering`), unless the plan is a baseline with an order of its own. The answer depends on the
+    arguments alone: work is counted and no clock is read, choices compare whole numbers or with a
+    tolerance, and ties go to the earlier bucket, row and piece.
 
     Args:
       trainable: names of the segments that train.
@@ -80,19 +83,23 @@ def schedule_batch(
     batch = Batch(loads, plan.modules)
     if plan.grouping == "balanced":
         check_fits(batch, plan.buckets, capacity_of(plan))
-    solution = solve(batch, plan, prices, trainable, work, seed)
-    makespan_s = solution.outline.makespan_s
+    order_budget = Budget(_ORDER_SHARE * work)
+    solution = solve(batch, plan, prices, trainable, work - order_budget.left, seed)
+    outline = solution.outline
+    if plan.grouping == "balanced" and plan.order == "1f1b":
+        outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
+    makespan_s = outline.makespan_s
     bound_s = lower_bound_s(batch, plan, capacity_of(plan), prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
     return replace(
-        solution.outline,
+        outline,
         step=step,
         groups=schedule_groups(solution.room, solution.answer, plan, with_pieces=True),
         lower_bound_s=min(bound_s, makespan_s),
         status=status,
-        work=round(solution.work),
+        work=round(solution.work + order_budget.spent),
         elapsed_s=time.perf_counter() - start_s,
     )
 

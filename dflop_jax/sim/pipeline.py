@@ -93,10 +93,10 @@ def simulate_step(
     _check(noise, [m.name for m in plan.submeshes])
     graph = step_graph(plan, schedule.groups, trainable)
     order = order_of(plan, schedule, graph)
-    return _simulated(plan, schedule, graph, order, prices, noise, awaited)
+    return simulate_order(plan, schedule, graph, order, prices, noise, awaited)
 
 
-def _simulated(
+def simulate_order(
     plan: Plan,
     schedule: Schedule,
     graph: StepGraph,
@@ -110,8 +110,8 @@ def _simulated(
     resource = resources(plan)
     n_devices = {m.name: m.n_devices for m in plan.submeshes}
     slower = noise.stragglers if noise else {}
-    seconds = _seconds(plan, schedule, prices)
-    sends = _sends(plan, schedule, graph, prices)
+    seconds = task_seconds(plan, schedule, prices)
+    sends = sends_of(plan, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
 
@@ -148,7 +148,7 @@ def _simulated(
     return Trace(schedule.step, "simulated", events)
 
 
-def _seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
+def task_seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
     first: dict[Shape, int] = {}
     shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
@@ -168,7 +168,7 @@ def _seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task],
 
 
 @dataclass(frozen=True)
-class _Send:
+class Sending:
     """What a task sends to a reader; `shown` is its (segment, group, direction) in the trace."""
 
     reader: Task
@@ -176,9 +176,9 @@ class _Send:
     seconds: float
 
 
-def _sends(
+def sends_of(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
-) -> dict[Task, list[_Send]]:
+) -> dict[Task, list[Sending]]:
     """What each task sends to other submeshes; sizes are those of the group that reads the
     activations."""
     submesh = {s.name: s.submesh for s in plan.segments}
@@ -186,7 +186,7 @@ def _sends(
     first: dict[Shape, int] = {}
     shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
     known: dict[tuple[str, str, int, str], float] = {}
-    sends: dict[Task, list[_Send]] = {}
+    sends: dict[Task, list[Sending]] = {}
     for reader in graph.tasks if joined and prices.sends else ():
         for producer in graph.waits_for[reader]:
             if producer.direction == FORWARD:
@@ -205,7 +205,7 @@ def _sends(
             if known[key]:
                 direction = SEND if producer is source else RETURN
                 shown = source.segment, source.group, direction
-                sends.setdefault(producer, []).append(_Send(reader, shown, known[key]))
+                sends.setdefault(producer, []).append(Sending(reader, shown, known[key]))
     return sends
 
 
@@ -264,10 +264,10 @@ def with_order(
     """
     graph = step_graph(plan, schedule.groups, trainable)
     order = order_tasks(plan, graph, schedule.groups)
-    trace = _simulated(plan, schedule, graph, order, prices)
-    priced = order_tasks(plan, graph, schedule.groups, _seconds(plan, schedule, prices))
+    trace = simulate_order(plan, schedule, graph, order, prices)
+    priced = order_tasks(plan, graph, schedule.groups, task_seconds(plan, schedule, prices))
     if priced != order:
-        other = _simulated(plan, schedule, graph, priced, prices)
+        other = simulate_order(plan, schedule, graph, priced, prices)
         if other.makespan_s < trace.makespan_s * (1 - _ROUNDING):
             order, trace = priced, other
     return replace(schedule, order=order, makespan_s=trace.makespan_s), trace

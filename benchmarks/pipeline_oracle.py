@@ -1,0 +1,132 @@
+"""The least makespan of a small step, by going through every order of its tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from dflop_jax.schedule.ordering.problem import Problem
+
+# When resources and links are free and when tasks' inputs are there, after some tasks were run.
+State = tuple[float, ...]
+
+
+def least_makespan(
+    problem: Problem, ceiling_s: float = math.inf, most_states: int = 200_000
+) -> float | None:
+    """Seconds of the fastest order that memory allows; None where there are more than
+    `most_states` cases.
+
+    Orders are made task by task. Of two beginnings with the same tasks the one after which nothing
+    is free or there later is kept, since every end of the other does at least as well behind it.
+
+    Args:
+      ceiling_s: what some order takes; beginnings that cannot end before are given up.
+    """
+    left_out = _idle_ends(problem)
+    tails = _tails(problem)
+    ceiling_s *= 1 + 1e-9
+    start: State = (0.0,) * (problem.n_resources + problem.n_links + problem.n)
+    layer: dict[int, list[State]] = {0: [start]}  # set of tasks, as bits -> what may follow
+    seen = 0
+    for _ in range(problem.n - left_out.bit_count()):
+        following: dict[int, list[State]] = {}
+        for done, states in layer.items():
+            for t in _possible(problem, done | left_out):
+                front = following.setdefault(done | 1 << t, [])
+                rest = _rest(problem, done | 1 << t)
+                for state in states:
+                    after = _after(problem, state, t)
+                    if _least_end(problem, after, done | 1 << t, rest, tails) <= ceiling_s:
+                        _keep(front, after)
+        layer = following
+        seen += sum(map(len, layer.values()))
+        if seen > most_states:
+            return None
+    final = layer.get((1 << problem.n) - 1 - left_out)
+    ends = [max(state[: problem.n_resources], default=0.0) for state in final or []]
+    return min(ends) if ends else None
+
+
+def _tails(problem: Problem) -> list[float]:
+    """Seconds of the longest path from each task's start to the end."""
+    tails: dict[int, float] = {}
+
+    def tail(t: int) -> float:
+        if t not in tails:
+            after = (send_s + tail(reader) for reader, _, send_s in problem.out[t])
+            tails[t] = problem.ticks[t] + max(after, default=0.0)
+        return tails[t]
+
+    return [tail(t) for t in range(problem.n)]
+
+
+def _rest(problem: Problem, done: int) -> list[float]:
+    """Seconds that each resource still has to run."""
+    rest = [0.0] * problem.n_resources
+    for t in range(problem.n):
+        if not done >> t & 1:
+            rest[problem.resource[t]] += problem.ticks[t]
+    return rest
+
+
+def _least_end(
+    problem: Problem, state: State, done: int, rest: list[float], tails: list[float]
+) -> float:
+    """No order that begins so ends earlier."""
+    base = problem.n_resources + problem.n_links
+    least = max(free + r for free, r in zip(state, rest))
+    for t in range(problem.n):
+        if not done >> t & 1:
+            free = state[problem.resource[t]]
+            least = max(least, max(state[base + t], free) + tails[t])
+    return least
+
+
+def _idle_ends(problem: Problem) -> int:
+    """Tasks, as bits, that take no time and that only such tasks wait for: they may run last."""
+    idle = 0
+    for t in reversed(range(problem.n)):
+        followed = any(not idle >> reader & 1 for reader, _, _ in problem.out[t])
+        if not problem.ticks[t] and not followed and not problem.keeps[t]:
+            idle |= 1 << t
+    return idle
+
+
+def _possible(problem: Problem, done: int) -> Iterator[int]:
+    """Tasks that may run next, after the set `done`."""
+    waits = list(problem.n_waits)
+    kept = [0] * len(problem.limit)
+    for t in range(problem.n):
+        if done >> t & 1:
+            kept[problem.segment[t]] += problem.keeps[t]
+            for reader, _, _ in problem.out[t]:
+                waits[reader] -= 1
+    for t in range(problem.n):
+        full = (
+            problem.keeps[t] > 0 and kept[problem.segment[t]] >= problem.limit[problem.segment[t]]
+        )
+        if not done >> t & 1 and not waits[t] and not full:
+            yield t
+
+
+def _after(problem: Problem, state: State, t: int) -> State:
+    n_links, base = problem.n_resources, problem.n_resources + problem.n_links
+    times = list(state)
+    end = max(times[problem.resource[t]], times[base + t]) + problem.ticks[t]
+    times[problem.resource[t]], times[base + t] = end, 0.0
+    for reader, link, send_s in problem.out[t]:
+        arrives = end
+        if link >= 0:
+            arrives = times[n_links + link] = max(times[n_links + link], end) + send_s
+        times[base + reader] = max(times[base + reader], arrives)
+    return tuple(times)
+
+
+def _keep(front: list[State], state: State) -> None:
+    """Add a state to those of which none is better than another."""
+    for other in front:
+        if all(a <= b for a, b in zip(other, state)):
+            return
+    front[:] = [o for o in front if not all(b <= a for a, b in zip(o, state))]
+    front.append(state)

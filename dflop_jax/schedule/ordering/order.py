@@ -1,0 +1,43 @@
+"""The order of a step's tasks that a schedule gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from dflop_jax.pipeline.order import step_graph
+from dflop_jax.records import Plan, Prices, Schedule
+from dflop_jax.schedule.ordering.problem import problem_of
+from dflop_jax.schedule.ordering.search import first_work, searched
+from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.sim.pipeline import simulate_order
+
+
+def with_searched_order(
+    plan: Plan,
+    schedule: Schedule,
+    prices: Prices,
+    trainable: Collection[str],
+    budget: Budget,
+    seed: int,
+) -> Schedule:
+    """The schedule with an order that is faster in simulation than its own, or as it is: where
+    none is found, or the budget is too small to look for one.
+
+    Tasks that slow each other down (`prices.concurrency`) are searched as if they did not; the
+    simulator, which knows, decides between the answer and the schedule's own order.
+    """
+    if budget.done or budget.left < first_work(len(schedule.order)):
+        return schedule
+    graph = step_graph(plan, schedule.groups, trainable)
+    problem = problem_of(plan, schedule, graph, prices, schedule.order)
+    place = {t: i for i, t in enumerate(graph.tasks)}
+    found = searched(problem, [place[t] for t in schedule.order], budget, seed)
+    order = tuple(graph.tasks[t] for t in found.order)
+    if order == schedule.order:
+        return schedule
+    trace = simulate_order(plan, schedule, graph, order, prices)
+    if trace.makespan_s >= schedule.makespan_s * (1 - ROUNDING):
+        return schedule
+    return replace(schedule, order=order, makespan_s=trace.makespan_s)

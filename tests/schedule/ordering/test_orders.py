@@ -1,0 +1,188 @@
+"""Orders of a step's tasks: their evaluator and bound against the event simulator, the search
+against every order there is."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.pipeline.order import check_order, in_flight_limit, most_in_flight, step_graph
+from dflop_jax.records import BACKWARD, FORWARD
+from dflop_jax.schedule.ordering.bound import order_bound
+from dflop_jax.schedule.ordering.listing import listed, turned
+from dflop_jax.schedule.ordering.order import with_searched_order
+from dflop_jax.schedule.ordering.problem import most_kept, problem_of, starts_of
+from dflop_jax.schedule.ordering.search import searched
+from dflop_jax.schedule.ordering.swaps import swapped, with_swaps
+from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.sim.pipeline import simulate_step, with_order
+from tests.benchmarks.scripts import module
+from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
+
+oracle = module("pipeline_oracle")
+
+
+def numbered(plan, schedule, priced, trainable):
+    """(ordered schedule, graph, problem, the order in numbers)."""
+    ordered, _ = with_order(plan, schedule, priced, trainable)
+    tasks = step_graph(plan, schedule.groups, trainable)
+    problem = problem_of(plan, ordered, tasks, priced, ordered.order)
+    place = {t: i for i, t in enumerate(tasks.tasks)}
+    return ordered, tasks, problem, [place[t] for t in ordered.order]
+
+
+def feasible(problem, tasks, order):
+    check_order(tasks, [tasks.tasks[t] for t in order])
+    return problem.allows(order)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_orders_makespan_is_the_simulators(seed):
+    """With sends, shared devices and several producers, of orders made in four ways; and it is
+    never below the bound."""
+    rng = np.random.default_rng(seed)
+    plan, schedule, priced, trainable = random_case(rng, sends=True)
+    ordered, tasks, problem, order = numbered(plan, schedule, priced, trainable)
+    keys = rng.integers(0, 1000, problem.n).tolist()
+    orders = [order, listed(problem, keys), listed(problem, keys, alternate=True)]
+    orders.append(turned(problem, turned(problem.mirrored, order)))
+    bound_s = order_bound(problem) * problem.tick_s
+    for some in orders:
+        check_order(tasks, named := tuple(tasks.tasks[t] for t in some))
+        makespan_s = starts_of(problem, some)[1] * problem.tick_s
+        trace = simulate_step(plan, replace(ordered, order=named), priced, trainable)
+        assert makespan_s == pytest.approx(trace.makespan_s, rel=1e-8)
+        assert bound_s <= trace.makespan_s * (1 + 1e-8)
+        most = most_in_flight(named)  # in which a loss keeps its group while it runs
+        both = [(most.get(s.name, 0), n) for s, n in zip(plan.segments, most_kept(problem, some))]
+        assert all(a == b or (a, b) == (1, 0) for a, b in both)
+    # A mirrored order takes as long, and keeps as much.
+    if not priced.sends:
+        back = starts_of(problem.mirrored, order[::-1])[1]
+        assert back == pytest.approx(starts_of(problem, order)[1], rel=1e-8)
+    assert most_kept(problem.mirrored, order[::-1]) == most_kept(problem, order)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_answer_is_worse_or_keeps_more(seed):
+    rng = np.random.default_rng(100 + seed)
+    concurrency = float(rng.choice([1.5, np.inf]))
+    plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=concurrency)
+    ordered, tasks, problem, _ = numbered(plan, schedule, priced, trainable)
+    budget = Budget(60)
+    answer = with_searched_order(plan, ordered, priced, trainable, budget, seed)
+    check_order(tasks, answer.order)
+    again = simulate_step(plan, answer, priced, trainable)
+    assert answer.makespan_s == pytest.approx(again.makespan_s)
+    assert answer.makespan_s <= ordered.makespan_s
+    before, after = most_in_flight(ordered.order), most_in_flight(answer.order)
+    limit = in_flight_limit(plan, schedule.groups)
+    assert all(n <= max(limit[s], before[s]) for s, n in after.items())
+    same = with_searched_order(plan, ordered, priced, trainable, Budget(60), seed)
+    assert same.order == answer.order
+    assert 0 <= budget.spent < 60 + problem.n
+
+
+def tiny(rng):
+    """Two segments of two modules on two devices, and a few unlike groups."""
+    shared = rng.random() < 0.5
+    plan = graph("a:2", "b:2", edges=["ab"], first=(0, 1, 0, 1)) if shared else chain(3)
+    schedule = batch(plan, int(rng.integers(0, 3)))
+    seconds = {
+        (n, d): float(rng.lognormal(0, 0.7)) for n in names(plan) for d in (FORWARD, BACKWARD)
+    }
+    sends = {("a1", "b0", FORWARD): 0.2} if rng.random() < 0.5 else {}
+    return plan, schedule, prices(plan, seconds, sends), names(plan)
+
+
+def every_order(problem):
+    """All orders of a few tasks that memory allows."""
+
+    def go(done, waits):
+        if len(done) == problem.n:
+            yield done
+        for t in range(problem.n):
+            if t not in done and not waits[t]:
+                fewer = list(waits)
+                for reader, _, _ in problem.out[t]:
+                    fewer[reader] -= 1
+                yield from go([*done, t], fewer)
+
+    return filter(problem.allows, go([], list(problem.n_waits)))
+
+
+def test_the_oracle_is_the_best_of_all_orders():
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 2):
+        plan = chain(2)
+        seconds = {(s, d): float(rng.lognormal()) for s in names(plan) for d in (FORWARD, BACKWARD)}
+        _, _, problem, _ = numbered(plan, batch(plan, n), prices(plan, seconds), names(plan))
+        least = min(starts_of(problem, o)[1] for o in every_order(problem))
+        assert oracle.least_makespan(problem) == least
+        assert order_bound(problem) <= least
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_steps_get_the_best_order(seed):
+    rng = np.random.default_rng(seed)
+    _, tasks, problem, order = numbered(*tiny(rng))
+    answer = searched(problem, order, Budget(800), seed)
+    assert feasible(problem, tasks, answer.order)
+    starts, makespan = starts_of(problem, answer.order)
+    assert answer.makespan == makespan
+    by_start = [starts[t] for t in answer.order] == sorted(starts)  # as they are dispatched
+    assert by_start or list(answer.order) == order
+    assert answer.makespan == oracle.least_makespan(problem, answer.makespan)
+    assert answer.bound <= answer.makespan
+
+
+def test_two_tasks_that_follow_each_other_change_places():
+    """And with the later one what it waits for; where it waits for the first, nothing does."""
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        _, tasks, problem, order = numbered(*random_case(rng, sends=True))
+        for u, v in itertools.combinations(order, 2):
+            between = order[order.index(u) + 1 : order.index(v)]
+            r = problem.resource[u]
+            if problem.resource[v] != r or any(problem.resource[t] == r for t in between):
+                continue
+            after = swapped(problem, order, u, v)
+            if after is not None:
+                check_order(tasks, [tasks.tasks[t] for t in after])
+                alone = [t for t in order if problem.resource[t] == r]
+                i = alone.index(u)
+                alone[i : i + 2] = v, u
+                assert [t for t in after if problem.resource[t] == r] == alone
+                break
+
+
+def test_swaps_gain_and_respect_memory():
+    rng, gained = np.random.default_rng(2), 0
+    for _ in range(15):
+        _, tasks, problem, order = numbered(*random_case(rng, sends=True))
+        order = listed(problem, rng.integers(0, 9, problem.n).tolist())
+        if not problem.allows(order):
+            continue
+        better, makespan = with_swaps(problem, order, Budget(40), 0, 30)
+        assert feasible(problem, tasks, better)
+        assert makespan == starts_of(problem, better)[1] <= starts_of(problem, order)[1]
+        gained += makespan < starts_of(problem, order)[1]
+    assert gained > 3
+
+
+def test_memory_binds():
+    """A first segment that may keep two groups: with one the best order is slower."""
+    plan = chain(3)
+    seconds = same_prices(plan, 1.0, 2.0, 3.0)
+    _, _, problem, _ = numbered(plan, batch(plan, 4), seconds, names(plan))
+    least = {}
+    for limit in (1, 2, 3):
+        tight = replace(problem, limit=tuple(min(limit, n) for n in problem.limit))
+        start = listed(tight, list(range(tight.n)))
+        assert tight.allows(start)
+        answer = searched(tight, start, Budget(500), 0)
+        assert tight.allows(answer.order)
+        least[limit] = answer.makespan
+        assert answer.makespan == oracle.least_makespan(tight, answer.makespan)
+    assert least[1] > least[2] > least[3]

@@ -21,3 +21,93 @@ decoders (tokens, targets, weights, is_visual) a sample gives
   (n, n + row, n + column) of their block, rows and columns counted in blocks; what follows it goes
   on at n + max(rows, columns). Time stamps of a clip's pairs are text between its pieces.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from models import hf
+from models.composed import made
+from models.decoder import DecoderModule
+from models.hf_tensors import WeightMap
+from models.lora import Lora
+from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
+from models.qwen3_vl_tower import NativeVisionModule
+
+
+@dataclass(frozen=True)
+class Qwen3VL:
+    """The tower and the decoder as a model of the engine's contract."""
+
+    size: Qwen3VLSize
+    dtype: jnp.dtype
+    lora: Lora | None = None
+    attention_kernel: str = "auto"
+
+    @property
+    def modules(self) -> Mapping[str, NativeVisionModule | DecoderModule]:
+        s, kernel = self.size, self.attention_kernel
+        return {
+            "vision": NativeVisionModule(s.vision, s.decoder.width, self.dtype, kernel),
+            "llm": DecoderModule(
+                s.decoder,
+                self.dtype,
+                self.lora,
+                attention_kernel=kernel,
+                deepstack=len(s.vision.deepstack),
+            ),
+        }
+
+    @property
+    def edges(self) -> tuple[Mapping[str, Any], ...]:
+        """The tower's last features stand among the LLM's tokens; those of the k-th of its taps
+        are added there after the LLM's k-th layer."""
+        joined = {"source": "vision", "target": "llm"}
+        return (
+            {**joined, "name": "visual"},
+            *(
+                {**joined, "name": name, "tap": name, "enters": i + 1}
+                for i, name in enumerate(self.modules["vision"].taps)
+            ),
+        )
+
+    @property
+    def piece_tokens(self) -> Mapping[str, int]:
+        """All rows are packed."""
+        return {}
+
+    @property
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        v = self.size.vision
+        facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
+        return {"vision": facts}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.size.decoder.vocab
+
+    def with_lora(self, rank: int, alpha: float) -> Self:
+        """The model with low-rank adapters on the LLM's matrices."""
+        return replace(self, lora=Lora(rank, alpha))
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where a checkpoint of transformers has the model's parameters."""
+        return hf.qwen3_vl(self)
+
+    @property
+    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+        """Where checkpoints of transformers have the parts that are published alone."""
+        return {"llm": partial(hf.decoder, self.modules["llm"])}
+
+
+def build(
+    size: str = "qwen3-vl-tiny", dtype: str = "float32", attention_kernel: str = "auto"
+) -> Qwen3VL:
+    """A model by size ("qwen3-vl-8b", a folder); see `models.composed.made`."""
+    return made(Qwen3VL, QWEN3_VL_FAMILY, size, dtype, attention_kernel)

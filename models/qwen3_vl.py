@@ -50,18 +50,23 @@ class Qwen3VL:
     attention_kernel: str = "auto"
 
     @property
+    def vision(self) -> NativeVisionModule:
+        size, width = self.size.vision, self.size.decoder.width
+        return NativeVisionModule(size, width, self.dtype, self.attention_kernel)
+
+    @property
+    def llm(self) -> DecoderModule:
+        return DecoderModule(
+            self.size.decoder,
+            self.dtype,
+            self.lora,
+            attention_kernel=self.attention_kernel,
+            deepstack=len(self.size.vision.deepstack),
+        )
+
+    @property
     def modules(self) -> Mapping[str, NativeVisionModule | DecoderModule]:
-        s, kernel = self.size, self.attention_kernel
-        return {
-            "vision": NativeVisionModule(s.vision, s.decoder.width, self.dtype, kernel),
-            "llm": DecoderModule(
-                s.decoder,
-                self.dtype,
-                self.lora,
-                attention_kernel=kernel,
-                deepstack=len(s.vision.deepstack),
-            ),
-        }
+        return {"vision": self.vision, "llm": self.llm}
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -72,7 +77,7 @@ class Qwen3VL:
             {**joined, "name": "visual"},
             *(
                 {**joined, "name": name, "tap": name, "enters": i + 1}
-                for i, name in enumerate(self.modules["vision"].taps)
+                for i, name in enumerate(self.vision.taps)
             ),
         )
 
@@ -103,7 +108,7 @@ class Qwen3VL:
     @property
     def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
-        return {"llm": partial(hf.decoder, self.modules["llm"])}
+        return {"llm": partial(hf.decoder, self.llm)}
 
 
 def build(

@@ -2,6 +2,8 @@
 step over pipeline segments, generation, and folders read and written."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -15,9 +17,8 @@ from safetensors.numpy import load_file
 
 from dflop_jax.contract import edges_of
 from dflop_jax.data.packing import pack_group
-from dflop_jax.generate.generate import encode, prefill
+from dflop_jax.generate.generate import prefill
 from dflop_jax.generate.prompt import prompt_row
-from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
@@ -120,6 +121,17 @@ def packed(samples):
     return [pack_group(plan(), SCHEDULE, g, samples, loads, model=MODEL) for g in groups]
 
 
+def test_text_without_positions_counts_alike_in_time_row_and_column():
+    made = make_sample(np.random.default_rng(0), SIZE, (("text", 7),)).sample
+    llm = made.fields["llm"]
+    bare = {k: a for k, a in llm.items() if k != "positions"}
+    sample = replace(made, fields={"llm": bare})
+    schedule = Schedule(0, (Group("llm", SHAPES["llm"], ((((0,), ()),),)),))
+    found = pack_group(plan(), schedule, 0, [sample], [sample.load], model=MODEL)
+    np.testing.assert_array_equal(found.fields["positions"][0, 0, :7], llm["positions"])
+    assert llm["positions"].tolist() == [[i] * 3 for i in range(7)]
+
+
 def whole(params, seen, read, index):
     """Logits of the LLM's rows: every layer of both modules in turn, on one device."""
     vision, llm = (MODEL.modules[m] for m in ("vision", "llm"))
@@ -209,31 +221,19 @@ def test_answers_go_on_where_the_row_ends(reference):
     """A prompt that ends with a picture: what follows it takes fewer positions than tokens."""
     samples, model, want, _, _ = reference
     params, llm = parameters(MODEL.weights, model), MODEL.modules["llm"]
-    said = 2
-    row = prompt_row(samples[2], MODEL, 32)
-    tokens = row.fields["tokens"][0]
-    n = row.length - said
-
-    @jax.jit
-    def prompt(params):
-        batch = {**row.fields, "segment_ids": np.where(np.arange(len(tokens)) < n, 1, 0)[None]}
-        outputs = encode(MODEL.modules["vision"], params["vision"], row.media)
-        for edge in edges_of(MODEL):
-            places = (a[None] for a in row.places)
-            batch[edge.name] = gather_features(outputs[edge.tap][None], *places)[0]
-        return llm.prefill(params["llm"], batch, jnp.array([n - 1]), len(tokens))
-
-    logits, cache = prompt(params)
-    found = [logits]
+    row, said = prompt_row(samples[2], MODEL, 32), 2
+    tokens, n = row.fields["tokens"][0], row.length - said
+    fields = {**row.fields, "segment_ids": (np.arange(len(tokens)) < n).astype(np.int32)[None]}
+    run = jax.jit(partial(prefill, MODEL, "cpu"), static_argnames="slots")
+    greedily = jax.random.key(0), np.float32(0), np.float32(1)
+    last = np.array([n - 1], np.int32)
+    first, cache = run(params, row.media, fields, row.places, last, *greedily, slots=len(tokens))
+    assert first[0] == want[2][n - 1].argmax()
+    decode = jax.jit(llm.decode)
     for at in range(n, n + said):
         now = jnp.array([tokens[at]]), jnp.array([at])
-        logits, cache = jax.jit(llm.decode)(params["llm"], cache, *now)
-        found.append(logits)
-    np.testing.assert_allclose(np.concatenate(found), want[2][n - 1 :], rtol=0, atol=1e-5)
-    draw = jax.random.key(0), np.float32(0), np.float32(1)
-    arrays = row.media, row.fields, row.places, np.array([row.length - 1])
-    first, _ = prefill(MODEL, "cpu", params, *arrays, *draw, slots=len(tokens))
-    assert first[0] == want[2][-1].argmax()
+        logits, cache = decode(params["llm"], cache, *now)
+        np.testing.assert_allclose(logits[0], want[2][at], rtol=0, atol=1e-5)
 
 
 GOOD = {

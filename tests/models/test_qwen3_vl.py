@@ -236,6 +236,25 @@ def test_answers_go_on_where_the_row_ends(reference):
         np.testing.assert_allclose(logits[0], want[2][at], rtol=0, atol=1e-5)
 
 
+def test_a_published_configuration_is_the_named_size(tmp_path):
+    """In the form that it was published in: an older spelling, the tower by the whole's name."""
+    text = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+    text |= {"num_key_value_heads": 8, "intermediate_size": 12288, "head_dim": 128}
+    rotary = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    vision = {"model_type": "qwen3_vl", "out_hidden_size": 4096, "num_heads": 16, "depth": 27}
+    config = {
+        "model_type": "qwen3_vl",
+        "text_config": text | {"rope_theta": 5000000, "rope_scaling": rotary},
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert qwen3_vl.build(str(tmp_path)) == qwen3_vl.build("qwen3-vl-8b")
+    assert qwen3_vl.build("qwen3-vl-8b").weights.mismatches(config) == []
+    found = qwen3_vl.build("qwen3-vl-4b").weights.mismatches(config)
+    assert ("text_config.hidden_size", 4096, 2560) in found
+
+
 GOOD = {
     "model_type": "qwen3_vl",
     "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -9,7 +9,8 @@ Expected: every program compiles, or its plan is refused in one line; no float32
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
 has the modules on devices of their own, `orch` on the same devices, each with its own degrees, and
 `blind` the encoder before the LLM with one (data, model) for both. LLMs have rows of 4,096 tokens,
-encoders 8 tiles or 2 windows. Of equal programs of a model and a chip the first is compiled. With
+encoders 8 tiles, 2 windows or a row of 8,192 patches; an LLM that edges enter between its layers
+has segments in place of stages. Of equal programs of a model and a chip the first is compiled. With
 --json the rows are kept after every case, and cases that the file has are not compiled again.
 """
 
@@ -20,7 +21,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,12 @@ MODELS = {
     "LLaVA-OneVision-7B": ("models.llava:build", "llava-ov-7b"),
     "InternVL-2.5-4B": ("models.internvl:build", "internvl-2.5-4b"),
     "Qwen2-Audio-7B": ("models.qwen2_audio:build", "qwen2-audio-7b"),
+    "Qwen3-VL-8B": ("models.qwen3_vl:build", "qwen3-vl-8b"),
 }
 POLICIES = ("dflop", "orch", "blind")
 CHIPS = {"sm_80": "a100-80", "sm_90": "h100"}
 TENSOR, STAGES = (1, 2, 4), (1, 2)
-TOKENS, PIECES = 4096, {"vision": 8, "audio": 2}
+TOKENS, PIECES, PACKED = 4096, {"vision": 8, "audio": 2}, Shape(1, 8192)
 QUICK = (
     ("LLaVA-OneVision-0.5B", "dflop", 2, 1, "sm_90"),
     ("LLaVA-OneVision-0.5B", "orch", 1, 1, "sm_80"),
@@ -81,32 +82,30 @@ class Case:
 def make_plan(model: MultimodalModel, policy: str, tensor: int, stages: int) -> Plan:
     """A plan of a policy's kind for 8 devices; `dflop` takes 16 where half of them are too few."""
     *encoders, last = model.modules
-    whole = 8 // stages // tensor
-    if policy == "dflop":
-        half = max(4, stages * tensor)
-        meshes = [SubmeshPlan(m, 0, 1, half, 1) for m in encoders]
-        meshes.append(SubmeshPlan(last, half, stages, half // stages // tensor, tensor))
-    elif policy == "orch":
-        meshes = [SubmeshPlan(m, 0, 1, 8, 1) for m in encoders]
-        meshes.append(SubmeshPlan(last, 0, stages, whole, tensor))
-    else:
-        meshes = [SubmeshPlan(m, 0, 1, whole, tensor) for m in encoders]
-        block = whole * tensor
-        meshes += [SubmeshPlan(f"{last}.{i}", block * i, 1, whole, tensor) for i in range(stages)]
+    edges = edges_of(model)
+    split = policy == "blind" or any(e.target == last and e.enters >= 0 for e in edges)
+    parts, stages = (stages, 1) if split else (1, stages)
+    half = max(4, parts * stages * tensor)
+    first, block = (half, half // parts) if policy == "dflop" else (0, 8 // parts)
+    shares = {"dflop": (half, 1), "orch": (8, 1), "blind": (block // tensor, tensor)}
+    meshes = [SubmeshPlan(m, 0, 1, *shares[policy]) for m in encoders]
     segments = [_segment(model, m, m, 0, model.modules[m].n_layers) for m in encoders]
     layers = model.modules[last].n_layers
-    cuts = [layers * i // stages for i in range(stages + 1)] if policy == "blind" else [0, layers]
-    for i, (start, stop) in enumerate(pairwise(cuts)):
-        mesh = f"{last}.{i}" if policy == "blind" else last
-        segments.append(_segment(model, mesh, last, start, stop))
-    pieces = {m: Shape(PIECES[m], model.piece_tokens[m]) for m in encoders}
+    for i in range(parts):
+        name = f"{last}.{i}" if split else last
+        data = block // stages // tensor
+        meshes.append(SubmeshPlan(name, first + block * i, stages, data, tensor))
+        start, stop = layers * i // parts, layers * (i + 1) // parts
+        segments.append(_segment(model, name, last, start, stop))
+    alone = model.piece_tokens
+    pieces = {m: Shape(PIECES[m], alone[m]) if m in alone else PACKED for m in encoders}
     return Plan(
         policy,
         tuple(meshes),
         tuple(segments),
         (Bucket.of({**pieces, last: Shape(1, TOKENS)}),),
-        edges_of(model),
-        group_size=stages if policy != "blind" else 1,
+        edges,
+        group_size=stages,
         tied=tuple(n for n, m in model.modules.items() if m.tied),
     )
 

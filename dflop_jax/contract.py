@@ -16,7 +16,8 @@ Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, toke
 token has a value, or [rows, ...] where every piece has one (a tile's pixels) and a row is a piece.
 The packer copies them from samples, except for
 - segment_ids int32 [rows, tokens]: from 1 in each row, one for each piece, 0 is padding;
-- positions int32 [rows, tokens], unless the samples have it: counts from 0 in each piece.
+- positions int32 [rows, tokens] or, alike in further dims, [rows, tokens, ...], unless the samples
+  have it: counts from 0 in each piece.
 A field that edges are named after is filled by the engine with outputs of other modules, zeros
 where none stands. A module with a loss reads float32 "weights" [rows, tokens], the weight of every
 token's loss; their sum over the global batch is the loss's denominator.

@@ -106,10 +106,12 @@ class Published(Composed):
         )
 
 
-Model = TypeVar("Model", bound=Composed)
+Model = TypeVar("Model")
 
 
-def made(cls: type[Model], family: Family, size: str, dtype: str, attention_kernel: str) -> Model:
+def made(
+    cls: Callable[..., Model], family: Family, size: str, dtype: str, attention_kernel: str
+) -> Model:
     """The model of a family of sizes; what the factories in `models/` call.
 
     Args:

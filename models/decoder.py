@@ -1,4 +1,5 @@
-"""Decoder-only LLM of Llama-3 (arXiv 2407.21783) and Qwen2.5 (arXiv 2412.15115) form.
+"""Decoder-only LLM of Llama-3 (arXiv 2407.21783), Qwen2.5 (arXiv 2412.15115) and Qwen3
+(arXiv 2505.09388) form.
 
 RMSNorm, rotary positions, grouped-query attention within packed samples, SwiGLU; an item is a row
 of packed tokens.
@@ -22,6 +23,7 @@ from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
 from models.loss import cross_entropy, head_logits
+from models.rotary import angles_of, rotate
 from models.sizes import DecoderSize
 
 Array = jax.Array
@@ -36,22 +38,6 @@ FIELDS = {
     "is_visual": jnp.bool_,
     "is_newline": jnp.bool_,
 }
-
-
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary position embedding, the two halves of a head being the pairs' two coordinates.
-
-    Args:
-      x: [items, tokens, heads, head_dim].
-      positions: int [items, tokens], from 0 within each sample.
-      theta: base of the wavelengths.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class EntryModule(nn.Module):
@@ -100,7 +86,11 @@ class Block(nn.Module):
         q = linear(width, q_shape, embed, q_names, bias=bias, name="query")(h)
         k = linear(width, kv_shape, embed, kv_names, bias=bias, name="key")(h)
         v = linear(width, kv_shape, embed, kv_names, bias=bias, name="value")(h)
-        q, k = rotate(q, positions, s.rope_theta), rotate(k, positions, s.rope_theta)
+        if s.qk_norm:
+            q = RMSNorm(s.norm_eps, (None,), name="query_norm")(q)
+            k = RMSNorm(s.norm_eps, (None,), name="key_norm")(k)
+        angles = angles_of(positions, s.head_dim // 2, s.rope_theta, s.mrope_sections)
+        q, k = rotate(q, angles), rotate(k, angles)
         h = self.attend(q, k, v, segment_ids, causal=True)
         std = residual * s.width**-0.5
         x = x + linear(q_shape, width, q_names, embed, std=std, name="out")(h)
@@ -137,7 +127,8 @@ def _kind(part: str) -> str:
 @dataclass(frozen=True)
 class DecoderModule:
     """The LLM as the engine sees it. With `newline` it has an embedding of a picture's line end;
-    with `lora` each layer also has its part "adapter"."""
+    with `lora` each layer also has its part "adapter". After each of the first `deepstack` layers
+    an edge's features, "deepstack_0" and on, are added where they stand (arXiv 2406.04334)."""
 
     size: DecoderSize
     dtype: jnp.dtype
@@ -145,6 +136,7 @@ class DecoderModule:
     newline: bool = False
     attention_kernel: str = "auto"
     chip: str = ""
+    deepstack: int = 0
 
     def on_chip(self, chip: str) -> Self:
         """See `dflop_jax.contract.on_chip`."""
@@ -191,11 +183,12 @@ class DecoderModule:
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a field for `items` rows of `tokens`."""
-        if name == "visual":
+        if name == "visual" or name in self.inlets:
             return jax.ShapeDtypeStruct((items, tokens, self.size.width), self.dtype)
         if name not in FIELDS:
             raise ValueError(f"the LLM has no field {name!r}; it reads {', '.join(FIELDS)}, visual")
-        return jax.ShapeDtypeStruct((items, tokens), FIELDS[name])
+        axes = (3,) if name == "positions" and self.size.mrope_sections else ()
+        return jax.ShapeDtypeStruct((items, tokens, *axes), FIELDS[name])
 
     def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         """The Linen module of a part and what its inputs look like."""
@@ -235,6 +228,15 @@ class DecoderModule:
         lora = None if adapter is None else self.lora
         block = Block(self.size, self.dtype, lora, attend or self.attend)
         return apply(block, own, x, *fields, adapter=adapter)
+
+    @property
+    def inlets(self) -> Mapping[str, int]:
+        """Layers that have run where each edge between layers is read."""
+        return {f"deepstack_{i}": i + 1 for i in range(self.deepstack)}
+
+    def inlet(self, name: str, x: Array, placed: Array, batch: Batch) -> Array:
+        """See `dflop_jax.contract`."""
+        return x + placed
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None

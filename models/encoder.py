@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from models.attention import Attend, attend_by, attention
 from models.attention_choice import pair_flops
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
+from models.rotary import rotate
 
 Array = jax.Array
 Batch = Mapping[str, Array]
@@ -25,7 +26,8 @@ class BlockForm(NamedTuple):
     """In what the layers of encoders differ.
 
     `biases` says whether query, key and value have one, `qk_norm` whether queries and keys are
-    normed over all heads together, `scaled` whether a learnt scale per feature follows each branch.
+    normed over all heads together, `scaled` whether a learnt scale per feature follows each branch,
+    `fused` whether query, key and value are one matrix.
     """
 
     gelu: Callable[[Array], Array]
@@ -33,10 +35,12 @@ class BlockForm(NamedTuple):
     biases: tuple[bool, bool, bool] = (True, True, True)
     qk_norm: bool = False
     scaled: bool = False
+    fused: bool = False
 
 
 class Block(nn.Module):
-    """Pre-norm encoder layer: full attention among tokens of a segment, two-layer MLP."""
+    """Pre-norm encoder layer: full attention among tokens of a segment, two-layer MLP. Queries and
+    keys turn by `angles`, if given: see `models.rotary`."""
 
     size: Any  # width, n_layers, n_heads, head_dim, mlp, norm_eps
     form: BlockForm
@@ -44,7 +48,9 @@ class Block(nn.Module):
     attend: Attend = attention
 
     @nn.compact
-    def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
+    def __call__(
+        self, x: Array, segment_ids: Array | None = None, angles: Array | None = None
+    ) -> Array:
         s, form, dtype = self.size, self.form, self.dtype
         width, heads, mlp = (s.width,), (s.n_heads, s.head_dim), (s.mlp,)
         embed, head_names = ("embed",), ("heads", None)
@@ -54,13 +60,19 @@ class Block(nn.Module):
         down_std = None if form.scaled else residual * s.mlp**-0.5
 
         h = form.norm(s.norm_eps, name="attn_norm")(x)
-        q, k, v = (
-            Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
-            for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
-        )
+        if form.fused:
+            fused = Linear(width, (3, *heads), embed, (None, *head_names), dtype, True, name="qkv")
+            q, k, v = jnp.moveaxis(fused(h), 2, 0)
+        else:
+            q, k, v = (
+                Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
+                for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
+            )
         if form.qk_norm:
             q = RMSNorm(QK_NORM_EPS, head_names, name="query_norm")(q)
             k = RMSNorm(QK_NORM_EPS, head_names, name="key_norm")(k)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         h = self.attend(q, k, v, segment_ids, causal=False)
         h = Linear(heads, width, head_names, embed, dtype, True, out_std, name="out")(h)
         x = x + (LayerScale(name="attn_scale")(h) if form.scaled else h)
@@ -122,8 +134,13 @@ class Encoder(ABC):
             s.n_heads,
             s.head_dim,
             causal=False,
-            tokens=self.item_tokens,
+            tokens=self.row_tokens,
         )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the shortest row that matters to the choice of a kernel."""
+        return self.item_tokens
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs that a layer's attention needs for one item: two products for each pair of
@@ -132,6 +149,10 @@ class Encoder(ABC):
 
     def segment_ids(self, batch: Batch) -> Array | None:
         """int [items, tokens]: an item's tokens of one id see each other; None: all do."""
+        return None
+
+    def angles(self, batch: Batch) -> Array | None:
+        """By which a layer's queries and keys turn; None: they do not."""
         return None
 
     @property
@@ -151,7 +172,7 @@ class Encoder(ABC):
     def _example(self, part: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a part is called on."""
         if part == "entry":
-            return tuple(self.field_spec(name, 1, 0) for name in self.inputs[part])
+            return tuple(self.field_spec(name, 1, self.item_tokens) for name in self.inputs[part])
         return (jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype),)
 
     def init(self, part: str, key: Array) -> Any:
@@ -164,7 +185,7 @@ class Encoder(ABC):
         return apply(self._linen("entry"), params, *(batch[n] for n in self.inputs["entry"]))
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return apply(self._linen("layers"), params, x, self.segment_ids(batch))
+        return apply(self._linen("layers"), params, x, self.segment_ids(batch), self.angles(batch))
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
         return apply(self._linen("exit"), params, x)

@@ -23,7 +23,7 @@ INV_FREQ = r".*rotary_emb\.inv_freq"
 
 
 class Composition(Protocol):
-    """A model of `models.composed`."""
+    """A model of `models.composed` or `models.qwen3_vl`."""
 
     @property
     def size(self) -> Any: ...
@@ -139,8 +139,38 @@ def qwen2_audio(model: Composition) -> WeightMap:
     )
 
 
+def qwen3_vl(model: Composition) -> WeightMap:
+    """Qwen3VLForConditionalGeneration."""
+    vision, llm = model.modules["vision"], model.modules["llm"]
+    size = model.size
+    body, head = "model.language_model.", "lm_head.weight"
+    rules = hf_config.rules(
+        "qwen3_vl", vision_config="qwen3_vl_vision", text_config="qwen3_vl_text"
+    )
+    return WeightMap(
+        tensors=(
+            *tensors_of(
+                vision, "vision", hf_names.qwen3_vl_tower(tuple(vision.taps)), "model.visual."
+            ),
+            *tensors_of(llm, "llm", hf_names.DECODER, body),
+            *tensors_of(llm, "llm", hf_names.HEAD, ""),
+        ),
+        config={
+            "model_type": "qwen3_vl",
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "vision_config": hf_sizes.qwen3_vl_vision_config(size.vision, size.decoder.width),
+            "text_config": hf_sizes.qwen3_vl_text_config(size.decoder),
+            "tie_word_embeddings": size.decoder.tied,
+        },
+        # Early folders call the tower by the name of the whole.
+        config_rules=hf_config.without(rules, "vision_config.model_type"),
+        ignored=(INV_FREQ,),
+        copies={head: f"{body}embed_tokens.weight"} if llm.tied else {},
+    )
+
+
 def decoder(module: DecoderModule) -> WeightMap:
-    """Qwen2ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
+    """Qwen2ForCausalLM, Qwen3ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
     config = hf_sizes.decoder_config(module.size)
     return WeightMap(
         tensors=tuple(_llm(module, "")),

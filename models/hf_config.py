@@ -8,6 +8,21 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
+_QWEN3: Config = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rope_parameters.rope_theta": 10000.0,
+    "rope_parameters.rope_type": "default",
+}
 # What transformers takes for a key that a file leaves out.
 DEFAULTS: Mapping[str, Config] = {
     "qwen2": {
@@ -41,6 +56,30 @@ DEFAULTS: Mapping[str, Config] = {
         "head_dim": None,
         "rope_parameters.rope_theta": 10000.0,
         "rope_parameters.rope_type": "default",
+    },
+    "qwen3": {**_QWEN3, "model_type": "qwen3", "use_sliding_window": False},
+    "qwen3_vl_text": {
+        **_QWEN3,
+        "model_type": "qwen3_vl_text",
+        "rope_parameters.rope_theta": 500000.0,
+        "rope_parameters.mrope_section": [24, 20, 20],
+    },
+    "qwen3_vl_vision": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "intermediate_size": 4304,
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 3584,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "rope_parameters.rope_theta": 10000.0,
+        "rope_parameters.rope_type": "axial",
     },
     "siglip_vision_model": {
         "model_type": "siglip_vision_model",
@@ -99,12 +138,14 @@ DEFAULTS: Mapping[str, Config] = {
         "tie_word_embeddings": True,
     },
     "qwen2_audio": {"model_type": "qwen2_audio"},
+    "qwen3_vl": {"model_type": "qwen3_vl", "tie_word_embeddings": False},
 }
 # Older spellings, in a configuration of their own or below text_config.
 SPELLINGS = {
     "rope_theta": "rope_parameters.rope_theta",
     "rope_scaling.rope_type": "rope_parameters.rope_type",
     "rope_scaling.type": "rope_parameters.rope_type",
+    "rope_scaling.mrope_section": "rope_parameters.mrope_section",
 }
 
 

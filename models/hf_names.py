@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from models.hf_tensors import Rule
 
 
@@ -19,13 +21,15 @@ def _linear(part: str, ours: str, theirs: str, layout: str = "linear") -> tuple[
     )
 
 
-# Qwen2 and Llama; the head has a prefix of its own.
+# Qwen2, Qwen3 and Llama; the head has a prefix of its own.
 DECODER = (
     Rule("entry", "embedding", "embed_tokens.weight", "same"),
     *_norm("layers", "attn_norm", "layers.{}.input_layernorm"),
     *_linear("layers", "query", "layers.{}.self_attn.q_proj"),
     *_linear("layers", "key", "layers.{}.self_attn.k_proj"),
     *_linear("layers", "value", "layers.{}.self_attn.v_proj"),
+    *_norm("layers", "query_norm", "layers.{}.self_attn.q_norm"),
+    *_norm("layers", "key_norm", "layers.{}.self_attn.k_norm"),
     *_linear("layers", "out", "layers.{}.self_attn.o_proj", "heads_linear"),
     *_norm("layers", "mlp_norm", "layers.{}.post_attention_layernorm"),
     *_linear("layers", "gate", "layers.{}.mlp.gate_proj"),
@@ -82,6 +86,32 @@ WHISPER = (
     *_linear("layers", "down", "layers.{}.fc2"),
     *_norm("exit", "norm", "layer_norm"),
 )
+
+
+def _merger(part: str, prefix: str) -> tuple[Rule, ...]:
+    return (
+        *_norm(part, "norm", f"{prefix}.norm"),
+        *_linear(part, "hidden", f"{prefix}.linear_fc1"),
+        *_linear(part, "out", f"{prefix}.linear_fc2"),
+    )
+
+
+def qwen3_vl_tower(taps: Sequence[str]) -> tuple[Rule, ...]:
+    """The tower with its mergers: the last one, and those of its taps, in their order."""
+    deepstack = (_merger(tap, f"deepstack_merger_list.{i}") for i, tap in enumerate(taps))
+    return (
+        *_linear("entry", "patch", "patch_embed.proj", "clip_patch"),
+        Rule("entry", "position", "pos_embed.weight", "same"),
+        *_norm("layers", "attn_norm", "blocks.{}.norm1"),
+        *_linear("layers", "qkv", "blocks.{}.attn.qkv"),
+        *_linear("layers", "out", "blocks.{}.attn.proj", "heads_linear"),
+        *_norm("layers", "mlp_norm", "blocks.{}.norm2"),
+        *_linear("layers", "up", "blocks.{}.mlp.linear_fc1"),
+        *_linear("layers", "down", "blocks.{}.mlp.linear_fc2"),
+        *_merger("exit", "merger"),
+        *(rule for rules in deepstack for rule in rules),
+    )
+
 
 # Connectors, under "multi_modal_projector.".
 MLP = (*_linear("exit", "hidden", "linear_1"), *_linear("exit", "out", "linear_2"))

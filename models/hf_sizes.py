@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from models.hf_config import DEFAULTS, Config, rules, side
+from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
+
+MROPE = "rope_parameters.mrope_section"
 
 # ---- a size as a configuration ----
 
 
 def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
     """Without `tie` it does not say whether the head is tied."""
+    kind, name = "llama", "LlamaForCausalLM"
+    if s.qkv_bias:
+        kind, name = "qwen2", "Qwen2ForCausalLM"
+    elif s.qk_norm:
+        kind, name = "qwen3", "Qwen3ForCausalLM"
     config: dict[str, Any] = {
-        "model_type": "qwen2" if s.qkv_bias else "llama",
-        "architectures": ["Qwen2ForCausalLM" if s.qkv_bias else "LlamaForCausalLM"],
+        "model_type": kind,
+        "architectures": [name],
         "hidden_size": s.width,
         "num_hidden_layers": s.n_layers,
         "num_attention_heads": s.n_heads,
@@ -30,6 +39,33 @@ def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
     if not s.qkv_bias:
         config["head_dim"] = s.head_dim
     return config | ({"tie_word_embeddings": s.tied} if tie else {})
+
+
+def qwen3_vl_text_config(s: DecoderSize) -> dict[str, Any]:
+    """Of the decoder within Qwen3-VL."""
+    config = decoder_config(s, tie=False) | {"model_type": "qwen3_vl_text"}
+    del config["architectures"]
+    config["rope_parameters"] |= {
+        "mrope_section": list(s.mrope_sections),
+        "mrope_interleaved": True,
+    }
+    return config
+
+
+def qwen3_vl_vision_config(s: NativeVisionSize, out_width: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_vl_vision",
+        "depth": s.n_layers,
+        "hidden_size": s.width,
+        "num_heads": s.n_heads,
+        "intermediate_size": s.mlp,
+        "patch_size": s.patch_px,
+        "temporal_patch_size": s.frames,
+        "spatial_merge_size": s.merge,
+        "out_hidden_size": out_width,
+        "num_position_embeddings": s.side**2,
+        "deepstack_visual_indexes": list(s.deepstack),
+    }
 
 
 def vision_config(s: VisionSize) -> dict[str, Any]:
@@ -69,8 +105,16 @@ def audio_config(s: AudioSize) -> dict[str, Any]:
 # ---- a configuration as a size ----
 
 
+def _numbers(c: Config, key: str) -> tuple[int, ...]:
+    found = c[key]
+    if not isinstance(found, list) or not all(type(n) is int for n in found):
+        raise ValueError(f"{key} is {found!r}; it must be a list of whole numbers")
+    return tuple(found)
+
+
 def _decoder(c: Config) -> DecoderSize:
-    qwen = c["model_type"] == "qwen2"
+    kind = c["model_type"]
+    qwen3 = kind in ("qwen3", "qwen3_vl_text")
     return DecoderSize(
         width=c["hidden_size"],
         n_layers=c["num_hidden_layers"],
@@ -80,8 +124,11 @@ def _decoder(c: Config) -> DecoderSize:
         vocab=c["vocab_size"],
         rope_theta=float(c["rope_parameters.rope_theta"]),
         norm_eps=c["rms_norm_eps"],
-        qkv_bias=qwen,
+        qkv_bias=kind == "qwen2",
         tied=c["tie_word_embeddings"],
+        qk_norm=qwen3,
+        head_size=c["head_dim"] if qwen3 else 0,
+        mrope_sections=_numbers(c, MROPE) if MROPE in c else (),
     )
 
 
@@ -146,14 +193,45 @@ def read_qwen2_audio(config: Config) -> ModelSize:
     return ModelSize(_decoder(_inner(config, "text_config", "qwen2")), audio=_audio(audio))
 
 
-READERS: Mapping[str, Callable[[Config], ModelSize]] = {
+def read_qwen3_vl(config: Config) -> Qwen3VLSize:
+    """Size of a Qwen3-VL configuration."""
+    text = _inner(config, "text_config", "qwen3_vl_text")
+    text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    # Early folders call the tower by the name of the whole.
+    c = rules("qwen3_vl_vision").read(config.get("vision_config") or {})
+    if c["out_hidden_size"] != text["hidden_size"]:
+        raise ValueError(
+            f"vision_config.out_hidden_size is {c['out_hidden_size']}, text_config.hidden_size "
+            f"{text['hidden_size']}; they must be equal"
+        )
+    side = isqrt(c["num_position_embeddings"])
+    if side**2 != c["num_position_embeddings"]:
+        raise ValueError(
+            f"vision_config.num_position_embeddings {c['num_position_embeddings']} is no square"
+        )
+    vision = NativeVisionSize(
+        width=c["hidden_size"],
+        n_layers=c["depth"],
+        n_heads=c["num_heads"],
+        mlp=c["intermediate_size"],
+        deepstack=_numbers(c, "deepstack_visual_indexes"),
+        patch_px=c["patch_size"],
+        frames=c["temporal_patch_size"],
+        merge=c["spatial_merge_size"],
+        side=side,
+    )
+    return Qwen3VLSize(_decoder(text), vision)
+
+
+READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {
     "llava_onevision": read_llava,
     "internvl": read_internvl,
     "qwen2_audio": read_qwen2_audio,
+    "qwen3_vl": read_qwen3_vl,
 }
 
 
-def folder_size(folder: str, kind: str) -> ModelSize | None:
+def folder_size(folder: str, kind: str) -> ModelSize | Qwen3VLSize | None:
     """The size that a folder's config.json states, None when there is no such file.
 
     Raises:

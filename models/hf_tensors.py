@@ -18,8 +18,6 @@ import jax
 
 from models.hf_config import ConfigRules
 
-PARTS = ("entry", "layers", "exit")
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -133,6 +131,14 @@ def patch(shape: Sequence[int], patch_px: int) -> Layout:
     return Layout(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
 
+def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> Layout:
+    """A kernel [colour x frame x row x column, width], in the file a convolution [width, colour,
+    frame, row, column]."""
+    _, width = shape
+    dims = ((width,), (3,), (frames,), (patch_px,), (patch_px,))
+    return Layout(dims, (1, 2, 3, 4, 0), tuple(shape))
+
+
 def conv(shape: Sequence[int]) -> Layout:
     """A kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
@@ -157,7 +163,7 @@ class Rule:
 
 def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[Tensor]:
     """The tensors of a module of the contract, called `key` in its model."""
-    shapes = {part: _shapes(module, part) for part in PARTS}
+    shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
     found = []
     for rule in rules:
         path = tuple(rule.path.split("/"))
@@ -175,6 +181,8 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
 def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Layout:
     if kind == "patch":
         return patch(shape, size.patch_px)
+    if kind == "clip_patch":
+        return clip_patch(shape, size.patch_px, size.frames)
     return {
         "linear": linear,
         "heads_linear": lambda s: linear(s, 2),

@@ -103,8 +103,11 @@ class AudioSize:
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """A decoder of Llama-3 form, or Qwen2.5 form with `qkv_bias`; `tied` shares embedding and head.
+    """A decoder of Llama-3 form, Qwen2.5 form with `qkv_bias`, or Qwen3 form with `qk_norm`, of
+    each head alone; `tied` shares embedding and head.
 
+    `head_size` is that of a head, 0: the heads share the width. With `mrope_sections` a token has
+    three positions, and so many pairs of a head's coordinates turn with each.
     `logits_elements` bounds the float32 logits (tokens x vocab) alive at once in the loss.
     """
 
@@ -119,15 +122,29 @@ class DecoderSize:
     qkv_bias: bool = True
     tied: bool = False
     logits_elements: int = 2**27
+    qk_norm: bool = False
+    head_size: int = 0
+    mrope_sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        even_heads = self.width % self.n_heads == 0 and self.head_dim % 2 == 0
+        even_heads = self.head_dim % 2 == 0 and (self.head_size or self.width % self.n_heads == 0)
         if not even_heads or self.n_heads % self.n_kv_heads:
             raise ValueError(f"heads must divide width (evenly) and kv heads the heads: {self}")
+        if self.qkv_bias and self.qk_norm:
+            raise ValueError(f"a decoder has query biases or QK norm, not both: {self}")
+        if self.mrope_sections:
+            _, *in_pictures = self.mrope_sections
+            half = self.head_dim // 2
+            fits = sum(self.mrope_sections) == half and 0 <= 3 * max(in_pictures, default=0) <= half
+            if len(self.mrope_sections) != 3 or min(self.mrope_sections) < 0 or not fits:
+                raise ValueError(
+                    f"mrope_section {list(self.mrope_sections)} must be three numbers of sum "
+                    f"{half}, half a head, the last two at most a third of it"
+                )
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.n_heads
+        return self.head_size or self.width // self.n_heads
 
 
 # How a picture becomes tiles and LLM tokens: a grid and an overview with their features as they
@@ -282,15 +299,15 @@ class Family:
 
     Attributes:
       kind: model_type in a config.json of transformers; "": no such folder holds one.
-      tables: field of `ModelSize` -> its rows, in the order of ROW+ROW+...
+      tables: field of `ModelSize` -> its rows, in the order of ROW+ROW+...; {}: only names.
     """
 
     kind: str
-    known: Mapping[str, ModelSize]
+    known: Mapping[str, Any]
     tables: Mapping[str, Mapping[str, Any]]
     max_windows: int = 1
 
-    def find(self, name: str) -> ModelSize:
+    def find(self, name: str) -> Any:
         """The composition called `name`, or ROW+ROW+... with a row of each table.
 
         Raises:
@@ -300,16 +317,14 @@ class Family:
             return self.known[name]
         rows = name.split("+")
         tables = list(self.tables.items())
-        if len(rows) == len(tables) and all(r in t for r, (_, t) in zip(rows, tables)):
+        if tables and len(rows) == len(tables) and all(r in t for r, (_, t) in zip(rows, tables)):
             parts = {field: table[r] for r, (field, table) in zip(rows, tables)}
             form = parts["vision"].form if "vision" in parts else ""
             layout: Layout = "dynamic" if form == "internvit" else "tiles"
             return ModelSize(**parts, layout=layout, max_windows=self.max_windows)
         joined = " + ".join(f"({', '.join(table)})" for _, table in tables)
-        raise ValueError(
-            f"unknown model size {name!r}; known: {', '.join(self.known)}; or one of each of "
-            f"{joined}"
-        )
+        others = f"; or one of each of {joined}" if tables else ""
+        raise ValueError(f"unknown model size {name!r}; known: {', '.join(self.known)}{others}")
 
 
 def _of_form(form: str) -> dict[str, VisionSize]:

@@ -157,7 +157,8 @@ def _fill(
         if name == SEGMENTS:
             array[piece.row][piece.room] = piece.segment
         elif name == POSITIONS and name not in given:
-            array[piece.row][piece.room] = np.arange(piece.length)
+            counts = np.arange(piece.length, dtype=field.dtype)
+            array[piece.row][piece.room] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
         elif field.per_token:
             array[piece.row][piece.room] = given[name][piece.tokens]
         else:

@@ -27,6 +27,7 @@ from dflop_jax.contract import (
     chip_of,
     edges_of,
     on_chip,
+    taps_of,
 )
 from dflop_jax.data import Tokenizer
 from dflop_jax.data.build import any_tokenizer
@@ -167,21 +168,28 @@ def prefill(
     for edge in (e for e in edges_of(model) if e.target == LLM):
         spec = llm.field_spec(edge.name, *fields["tokens"].shape)
         batch.setdefault(edge.name, jnp.zeros(spec.shape, spec.dtype))
-        if edge.source == VISION and media:
-            features = encode(on_chip(model.modules[VISION], chip), params[VISION], media)
-            batch[edge.name] = gather_features(features[None], *(a[None] for a in places))[0]
+    if media:
+        outputs = encode(on_chip(model.modules[VISION], chip), params[VISION], media)
+        for edge in (e for e in edges_of(model) if (e.source, e.target) == (VISION, LLM)):
+            features = outputs[edge.tap][None]
+            batch[edge.name] = gather_features(features, *(a[None] for a in places))[0]
     logits, cache = llm.prefill(params[LLM], batch, last, slots)
     return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache
 
 
-def encode(module: Module, params: Params, batch: dict[str, Array]) -> Array:
-    """Features [rows, features, width] that an encoder makes of its fields."""
-    x, _ = jax.lax.scan(
-        lambda x, p: (module.layer(p, x, batch), None),
-        module.entry(params["entry"], batch),
-        params["layers"],
-    )
-    return module.exit(params["exit"], x, batch, params["entry"] if module.tied else None)
+def encode(module: Module, params: Params, batch: dict[str, Array]) -> dict[str, Array]:
+    """Features [rows, features, width] that an encoder makes of its fields: by tap, and "" those
+    of its exit."""
+    x, done, outputs = module.entry(params["entry"], batch), 0, {}
+    taps = taps_of(module)
+    for stop in sorted({*taps.values(), module.n_layers}):
+        part = jax.tree.map(lambda a, lo=done, hi=stop: a[lo:hi], params["layers"])
+        x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, batch), None), x, part)
+        done = stop
+        for name in (name for name, n in taps.items() if n == stop):
+            outputs[name] = module.tap(name, params.get(name), x, batch)  # type: ignore[attr-defined]
+    entry = params["entry"] if module.tied else None
+    return {**outputs, "": module.exit(params["exit"], x, batch, entry)}
 
 
 def step(

@@ -41,7 +41,8 @@ def to_ours(map_, named):
         array = arrays.pop(t.name)
         assert array.shape == t.layout.file_shape, t
         value = array.reshape(t.layout.split).transpose(t.layout.order).reshape(t.layout.shape)
-        tree = out.setdefault(t.module, {part: {} for part in PARTS})[t.part]
+        parts = out.setdefault(t.module, {part: {} for part in PARTS})
+        tree = parts.setdefault(t.part, {})
         *inner, last = t.path
         for key in inner:
             tree = tree.setdefault(key, {})

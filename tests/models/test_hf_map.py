@@ -8,22 +8,22 @@ from itertools import groupby
 import jax
 import numpy as np
 import pytest
-from model_fields import PARTS
 
-from models import hf, hf_sizes, internvl, llava, qwen2_audio
+from models import hf, hf_sizes, internvl, llava, qwen2_audio, qwen3_vl
 from models.hf_tensors import conv, linear, patch, same, vector
 
 MODELS = {
     **dict.fromkeys(("llava-ov-0.5b", "llava-ov-7b", "llava-ov-llama3-8b"), llava.build),
     **dict.fromkeys(("internvl-nano", "internvl-2.5-1b", "internvl-2.5-78b"), internvl.build),
     **dict.fromkeys(("qwen2-audio-nano", "qwen2-audio-7b"), qwen2_audio.build),
+    **dict.fromkeys(("qwen3-vl-2b", "qwen3-vl-8b"), qwen3_vl.build),
 }
 
 
-def leaves(module, key, parts=PARTS):
-    """{(module, part, path): (shape, layers)} of a module."""
+def leaves(module, key, parts=()):
+    """{(module, part, path): (shape, layers)} of a module, or of some of its parts."""
     out = {}
-    for part in parts:
+    for part in parts or module.inputs:
         specs = jax.eval_shape(lambda k, part=part: module.init(part, k), jax.random.key(0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(specs):
             layers = list(range(module.n_layers)) if part == "layers" else [None]

@@ -14,7 +14,7 @@ from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
-from models import hf, internvl, llava, qwen2_audio
+from models import hf, internvl, llava, qwen2_audio, qwen3_vl
 from models.composed import Published
 from models.decoder import DecoderModule
 from models.sizes import AUDIO, DECODERS, VISION, ModelSize
@@ -135,6 +135,8 @@ PUBLISHED = {
     "internvl-2.5-1b": (internvl, "InternVLForConditionalGeneration"),
     "internvl-2.5-38b": (internvl, "InternVLForConditionalGeneration"),
     "qwen2-audio-7b": (qwen2_audio, "Qwen2AudioForConditionalGeneration"),
+    "qwen3-vl-2b": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
+    "qwen3-vl-32b": (qwen3_vl, "Qwen3VLForConditionalGeneration"),
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from model_fields import PARTS, fields
 
-from dflop_jax.contract import MODEL_SHARDED, MultimodalModel, edges_of
+from dflop_jax.contract import MODEL_SHARDED, MultimodalModel, edges_of, taps_of
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.datasets.compose import compose
 from dflop_jax.data.features import features_per_row
@@ -18,10 +18,11 @@ from dflop_jax.data.media.token_sources import plain
 from dflop_jax.data.text.pieces import Piece
 from dflop_jax.profile.parts import forward_flops
 from dflop_jax.records import Shape
-from models import internvl, omni, qwen2_audio
+from models import internvl, omni, qwen2_audio, qwen3_vl
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.llava import build
+from models.qwen3_vl_sizes import QWEN3_VL
 from models.sizes import (
     DECODERS,
     INTERNVL,
@@ -48,7 +49,7 @@ def count(module, part):
 
 
 def n_params(module):
-    return sum(count(module, p) * (module.n_layers if p == "layers" else 1) for p in PARTS)
+    return sum(count(module, p) * (module.n_layers if p == "layers" else 1) for p in module.inputs)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,42 @@ def test_qwen2_audio_parameters_as_published():
     assert n_model(qwen2_audio.build("qwen2-audio-7b")) == 8_397_094_912
 
 
+@pytest.mark.parametrize(
+    "name, published",
+    [
+        # Safetensors totals of Qwen/Qwen3-VL-2B-, 4B- and 8B-Instruct.
+        ("qwen3-vl-2b", 2_127_532_032),
+        ("qwen3-vl-4b", 4_437_815_808),
+        ("qwen3-vl-8b", 8_767_123_696),
+    ],
+)
+def test_qwen3_vl_parameters_as_published(name, published):
+    assert n_model(qwen3_vl.build(name)) == published
+
+
+def test_qwen3_vl_32b_is_made_of_published_parts():
+    """Qwen3-32B, and the tower of the 8B; mergers end in the decoder's width."""
+    model, smaller = qwen3_vl.build("qwen3-vl-32b"), qwen3_vl.build("qwen3-vl-8b")
+    assert n_params(model.modules["llm"]) == 32_762_123_264
+    assert model.size.vision == smaller.size.vision
+    assert model.modules["vision"].out_width == 5120
+
+
+@pytest.mark.parametrize("name", QWEN3_VL)
+def test_every_native_size_fits_the_contract(name):
+    model: MultimodalModel = qwen3_vl.build(name, "bfloat16")
+    assert list(model.modules) == ["vision", "llm"]
+    assert not model.piece_tokens  # rows are packed
+    vision, llm = model.modules.values()
+    assert set(vision.taps) == set(llm.inlets) == {e.tap for e in edges_of(model)} - {""}
+    for edge in edges_of(model):
+        assert features_per_row(vision, edge, Shape(2, 64)) == 16
+        assert llm.field_spec(edge.name, 2, 64).shape == (2, 64, model.size.decoder.width)
+    assert vision.field_spec("patches", 1, 8).shape == (1, 8, model.size.vision.patch_values)
+    assert llm.field_spec("positions", 2, 64).shape == (2, 64, 3)
+    check_modules(model)
+
+
 @pytest.mark.parametrize("name", QWEN2_AUDIO)
 def test_every_audio_size_fits_the_contract(name):
     model = qwen2_audio.build(name, "bfloat16")
@@ -191,8 +228,8 @@ def prepared(spec):
 
 def check_modules(model):
     for module in model.modules.values():
-        assert set(module.inputs) == set(module.freeze_groups) == set(PARTS)
-        for part in PARTS:
+        assert set(module.inputs) == set(module.freeze_groups) == {*PARTS, *taps_of(module)}
+        for part in module.inputs:
             arrays = specs(module, part)
             names = module.logical_axes(part)
             ranks = jax.tree.map(len, names, is_leaf=lambda x: isinstance(x, tuple))
@@ -242,6 +279,8 @@ def test_unknown_size_lists_the_known(size):
         internvl.build(size)
     with pytest.raises(ValueError, match="qwen2-audio-7b"):
         qwen2_audio.build(size)
+    with pytest.raises(ValueError, match="qwen3-vl-8b"):
+        qwen3_vl.build(size)
 
 
 def test_any_tower_joins_any_decoder():

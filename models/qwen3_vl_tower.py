@@ -1,0 +1,153 @@
+"""Vision tower at native resolution (Qwen3-VL): pictures and pairs of frames of any size, packed
+into rows; `models.qwen3_vl` says in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention_choice import LEAST_TOKENS
+from models.encoder import Batch, BlockForm, Encoder
+from models.layers import LayerNorm, Linear, apply, exact_gelu, named, normal
+from models.qwen3_vl_sizes import NativeVisionSize
+from models.rotary import grid_angles
+
+Array = jax.Array
+
+
+def grid_weights(grid: Array, side: int) -> Array:
+    """How a square of learnt positions is resampled, bilinearly and corner to corner.
+
+    Args:
+      grid: int [items, tokens, 4]: row, column, and how many of each the picture has.
+      side: positions along a side of the square.
+
+    Returns:
+      float32 [items, tokens, side * side], the share of each position in a patch's.
+    """
+
+    def along(index: Array, size: Array) -> Array:
+        steps = jnp.maximum(size - 1, 1).astype(jnp.float32)
+        place = index.astype(jnp.float32) * float(side - 1) / steps
+        away = jnp.abs(place[..., None] - jnp.arange(side, dtype=jnp.float32)[None, None])
+        return jnp.maximum(1.0 - away, 0.0)
+
+    rows, columns = (along(grid[..., i], grid[..., i + 2]) for i in range(2))
+    both = rows[..., :, None] * columns[..., None, :]
+    return both.reshape(*grid.shape[:2], side * side)
+
+
+class EntryModule(nn.Module):
+    """uint8 patches -> embeddings plus learnt positions, resampled to each picture's grid."""
+
+    size: NativeVisionSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, patches: Array, grid: Array) -> Array:
+        s = self.size
+        x = (patches.astype(jnp.float32) / 127.5 - 1.0).astype(self.dtype)  # mean 0.5, std 0.5
+        fan_in, width = (s.patch_values,), (s.width,)
+        x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
+        init = named(normal(s.width**-0.5), None, "embed")
+        table = self.param("position", init, (s.side**2, s.width), jnp.float32)
+        # A product: its gradient adds up in an order that does not change.
+        weights = grid_weights(grid, s.side).astype(self.dtype)
+        return x + jnp.tensordot(weights, table.astype(self.dtype), axes=1)
+
+
+class Merger(nn.Module):
+    """Blocks of patches side by side, two-layer MLP with GELU. A norm goes first: of each patch
+    or, `joined`, of each block."""
+
+    size: NativeVisionSize
+    out_width: int
+    dtype: jnp.dtype
+    joined: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        items, tokens, width = x.shape
+        block = self.size.block
+        norm = LayerNorm(self.size.norm_eps, name="norm")
+        x = x if self.joined else norm(x)
+        x = x[:, : tokens - tokens % block].reshape(items, tokens // block, block * width)
+        x = norm(x) if self.joined else x
+        inner, out = (block * width,), (self.out_width,)
+        x = Linear(inner, inner, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
+        x = exact_gelu(x)
+        return Linear(inner, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
+
+
+@dataclass(frozen=True)
+class NativeVisionModule(Encoder):
+    """See `Encoder`; a row holds pieces of any length. After some layers a tap, "deepstack_0" and
+    on, gives features of its own, by a merger of its own."""
+
+    size: NativeVisionSize
+
+    @property
+    def item_tokens(self) -> int:
+        """Of the smallest picture."""
+        return self.size.block
+
+    @property
+    def row_tokens(self) -> int:
+        return LEAST_TOKENS
+
+    @property
+    def taps(self) -> Mapping[str, int]:
+        return {f"deepstack_{i}": layer + 1 for i, layer in enumerate(self.size.deepstack)}
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        names: dict[str, tuple[str, ...]] = {
+            "entry": ("patches", "grid"),
+            "layers": ("segment_ids", "grid"),
+            "exit": (),
+        }
+        return names | dict.fromkeys(self.taps, ())
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        groups = {"entry": "vision", "layers": "vision", "exit": "connector"}
+        return groups | dict.fromkeys(self.taps, "connector")
+
+    @property
+    def form(self) -> BlockForm:
+        return BlockForm(jax.nn.gelu, fused=True)
+
+    def segment_ids(self, batch: Batch) -> Array:
+        return batch["segment_ids"]
+
+    def angles(self, batch: Batch) -> Array:
+        return grid_angles(batch["grid"], self.size.head_dim // 2)
+
+    def tap(self, name: str, params: object, x: Array, batch: Batch) -> Array:
+        """Features [rows, tokens / block, out_width] of the hidden states so far."""
+        features: Array = apply(self._linen(name), params, x)
+        return features
+
+    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
+        `segment_ids` int32 [items, tokens]."""
+        shapes = {
+            "patches": ((self.size.patch_values,), jnp.uint8),
+            "grid": ((4,), jnp.int32),
+            "segment_ids": ((), jnp.int32),
+        }
+        if name not in shapes:
+            raise ValueError(
+                f"the vision module has no field {name!r}; it reads {', '.join(shapes)}"
+            )
+        dims, dtype = shapes[name]
+        return jax.ShapeDtypeStruct((items, tokens, *dims), dtype)
+
+    def _end(self, part: str) -> nn.Module:
+        if part == "entry":
+            return EntryModule(self.size, self.dtype)
+        return Merger(self.size, self.out_width, self.dtype, joined=part != "exit")

@@ -1,0 +1,54 @@
+"""Rotary positions (arXiv 2104.09864): the two halves of a head are the two coordinates of its
+pairs, and each pair turns by an angle that grows with the token's position.
+
+Angles are float32 [items, tokens, half], half a head's size.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+GRID_THETA = 1e4  # of pictures
+
+
+def rotate(x: Array, angles: Array) -> Array:
+    """Heads [items, tokens, heads, head_dim] turned by their tokens' angles."""
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def angles_of(positions: Array, half: int, theta: float, sections: tuple[int, ...] = ()) -> Array:
+    """Angles of text, or of text and pictures.
+
+    Args:
+      positions: int [items, tokens], or [items, tokens, 3] with `sections`: time, row, column.
+      theta: base of the wavelengths.
+      sections: how many of the pairs turn with time, row and column ("interleaved M-RoPE",
+        arXiv 2511.21631): of every three neighbours one each, as far as they go, the rest with
+        time.
+    """
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if not sections:
+        return positions.astype(jnp.float32)[:, :, None] * frequencies[None, None]
+    axis = np.zeros((1, 1, half), np.int32)
+    for i in (1, 2):
+        axis[..., i : 3 * sections[i] : 3] = i
+    time, row, column = (positions[..., i : i + 1] for i in range(3))
+    turned_by = jnp.where(axis == 1, row, jnp.where(axis == 2, column, time))
+    return turned_by.astype(jnp.float32) * frequencies[None, None]
+
+
+def grid_angles(grid: Array, half: int) -> Array:
+    """Angles of patches: half of the pairs turn with the row, half with the column.
+
+    Args:
+      grid: int [items, tokens, 2 or more], row and column first.
+    """
+    row, column = grid[..., 0], grid[..., 1]
+    return jnp.concatenate(
+        [angles_of(axis, half // 2, GRID_THETA) for axis in (row, column)], axis=-1
+    )

@@ -1,0 +1,285 @@
+"""Qwen3-VL against transformers: packed rows of pictures, clips and text on one device, a training
+step over pipeline segments, generation, and folders read and written."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hf_reference import gradients, parameters, randomise, torch, transformers
+from qwen3_vl_samples import IMAGE, VIDEO, make_sample
+from safetensors.numpy import load_file
+
+from dflop_jax.contract import edges_of
+from dflop_jax.data.packing import pack_group
+from dflop_jax.generate.generate import prefill
+from dflop_jax.generate.prompt import prompt_row
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.programs import GroupArrays
+from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from models import qwen3_vl
+from models.hf_sizes import folder_size
+from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
+from models.sizes import DecoderSize
+from tests.pipeline import plain
+
+SIZE = Qwen3VLSize(
+    DecoderSize(
+        24,
+        4,
+        4,
+        2,
+        40,
+        50,
+        rope_theta=1e4,
+        qkv_bias=False,
+        tied=True,
+        qk_norm=True,
+        head_size=16,
+        mrope_sections=(4, 2, 2),
+    ),
+    NativeVisionSize(32, 3, 2, 40, (0, 2), patch_px=2, side=5),
+)
+MODEL = qwen3_vl.Qwen3VL(SIZE, jnp.dtype("float32"))
+SHAPES = {"vision": Shape(2, 128), "llm": Shape(2, 64)}
+CONTENTS = (
+    (("text", 3), ("image", 8, 6), ("text", 4)),
+    (("text", 9),),
+    (("text", 2), ("video", 3, 4, 6), ("text", 3), ("image", 2, 2), ("text", 2)),
+    (
+        *(("text", 2), ("image", 2, 30), ("text", 1), ("image", 4, 4), ("text", 1)),
+        *(("image", 10, 6), ("text", 5), ("image", 6, 8), ("text", 1), ("image", 2, 2)),
+        ("text", 4),
+    ),
+)
+# Pieces by group and row: the clip's pairs, 1 to 3, lie in two rows of the tower.
+SCHEDULE = Schedule(
+    0,
+    (
+        Group("vision", SHAPES["vision"], ((((0, 1, 3), (2, 4)),),), (1,)),
+        Group("llm", SHAPES["llm"], ((((0, 1), (2,)),),)),
+        Group("vision", SHAPES["vision"], ((((6, 9, 5), (8, 7)),),), (3,)),
+        Group("llm", SHAPES["llm"], ((((3,), ()),),)),
+    ),
+)
+
+
+def plan():
+    """The tower over two devices, the LLM in three segments over two each: the features of its
+    first tap enter the first, those of its second the second."""
+    cuts = {"vision": (0, 3), "llm": (0, 2, 3, 4)}
+    segments, submeshes = [], []
+    for module, ends in cuts.items():
+        for i, (start, stop) in enumerate(pairwise(ends)):
+            name = f"{module}{i}"
+            submeshes.append(SubmeshPlan(name, 2 * len(submeshes), 1, 1, 2))
+            last = stop == ends[-1]
+            segments.append(SegmentPlan(name, module, start, stop, name, start == 0, last))
+    return Plan(
+        "test",
+        tuple(submeshes),
+        tuple(segments),
+        (Bucket.of(SHAPES),),
+        edges_of(MODEL),
+        tied=("llm",),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """(samples, model of transformers with its gradients, logits of every sample, loss, folder)."""
+    kind = {"model_type": "qwen3_vl", **MODEL.weights.config}
+    config = transformers.AutoConfig.for_model(**kind)
+    config.image_token_id, config.video_token_id = IMAGE, VIDEO
+    assert MODEL.weights.mismatches(json.loads(config.to_json_string())) == []
+    model = randomise(transformers.Qwen3VLForConditionalGeneration(config), 3)
+    rng = np.random.default_rng(4)
+    made = [make_sample(rng, SIZE, content) for content in CONTENTS]
+    loss, logits = torch.zeros(()), []
+    for m in made:
+        out = model(**m.arguments).logits[0]
+        logits.append(out.detach().numpy())
+        llm = m.sample.fields["llm"]
+        targets = torch.from_numpy(llm["targets"].astype(np.int64))
+        losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
+        loss = loss + (losses * torch.from_numpy(llm["weights"])).sum()
+    loss.backward()
+    folder = tmp_path_factory.mktemp("qwen3_vl") / "theirs"
+    model.save_pretrained(folder)
+    return [m.sample for m in made], model, logits, loss.item(), folder
+
+
+def packed(samples):
+    loads = [s.load for s in samples]
+    groups = range(len(SCHEDULE.groups))
+    return [pack_group(plan(), SCHEDULE, g, samples, loads, model=MODEL) for g in groups]
+
+
+def test_text_without_positions_counts_alike_in_time_row_and_column():
+    made = make_sample(np.random.default_rng(0), SIZE, (("text", 7),)).sample
+    llm = made.fields["llm"]
+    bare = {k: a for k, a in llm.items() if k != "positions"}
+    sample = replace(made, fields={"llm": bare})
+    schedule = Schedule(0, (Group("llm", SHAPES["llm"], ((((0,), ()),),)),))
+    found = pack_group(plan(), schedule, 0, [sample], [sample.load], model=MODEL)
+    np.testing.assert_array_equal(found.fields["positions"][0, 0, :7], llm["positions"])
+    assert llm["positions"].tolist() == [[i] * 3 for i in range(7)]
+
+
+def whole(params, seen, read, index):
+    """Logits of the LLM's rows: every layer of both modules in turn, on one device."""
+    vision, llm = (MODEL.modules[m] for m in ("vision", "llm"))
+    layers = {
+        m: [jax.tree.map(lambda a, i=i: a[i], params[m]["layers"]) for i in range(n)]
+        for m, n in (("vision", vision.n_layers), ("llm", llm.n_layers))
+    }
+
+    def placed(features):
+        flat = features.reshape(-1, features.shape[-1])
+        return jnp.where(index >= 0, jnp.take(flat, jnp.maximum(index[..., 0], 0), axis=0), 0.0)
+
+    x, taps = vision.entry(params["vision"]["entry"], seen), {}
+    for i, p in enumerate(layers["vision"]):
+        x = vision.layer(p, x, seen)
+        for name in (name for name, n in vision.taps.items() if n == i + 1):
+            taps[name] = placed(vision.tap(name, params["vision"][name], x, seen))
+    visual = placed(vision.exit(params["vision"]["exit"], x, seen))
+    x = llm.entry(params["llm"]["entry"], {**read, "visual": visual})
+    for i, p in enumerate(layers["llm"]):
+        x = llm.layer(p, x, read)
+        for name in (name for name, n in llm.inlets.items() if n == i + 1):
+            x = llm.inlet(name, x, taps[name], read)
+    return llm.logits(params["llm"]["exit"], x, params["llm"]["entry"])
+
+
+def test_packed_rows_give_the_logits_of_samples_alone(reference):
+    samples, model, want, _, _ = reference
+    params = parameters(MODEL.weights, model)
+    arrays = packed(samples)
+    run, worst = jax.jit(whole), 0.0
+    for v, g in ((0, 1), (2, 3)):
+        (index,) = arrays[g].places[v]
+        fields = ({k: a[0] for k, a in arrays[i].fields.items()} for i in (v, g))
+        found = np.asarray(run(params, *fields, index[0]))
+        for row, members in enumerate(SCHEDULE.groups[g].rows[0][0]):
+            start = 0
+            for s in members:
+                stop = start + len(want[s])
+                error = np.abs(found[row, start:stop] - want[s]).max()
+                assert error <= 1e-5, f"sample {s}: {error}"
+                worst, start = max(worst, error), stop
+    print(f"logits {worst:.1e}")
+
+
+def test_pipeline_step_and_folders(reference, tmp_path):
+    """Two ways of a tensor split everywhere, a head tied across segments: every gradient is the
+    reference's; what was read from its folder is written back bit by bit."""
+    samples, model, _, want_loss, folder = reference
+    arrays = [GroupArrays(p.fields, p.places) for p in packed(samples)]
+    source = Folder(folder, MODEL.weights)
+    source.check()
+    ex = Executor(MODEL, plan(), optax.sgd(1.0), clip_norm=0.0)
+    try:
+        readers = {e.name: s.name for s in ex.plan.segments for e in ex.plan.edges if s.reads(e)}
+        assert readers == {"visual": "llm0", "deepstack_0": "llm0", "deepstack_1": "llm1"}
+        ex.init(0, begin=lambda segment, _: read_segment(source, segment))
+        held = [Held(s.module, ex.state.params[s.name], s.start) for s in ex.plan.segments]
+        write_folder(tmp_path / "ours", MODEL.weights, held, source=source)
+        start = plain.join(ex.plan, ex.state.params)
+        ex.compile()
+        result = ex.run_step(SCHEDULE, arrays, {"llm": 1.0}).result()
+        after = plain.join(ex.plan, ex.state.params)
+    finally:
+        ex.close()
+    theirs, ours = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(a.tobytes() == ours[name].tobytes() for name, a in theirs.items())
+
+    assert result.sums["llm.loss_sum"] == pytest.approx(want_loss, rel=1e-5)
+    want = gradients(MODEL.weights, model)
+    found = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
+    worst = 0.0
+    for (path, w), g in zip(
+        jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(found), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        largest = np.abs(w).max()
+        assert largest > 0, where
+        error = np.abs(g - w).max() / largest
+        assert error <= 1e-4, f"{where}: {error}"
+        worst = max(worst, error)
+    print(f"gradients {worst:.1e}")
+
+
+def test_answers_go_on_where_the_row_ends(reference):
+    """A prompt that ends with a picture: what follows it takes fewer positions than tokens."""
+    samples, model, want, _, _ = reference
+    params, llm = parameters(MODEL.weights, model), MODEL.modules["llm"]
+    row, said = prompt_row(samples[2], MODEL, 32), 2
+    tokens, n = row.fields["tokens"][0], row.length - said
+    fields = {**row.fields, "segment_ids": (np.arange(len(tokens)) < n).astype(np.int32)[None]}
+    run = jax.jit(partial(prefill, MODEL, "cpu"), static_argnames="slots")
+    greedily = jax.random.key(0), np.float32(0), np.float32(1)
+    last = np.array([n - 1], np.int32)
+    first, cache = run(params, row.media, fields, row.places, last, *greedily, slots=len(tokens))
+    assert first[0] == want[2][n - 1].argmax()
+    decode = jax.jit(llm.decode)
+    for at in range(n, n + said):
+        now = jnp.array([tokens[at]]), jnp.array([at])
+        logits, cache = decode(params["llm"], cache, *now)
+        np.testing.assert_allclose(logits[0], want[2][at], rtol=0, atol=1e-5)
+
+
+def test_a_published_configuration_is_the_named_size(tmp_path):
+    """In the form that it was published in: an older spelling, the tower by the whole's name."""
+    text = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+    text |= {"num_key_value_heads": 8, "intermediate_size": 12288, "head_dim": 128}
+    rotary = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    vision = {"model_type": "qwen3_vl", "out_hidden_size": 4096, "num_heads": 16, "depth": 27}
+    config = {
+        "model_type": "qwen3_vl",
+        "text_config": text | {"rope_theta": 5000000, "rope_scaling": rotary},
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert qwen3_vl.build(str(tmp_path)) == qwen3_vl.build("qwen3-vl-8b")
+    assert qwen3_vl.build("qwen3-vl-8b").weights.mismatches(config) == []
+    found = qwen3_vl.build("qwen3-vl-4b").weights.mismatches(config)
+    assert ("text_config.hidden_size", 4096, 2560) in found
+
+
+GOOD = {
+    "model_type": "qwen3_vl",
+    "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "vision_config": {"model_type": "qwen3_vl", "out_hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize(
+    "where, key, value, message",
+    [
+        ("text_config", "rope_scaling", {"mrope_section": [24, 20, 19]}, "mrope_section"),
+        ("text_config", "rope_scaling", {"mrope_section": [0, 32, 32]}, "a third"),
+        ("text_config", "rope_scaling", {"mrope_section": "24"}, "list of whole numbers"),
+        ("text_config", "head_dim", 64, "sum 32"),
+        ("vision_config", "deepstack_visual_indexes", [8, 8, 24], "must rise"),
+        ("vision_config", "deepstack_visual_indexes", [8, 16, 27], "0 to 26"),
+        ("vision_config", "out_hidden_size", 32, "must be equal"),
+        ("vision_config", "num_position_embeddings", 2305, "no square"),
+    ],
+)
+def test_bad_configurations_are_named(where, key, value, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GOOD))
+    assert folder_size(str(tmp_path), "qwen3_vl").vision.deepstack == (8, 16, 24)
+    file.write_text(json.dumps(GOOD | {where: GOOD[where] | {key: value}}))
+    with pytest.raises(ValueError, match=message) as error:
+        folder_size(str(tmp_path), "qwen3_vl")
+    assert "\n" not in str(error.value)

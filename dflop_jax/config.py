@@ -70,6 +70,14 @@ class DataConfig:
         PositiveInt, "most AnyRes grid tiles of an image, the base tile not counted"
     ] = 9
     max_frames: Annotated[PositiveInt, "most frames sampled from a video"] = 32
+    min_pixels: Annotated[
+        PositiveInt, "fewest pixels of a picture, of models at native resolution"
+    ] = 65_536
+    max_pixels: Annotated[PositiveInt, "most pixels of a picture there"] = 16_777_216
+    max_clip_pixels: Annotated[PositiveInt, "most pixels of all frames of a clip there"] = (
+        25_165_824
+    )
+    frames_per_s: Annotated[PositiveFloat, "frames sampled from a second of a clip there"] = 2.0
     max_tokens: Annotated[
         PositiveInt, "longest sample in LLM tokens; longer ones are treated as below"
     ] = 1024

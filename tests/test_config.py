@@ -147,12 +147,16 @@ AT_LEAST_ONE = [
     "data.max_tokens",
     "data.max_frames",
     "data.max_tiles",
+    "data.min_pixels",
+    "data.max_pixels",
+    "data.max_clip_pixels",
     "data.workers",
     "data.prefetch",
     "schedule.ahead",
     "checkpoint.keep",
 ]
 ABOVE_ZERO = [
+    "data.frames_per_s",
     "data.sample_timeout_s",
     "data.sample_memory_bytes",
     "train.learning_rate",

@@ -24,6 +24,7 @@ from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.sample import Limits, OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.stamps import stamp_of
 
 
 def make_source(
@@ -47,7 +48,7 @@ def make_source(
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
     """
-    limits = Limits(config.max_tiles, config.max_frames, config.max_tokens, config.oversize)
+    limits = Limits.of(config)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
@@ -55,7 +56,7 @@ def make_source(
         made = _Arguments(config, spec, split, eval_fraction, vocab_size, str(index_dir))
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     assert not isinstance(tokenizer, ChatTokenizer)
-    if not spec.tile_px:
+    if not spec.sees:
         raise ValueError("the embedded scenes are pictures, which this model does not take; "
                          "give data.path")  # fmt: skip
     return SceneSource(
@@ -131,7 +132,7 @@ def _mixture(
     setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(
         _parts(config),
-        preprocessing(made.spec, limits, between),
+        preprocessing(made.spec, limits, between, stamp_of(tokenizer)),
         _to_pieces(tokenizer),
         settings,
         index_file=Path(made.index_dir) / f"index-{name}.npz",

@@ -13,7 +13,7 @@ from dflop_jax.contract import MultimodalModel, edges_of
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.compose import compose
 from dflop_jax.data.datasets.fitting import preprocessing
-from dflop_jax.data.media.decode import Pictures
+from dflop_jax.data.media.decode import NativePictures, Pictures, prepared
 from dflop_jax.data.media.tiling import read_upright
 from dflop_jax.data.packing import pack_group
 from dflop_jax.data.sample import Limits
@@ -99,18 +99,18 @@ def prompt_sample(
     else:  # without the end of the empty answer
         pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer)[:-1]
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    limits = Limits(data.max_tiles, data.max_frames, data.max_tokens)
+    limits = Limits.of(data)
     how = preprocessing(spec, limits)
-    media = []
+    media: list[Pictures | NativePictures] = []
     if image is not None:
         if how.vision is None:
             raise ValueError("the model sees no pictures; leave out --image")
         picture = read_upright(_file(image))
-        media = [Pictures(how.vision.cut(picture, True), how.vision.place(*picture.size, True))]
+        media.append(prepared(picture, how.vision))
     sample = compose(pieces, media, spec, placeholder=tokenizer.visual_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
-        seen = sum(len(m.tokens) for m in media)
+        seen = int(sample.fields[LLM]["is_visual"].sum() + sample.fields[LLM]["is_newline"].sum())
         visual = f" (of the picture {seen})" if media else ""
         raise ValueError(
             f"the prompt's {n_tokens} tokens{visual} exceed data.max_tokens="

@@ -54,7 +54,8 @@ def open_media(source: Medium) -> BinaryIO:
     if isinstance(source, Path):
         return source.open("rb")
     if isinstance(source, Embedded):
-        return io.BytesIO(source.data)
+        raw: io.RawIOBase = cast(io.RawIOBase, io.BytesIO(source.data))
+        return cast(BinaryIO, io.BufferedReader(raw))  # whose name in messages has no address
     return cast(BinaryIO, io.BufferedReader(_Section(source)))
 
 

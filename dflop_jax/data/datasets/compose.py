@@ -7,26 +7,29 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.data.media.decode import Pictures, Sound
+from dflop_jax.data.media.decode import DecodedMedium, NativePictures, Pictures, Sound
 from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.media.native import Grid, patch_places, token_positions
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.token_sources import TokenSources, join, plain
 from dflop_jax.data.sample import Places, Sample
 from dflop_jax.data.text.pieces import Piece
 
 GREY = 128
+PIXELS = ("pixels", "patches")  # of tiles, and at native resolution
 
 
 def compose(
     pieces: Sequence[Piece],
-    media: Sequence[Pictures | Sound],
+    media: Sequence[DecodedMedium],
     spec: MediaSpec,
     *,
     placeholder: int,
     text_tokens: int | None = None,
 ) -> Sample:
     """Return the sample of tokenized text and decoded media: fields of "llm" (tokens, targets,
-    weights, is_visual, is_newline), "vision" (pixels) and "audio" (mel, mel_frames).
+    weights, is_visual, is_newline), "vision" (pixels) and "audio" (mel, mel_frames); at native
+    resolution also positions of "llm", and "vision" has patches and grid.
 
     Args:
       placeholder: token id that stands where media are; any, since it is not embedded.
@@ -39,7 +42,7 @@ def compose(
         raise ValueError(f"the text does not place each of {len(media)} media once")
     room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
     window_tokens = spec.features_per_piece("audio") if spec.sound else 0
-    first_tile, first_window = _starts(media)
+    first_feature, first_window = _starts(media, spec)
     tokens: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
     visual: list[TokenSources] = []
@@ -51,10 +54,15 @@ def compose(
             room -= len(ids)
             seen, heard = _text(len(ids)), np.full(len(ids), -1)
         elif isinstance(medium, Pictures):
-            seen = medium.tokens.shifted(first_tile[p.medium] * spec.tokens_per_tile)
+            seen = medium.tokens.shifted(first_feature[p.medium])
             ids, heard = np.full(len(seen), placeholder), np.full(len(seen), -1)
             if medium.text is not None:
                 ids = np.where(medium.text >= 0, medium.text, placeholder)
+        elif isinstance(medium, NativePictures):
+            stands = medium.text < 0
+            seen = plain(np.where(stands, first_feature[p.medium] + np.cumsum(stands) - 1, -1))
+            ids = np.where(stands, placeholder, medium.text)
+            heard = np.full(len(ids), -1)
         else:
             heard = first_window[p.medium] * window_tokens + np.arange(medium.tokens)
             ids, seen = np.full(len(heard), placeholder), _text(len(heard))
@@ -69,7 +77,18 @@ def compose(
                                   np.concatenate([np.zeros(0, bool), *supervised]))}  # fmt: skip
     fields["llm"] |= {"is_visual": seen.used | (heard >= 0), "is_newline": seen.newline}
     places = {}
+    seen_pieces: int | list[int] = 0
+    if spec.form == "native":
+        shown = [m for m in media if isinstance(m, NativePictures)]
+        grids = [grid for m in shown for grid in m.grids]
+        seen_pieces = [rows * cols for rows, cols in grids]
+        fields["llm"]["positions"] = _positions(seen.used, _in_text(pieces, media), spec.merge)
+        if grids:
+            patches = np.concatenate([m.patches for m in shown])
+            fields["vision"] = {"patches": patches, "grid": patch_places(grids, spec.merge)}
+            places["vision", "llm"] = _seen_places(seen, spec.sources)
     if n_tiles := sum(len(m.tiles) for m in pictures):
+        seen_pieces = n_tiles
         fields["vision"] = {"pixels": np.concatenate([m.tiles for m in pictures])}
         places["vision", "llm"] = _seen_places(seen, spec.sources)
     if n_windows := sum(len(m.mel) for m in sounds):
@@ -78,15 +97,16 @@ def compose(
         mel = np.concatenate([m.mel for m in sounds])
         fields["audio"] = {"mel": mel, "mel_frames": frames.astype(np.int32)}
         places["audio", "llm"] = Places(heard[:, None].astype(np.int32))
-    return Sample(fields, places, spec.load(n_tiles, n_windows, len(heard)))
+    return Sample(fields, places, spec.load(seen_pieces, n_windows, len(heard)))
 
 
 def blanked(sample: Sample) -> Sample:
-    """Return the sample with every tile grey."""
-    if "vision" not in sample.fields:
+    """Return the sample with every tile or patch grey."""
+    vision = sample.fields.get("vision", {})
+    grey = {name: np.full_like(vision[name], GREY) for name in PIXELS if name in vision}
+    if not grey:
         return sample
-    pixels = np.full_like(sample.fields["vision"]["pixels"], GREY)
-    return replace(sample, fields={**sample.fields, "vision": {"pixels": pixels}})
+    return replace(sample, fields={**sample.fields, "vision": {**vision, **grey}})
 
 
 def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.ndarray]:
@@ -106,11 +126,40 @@ def _text(n: int) -> TokenSources:
     return plain(np.full(n, -1))
 
 
-def _starts(media: Sequence[Pictures | Sound]) -> tuple[list[int], list[int]]:
-    """Return the first tile and the first window of each medium among those of the sample."""
-    tiles = np.cumsum([0, *(len(m.tiles) if isinstance(m, Pictures) else 0 for m in media)])
+def _starts(media: Sequence[DecodedMedium], spec: MediaSpec) -> tuple[list[int], list[int]]:
+    """Return the first feature and the first window of each medium among those of the sample."""
+
+    def features(m: DecodedMedium) -> int:
+        if isinstance(m, NativePictures):
+            return len(m.patches) // spec.merge**2
+        return len(m.tiles) * spec.tokens_per_tile if isinstance(m, Pictures) else 0
+
+    seen = np.cumsum([0, *map(features, media)])
     windows = np.cumsum([0, *(len(m.mel) if isinstance(m, Sound) else 0 for m in media)])
-    return tiles.tolist(), windows.tolist()
+    return seen.tolist(), windows.tolist()
+
+
+def _in_text(pieces: Sequence[Piece], media: Sequence[DecodedMedium]) -> list[Grid]:
+    """Grids of the pieces at native resolution in the order in which they stand in the text."""
+    ordered = [media[p.medium] for p in pieces if p.medium >= 0]
+    return [grid for m in ordered if isinstance(m, NativePictures) for grid in m.grids]
+
+
+def _positions(seen: np.ndarray, grids: Sequence[Grid], merge: int) -> np.ndarray:
+    """int32 [t, 3], see `token_positions`; `seen` bool [t]: tokens that are blocks of the grids."""
+    runs: list[int | Grid] = []
+    blocks = iter((rows // merge, cols // merge) for rows, cols in grids)
+    at = 0
+    while at < len(seen):
+        if seen[at]:
+            rows, cols = next(blocks)
+            runs.append((rows, cols))
+            at += rows * cols
+        else:
+            after = np.flatnonzero(seen[at:])
+            runs.append(int(after[0]) if len(after) else len(seen) - at)
+            at += runs[-1]
+    return token_positions(runs)
 
 
 def _window_frames(sound: Sound, spec: MelSpec) -> np.ndarray:

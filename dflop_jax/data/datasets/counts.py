@@ -11,7 +11,9 @@ from PIL import Image
 from dflop_jax.data.datasets.llava_records import KINDS
 from dflop_jax.data.datasets.shape_index import ShapeTable
 from dflop_jax.data.media.mel import MelSpec, sound_counts
+from dflop_jax.data.media.native import Clip, Native
 from dflop_jax.data.media.token_sources import TokenSources
+from dflop_jax.data.text.stamps import Stamp
 
 
 class VisionLayout(Protocol):
@@ -59,13 +61,15 @@ class Preprocessing:
     """How a model takes media; None: it takes no such media.
 
     `between_frames`: token ids of the text that follows each frame of a clip but the last, for
-    max_frames - 1 of them; () if there is none.
+    max_frames - 1 of them; () if there is none. `stamp`: those before and after a pair of frames at
+    native resolution, by the second at which it is seen.
     """
 
-    vision: VisionLayout | None = None
+    vision: VisionLayout | Native | None = None
     sound: MelSpec | None = None
     max_frames: int = 32
     between_frames: tuple[tuple[int, ...], ...] = ()
+    stamp: Stamp | None = None
 
     def __post_init__(self) -> None:
         if self.max_frames < 1:
@@ -136,12 +140,64 @@ class SampleCounts:
         return SampleCount(*(int(getattr(self, f)[i]) for f in SampleCount._fields))
 
 
+def _tiled_clips(table: ShapeTable, clips: np.ndarray, how: Preprocessing) -> np.ndarray:
+    """int64 [5, n] of clips: usable, frames, tiles, LLM tokens, and tokens of text among frames."""
+    assert how.vision is not None
+    assert not isinstance(how.vision, Native)
+    frames = np.minimum(table.frames[clips], how.max_frames).astype(np.int64)
+    between = np.zeros_like(frames)
+    if how.between_frames:
+        between = np.cumsum([0, *map(len, how.between_frames)])[frames - 1]
+    return np.stack([frames > 0, frames, frames, how.vision.count_clips(frames), between])
+
+
+def _native_clips(table: ShapeTable, clips: np.ndarray, how: Preprocessing) -> np.ndarray:
+    """The same at native resolution."""
+    vision, stamp = how.vision, how.stamp
+    assert isinstance(vision, Native)
+    assert stamp is not None
+    counts = np.zeros((5, len(clips)), np.int64)
+    for k, medium in enumerate(clips.tolist()):
+        layout = vision.clip(clip_of(table, medium))
+        if layout is not None:
+            pairs = len(layout.seconds)
+            text = sum(len(ids) for second in layout.seconds for ids in stamp(second))
+            counts[:, k] = (
+                1,
+                len(layout.frames),
+                pairs,
+                pairs * vision.tokens(layout.grid),
+                text,
+            )
+    return counts
+
+
+def clip_of(table: ShapeTable, medium: int) -> Clip:
+    """The header of a medium of the table that is a clip."""
+    return Clip(*(int(getattr(table, name)[medium]) for name in Clip._fields))
+
+
+def piece_lengths(table: ShapeTable, row: int, vision: Native) -> tuple[int, ...]:
+    """Patches of each of a record's pieces at native resolution."""
+    lengths: list[int] = []
+    for m in range(table.media_start[row], table.media_start[row + 1]):
+        kind = KINDS[table.kind[m]]
+        if kind == "image":
+            rows, cols = vision.grid(int(table.width[m]), int(table.height[m]))
+            lengths.append(rows * cols)
+        elif kind == "video":
+            layout = vision.clip(clip_of(table, m))
+            assert layout is not None
+            lengths += [layout.grid[0] * layout.grid[1]] * len(layout.seconds)
+    return tuple(lengths)
+
+
 def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which those are: bool
     [len(table)].
 
-    Left out are media that the model does not take, pictures too thin for any grid, sounds too
-    short for a token.
+    Left out are media that the model does not take, pictures too thin for any grid, clips of one
+    frame at native resolution, sounds too short for a token.
     """
     owner = np.repeat(np.arange(len(table)), np.diff(table.media_start))
     image, video, audio = (table.kind == k for k, _ in enumerate(KINDS))
@@ -152,13 +208,12 @@ def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, 
     else:
         pictures = np.bincount(owner[image], minlength=len(table))
         alone = pictures[owner[image]] == 1
-        found = how.vision.count(table.width[image], table.height[image], alone)
+        sides = table.width[image], table.height[image]
+        native = isinstance(how.vision, Native)
+        found = how.vision.count(*sides) if native else how.vision.count(*sides, alone)
         ok[image], tiles[image], visual[image] = found
-        frames[video] = np.minimum(table.frames[video], how.max_frames)
-        tiles[video] = frames[video]
-        visual[video] = how.vision.count_clips(frames[video])
-        if how.between_frames:
-            between[video] = np.cumsum([0, *map(len, how.between_frames)])[frames[video] - 1]
+        clips = (_native_clips if native else _tiled_clips)(table, np.flatnonzero(video), how)
+        ok[video], frames[video], tiles[video], visual[video], between[video] = clips
     if how.sound is None:
         ok &= ~audio
     else:

@@ -15,9 +15,11 @@ import numpy as np
 from dflop_jax.data.datasets.counts import Preprocessing, SampleCounts, VisionLayout
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.native import MIN_CLIP_PIXELS, Native
 from dflop_jax.data.media.simple_tiles import SimpleTiles
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.sample import Limits
+from dflop_jax.data.text.stamps import Stamp
 
 GRID = range(1, 7)  # rows and columns of LLaVA-OneVision's grids
 # a cut sample keeps so much of its first answer, else there would be little to learn from it
@@ -41,9 +43,15 @@ class Fitted:
         return self.counts.llm_tokens - self.counts.text_tokens + self.text_tokens
 
 
-def preprocessing(spec: MediaSpec, limits: Limits, between_frames: Between = ()) -> Preprocessing:
-    """Return the published preparation of a model's form, under the limits."""
-    vision: VisionLayout | None = None
+def preprocessing(
+    spec: MediaSpec, limits: Limits, between_frames: Between = (), stamp: Stamp | None = None
+) -> Preprocessing:
+    """Return the published preparation of a model's form, under the limits.
+
+    Args:
+      between_frames, stamp: text among a clip's frames, see `Preprocessing`.
+    """
+    vision: VisionLayout | Native | None = None
     px, most = spec.tile_px, limits.max_tiles
     if spec.tile_px and spec.form == "anyres":
         grids = tuple((px * r, px * c) for r in GRID for c in GRID)
@@ -52,21 +60,45 @@ def preprocessing(spec: MediaSpec, limits: Limits, between_frames: Between = ())
         vision = DynamicTiling(px, max_tiles=most, tokens_per_tile=spec.tokens_per_tile)
     elif spec.tile_px:
         vision = SimpleTiles(px, spec.tokens_per_tile, most)
-    return Preprocessing(vision, spec.sound, limits.max_frames, between_frames)
+    elif spec.form == "native":
+        vision = Native(
+            spec.patch_px,
+            spec.merge,
+            spec.frames,
+            limits.min_pixels,
+            limits.max_pixels,
+            limits.max_clip_pixels,
+            max(spec.frames, limits.max_frames),
+            limits.frames_per_s,
+        )
+    return Preprocessing(vision, spec.sound, limits.max_frames, between_frames, stamp)
 
 
 def preparations(
-    spec: MediaSpec, limits: Limits, between_frames: Between = ()
+    spec: MediaSpec, limits: Limits, between_frames: Between = (), stamp: Stamp | None = None
 ) -> tuple[Preprocessing, ...]:
     """Return how a sample may be prepared, to be tried in this order: as the limits say, and under
-    oversize=truncate with half of `max_tiles` and `max_frames`, a quarter, down to one of each."""
-    ways = [preprocessing(spec, limits, between_frames)]
-    while limits.oversize == "truncate" and max(limits.max_tiles, limits.max_frames) > 1:
-        limits = replace(
-            limits, max_tiles=-(-limits.max_tiles // 2), max_frames=-(-limits.max_frames // 2)
-        )
-        ways.append(preprocessing(spec, limits, between_frames[: limits.max_frames - 1]))
+    oversize=truncate with half of `max_tiles` (at native resolution, of the pixels) and
+    `max_frames`, a quarter, down to the least of each."""
+    ways = [preprocessing(spec, limits, between_frames, stamp)]
+    smaller = _halved(limits, spec)
+    while limits.oversize == "truncate" and smaller != limits:
+        limits, smaller = smaller, _halved(smaller, spec)
+        between = between_frames[: limits.max_frames - 1]
+        ways.append(preprocessing(spec, limits, between, stamp))
     return tuple(ways)
+
+
+def _halved(limits: Limits, spec: MediaSpec) -> Limits:
+    frames = -(-limits.max_frames // 2)
+    if spec.form != "native":
+        return replace(limits, max_tiles=-(-limits.max_tiles // 2), max_frames=frames)
+    return replace(
+        limits,
+        max_frames=max(spec.frames, frames),
+        max_pixels=max(limits.min_pixels, limits.max_pixels // 2),
+        max_clip_pixels=max(MIN_CLIP_PIXELS, limits.max_clip_pixels // 2),
+    )
 
 
 def fit(

@@ -22,7 +22,7 @@ from dflop_jax.data.datasets.shape_index import MEDIA, RECORDS, Row
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.audio import count_samples
 from dflop_jax.data.media.tiling import picture_size
-from dflop_jax.data.media.video import count_frames
+from dflop_jax.data.media.video import clip_header
 from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.pool.processes import TRIES, Workers
 from dflop_jax.data.text.pieces import Piece, text_counts
@@ -145,11 +145,12 @@ class _Headers:
 
 
 def _header(kind: str, source: Medium) -> dict[str, int]:
-    header = {"kind": KINDS.index(kind), "width": 0, "height": 0, "frames": 0, "samples": 0}
+    header = dict.fromkeys(MEDIA, 0) | {"kind": KINDS.index(kind)}
     if kind == "image":
         header["width"], header["height"] = picture_size(source)
     elif kind == "video":
-        header["frames"] = count_frames(source, MANY)
+        clip = clip_header(source)
+        header |= {"frames": clip.count(MANY), **clip.facts._asdict()}
     else:
         header["samples"] = count_samples(source, SOUND_HZ)
     return header

@@ -9,6 +9,7 @@ import numpy as np
 from dflop_jax.data.datasets.compose import blanked, compose
 from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.media.native import Native
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.sample import Limits, OpenedBy, Sample
 from dflop_jax.records import Load
@@ -40,7 +41,7 @@ class MixtureSamples:
         self.spec, self._mixture, self._blank = spec, mixture, blank_images
         self.opened_by = opened_by
         self._placeholder = placeholder
-        self._ways = preparations(spec, limits, mixture.how.between_frames)
+        self._ways = preparations(spec, limits, mixture.how.between_frames, mixture.how.stamp)
         fitted = fit(mixture.counts, mixture.prompt_tokens(), self._ways, limits)
         self._place = np.flatnonzero(fitted.fits)
         self._counts = fitted.counts.taken(self._place)
@@ -77,7 +78,11 @@ class MixtureSamples:
 
     def load(self, index: int) -> Load:
         count = self._counts[index]
-        return self.spec.load(count.tiles, count.windows, int(self._llm_tokens[index]))
+        vision = self._ways[int(self._way[index])].vision
+        tiles: int | tuple[int, ...] = count.tiles
+        if isinstance(vision, Native):
+            tiles = self._mixture.piece_lengths(int(self._place[index]), vision)
+        return self.spec.load(tiles, count.windows, int(self._llm_tokens[index]))
 
     def sample(self, index: int) -> Sample:
         at = int(self._place[index])

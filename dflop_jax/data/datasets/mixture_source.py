@@ -14,6 +14,7 @@ from dflop_jax.data.datasets.counts import (
     Preprocessing,
     SampleCount,
     SampleCounts,
+    piece_lengths,
     sample_counts,
 )
 from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
@@ -23,7 +24,8 @@ from dflop_jax.data.datasets.located import Located, Reader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
-from dflop_jax.data.media.decode import Pictures, Sound, decode_media
+from dflop_jax.data.media.decode import DecodedMedium, decode_media
+from dflop_jax.data.media.native import Native
 from dflop_jax.data.text.pieces import Piece
 
 NAMED = 5  # of the records left out, so many are named
@@ -132,6 +134,10 @@ class MixtureSource:
         """Return the counts of one sample."""
         return self._counts[int(self._place[self._rows[index]])]
 
+    def piece_lengths(self, index: int, vision: Native) -> tuple[int, ...]:
+        """Return the patches of each of the sample's pieces at native resolution."""
+        return piece_lengths(self._table, int(self._rows[index]), vision)
+
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
         return self._name(int(self._rows[index]))
@@ -154,7 +160,7 @@ class MixtureSource:
 
     def media(
         self, index: int, record: Record, how: Preprocessing | None = None
-    ) -> tuple[Pictures | Sound, ...]:
+    ) -> tuple[DecodedMedium, ...]:
         """Return the decoded media of the sample's record in the order of their tags, prepared as
         the mixture's or another way.
 

@@ -8,15 +8,18 @@ from dflop_jax.data.datasets.compose import blanked, compose
 from dflop_jax.data.datasets.counts import Preprocessing, SampleCounts
 from dflop_jax.data.datasets.fitting import Fitted, fit, preparations
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
-from dflop_jax.data.media.decode import Pictures
+from dflop_jax.data.media.decode import NativePictures, Pictures, native_clip, native_picture
+from dflop_jax.data.media.native import Clip, ClipLayout, Native
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import resize
 from dflop_jax.data.sample import Limits, Sample
 from dflop_jax.data.text.pieces import Piece, Tokenizer, chat_pieces, text_counts
+from dflop_jax.data.text.stamps import stamp_of
 from dflop_jax.records import Load
 
 STREAMS = {"train": 0, "eval": 1}
 MAX_REDRAWS = 100
+UNIT_BLOCKS = 3  # sides of what is drawn in place of a tile, in blocks, at native resolution
 
 
 class SceneSource:
@@ -46,7 +49,8 @@ class SceneSource:
         self._n, self._key = n, (seed, STREAMS[split])
         self.spec, self._tokenizer = spec, tokenizer
         self._limits, self._blank = limits or Limits(), blank_images
-        self._ways = preparations(spec, self._limits)
+        self._ways = preparations(spec, self._limits, stamp=stamp_of(tokenizer))
+        self._unit_px = spec.tile_px or UNIT_BLOCKS * spec.patch_px * spec.merge
 
     def __len__(self) -> int:
         return self._n
@@ -59,8 +63,12 @@ class SceneSource:
         return self._draw(index)[0]
 
     def load(self, index: int) -> Load:
-        _, _, fitted = self._draw(index)
-        return self.spec.load(fitted.counts[0].tiles, 0, int(fitted.llm_tokens[0]))
+        scene, _, fitted = self._draw(index)
+        vision = self._ways[int(fitted.way[0])].vision
+        tiles: int | tuple[int, ...] = fitted.counts[0].tiles
+        if isinstance(vision, Native):
+            tiles = tuple(n for p in scene.pictures for n in _lengths(p, vision))
+        return self.spec.load(tiles, 0, int(fitted.llm_tokens[0]))
 
     def sample(self, index: int) -> Sample:
         scene, pieces, fitted = self._draw(index)
@@ -80,7 +88,7 @@ class SceneSource:
             raise IndexError(f"{self.name} holds no sample {index}")
         rng = np.random.default_rng((*self._key, index))
         for _ in range(1 if self._limits.oversize == "error" else MAX_REDRAWS):
-            scene = draw_scene(rng, self.spec.tile_px, self._limits)
+            scene = draw_scene(rng, self._unit_px, self._limits)
             pieces = chat_pieces(scene.turns, self._tokenizer)
             fitted = self._fitted(scene, pieces)
             if fitted.fits[0]:
@@ -101,6 +109,8 @@ class SceneSource:
 
 def _counts(scene: Scene, text_tokens: int, how: Preprocessing) -> SampleCounts:
     """Return what `sample_counts` would say of a table of this scene, which is not worth making."""
+    if isinstance(how.vision, Native):
+        return _native_counts(scene, text_tokens, how)
     assert how.vision is not None
     still = [p for p in scene.pictures if not p.frames]
     frames = np.array([min(p.frames, how.max_frames) for p in scene.pictures if p.frames], int)
@@ -114,7 +124,46 @@ def _counts(scene: Scene, text_tokens: int, how: Preprocessing) -> SampleCounts:
     )
 
 
-def _render(picture: Picture, how: Preprocessing, alone: bool) -> Pictures:
+def _native_counts(scene: Scene, text_tokens: int, how: Preprocessing) -> SampleCounts:
+    vision, stamp = how.vision, how.stamp
+    assert isinstance(vision, Native)
+    assert stamp is not None
+    seconds = [s for p in scene.pictures if p.frames for s in _layout(p, vision).seconds]
+    lengths = [n for p in scene.pictures for n in _lengths(p, vision)]
+    return SampleCounts.of_one(
+        tiles=len(lengths),
+        frames=len(seconds) * vision.frames,
+        text_tokens=text_tokens,
+        visual_tokens=sum(lengths) // vision.merge**2,
+        frame_text_tokens=sum(len(ids) for second in seconds for ids in stamp(second)),
+    )
+
+
+def _layout(picture: Picture, vision: Native) -> ClipLayout:
+    """How a clip is seen that has two frames a second."""
+    layout = vision.clip(Clip(picture.width, picture.height, picture.frames, 2, 1))
+    assert layout is not None, "a clip of a scene has several frames"
+    return layout
+
+
+def _lengths(picture: Picture, vision: Native) -> tuple[int, ...]:
+    """Patches of each piece of a picture or clip."""
+    if not picture.frames:
+        rows, cols = vision.grid(picture.width, picture.height)
+        return (rows * cols,)
+    layout = _layout(picture, vision)
+    return (layout.grid[0] * layout.grid[1],) * len(layout.seconds)
+
+
+def _render(picture: Picture, how: Preprocessing, alone: bool) -> Pictures | NativePictures:
+    if isinstance(how.vision, Native):
+        if not picture.frames:
+            return native_picture(picture.render(), how.vision)
+        layout = _layout(picture, how.vision)
+        times = [n / max(1, picture.frames - 1) for n in layout.frames]
+        shown = np.stack([how.vision.resized(picture.render(t), layout.grid) for t in times])
+        assert how.stamp is not None
+        return native_clip(shown, layout, how.vision, how.stamp)
     assert how.vision is not None
     if not picture.frames:
         place = how.vision.place(picture.width, picture.height, alone)

@@ -19,12 +19,13 @@ import numpy as np
 
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, named, parse_json
 
-VERSION = 3
+VERSION = 4
 # Field -> dtype, and what it counts: records (n), media (m), or records + 1.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
 MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
-         "samples": np.int64}  # fmt: skip
+         "samples": np.int64, "total": np.int32, "rate_num": np.int32,
+         "rate_den": np.int32}  # fmt: skip
 Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's fields and each medium's
 COLUMNS: dict[str, type] = {**RECORDS, **MEDIA, "media_start": np.int64}
 
@@ -38,8 +39,10 @@ class ShapeTable:
     lot: what it draws when some are held out (see `llava_records.lot`).
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
-    kind: index into `llava_records.KINDS`; width, height: upright pixels of an image; frames: what
-    a clip offers at 2 a second; samples: of a sound at 16 kHz. 0 where it does not apply.
+    kind: index into `llava_records.KINDS`; width, height: upright pixels of an image, or those of a
+    clip's frames as stored; frames: what a clip offers at 2 a second; samples: of a sound at 16
+    kHz; total: a clip's frames in all; rate_num / rate_den: its frames a second. 0 where it does
+    not apply.
     """
 
     number: np.ndarray
@@ -55,6 +58,9 @@ class ShapeTable:
     height: np.ndarray
     frames: np.ndarray
     samples: np.ndarray
+    total: np.ndarray
+    rate_num: np.ndarray
+    rate_den: np.ndarray
 
     def __post_init__(self) -> None:
         n, m = len(self.number), len(self.kind)
@@ -200,6 +206,8 @@ def _check_values(table: ShapeTable, listed: int) -> None:
     wrong += ["width"] if (sides < 1).any() or (area > MAX_PIXELS).any() else []
     frames = table.frames[clip]
     wrong += ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
+    facts = ("width", "height", "total", "rate_num", "rate_den")
+    wrong += [f"{name} of a clip" for name in facts if (getattr(table, name)[clip] < 1).any()]
     wrong += ["samples"] if (table.samples[sound] < 1).any() else []
     wrong += ["prompt_tokens"] if (table.prompt_tokens > table.text_tokens).any() else []
     wrong += ["listed"] if listed < len(table) else []

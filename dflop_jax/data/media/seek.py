@@ -8,7 +8,7 @@ behind. Where anything is in doubt, the clip is decoded from its start instead (
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from av.container import InputContainer
@@ -39,13 +39,34 @@ class SeekPlan:
     keys: frozenset[int]
 
 
-def seek_plan(
-    container: InputContainer, stream: VideoStream, moments: Sequence[float], last_s: float
-) -> SeekPlan | None:
-    """Return how to see the clip at ascending moments (seconds); None: decode it from its start.
+Choose = Callable[[Sequence[float]], Sequence[int] | None]
+
+
+def at_moments(moments: Sequence[float], last_s: float) -> Choose:
+    """The frames on show at ascending moments (seconds); None if the clip ends before.
 
     Args:
       last_s: seconds that the last frame stays on show.
+    """
+
+    def choose(seconds: Sequence[float]) -> Sequence[int] | None:
+        if moments[-1] > seconds[-1] + last_s:
+            return None
+        return [max(0, bisect_right(seconds, m) - 1) for m in moments]
+
+    return choose
+
+
+def numbered(numbers: Sequence[int]) -> Choose:
+    """The frames of ascending numbers; None if the clip has fewer."""
+    return lambda seconds: numbers if numbers[-1] < len(seconds) else None
+
+
+def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) -> SeekPlan | None:
+    """Return how to see some frames of the clip; None: decode it from its start.
+
+    Args:
+      choose: picks them by the seconds at which frames begin, in order.
     """
     if stream.codec_context.name not in CLOSED or stream.time_base is None:
         return None
@@ -65,9 +86,10 @@ def seek_plan(
         return None
     tick_num, tick_den = stream.time_base.numerator, stream.time_base.denominator
     seconds = [float(t) * float(tick_num) / float(tick_den) for t in times]  # as PyAV's frame.time
-    if moments[-1] > seconds[-1] + last_s:
+    chosen = choose(seconds)
+    if chosen is None:
         return None
-    shown = tuple(times[max(0, bisect_right(seconds, m) - 1)] for m in moments)
+    shown = tuple(times[k] for k in chosen)
     runs: list[Run] = []
     for pts in dict.fromkeys(shown):
         key = keys[bisect_right(keys, pts) - 1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, floor
 
 import av
@@ -16,10 +18,11 @@ from PIL import Image
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.media.container import checked_duration, opened
-from dflop_jax.data.media.seek import seek_plan, sought
+from dflop_jax.data.media.native import Clip
+from dflop_jax.data.media.seek import Choose, at_moments, numbered, seek_plan, sought
 
 FRAMES_PER_S = 2.0
-USUAL_RATE = 25.0  # frames a second of a clip that does not say
+USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -29,9 +32,54 @@ def count_frames(path: Medium, max_frames: int) -> int:
     Reads stream metadata; a container without them has its packets counted, not decoded.
     Raises ValueError when the file is no video, or one without frames.
     """
+    return clip_header(path).count(max_frames)
+
+
+@dataclass(frozen=True)
+class ClipHeader:
+    """What a clip's header says of it, and its duration in seconds."""
+
+    facts: Clip
+    duration_s: float
+
+    def count(self, max_frames: int) -> int:
+        """Frames to sample, as `count_frames` says."""
+        return max(1, min(max_frames, self.facts.total, ceil(self.duration_s * FRAMES_PER_S)))
+
+
+def clip_header(path: Medium) -> ClipHeader:
+    """Read a clip's header; see `count_frames`."""
     with opened(path, "video") as container:
         total, duration_s = _extent(container)
-    return max(1, min(max_frames, total, ceil(duration_s * FRAMES_PER_S)))
+        stream = container.streams.video[0]
+        rate = _rate(stream)
+        context = stream.codec_context
+        size = context.width, context.height
+    return ClipHeader(Clip(*size, total, rate.numerator, rate.denominator), duration_s)
+
+
+def read_numbered(
+    path: Medium, numbers: Sequence[int], convert: Callable[[Image.Image], np.ndarray]
+) -> np.ndarray:
+    """`convert` of the RGB frames of these ascending numbers, as they are stored, stacked; a number
+    may come several times. A clip that breaks off is treated as by `read_frames`."""
+    sought_ones = _sought_tiles(path, numbered(numbers), lambda f: convert(f.to_image()))
+    if sought_ones is not None:
+        return np.stack(sought_ones)
+    found: list[np.ndarray] = []
+    reason = "it has fewer frames than it states"
+    with opened(path, "video") as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        try:
+            for number, frame in enumerate(container.decode(stream)):
+                if times := sum(n == number for n in numbers[len(found) :]):
+                    found += [convert(frame.to_image())] * times
+                if len(found) == len(numbers):
+                    break
+        except av.FFmpegError as e:
+            reason = one_line(e)
+    return _filled(path, found, len(numbers), reason)
 
 
 def read_frames(
@@ -44,7 +92,9 @@ def read_frames(
     """
     with opened(path, "video") as container:
         duration_s = _extent(container)[1]
-    tiles = _sought_tiles(path, n_frames, duration_s, convert)
+        stream = container.streams.video[0]
+        choose = at_moments(_moments(stream, n_frames, duration_s), float(2 / _rate(stream)))
+    tiles = _sought_tiles(path, choose, lambda frame: convert(_upright(frame)))
     if tiles is not None:
         return np.stack(tiles)
     tiles, reason = [], "it ends before its stated duration"
@@ -54,9 +104,14 @@ def read_frames(
                 tiles += [convert(_upright(frame))] * times
         except av.FFmpegError as e:
             reason = one_line(e)
-    missing = n_frames - len(tiles)
-    if 2 * missing > n_frames or not tiles:
-        raise ValueError(f"{path}: only {len(tiles)} of {n_frames} frames decode ({reason})")
+    return _filled(path, tiles, n_frames, reason)
+
+
+def _filled(path: Medium, tiles: list[np.ndarray], n: int, reason: str) -> np.ndarray:
+    """n frames, the last one repeated for those that are missing; ValueError: most are."""
+    missing = n - len(tiles)
+    if 2 * missing > n or not tiles:
+        raise ValueError(f"{path}: only {len(tiles)} of {n} frames decode ({reason})")
     if missing:
         logger.warning("%s: repeated the last frame %d times (%s)", path, missing, reason)
     return np.stack(tiles + tiles[-1:] * missing)
@@ -70,8 +125,10 @@ def _extent(container: InputContainer) -> tuple[int, float]:
     context = stream.codec_context
     if context is None:
         raise ValueError("its codec is unknown")
-    if context.width * context.height > MAX_PIXELS:
-        raise ValueError(f"frames of {context.width}x{context.height} pixels are too large")
+    if not 1 <= context.width * context.height <= MAX_PIXELS:
+        raise ValueError(
+            f"frames of {context.width}x{context.height} pixels are none, or too large"
+        )
     duration_s = 0.0
     if stream.duration and stream.time_base:
         duration_s = float(stream.duration * stream.time_base)
@@ -86,26 +143,26 @@ def _extent(container: InputContainer) -> tuple[int, float]:
     return min(total, MAX_CLIP_FRAMES), checked_duration(duration_s)
 
 
-def _rate(stream: VideoStream) -> float:
+def _rate(stream: VideoStream) -> Fraction:
     """Frames a second, by the header where that is to be believed."""
-    rate = float(stream.average_rate or stream.guessed_rate or USUAL_RATE)
+    rate = stream.average_rate or stream.guessed_rate or USUAL_RATE
     return rate if 0.001 <= rate <= 100_000 else USUAL_RATE
 
 
 def _sought_tiles(
-    path: Medium, n: int, duration_s: float, convert: Callable[[Image.Image], np.ndarray]
+    path: Medium, choose: Choose, convert: Callable[[VideoFrame], np.ndarray]
 ) -> list[np.ndarray] | None:
-    """`convert` of n frames by seeking; None where it gains nothing, or not surely the same."""
+    """`convert` of the chosen frames by seeking; None where it gains nothing, or not surely the
+    same."""
     tiles: list[np.ndarray] = []
     with opened(path, "video") as container:
         stream = container.streams.video[0]
-        moments = _moments(stream, n, duration_s)
-        plan = seek_plan(container, stream, moments, 2 / _rate(stream))
+        plan = seek_plan(container, stream, choose)
         if plan is None:
             return None
         try:
             for frame, times in sought(container, stream, plan):
-                tiles += [convert(_upright(frame))] * times
+                tiles += [convert(frame)] * times
         except (av.FFmpegError, LookupError):
             return None
     return tiles
@@ -125,7 +182,7 @@ def _shown(
     last good frame."""
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
-    frame_s, moments = 1.0 / _rate(stream), _moments(stream, n, duration_s)
+    frame_s, moments = float(1 / _rate(stream)), _moments(stream, n, duration_s)
     done, shown, shown_s = 0, None, _start_s(stream)
     error: av.FFmpegError | None = None
     frames = container.decode(stream)

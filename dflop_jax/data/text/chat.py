@@ -33,6 +33,7 @@ PLACEHOLDERS = {
     "video": ("<video>", "<|video_pad|>"),
     "audio": ("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
 }
+VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")
 FIRST_FRAME, NEXT_FRAME = "Frame1: ", "\nFrame{}: "  # InternVL's text before a clip's frames
 BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
@@ -109,6 +110,12 @@ class ChatTokenizer:
             (*self._after, *self.encode(NEXT_FRAME.format(k)), *self._before)
             for k in range(2, n + 1)
         )
+
+    @property
+    def vision_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids that begin and end a picture in published text (Qwen); () where there are none."""
+        begin, end = (self._tokenizer.token_to_id(token) for token in VISION_ENDS)
+        return () if begin is None else (begin,), () if end is None else (end,)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and

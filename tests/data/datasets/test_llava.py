@@ -77,7 +77,7 @@ BAD = {
     "answer is empty": {"conversations": turns("<image>", " ")},
     "up to an answer": {"conversations": turns("<image>", "a", "b")},
     "from 'robot'": {"conversations": [{"from": "robot", "value": "<image>"}]},
-    "list of paths": {"image": {"path": "a.png"}},
+    "not a path or bytes": {"image": 5},
     "broken.png": {"image": "broken.png", "at": "sample"},
     "empty.png": {"image": "empty.png"},
     "not a readable video": {"image": None, "video": "empty.png",

@@ -10,7 +10,7 @@ from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
 from dflop_jax.data.datasets.llava_records import lot
 from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.datasets.mixture_source import MixtureSource
-from dflop_jax.data.datasets.shape_index import table_of
+from dflop_jax.data.datasets.shape_index import MEDIA, table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.decode import Pictures, Sound
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
@@ -205,9 +205,7 @@ def test_thin_pictures_and_short_sounds_are_left_out():
     def record(**changes):
         fields = ("number", "file", "offset", "size_bytes", "lot")
         fields += ("text_tokens", "prompt_tokens")
-        return dict.fromkeys(fields, 1), [
-            {"kind": 0, "width": 0, "height": 0, "frames": 0, "samples": 0, **changes}
-        ]
+        return dict.fromkeys(fields, 1), [dict.fromkeys(MEDIA, 0) | changes]
 
     made = [record(width=1, height=9000), record(width=9000, height=200),
             record(kind=2, samples=320), record(kind=2, samples=321),

@@ -166,6 +166,30 @@ def test_blank_pictures_keep_the_loads():
         np.testing.assert_array_equal(tokens(blank.sample(i)), tokens(plain.sample(i)))
 
 
+def test_scenes_at_native_resolution():
+    spec = MediaSpec(form="native", patch_px=4, merge=2, frames=2)
+    limits = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
+    data = SceneSource(60, 0, spec, TOKENIZER, limits)
+    lengths = set()
+    for i in range(60):
+        sample, scene = data.sample(i), data.scene(i)
+        assert sample.load == data.load(i)
+        pieces = sample.load.lengths("vision")
+        lengths |= set(pieces)
+        clips = [p.frames for p in scene.pictures if p.frames]
+        stills = len(scene.pictures) - len(clips)
+        assert len(pieces) == stills + sum(-(-min(n, 8) // 2) for n in clips)
+        text = TOKENIZER.decode(tokens(sample))
+        assert text.count(" seconds>") == len(pieces) - stills
+        assert TOKENIZER.decode(tokens(sample)[supervised(sample)]) == scene.answer
+        if pieces:
+            assert len(sample.fields["vision"]["patches"]) == sum(pieces)
+            blank = SceneSource(60, 0, spec, TOKENIZER, limits, blank_images=True).sample(i)
+            assert (blank.fields["vision"]["patches"] == 128).all()
+            assert blank.load == sample.load
+    assert len(lengths) > 5  # many resolutions
+
+
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
 def test_oversize_scenes(oversize):
     data = source(limits=Limits(max_tokens=90, oversize=oversize))

@@ -67,7 +67,7 @@ def test_headers_and_tokens_of_each_kind(dataset):
         [],
         [("image", 768, 384, 0, 0)],
         [("image", 300, 500, 0, 0), ("image", 310, 200, 0, 0), ("image", 45, 123, 0, 0)],
-        [("video", 0, 0, 5, 0)],  # 9 frames at 4 a second, sampled at 2
+        [("video", 64, 48, 5, 0)],  # 9 frames at 4 a second, sampled at 2
         [("audio", 0, 0, 0, 60_000)],
     ]
     # <|im_start|> and <|im_end|> are one token each, all else bytes

@@ -110,6 +110,19 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
     assert not list(tmp_path.glob("d/**/*.npz"))
 
 
+def test_rows_are_read_in_processes_of_their_own(made, tmp_path):
+    bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
+    save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
+    config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)
+    indexes = []
+    for apart in (False, True):
+        folder = tmp_path / str(apart)
+        source = make_source(config, SPEC, index_dir=folder, vocab_size=512, apart=apart)
+        assert source.counts["unusable"] == 2
+        indexes.append([file.read_bytes() for file in folder.iterdir()])
+    assert indexes[0] == indexes[1]
+
+
 @pytest.mark.parametrize("save", [save_parquet, save_arrow])
 def test_media_below_the_roots_and_columns_of_other_names(made, tmp_path, save):
     file, _ = made

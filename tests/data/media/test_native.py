@@ -1,0 +1,311 @@
+"""Native resolution against Qwen3-VL's published processors: sizes, patches, times, tokens and
+positions, and every sample as large as its header says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data.media import video
+from dflop_jax.data.media.native import Clip, Native, clip_grid, patch_places, token_positions
+from dflop_jax.data.media.tiling import read_upright
+from dflop_jax.data.media.video import clip_header, read_numbered
+from tests.data.media.test_seek import write_long
+from tests.data.media_cases import made_pictures, noise, shared_files, talk, write_clip
+from tests.data.text.test_chat import write
+
+SIZES = [(1, 1), (1, 200), (200, 1), (33, 31), (56, 2000), (1200, 900), (16, 16), (4000, 3000),
+         (48, 48), (80, 112), (9000, 50), (255, 257), (6000, 5000), (2048, 8192)]  # fmt: skip
+SPEC = MediaSpec(form="native", patch_px=16, merge=2, frames=2)
+# media of a message in the published tokens, each where it stands
+QWEN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
+{%- if c.type == 'text' %}{{ c.text }}{% else %}
+{{- '<|vision_start|><|' + c.type + '_pad|><|vision_end|>' }}{% endif %}{% endfor %}{% endif %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+           "<|image_pad|>", "<|video_pad|>"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published():
+    """The published code, by part: pictures, clips, text, model."""
+    pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pictures
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as model
+    from transformers.models.qwen3_vl import processing_qwen3_vl as text
+
+    # its class can only be imported where torchvision is
+    file = Path(model.__file__).parent / "video_processing_qwen3_vl.py"
+    spec = spec_from_file_location("transformers.models.qwen3_vl.clips", file)
+    clips = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(clips)
+    yield SimpleNamespace(pictures=pictures, clips=clips, text=text, model=model)
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize("low, high", [(65_536, 16_777_216), (1024, 50_000), (200_000, 200_000)])
+def test_sizes_are_the_published_ones(published, low, high):
+    rng = np.random.default_rng(0)
+    sizes = [*SIZES, *np.exp(rng.uniform(0, 9, (400, 2))).astype(int).tolist()]
+    native = Native(min_pixels=low, max_pixels=high)
+    widths, heights = np.array(sizes).T
+    usable, pieces, tokens = native.count(widths, heights)
+    for k, (width, height) in enumerate(sizes):
+        try:
+            rows, cols = published.pictures.smart_resize(height, width, 32, low, high)
+        except ValueError:
+            assert not usable[k]
+            with pytest.raises(ValueError, match="more than 200 times the other; crop it"):
+                native.grid(width, height)
+            continue
+        assert usable[k]
+        assert native.grid(width, height) == (rows // 16, cols // 16)
+        assert (pieces[k], tokens[k]) == (1, rows * cols // 1024)
+
+
+def test_patches_are_the_published_ones(published, tmp_path):
+    processor = published.pictures.Qwen2VLImageProcessorPil(
+        patch_size=16, size={"shortest_edge": 65_536, "longest_edge": 500_000},
+        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
+    native = Native(max_pixels=500_000)
+    pictures = [p for p in made_pictures(tmp_path) if p.name != "thin.png"]
+    for path in [*pictures, *shared_files("images")[::6]]:
+        image = read_upright(path)
+        grid = native.grid(*image.size)
+        ours = native.patches(np.stack([native.resized(image, grid)] * 2))
+        theirs = processor(image, return_tensors="np")
+        assert theirs["image_grid_thw"].tolist() == [[1, *grid]]
+        np.testing.assert_allclose(ours / 127.5 - 1, theirs["pixel_values"], atol=1e-6)
+
+
+def test_clips_are_seen_as_published(published):
+    rng = np.random.default_rng(0)
+    own = SimpleNamespace(fps=2, min_frames=4, max_frames=30, video_processor=None)
+    for _ in range(300):
+        total, width, height = np.exp(rng.uniform(0, [9, 8, 8])).astype(int).tolist()
+        num, den = [(30, 1), (30000, 1001), (3, 1), (60, 1), (12, 5)][rng.integers(5)]
+        native = Native(max_clip_pixels=int(rng.integers(20_000, 5_000_000)), max_frames=30)
+        layout = native.clip(Clip(width, height, total, num, den))
+        facts = SimpleNamespace(total_num_frames=total, fps=num / den)
+        frames = published.clips.Qwen3VLVideoProcessor.sample_frames(own, facts).tolist()
+        try:
+            rows, cols = published.clips.smart_resize(
+                len(frames), height, width, 2, 32, 4096, native.max_clip_pixels
+            )
+        except ValueError:
+            assert layout is None
+            continue
+        assert layout.grid == (rows // 16, cols // 16)
+        assert layout.frames == tuple(frames + frames[-1:] * (len(frames) % 2))
+        times = published.text.Qwen3VLProcessor._calculate_timestamps(own, frames, num / den)
+        assert layout.seconds == tuple(times)
+
+
+def test_a_clip_s_patches_are_the_published_ones(published, tmp_path):
+    torch = pytest.importorskip("torch")
+    path = write_clip(tmp_path / "a.mp4", 9)
+    native = Native(max_clip_pixels=100_000)
+    layout = native.clip(clip_header(path).facts)
+    assert layout.frames == (0, 3, 5, 8)
+    frames = read_numbered(path, layout.frames, lambda f: native.resized(f, layout.grid))
+    theirs, *grid = published.clips.Qwen3VLVideoProcessor.patchify(
+        None, torch.tensor(frames.transpose(0, 3, 1, 2).copy())[None], 16, 2, 2
+    )
+    np.testing.assert_array_equal(native.patches(frames), theirs[0].numpy())
+    assert grid == [2, *layout.grid]
+    whole = read_numbered(path, range(9), np.asarray)
+    np.testing.assert_array_equal(
+        read_numbered(path, [2, 2, 8], np.asarray), whole[[2, 2, 8]]
+    )  # fmt: skip
+    assert len(np.unique(whole.reshape(9, -1), axis=0)) > 1
+
+
+def test_frames_by_seeking_are_those_of_decoding_all(tmp_path, monkeypatch):
+    def small(frame):
+        return np.asarray(frame.resize((32, 32)))
+
+    clips = [write_long(tmp_path / "a.mp4", "mpeg4", bf="2"), *shared_files("videos")[:2]]
+    for path in clips:
+        layout = Native(max_frames=5).clip(clip_header(path).facts)
+        sought = read_numbered(path, layout.frames, small)
+        with monkeypatch.context() as plain:
+            taken = []
+            plain.setattr(video, "seek_plan", lambda *args, t=taken: t.append(1))
+            np.testing.assert_array_equal(read_numbered(path, layout.frames, small), sought)
+            assert taken
+        assert (sought[0] != sought[-1]).any()
+
+
+def test_places_of_patches_are_those_of_their_pixels():
+    rows, cols = 6, 4
+    pixels = np.repeat(np.repeat(np.mgrid[:rows, :cols].transpose(1, 2, 0), 16, 0), 16, 1)
+    frames = np.concatenate([pixels, np.zeros((*pixels.shape[:2], 1), int)], -1)
+    patches = Native().patches(np.stack([frames] * 2).astype(np.uint8)).reshape(-1, 3, 2, 16, 16)
+    places = patch_places([(rows, cols), (2, 2)], 2)
+    np.testing.assert_array_equal(places[: rows * cols, :2], patches[:, :2, 0, 0, 0])
+    assert (places[: rows * cols, 2:] == (rows, cols)).all()
+    assert places[rows * cols :].tolist() == [
+        [0, 0, 2, 2],
+        [0, 1, 2, 2],
+        [1, 0, 2, 2],
+        [1, 1, 2, 2],
+    ]
+
+
+def dataset(folder, records, **options):
+    (folder / "dataset.json").write_text(json.dumps(records))
+    config = DataConfig(
+        path=str(folder), min_pixels=1024, max_pixels=40_000, max_clip_pixels=60_000,
+        max_tokens=4096, max_frames=6, **options,
+    )  # fmt: skip
+    return make_source(config, SPEC, index_dir=folder / "index", vocab_size=512, apart=False)
+
+
+def mixed(folder):
+    """Records of one picture, several, a clip, and text alone."""
+    pictures = [p.name for p in made_pictures(folder) if p.name != "thin.png"]
+    write_clip(folder / "a.mp4", 9)
+    return [
+        {"image": pictures[1], "conversations": talk("<image>\nWhat?", "Two <b>.")},
+        {"image": pictures[2:6],
+         "conversations": talk("<image> and <image>", "a", "<image>or<image>?", "b")},
+        {"video": "a.mp4", "conversations": talk("Look:<video>\nMoves?", "Yes.")},
+        {"video": "a.mp4", "image": pictures[0],
+         "conversations": talk("<image><video>", "First.", "And?", "Then.")},
+        {"conversations": talk("Hello there.", "assistant")},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_samples_are_as_large_as_their_headers_say(tmp_path, chat):
+    (tmp_path / "t").mkdir()
+    write(tmp_path / "t", QWEN, special=SPECIAL)
+    options = {"tokenizer": str(tmp_path / "t")} if chat else {}
+    source = dataset(tmp_path, mixed(tmp_path), **options)
+    assert len(source) == 5
+    for i in range(5):
+        sample = source.sample(i)
+        assert sample.load == source.load(i)
+        llm, n = sample.fields["llm"], sample.load.tokens("llm")
+        assert llm["positions"].shape == (n, 3)
+        lengths = sample.load.lengths("vision")
+        assert llm["is_visual"].sum() == sum(lengths) // 4
+        if lengths:
+            vision, places = sample.fields["vision"], sample.places["vision", "llm"]
+            assert vision["patches"].shape == (sum(lengths), 3 * 2 * 16 * 16)
+            assert (vision["grid"][:, 2:].prod(1) == np.repeat(lengths, lengths)).all()
+            placed = places.index[llm["is_visual"], 0]
+            assert placed.tolist() == list(range(sum(lengths) // 4))
+
+
+def test_long_samples_are_given_fewer_pixels_and_frames(tmp_path):
+    records = mixed(tmp_path)
+    long = dataset(tmp_path, records)
+    config = DataConfig(path=str(tmp_path), min_pixels=1024, max_pixels=40_000, max_frames=6,
+                        max_clip_pixels=60_000, max_tokens=100)  # fmt: skip
+    short = make_source(config, SPEC, index_dir=tmp_path / "index", vocab_size=512, apart=False)
+    assert len(short) == 5
+    for i in range(5):
+        assert short.sample(i).load == short.load(i)
+        assert short.load(i).tokens("llm") <= 100
+    assert short.load(1).tokens("vision") < long.load(1).tokens("vision")
+    assert len(short.load(2).lengths("vision")) <= len(long.load(2).lengths("vision"))
+
+
+def test_token_ids_and_positions_are_the_published_ones(published, tmp_path):
+    torch = pytest.importorskip("torch")
+    import tokenizers
+
+    (tmp_path / "t").mkdir()
+    write(tmp_path / "t", QWEN, special=SPECIAL)
+    records = mixed(tmp_path)
+    source = dataset(tmp_path, records, tokenizer=str(tmp_path / "t"))
+    own = Native(min_pixels=1024, max_pixels=40_000, max_clip_pixels=60_000, max_frames=6)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    image, video, pad = (
+        tokenizer.token_to_id(t) for t in ("<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
+    )
+    processor = SimpleNamespace(
+        vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+        image_processor=SimpleNamespace(merge_size=2),
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+    )  # fmt: skip
+    of = published.text.Qwen3VLProcessor
+    processor._calculate_timestamps = lambda *a: of._calculate_timestamps(processor, *a)
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+    )
+    of_model = published.model.Qwen3VLModel
+    model.get_vision_position_ids = lambda *a, **k: of_model.get_vision_position_ids(model, *a, **k)
+    for i, record in enumerate(records):
+        text, images, videos = "", [], []
+        for turn in record["conversations"]:
+            role = {"human": "user", "gpt": "assistant"}[turn["from"]]
+            text += f"<|im_start|>{role}\n{turn['value']}<|im_end|>\n"
+        names = record.get("image", [])
+        for name in [names] if isinstance(names, str) else names:
+            images.append([1, *own.grid(*read_upright(tmp_path / name).size)])
+            seen = {"image_grid_thw": torch.tensor(images)}
+            pads = of.replace_image_token(processor, seen, len(images) - 1)
+            text = text.replace("<image>", f"<|vision_start|>{pads}<|vision_end|>", 1)
+        if "video" in record:
+            facts = clip_header(tmp_path / record["video"]).facts
+            layout = own.clip(facts)
+            videos.append([len(layout.seconds), *layout.grid])
+            fps, frames = facts.rate_num / facts.rate_den, list(layout.frames)
+            seen = {
+                "video_grid_thw": torch.tensor(videos),
+                "video_metadata": [SimpleNamespace(fps=fps, frames_indices=frames)],
+            }
+            pads = of.replace_video_token(processor, seen, 0)
+            text = text.replace("<video>", f"<|vision_start|>{pads}<|vision_end|>", 1)
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
+        kinds = np.select([ids == image, ids == video], [1, 2])
+        llm = source.sample(i).fields["llm"]
+        np.testing.assert_array_equal(llm["tokens"], np.where(kinds > 0, pad, ids))
+        positions, _ = of_model.get_rope_index(
+            model, torch.tensor(ids)[None], torch.tensor(kinds)[None],
+            torch.tensor(images) if images else None, torch.tensor(videos) if videos else None,
+        )  # fmt: skip
+        np.testing.assert_array_equal(llm["positions"], positions[:, 0].T.numpy())
+
+
+def test_positions_by_hand():
+    found = token_positions([2, (2, 3), 1, (1, 1), 0, 2])
+    text = [[0] * 3, [1] * 3]
+    first = [[2, 2 + r, 2 + c] for r in range(2) for c in range(3)]
+    assert found.tolist() == [*text, *first, [5] * 3, [6] * 3, [7] * 3, [8] * 3]
+    assert token_positions([]).shape == (0, 3)
+
+
+def test_what_cannot_be_seen_is_left_out_and_named(tmp_path, caplog):
+    Image.fromarray(noise(1, 10_000)).save(tmp_path / "thin.png")
+    write_clip(tmp_path / "one.mp4", 1)
+    assert clip_grid(Native(), 1, 64, 48) is None
+    records = mixed(tmp_path)[:1]
+    records += [
+        {"id": "thin", "image": "thin.png", "conversations": talk("<image>?", "a")},
+        {"id": "one", "video": "one.mp4", "conversations": talk("<video>?", "a")},
+    ]
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        source = dataset(tmp_path, records)
+    assert (len(source), source.counts["left out"]) == (1, 2)
+    (line,) = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert "2 records left out: the model cannot take their media" in line
+    assert all(f"dataset.json[{k}]" in line for k in (1, 2))
+    with pytest.raises(ValueError, match=r"min_pixels=9000 is not between .*max_pixels=8000"):
+        Native(min_pixels=9000, max_pixels=8000)

@@ -115,7 +115,7 @@ def made(cls: type[Model], family: Family, size: str, dtype: str, attention_kern
     Args:
       size: the name of a composition, names of encoders and a decoder joined by "+" (see
         `models.sizes`), or, of published models, a folder with a config.json of transformers.
-      dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      dtype: compute dtype, "float32" or "bfloat16", also that in which parameters are held.
       attention_kernel: "auto" (by chip), "cudnn", "pallas" or "xla"; see `models.attention`.
 
     Raises:

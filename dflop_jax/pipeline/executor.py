@@ -105,11 +105,13 @@ class Executor:
             root = jax.random.key(seed, impl="rbg")
             key = jax.random.fold_in(root, modules.index(s.plan.module))
             fresh = partial(draw_parameters, s, key)
-            self.state.params[name] = begin(s, fresh) if begin else fresh()
-            if name in self.trainable:
-                u = self.programs.updates[name]
-                self.state.opt_state[name] = u.init_state(self.state.params[name])
-                self.state.grads[name] = zero_gradients(s)
+            initial = begin(s, fresh) if begin else fresh()
+            if name not in self.trainable:
+                self.state.params[name] = initial
+                continue
+            began = self.programs.updates[name].begin(initial)
+            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = began
+            self.state.grads[name] = zero_gradients(s)
         self.share_tied()
 
     def share_tied(self) -> None:
@@ -122,8 +124,9 @@ class Executor:
         s = self.programs.segments[name]
         self.state.params[name] = jax.tree.map(absent, s.placed_structs())
         if name in self.trainable:
-            states = self.programs.updates[name].state_structs
-            self.state.opt_state[name] = jax.tree.map(absent, states)
+            update = self.programs.updates[name]
+            self.state.masters[name] = jax.tree.map(absent, update.master_structs)
+            self.state.opt_state[name] = jax.tree.map(absent, update.state_structs)
             self.state.grads[name] = jax.tree.map(absent, s.grad_structs())
 
     def compile(

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from dflop_jax.contract import (
     Module,
-    Params,
-    split_dim,
     taps_of,
 )
+from dflop_jax.pipeline.held import HeldParameters
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.pieces import ADAPTER, STACKED
+from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, SegmentPlan, Shape
 
 Tree = Any
@@ -29,7 +27,7 @@ AXES = ("stage", "data", "model")
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(HeldParameters):
     """A segment's static facts; everything below is derived from them.
 
     Attributes:
@@ -115,87 +113,6 @@ class Segment:
         """Names of its loss's sums; () without a loss. Any shape tells."""
         out = self._exit_struct(Shape(1, 128)) if self.plan.last else None
         return tuple(out) if isinstance(out, dict) else ()
-
-    def sharding(self, *spec: Any) -> NamedSharding:
-        return NamedSharding(self.mesh, P(*spec))
-
-    # ---- parameters ----
-
-    def param_structs(self) -> Params:
-        """Shapes and dtypes of the segment's parameters, layers stacked."""
-
-        def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.plan.n_layers, *leaf.shape), leaf.dtype)
-
-        structs = {p: self._part_struct(p) for p in self.parts}
-        return {p: jax.tree.map(stacked, s) if p in STACKED else s for p, s in structs.items()}
-
-    def program_structs(self) -> Params:
-        """`param_structs` with their shardings: what programs read."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.sharding(*s)),
-            self.param_structs(),
-            self.param_specs(),
-        )
-
-    def placed_structs(self) -> Params:
-        """`program_structs` of the segment's own parts: what it updates and saves."""
-        structs = self.program_structs()
-        return {part: structs[part] for part in self.own_parts}
-
-    def _part_struct(self, part: str) -> Params:
-        return _part_struct(self.module, part)
-
-    def _specs(self, lead_layers: tuple[Any, ...], lead_ends: tuple[Any, ...]) -> Params:
-        ways = self.mesh.shape["model"]
-
-        def spec(lead: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
-            split = split_dim(leaf.shape, axes, ways)
-            return P(*lead, *("model" if i == split else None for i in range(len(axes))))
-
-        return {
-            part: jax.tree.map(
-                partial(spec, lead_layers if part in STACKED else lead_ends),
-                self._part_struct(part),
-                _logical_axes(self.module, part),
-            )
-            for part in self.parts
-        }
-
-    def param_specs(self) -> Params:
-        specs = self._specs(("stage",), ())
-        jax.tree.map_with_path(self._check_divides, self.param_structs(), specs)
-        return specs
-
-    def _check_divides(self, path: Any, leaf: jax.ShapeDtypeStruct, spec: P) -> None:
-        for size, axis in zip(leaf.shape, spec, strict=False):
-            ways = self.mesh.shape[axis] if axis else 1
-            if size % ways:
-                raise ValueError(
-                    f"segment {self.name!r}: dim {size} of {jax.tree_util.keystr(path)} does not "
-                    f"divide over {axis}={ways}; choose a degree that divides it"
-                )
-
-    def grad_specs(self) -> Params:
-        specs = self._specs(("data", "stage"), (("data", "stage"),))
-        return {part: specs[part] for part in self.parts if part in self.trainable}
-
-    def grad_structs(self) -> Params:
-        """Float32 accumulators: a leading dim keeps the ranks' gradients apart."""
-
-        def accumulator(lead: int, leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-            shape = (lead, *leaf.shape)
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.sharding(*spec))
-
-        structs, ranks = self.param_structs(), self.data_ranks
-        return {
-            part: jax.tree.map(
-                partial(accumulator, ranks if part in STACKED else ranks * self.stages),
-                structs[part],
-                specs,
-            )
-            for part, specs in self.grad_specs().items()
-        }
 
     # ---- shapes of what flows ----
 
@@ -320,16 +237,6 @@ class Segment:
     @cached_property
     def _lowering(self) -> Lowering:
         return Lowering(self)
-
-
-@lru_cache(maxsize=256)
-def _part_struct(module: Module, part: str) -> Params:
-    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
-
-
-@lru_cache(maxsize=256)
-def _logical_axes(module: Module, part: str) -> Params:
-    return module.logical_axes(part)
 
 
 def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:

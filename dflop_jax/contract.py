@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from dflop_jax.records import Edge
 
@@ -105,6 +106,8 @@ class Module(Protocol):
     #   them, for all pairs of a piece's tokens.
     # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
     #   almost equal bits.
+    # working_dtype: in which its functions are given their parameters; float32 if it does not say.
+    #   Of those that train the optimizer then keeps float32 masters.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
     #   what its kernels and `pair_flops` are read from.
 
@@ -132,6 +135,11 @@ def attention_flops_of(module: Module) -> Callable[[int], float] | None:
 def any_order_of(module: Module) -> bool:
     """See `any_order` above; False where the module does not say."""
     return bool(getattr(module, "any_order", False))
+
+
+def working_dtype_of(module: Module) -> np.dtype:
+    """See `working_dtype` above."""
+    return np.dtype(getattr(module, "working_dtype", np.float32))
 
 
 def chip_of(device: Any) -> str:

@@ -117,7 +117,7 @@ def made(
     Args:
       size: the name of a composition, names of encoders and a decoder joined by "+" (see
         `models.sizes`), or, of published models, a folder with a config.json of transformers.
-      dtype: compute dtype, "float32" or "bfloat16"; parameters are float32.
+      dtype: compute dtype, "float32" or "bfloat16", also that in which parameters are held.
       attention_kernel: "auto" (by chip), "cudnn", "pallas" or "xla"; see `models.attention`.
 
     Raises:

@@ -143,6 +143,11 @@ class DecoderModule:
         return replace(self, chip=chip)
 
     @property
+    def working_dtype(self) -> jnp.dtype:
+        """See `dflop_jax.contract`."""
+        return self.dtype
+
+    @property
     def n_layers(self) -> int:
         return self.size.n_layers
 

@@ -156,6 +156,11 @@ class Encoder(ABC):
         return None
 
     @property
+    def working_dtype(self) -> jnp.dtype:
+        """See `dflop_jax.contract`."""
+        return self.dtype
+
+    @property
     def n_layers(self) -> int:
         return self.size.n_layers
 

@@ -1,7 +1,8 @@
 """Linear and norm layers, and how their parameters carry logical axis names.
 
-Parameters are float32; a layer casts them to its compute `dtype`. The names stand beside the
-shapes (as Flax metadata boxes) and are read by `axis_names`; `init_values` strips them.
+Parameters are made in float32; a layer casts what it is given to its compute `dtype`. The names
+stand beside the shapes (as Flax metadata boxes) and are read by `axis_names`; `init_values` strips
+them.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class RMSNorm(nn.Module):
         x32 = x.astype(jnp.float32)
         axes = tuple(range(-n, 0))
         y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + self.eps)
-        return (y * _over_last(scale, y)).astype(x.dtype)
+        return (y * _over_last(scale.astype(y.dtype), y)).astype(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -166,4 +167,5 @@ class LayerNorm(nn.Module):
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.eps)
+        scale, bias = scale.astype(y.dtype), bias.astype(y.dtype)
         return (y * _over_last(scale, y) + _over_last(bias, y)).astype(x.dtype)

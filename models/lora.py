@@ -56,4 +56,4 @@ def merge(lora: Lora, params: Mapping[str, Any]) -> dict[str, Any]:
 @partial(jax.jit, static_argnums=3)
 def _folded(kernels: Array, a: Array, b: Array, scale: float) -> Array:
     product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))
-    return kernels + scale * product(a, b)
+    return kernels.astype(a.dtype) + scale * product(a, b)

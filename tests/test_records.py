@@ -177,6 +177,9 @@ BAD_PLANS = {
     "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},
     "the source first; it has .'llm', 'vision'.": {"segments": (LLM, VISION)},
     "must join modules of the plan": {"segments": (VISION,)},
+    "'llm' have zero=.1, 3.; give": {
+        "segments": (VISION, *(changed(s, zero=1 + 2 * s.last) for s in llm_parts(0, 2, 4)))
+    },
     "module by module": {
         "segments": (
             changed(LLM, stop=2, last=False),
@@ -198,6 +201,12 @@ def test_a_wrong_plan_cannot_exist(says):
     with pytest.raises(ValueError, match=says) as failed:
         changed(PLAN, **BAD_PLANS[says])
     assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("degree", [0, 4, "3"])
+def test_a_degree_of_sharding_is_1_2_or_3(degree):
+    with pytest.raises(ValueError, match=rf"segment 'vision': zero={degree!r} not in \(1, 2, 3\)"):
+        changed(VISION, zero=degree)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 Arrays are named by module and parameter, with the layers of a module stacked, so a checkpoint does
 not depend on the plan: another plan, or another number of processes, reads its own slices of it.
+Parameters are saved as the optimizer has them, in float32; those that do not train as they are.
 
 Saving does not stop training. The arrays of the step are copied to the host while the next step
 runs forward and backward; only its update, which donates them, waits for the copy. Writing goes on
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -78,7 +80,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
     for name, segment in ex.programs.segments.items():
         s = segment.plan
         n = segment.module.n_layers
-        structs = {"params": segment.placed_structs()}
+        structs = {"params": segment.initial_structs()}
         layered = {"params": in_layers(structs["params"])}
         if name in ex.trainable:
             update = ex.programs.updates[name]
@@ -100,6 +102,17 @@ def state_arrays(ex: Executor) -> list[StateArray]:
 def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
     """The global arrays by name."""
     return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
+
+
+def _saved(ex: Executor, segment: str, kind: str) -> Any:
+    """A tree as it is saved: `Segment.initial_structs`, or the optimizer's state."""
+    if kind == "params":
+        return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
+    return ex.state.opt_state[segment]
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 class Checkpointer:
@@ -153,7 +166,7 @@ class Checkpointer:
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
         """What this process saves: of each leaf its shards, one of each set of replicas."""
         for (segment, kind), arrays in self._by_tree().items():
-            leaves = jax.tree.leaves(getattr(self._ex.state, kind)[segment])
+            leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
                     if shard.replica_id == 0:
@@ -232,15 +245,21 @@ class Checkpointer:
         """
         self._check(reader)
         trouble = ""
+        state = self._ex.state
         try:
             for (segment, kind), arrays in self._by_tree().items():
-                trees = getattr(self._ex.state, kind)
+                tree = jax.tree.structure(_saved(self._ex, segment, kind))
                 leaves = [self._read(reader, a) for a in arrays]
-                trees[segment] = jax.tree.unflatten(jax.tree.structure(trees[segment]), leaves)
+                getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
         except CorruptCheckpoint as e:
             trouble = str(e)
         if worst := self._peers.first_text(f"restored/{reader.step}", trouble):
             raise CorruptCheckpoint(worst)
+        # Only now that all have read theirs: the pieces of several processes may be gathered.
+        for segment in self._ex.trainable:
+            update = self._ex.programs.updates[segment]
+            made = update.take_masters(state.params[segment])
+            state.params[segment], state.masters[segment] = made
         self._ex.share_tied()
 
     def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
@@ -255,7 +274,8 @@ class Checkpointer:
             assert index is not None
             spans = a.bounds(index)
             starts, stops = [s for s, _ in spans], [e for _, e in spans]
-            return reader.read(a.name, starts, [e - s for s, e in zip(starts, stops)])
+            data = reader.read(a.name, starts, [e - s for s, e in zip(starts, stops)])
+            return data.astype(struct.dtype, copy=False)
 
         struct = a.struct
         return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
@@ -269,7 +289,10 @@ class Checkpointer:
                     f"{where} has no {name}: it is of another model, optimizer or choice of frozen "
                     "parts; use the same, or start a new run"
                 )
-            if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+            dtypes = known.numpy_dtype, spec.numpy_dtype
+            # What did not train may have been held in another precision.
+            rounded = name.startswith("params/") and all(map(_is_float, dtypes))
+            if known.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
                 raise ValueError(
                     f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
                     f"{spec.dtype}{list(spec.shape)}; it is of another model"

@@ -211,7 +211,7 @@ def segment_states(programs: Programs) -> tuple[SegmentState, ...]:
         held = [segment.program_structs()]
         shards: Tree = {}
         if update := programs.updates.get(name):
-            held += [segment.grad_structs(), update.state_structs]
+            held += [segment.grad_structs(), update.master_structs, update.state_structs]
             shards = update.shard_structs()
         shapes = programs.plan.shapes(segment.plan.module)
         inputs = (segment.argument_structs(shape, FORWARD)[1:] for shape in shapes)

@@ -105,7 +105,7 @@ def calibrate(
                 kept = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
                 if kept:
-                    state.params[task.segment], state.opt_state[task.segment] = kept
+                    _put_back(state, task.segment, kept)
         for reader in programs.owner_of:  # what was sent came from the copies
             share_tied(programs, state, reader)
     else:
@@ -136,14 +136,18 @@ def _time(
         into.took.setdefault(key, []).append(took)
 
 
-def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, Any] | None:
+def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, ...] | None:
     """Parameters and optimizer state that the task would change; copies take their place."""
     name = task.segment
     if task.direction != UPDATE or name not in programs.local:
         return None
-    kept = state.params[name], state.opt_state[name]
-    state.params[name], state.opt_state[name] = jax.block_until_ready(jax.tree.map(jnp.copy, kept))
+    kept = state.params[name], state.masters[name], state.opt_state[name]
+    _put_back(state, name, jax.block_until_ready(jax.tree.map(jnp.copy, kept)))
     return kept
+
+
+def _put_back(state: State, name: str, kept: tuple[Any, ...]) -> None:
+    state.params[name], state.masters[name], state.opt_state[name] = kept
 
 
 def _send_norms(programs: Programs) -> None:

@@ -18,9 +18,10 @@ from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
+from dflop_jax.pipeline.held import KEY_IMPL
 from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.pipeline.segment import KEY_IMPL, Segment
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.step import State, StepCall, StepHandle, share_tied
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule
@@ -104,11 +105,13 @@ class Executor:
             root = jax.random.key(seed, impl=KEY_IMPL)
             key = jax.random.fold_in(root, modules.index(s.plan.module))
             fresh = partial(draw_parameters, s, key)
-            self.state.params[name] = begin(s, fresh) if begin else fresh()
-            if name in self.trainable:
-                u = self.programs.updates[name]
-                self.state.opt_state[name] = u.init_state(self.state.params[name])
-                self.state.grads[name] = zero_gradients(s)
+            initial = begin(s, fresh) if begin else fresh()
+            if name not in self.trainable:
+                self.state.params[name] = initial
+                continue
+            began = self.programs.updates[name].begin(initial)
+            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = began
+            self.state.grads[name] = zero_gradients(s)
         self.share_tied()
 
     def share_tied(self) -> None:
@@ -121,8 +124,9 @@ class Executor:
         s = self.programs.segments[name]
         self.state.params[name] = jax.tree.map(absent, s.placed_structs())
         if name in self.trainable:
-            states = self.programs.updates[name].state_structs
-            self.state.opt_state[name] = jax.tree.map(absent, states)
+            update = self.programs.updates[name]
+            self.state.masters[name] = jax.tree.map(absent, update.master_structs)
+            self.state.opt_state[name] = jax.tree.map(absent, update.state_structs)
             self.state.grads[name] = jax.tree.map(absent, s.grad_structs())
 
     def compile(

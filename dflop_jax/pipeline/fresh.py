@@ -14,12 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params, taps_of
 from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.fused import data_dim
+from dflop_jax.pipeline.held import init_part
+from dflop_jax.pipeline.lowering import manual_spec
 from dflop_jax.pipeline.pieces import ADAPTER, PARTS, STACKED
-from dflop_jax.pipeline.segment import Segment, init_part
+from dflop_jax.pipeline.segment import Segment
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
-    """Initial parameters of a segment's own parts; a layer has the same ones in any plan."""
+    """`Segment.initial_structs`, drawn; a layer has the same parameters in any plan."""
     on_host = segment.mesh.devices.flat[0].platform == "cpu"
     return (draw_by_parts if on_host else draw_on_devices)(segment, key)
 
@@ -41,7 +44,8 @@ def draw_by_parts(segment: Segment, key: Array) -> Params:
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
             out[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
-    return jax.tree.map(lambda a, like: place(a, like.sharding), out, segment.placed_structs())
+    structs = segment.initial_structs()
+    return jax.tree.map(lambda a, s: place(a.astype(s.dtype), s.sharding), out, structs)
 
 
 def zero_gradients(segment: Segment) -> Params:
@@ -70,34 +74,46 @@ def _zeroing(segment: Segment) -> Callable[[], Params]:
 def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
     """The program that draws: it takes the data of a key."""
 
+    structs = segment.initial_structs()
+
     def draw(data: Array) -> Params:
         key, out = jax.random.wrap_key_data(data, impl=impl), {}
         for part, part_key in _keys(segment, key):
-            of = _layers if part in STACKED else _part
-            out[part] = of(segment, part, part_key)
+            if part in STACKED:
+                out[part] = _layers(segment, part, part_key, structs[part])
+            else:
+                drawn = segment.module.init(part, part_key)
+                out[part] = jax.tree.map(lambda a, s: a.astype(s.dtype), drawn, structs[part])
         return out
 
-    shardings = jax.tree.map(lambda a: a.sharding, segment.placed_structs())
-    return jax.jit(draw, out_shardings=shardings)
+    return jax.jit(draw, out_shardings=jax.tree.map(lambda a: a.sharding, structs))
 
 
-def _part(segment: Segment, part: str, key: Array) -> Params:
-    return segment.module.init(part, key)
-
-
-def _layers(segment: Segment, part: str, key: Array) -> Params:
+def _layers(segment: Segment, part: str, key: Array, structs: Params) -> Params:
     """A part of the segment's layers, of one key each: every stage draws its own, one after the
-    other, since a vectorised draw would have other values."""
-    plan = segment.plan
+    other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
+    plan, ways = segment.plan, segment.data_ranks
     keys = jax.random.split(key, segment.module.n_layers)[plan.start : plan.stop]
     # Traced out here: a library's annotations could take the manual mesh for their own.
-    one, like = jax.make_jaxpr(partial(segment.module.init, part), return_shape=True)(keys[0])
-    on_stages: Any = jax.shard_map(
-        lambda keys: jax.lax.map(jaxpr_as_fun(one), keys),
+    one = jax.make_jaxpr(partial(segment.module.init, part))(keys[0])
+    flat, tree = jax.tree.flatten(structs)
+
+    def draw(key: Array) -> list[Array]:
+        mine, rank = [], jax.lax.axis_index("data")
+        for array, struct in zip(jaxpr_as_fun(one)(key), flat, strict=True):
+            dim = data_dim(struct.sharding.spec) - 1  # without that of layers
+            if dim >= 0:
+                size = array.shape[dim] // ways
+                array = jax.lax.dynamic_slice_in_dim(array, rank * size, size, dim)
+            mine.append(array.astype(struct.dtype))
+        return mine
+
+    on_ranks: Any = jax.shard_map(
+        lambda keys: jax.lax.map(draw, keys),
         mesh=segment.mesh,
         in_specs=P("stage"),
-        out_specs=P("stage"),
-        axis_names={"stage"},
+        out_specs=[manual_spec(struct) for struct in flat],
+        axis_names={"stage", "data"},
         check_vma=False,
     )
-    return jax.tree.unflatten(jax.tree.structure(like), on_stages(keys))
+    return jax.tree.unflatten(tree, on_ranks(keys))

@@ -6,7 +6,7 @@ parameters. So arrays are laid end to end, up to `MOST_ELEMENTS` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,11 +27,11 @@ def sum_scatter(
     """(ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their sum, sharded
     over "data" as `shard_specs` say; the sum of squares of all elements of the `counted` parts).
 
-    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; what is to be
-    added is sharded as the sum.
+    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; without "data"
+    there the gradient is sharded as the sum already, and so is what is to be added.
     """
     specs, tree = jax.tree.flatten(shard_specs)
-    ranks = [set(_names(s[0])) for s in jax.tree.leaves(grad_specs)]
+    ranks = [set(axes_of(s[0])) for s in jax.tree.leaves(grad_specs)]
     ways = mesh.shape["data"]
 
     counts = jax.tree.leaves({p: jax.tree.map(lambda _, p=p: p in counted, tree)
@@ -42,23 +42,17 @@ def sum_scatter(
         over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
         if mesh.shape["stage"] > 1:
             _replace(local, over_stage, lambda flat: jax.lax.psum(flat, "stage"))
-        split = [i for i, s in enumerate(specs) if _data_dim(s) >= 0]
-        whole = [i for i in range(len(specs)) if i not in split]
         if ways > 1:
+            apart = [i for i, axes in enumerate(ranks) if "data" in axes]
+            whole = [i for i in apart if data_dim(specs[i]) < 0]
             _replace(local, whole, lambda flat: jax.lax.psum(flat, "data"))
-            for part in _parts(split, local):
-                dims = [_data_dim(specs[i]) for i in part]
-                chunks = [_chunks(local[i], d, ways) for i, d in zip(part, dims)]
-                flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
-                own = jax.lax.psum_scatter(flat, "data")
-                for i, piece in zip(part, _cut(own, [c.shape[1:] for c in chunks])):
-                    local[i] = piece
+            scatter(local, {i: data_dim(specs[i]) for i in apart if i not in whole}, ways)
         total = jax.tree.unflatten(tree, local)
         added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
         total = {**total, **added}
         local = jax.tree.leaves(total)
         # An element counts once, on however many devices it is.
-        copies = [mesh.size // prod(mesh.shape[a] for d in s for a in _names(d)) for s in specs]
+        copies = [mesh.size // prod(mesh.shape[a] for d in s for a in axes_of(d)) for s in specs]
         squares = sum(
             (jnp.sum(jnp.square(x)) / n for x, n, yes in zip(local, copies, counts) if yes),
             start=jnp.float32(0),
@@ -76,41 +70,80 @@ def sum_scatter(
 
 
 def gather(mesh: Mesh, shard_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
-    """Arrays sharded as `shard_specs` say -> the same as `specs` do, whole on every data rank."""
-    dims = [_data_dim(s) for s in jax.tree.leaves(shard_specs)]
+    """Arrays sharded as `shard_specs` say -> the same as `specs` do: whole on every data rank, or
+    split as before."""
+    dims = [
+        data_dim(old) if data_dim(new) < 0 else -1
+        for old, new in zip(jax.tree.leaves(shard_specs), jax.tree.leaves(specs), strict=True)
+    ]
     ways = mesh.shape["data"]
 
     def body(arrays: Tree) -> Tree:
         local, tree = jax.tree.flatten(arrays)
-        split = [i for i, d in enumerate(dims) if d >= 0]
-        for part in _parts(split, local) if ways > 1 else ():
-            flat = jnp.concatenate([local[i].ravel() for i in part])
-            every = jax.lax.all_gather(flat, "data")
-            pieces = _cut(every, [local[i].shape for i in part])
-            for i, piece in zip(part, pieces):
-                local[i] = _joined(piece, dims[i])
+        if ways > 1:
+            join(local, {i: d for i, d in enumerate(dims) if d >= 0}, ways)
         return jax.tree.unflatten(tree, local)
 
     return jax.shard_map(body, mesh=mesh, in_specs=(shard_specs,), out_specs=specs, check_vma=False)
 
 
-def _names(dim: Any) -> tuple[str, ...]:
+# Of one rank, under a `shard_map` that is manual over "data": `dims` says by the place of an array
+# which dim of it is split over `ways` ranks.
+
+
+def join(arrays: list[Array], dims: Mapping[int, int], ways: int, *, together: bool = True) -> None:
+    """Put whole arrays in the place of pieces.
+
+    Args:
+      together: lay them end to end; not where a dim is sharded by the compiler, which would have to
+        gather it.
+    """
+    for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        if len(part) == 1:
+            (i,) = part
+            arrays[i] = jax.lax.all_gather(arrays[i], "data", axis=dims[i], tiled=True)
+            continue
+        flat = jnp.concatenate([arrays[i].ravel() for i in part])
+        every = jax.lax.all_gather(flat, "data")
+        for i, piece in zip(part, _cut(every, [arrays[i].shape for i in part])):
+            arrays[i] = _joined(piece, dims[i])
+
+
+def scatter(
+    arrays: list[Array], dims: Mapping[int, int], ways: int, *, together: bool = True
+) -> None:
+    """Put each rank's piece of the ranks' sums in the place of whole arrays; see `join`."""
+    for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        if len(part) == 1:
+            (i,) = part
+            arrays[i] = jax.lax.psum_scatter(
+                arrays[i], "data", scatter_dimension=dims[i], tiled=True
+            )
+            continue
+        chunks = [_chunks(arrays[i], dims[i], ways) for i in part]
+        flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
+        own = jax.lax.psum_scatter(flat, "data")
+        for i, piece in zip(part, _cut(own, [c.shape[1:] for c in chunks])):
+            arrays[i] = piece
+
+
+def axes_of(dim: Any) -> tuple[str, ...]:
     """Mesh axes that one entry of a spec names."""
     return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
-def _data_dim(spec: P) -> int:
+def data_dim(spec: P) -> int:
     """The dim sharded over "data"; -1: none."""
-    return next((i for i, dim in enumerate(spec) if "data" in _names(dim)), -1)
+    return next((i for i, dim in enumerate(spec) if "data" in axes_of(dim)), -1)
 
 
-def _parts(which: Sequence[int], arrays: Sequence[Array]) -> Iterator[list[int]]:
-    """Indices of arrays of one dtype that travel together."""
+def _parts(which: Iterable[int], arrays: Sequence[Array], most: int) -> Iterator[list[int]]:
+    """Indices of arrays of one dtype that travel together, of at most so many elements."""
     part: list[int] = []
     size = 0
     for i in sorted(which, key=lambda i: str(arrays[i].dtype)):
         new_dtype = part and arrays[i].dtype != arrays[part[0]].dtype
-        if part and (new_dtype or size + arrays[i].size > MOST_ELEMENTS):
+        if part and (new_dtype or size + arrays[i].size > most):
             yield part
             part, size = [], 0
         part.append(i)
@@ -123,7 +156,7 @@ def _replace(
     arrays: list[Array], which: Sequence[int], collective: Callable[[Array], Array]
 ) -> None:
     """Apply a collective that keeps shapes to some of the arrays."""
-    for part in _parts(which, arrays):
+    for part in _parts(which, arrays, MOST_ELEMENTS):
         flat = collective(jnp.concatenate([arrays[i].ravel() for i in part]))
         for i, piece in zip(part, _cut(flat, [arrays[i].shape for i in part])):
             arrays[i] = piece

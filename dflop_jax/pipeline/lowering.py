@@ -66,7 +66,7 @@ class Lowering:
         if hands_over:
             shardings["residuals"] = None if s.splits_tensors else s.sharding(*_OWN)
         body = partial(spmd_loop.forward_program, s, sums=sums)
-        lowered = self._jit(body, jax.tree.map(_manual, args), _OWN, shardings).lower(*args)
+        lowered = self._jit(body, jax.tree.map(manual_spec, args), _OWN, shardings).lower(*args)
         if hands_over:
             self._unplaced[shape] = residuals = lowered.out_info["residuals"]
             if not s.splits_tensors:
@@ -77,13 +77,13 @@ class Lowering:
         s = self._segment
         args = s.argument_structs(shape, BACKWARD)
         outs = s.output_structs(shape, BACKWARD)
-        params, x, fields, _, grads = jax.tree.map(_manual, args[:5])
+        params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
         dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _OWN, v)
               for k, v in args[3].items()}  # fmt: skip
         in_specs = (params, x, fields, dy, grads, _OWN)
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         body = partial(spmd_loop.backward_program, s)
-        jitted = self._jit(body, in_specs, jax.tree.map(_manual, outs), shardings, donate=(4,))
+        jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))
         return jitted.lower(*args)
 
     def _jit(
@@ -107,7 +107,7 @@ class Lowering:
         )
 
 
-def _manual(struct: jax.ShapeDtypeStruct) -> P:
+def manual_spec(struct: jax.ShapeDtypeStruct) -> P:
     """The part of a sharding that `shard_map` handles: every axis but "model"."""
     spec = struct.sharding.spec
     return P(*(None if axis == "model" else axis for axis in spec))

@@ -3,7 +3,11 @@ taps and inlets between them, exit.
 
 Gradients of parameters are added into float32 accumulators as they come, those of a layer into its
 place of the stack, so that no gradients of all layers stand beside them. Accumulators have a
-leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction.
+leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction, or, if
+accumulators are split over data ranks, added up as they come.
+
+Layers whose parameters are split over data ranks are gathered one ahead of their use, forward and
+backward; the ends are whole here.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dflop_jax.contract import Array, Params
+from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
 
 if TYPE_CHECKING:
@@ -45,19 +50,30 @@ def layer_params(params: Params) -> Params:
     return {**params["layers"], ADAPTER: params[ADAPTER]}
 
 
-def added(grads: Tree, more: Tree) -> Tree:
+def added(segment: Segment, grads: Tree, more: Tree) -> Tree:
     """`grads`, with their leading dim of 1, plus `more`."""
-    return jax.tree.map(lambda a, g: a + g[None], grads, more)
+    more = _own(segment, more)
+    return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), grads, more)
 
 
-def _added_at(grads: Tree, layer: Array, more: Tree) -> Tree:
+def _own(segment: Segment, grads: Tree) -> Tree:
+    """This rank's gradients by part, or its pieces of all data ranks' where accumulators are
+    split."""
+    if segment.plan.zero == 1:
+        return grads
+    specs = segment.split_specs()
+    return shards.scatter(segment.mesh, {part: specs[part] for part in grads}, grads)
+
+
+def _added_at(segment: Segment, grads: Tree, layer: Array, more: Tree) -> Tree:
     """Stacked `grads` plus a layer's, in place."""
 
     def one(stack: Array, g: Array) -> Array:
         so_far = lax.dynamic_index_in_dim(stack, layer, 1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(stack, so_far + g[None], layer, 1)
+        added = so_far + g[None].astype(stack.dtype)
+        return lax.dynamic_update_index_in_dim(stack, added, layer, 1)
 
-    return jax.tree.map(one, grads, more)
+    return jax.tree.map(one, grads, _own(segment, more))
 
 
 class Pieces:
@@ -89,12 +105,26 @@ class Pieces:
             return
         if plan.first:
             self._record("entry", params, None, x, fields)
-        self._record("layer", _one_layer(params), h, x, fields)
+        self._record("layer", self._whole_layer(_one_layer(params)), h, x, fields)
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
                 self._record(name, params, h, x, fields)
         if plan.last and not segment.has_loss:
             self._record("exit", params, h, x, fields)
+
+    def _whole_layer(self, layer: Params) -> Params:
+        """The stacked parts of one layer, gathered where they are split over data ranks."""
+        specs = self.segment.held_specs()
+        return shards.gather(self.segment.mesh, {part: specs[part] for part in layer}, layer)
+
+    def _scan_layers(
+        self, visit: Any, carry: Any, params: Params, run: Run, xs: Any, *, reverse: bool = False
+    ) -> tuple[Any, Any]:
+        """`lax.scan` of `visit(carry, a layer's whole parameters, x)` over a run's layers."""
+        layers = _stacked(params, run)
+        if self.segment.plan.zero == 3:
+            return shards.scan_layers(self._whole_layer, visit, carry, layers, xs, reverse=reverse)
+        return lax.scan(lambda c, now: visit(c, *now), carry, (layers, xs), reverse=reverse)
 
     def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
@@ -156,11 +186,11 @@ class Pieces:
         kept: dict[str, Any] = {}
         for run in self.runs:
 
-            def one(h: Array, layer: Params) -> tuple[Array, list[Array]]:
+            def one(h: Array, layer: Params, _: None) -> tuple[Array, list[Array]]:
                 return self.forward("layer", layer, h, {}, fields)
 
             if run.stop > run.start:
-                h, kept[f"layers {run.start}"] = lax.scan(one, h, _stacked(params, run))
+                h, kept[f"layers {run.start}"] = self._scan_layers(one, h, params, run, None)
             for name in run.taps:
                 tapped[name], kept[name] = self.forward(name, params, h, x, fields)
             for name in run.inlets:
@@ -176,7 +206,7 @@ class Pieces:
         """The gradient of one piece but a layer: (of hidden states, of inputs, grads + its own)."""
         args = self._split(name, params, x, fields)
         dfree, dh, dplaced = self._recorded[name].backward(kept, *args, dout)
-        return dh, dplaced, {**grads, **added({k: grads[k] for k in dfree}, dfree)}
+        return dh, dplaced, {**grads, **added(self.segment, {k: grads[k] for k in dfree}, dfree)}
 
     def run_layers_back(
         self, kept: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
@@ -196,23 +226,24 @@ class Pieces:
                 dh = dh if more is None else dh + more
             if run.stop > run.start and self._recorded["layer"].has_gradient:
                 layers = kept[f"layers {run.start}"]
-                dh, grads = self._layers_back(layers, _stacked(params, run), fields, dh, grads, run)
+                dh, grads = self._layers_back(layers, params, fields, dh, grads, run)
         return dh, dx, grads
 
     def _layers_back(
-        self, kept: Tree, layers: Params, fields: Tree, dh: Array, grads: Tree, run: Run
+        self, kept: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: Run
     ) -> tuple[Array, Tree]:
-        trained = {k: grads[k] for k in layers if k in self.segment.trainable}
+        trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
 
-        def one(carry: tuple[Array, Tree], now: Tree) -> tuple[tuple[Array, Tree], None]:
-            dh, totals = carry
-            i, layer, own = now
+        def one(
+            carry: tuple[Array, Tree], layer: Params, now: tuple[Array, list[Array]]
+        ) -> tuple[tuple[Array, Tree], None]:
+            (dh, totals), (i, own) = carry, now
             args = self._split("layer", layer, {}, fields)
             dfree, dh, _ = self._recorded["layer"].backward(own, *args, dh)
-            return (dh, _added_at(totals, i, dfree)), None
+            return (dh, _added_at(self.segment, totals, i, dfree)), None
 
-        places = jnp.arange(run.start, run.stop)
-        (dh, totals), _ = lax.scan(one, (dh, trained), (places, layers, kept), reverse=True)
+        now = jnp.arange(run.start, run.stop), kept
+        (dh, totals), _ = self._scan_layers(one, (dh, trained), params, run, now, reverse=True)
         return dh, {**grads, **totals}
 
 

@@ -8,18 +8,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from dflop_jax.contract import (
-    Array,
     Module,
-    Params,
-    split_dim,
     taps_of,
 )
+from dflop_jax.pipeline.held import HeldParameters, part_struct
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.pieces import ADAPTER, STACKED
+from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, SegmentPlan, Shape
 
 Tree = Any
@@ -27,11 +24,10 @@ Tree = Any
 Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
-KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(HeldParameters):
     """A segment's static facts; everything below is derived from them.
 
     Attributes:
@@ -117,87 +113,6 @@ class Segment:
         """Names of its loss's sums; () without a loss. Any shape tells."""
         out = _exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
         return tuple(out) if isinstance(out, dict) else ()
-
-    def sharding(self, *spec: Any) -> NamedSharding:
-        return NamedSharding(self.mesh, P(*spec))
-
-    # ---- parameters ----
-
-    def param_structs(self) -> Params:
-        """Shapes and dtypes of the segment's parameters, layers stacked."""
-
-        def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.plan.n_layers, *leaf.shape), leaf.dtype)
-
-        structs = {p: self._part_struct(p) for p in self.parts}
-        return {p: jax.tree.map(stacked, s) if p in STACKED else s for p, s in structs.items()}
-
-    def program_structs(self) -> Params:
-        """`param_structs` with their shardings: what programs read."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.sharding(*s)),
-            self.param_structs(),
-            self.param_specs(),
-        )
-
-    def placed_structs(self) -> Params:
-        """`program_structs` of the segment's own parts: what it updates and saves."""
-        structs = self.program_structs()
-        return {part: structs[part] for part in self.own_parts}
-
-    def _part_struct(self, part: str) -> Params:
-        return _part_struct(self.module, part)
-
-    def _specs(self, lead_layers: tuple[Any, ...], lead_ends: tuple[Any, ...]) -> Params:
-        ways = self.mesh.shape["model"]
-
-        def spec(lead: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
-            split = split_dim(leaf.shape, axes, ways)
-            return P(*lead, *("model" if i == split else None for i in range(len(axes))))
-
-        return {
-            part: jax.tree.map(
-                partial(spec, lead_layers if part in STACKED else lead_ends),
-                self._part_struct(part),
-                _logical_axes(self.module, part),
-            )
-            for part in self.parts
-        }
-
-    def param_specs(self) -> Params:
-        specs = self._specs(("stage",), ())
-        jax.tree.map_with_path(self._check_divides, self.param_structs(), specs)
-        return specs
-
-    def _check_divides(self, path: Any, leaf: jax.ShapeDtypeStruct, spec: P) -> None:
-        for size, axis in zip(leaf.shape, spec, strict=False):
-            ways = self.mesh.shape[axis] if axis else 1
-            if size % ways:
-                raise ValueError(
-                    f"segment {self.name!r}: dim {size} of {jax.tree_util.keystr(path)} does not "
-                    f"divide over {axis}={ways}; choose a degree that divides it"
-                )
-
-    def grad_specs(self) -> Params:
-        specs = self._specs(("data", "stage"), (("data", "stage"),))
-        return {part: specs[part] for part in self.parts if part in self.trainable}
-
-    def grad_structs(self) -> Params:
-        """Float32 accumulators: a leading dim keeps the ranks' gradients apart."""
-
-        def accumulator(lead: int, leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-            shape = (lead, *leaf.shape)
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.sharding(*spec))
-
-        structs, ranks = self.param_structs(), self.data_ranks
-        return {
-            part: jax.tree.map(
-                partial(accumulator, ranks if part in STACKED else ranks * self.stages),
-                structs[part],
-                specs,
-            )
-            for part, specs in self.grad_specs().items()
-        }
 
     # ---- shapes of what flows ----
 
@@ -304,28 +219,7 @@ class Segment:
         return Lowering(self)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def init_part(module: Module, part: str, key: Array) -> Params:
-    """Fresh parameters of a part of a module, of one layer for "layers"."""
-    return module.init(part, key)
-
-
-def init_structs(module: Module, part: str) -> Params:
-    """Shapes and dtypes of `init_part`, which then is not traced again where it runs."""
-    return init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
-
-
 # What follows is asked for again and again, for every segment, shape and program.
-
-
-@lru_cache(maxsize=256)
-def _part_struct(module: Module, part: str) -> Params:
-    return init_structs(module, part)
-
-
-@lru_cache(maxsize=256)
-def _logical_axes(module: Module, part: str) -> Params:
-    return module.logical_axes(part)
 
 
 def _fields(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -336,14 +230,14 @@ def _fields(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtype
 @lru_cache(maxsize=1024)
 def _hidden_struct(module: Module, shape: Shape) -> jax.ShapeDtypeStruct:
     fields = _fields(module, "entry", shape)
-    return jax.eval_shape(module.entry, _part_struct(module, "entry"), fields)
+    return jax.eval_shape(module.entry, part_struct(module, "entry"), fields)
 
 
 @lru_cache(maxsize=1024)
 def _tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
     fields = {k: struct for part in ("entry", "layers", name)
               for k, struct in _fields(module, part, shape).items()}  # fmt: skip
-    params = _part_struct(module, name) if name in module.inputs else None
+    params = part_struct(module, name) if name in module.inputs else None
     tap: Any = module.tap  # type: ignore[attr-defined]
     return jax.eval_shape(partial(tap, name), params, _hidden_struct(module, shape), fields)
 
@@ -351,8 +245,8 @@ def _tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct
 @lru_cache(maxsize=1024)
 def _exit_struct(module: Module, shape: Shape) -> Tree:
     fields, hidden = _fields(module, "exit", shape), _hidden_struct(module, shape)
-    entry = _part_struct(module, "entry") if module.tied else None
-    return jax.eval_shape(module.exit, _part_struct(module, "exit"), hidden, fields, entry)
+    entry = part_struct(module, "entry") if module.tied else None
+    return jax.eval_shape(module.exit, part_struct(module, "exit"), hidden, fields, entry)
 
 
 def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:

@@ -14,13 +14,16 @@ its backward needs}, as far as it has them. M counts microbatches in a group, S 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params
+from dflop_jax.pipeline import fused, shards
 from dflop_jax.pipeline.pieces import STACKED, Pieces, added
 
 if TYPE_CHECKING:
@@ -88,7 +91,8 @@ class _Loop:
 
     def __init__(self, segment: Segment, params: Params, x: Tree, fields: Tree, *, records: bool):
         self.segment = segment
-        self.params, self.x, self.fields = _prepared(params), _enter(x), _enter(fields)
+        self.params = _prepared(segment, params)
+        self.x, self.fields = _enter(x), _enter(fields)
         self.m, self.s = segment.microbatches, segment.stages
         self.stage = lax.axis_index("stage")
         here, now = _at(self.x, jnp.int32(0)), _at(self.fields, jnp.int32(0))
@@ -201,7 +205,7 @@ class _Loop:
             sums, vjp = jax.vjp(loss, free, now[0])
             dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
                              for k, v in sums.items()})  # fmt: skip
-            return added(totals, dfree), (sums, dh)
+            return added(self.segment, totals, dfree), (sums, dh)
 
         totals = {k: grads[k] for k in free}
         totals, (sums, douts) = lax.scan(visit, totals, (outs, self._own_share()))
@@ -243,12 +247,21 @@ def _varying(tree: Tree, *axes: str) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), tree)
 
 
-def _prepared(params: Params) -> Params:
-    """Parameters marked as differing per rank: layers along data, ends along stage too."""
-    return {
-        part: _varying(tree, "data") if part in STACKED else _varying(tree, "stage", "data")
-        for part, tree in params.items()
-    }
+def _prepared(segment: Segment, params: Params) -> Params:
+    """Parameters marked as differing per rank: layers along data, ends along stage too. Ends are
+    gathered where they are split over data ranks, layers when their turn comes."""
+    specs = segment.held_specs()
+
+    def mark(part: str, array: Array, spec: P) -> Array:
+        axes = () if part in STACKED else ("stage",)
+        if fused.data_dim(spec) < 0:  # else it differs along data as it is
+            axes = (*axes, "data")
+        return lax.pcast(array, axes, to="varying") if axes else array
+
+    marked = {part: jax.tree.map(partial(mark, part), params[part], specs[part]) for part in params}
+    ends = {part: tree for part, tree in marked.items() if part not in STACKED}
+    whole = shards.gather(segment.mesh, {part: specs[part] for part in ends}, ends)
+    return {**marked, **whole}
 
 
 def _enter(x: Tree) -> Tree:

@@ -45,10 +45,12 @@ class LocalResult:
 class State:
     """What a run carries from step to step, by segment name; steps donate and replace it.
 
+    `masters` are {} for a segment whose programs hold the optimizer's own parameters.
     `shared` are the entry's parameters of a tied module, as the segment that reads them has them.
     """
 
     params: dict[str, Tree] = field(default_factory=dict)
+    masters: dict[str, Tree] = field(default_factory=dict)
     opt_state: dict[str, Tree] = field(default_factory=dict)
     grads: dict[str, Tree] = field(default_factory=dict)
     shared: dict[str, Tree] = field(default_factory=dict)
@@ -285,9 +287,10 @@ class StepCall:
         own = [p for p in segment.own_parts if p in segment.trainable]
         grads = {p: self.reduced[name][0][p] for p in own}
         if own:
-            new, state.opt_state[name], norm = self.programs.of_update(name, UPDATE)(
-                {p: params[p] for p in own}, state.opt_state[name], grads, squares
-            )
+            held = {p: params[p] for p in own}, state.masters[name], state.opt_state[name]
+            update_program = self.programs.of_update(name, UPDATE)
+            new, *rest, norm = update_program(*held, grads, squares)
+            state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
             self.norms.append(norm)
         # Not kept until the step is read, which is after the next one was dispatched.

@@ -1,13 +1,14 @@
 """The end of a step: one reduction of the gradients over ranks, then the optimizer.
 
-Optimizer state is sharded over the data axis (ZeRO-1): the reduction scatters, the update runs on
-each rank's shard, and new parameters are gathered.
+Optimizer state is split over data ranks: the reduction scatters, the update runs on each rank's
+piece. New parameters are gathered, or stay pieces where the parameters are split too (ZeRO 3).
+Where programs hold parameters in another dtype, the optimizer's are float32 masters beside its
+state, and what programs hold is made of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,24 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
+from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.pieces import STACKED
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
-
-
-def _spread(mesh: jax.sharding.Mesh, leaf: jax.ShapeDtypeStruct, spec: P) -> NamedSharding:
-    """`spec` with "data" on the first free dim that it divides."""
-    axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
-    for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        if axis is None and size % mesh.shape["data"] == 0 and size > 0:
-            axes[i] = "data"
-            break
-    return NamedSharding(mesh, P(*axes))
 
 
 def _specs(structs: Tree) -> Tree:
@@ -65,21 +56,25 @@ class SegmentUpdate:
         self.adds_shared = adds_shared
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
-        structs, specs = segment.program_structs(), segment.param_specs()
-        trained = {p: structs[p] for p in segment.parts if p in segment.trainable}
-        self._params = {p: s for p, s in trained.items() if p in segment.own_parts}
-        self._shard = {
-            p: jax.tree.map(partial(_spread, segment.mesh), s, specs[p]) for p, s in trained.items()
-        }
-        self._trained = trained
-        self.state_structs = self._state_structs()
+        structs, split = segment.program_structs(), segment.split_specs()
+        trained = [p for p in segment.parts if p in segment.trainable]
+        self._trained = {p: structs[p] for p in trained}
+        self._params = self._own(self._trained)
+        self._split = {p: split[p] for p in trained}
+        own = self._own(segment.initial_structs())
+        self.master_structs = own if segment.has_masters else {}
+        self.state_structs = self._state_structs(own)
 
     @property
     def shared(self) -> tuple[str, ...]:
         """Parts whose gradient another segment's update takes."""
         return tuple(p for p in self._trained if p not in self._params)
 
-    def _state_structs(self) -> Tree:
+    def _own(self, by_part: Tree) -> Tree:
+        own = self.segment.own_parts
+        return {p: tree for p, tree in by_part.items() if p in self._trained and p in own}
+
+    def _state_structs(self, params: Tree) -> Tree:
         everywhere = self.segment.sharding()
 
         def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -88,10 +83,13 @@ class SegmentUpdate:
         return optax.tree_utils.tree_map_params(
             self.tx,
             sharded,
-            jax.eval_shape(self.tx.init, self._params),
-            self._own(self._shard),
+            jax.eval_shape(self.tx.init, params),
+            self._shardings(self._own(self._split)),
             transform_non_params=lambda leaf: sharded(leaf, everywhere),
         )
+
+    def _shardings(self, specs: Tree) -> Tree:
+        return jax.tree.map(lambda spec: self.segment.sharding(*spec), specs)
 
     def layered(self) -> Tree:
         """For each leaf of the state whether it belongs to the stacked layers."""
@@ -103,35 +101,46 @@ class SegmentUpdate:
             transform_non_params=lambda _: False,
         )
 
-    def init_state(self, params: Tree) -> Tree:
+    def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
+        """`Segment.initial_structs`' arrays -> (parameters that programs read, masters, fresh
+        optimizer state)."""
+        params, masters = self.take_masters(initial)
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
-        free = {p: params[p] for p in self._params}
-        return jax.jit(self.tx.init, out_shardings=shardings)(free)
+        state = jax.jit(self.tx.init, out_shardings=shardings)(self._own(initial))
+        return params, masters, state
+
+    def take_masters(self, initial: Tree) -> tuple[Tree, Tree]:
+        """(parameters that programs read, masters)."""
+        if not self.master_structs:
+            return initial, {}
+        masters = self._own(initial)
+        if not is_local(self.segment.mesh):
+            return {**initial, **jax.tree.map(absent, self._params)}, masters
+
+        def made(masters: Tree) -> Tree:
+            return jax.tree.map(lambda m, a: m.astype(a.dtype), masters, self._params)
+
+        shardings = jax.tree.map(lambda a: a.sharding, self._params)
+        return {**initial, **jax.jit(made, out_shardings=shardings)(masters)}, masters
 
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
-    def _own(self, by_part: Tree) -> Tree:
-        return {p: tree for p, tree in by_part.items() if p in self._params}
-
     def shard_structs(self) -> Tree:
-        """Reduced gradients, each data rank its shard; shared parts included."""
+        """Reduced gradients, each data rank its piece; shared parts included."""
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
             self._trained,
-            self._shard,
+            self._shardings(self._split),
         )
-
-    def _shard_specs(self) -> Tree:
-        return jax.tree.map(lambda s: s.spec, self._shard)
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
         return self.shard_structs(), self._scalar(), self.segment.grad_structs()
 
-    def updated_structs(self) -> tuple[Tree, Tree, jax.ShapeDtypeStruct]:
+    def updated_structs(self) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
         """Outputs of the update."""
-        return self._params, self.state_structs, self._scalar()
+        return self._params, self.master_structs, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
         """(grads of ranks, gradient shards of the shared part's reader) -> (gradient shards, sum of
@@ -139,7 +148,7 @@ class SegmentUpdate:
         the owner of a tied parameter."""
         grads, shards = self.segment.grad_structs(), self.shard_structs()
         add_up = fused.sum_scatter(
-            self.segment.mesh, _specs(grads), self._shard_specs(), counted=tuple(self._params)
+            self.segment.mesh, _specs(grads), self._split, counted=tuple(self._params)
         )
         more = {"entry": shards["entry"]} if self.adds_shared else {}
 
@@ -151,23 +160,23 @@ class SegmentUpdate:
         return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, more)
 
     def lower_update(self, n_norms: int) -> jax.stages.Lowered:
-        """(params, state, gradient shards, sums of squares of all segments) ->
-        (params, state, global norm before clipping); params and state donated. Each data rank makes
-        new parameters of its shard only; these are gathered, in their own dtype."""
-        shards, scalar = self._own(self.shard_structs()), self._scalar()
-        sharding = self._own(self._shard)
-        whole = fused.gather(
-            self.segment.mesh, self._own(self._shard_specs()), _specs(self._params)
-        )
+        """(params, masters, state, gradient pieces, sums of squares of all segments) ->
+        (params, masters, state, global norm before clipping); params, masters and state donated.
+        Each data rank makes new parameters of its piece only; these are gathered in the dtype that
+        programs hold them in."""
+        pieces, scalar = self._own(self.shard_structs()), self._scalar()
+        split = self._own(self._split)
+        sharding = self._shardings(split)
+        whole = fused.gather(self.segment.mesh, split, _specs(self._params))
 
         def update(
-            params: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
-        ) -> tuple[Tree, Tree, Array]:
+            params: Tree, masters: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
+        ) -> tuple[Tree, Tree, Tree, Array]:
             norm = jnp.sqrt(jnp.stack(squares).sum())
             if self.clip_norm > 0:
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
-            mine = jax.lax.with_sharding_constraint(params, sharding)
+            mine = masters or jax.lax.with_sharding_constraint(params, sharding)
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 updates, state = self.tx.update(grads, state, mine)
@@ -176,8 +185,11 @@ class SegmentUpdate:
                     for part, tree in updates.items()
                 }
                 new = optax.apply_updates(mine, updates)
-            return whole(new), state, norm
+            held = jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params)
+            return whole(held), new if masters else {}, state, norm
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
-        fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1))
-        return fn.lower(self._params, self.state_structs, shards, (scalar,) * n_norms)
+        # Parameters are donated also where the masters are read in their place.
+        fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
+        args = self._params, self.master_structs, self.state_structs, pieces
+        return fn.lower(*args, (scalar,) * n_norms)

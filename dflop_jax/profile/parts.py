@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
+from dflop_jax.pipeline.held import init_structs
 from dflop_jax.pipeline.pieces import ADAPTER, PARTS, layer_params
-from dflop_jax.pipeline.segment import init_structs
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import LAYOUT, Region, Value, sources, trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape

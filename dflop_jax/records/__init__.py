@@ -17,6 +17,7 @@ from dflop_jax.records.data import (
 )
 from dflop_jax.records.plan import (
     REMAT,
+    ZERO,
     Edge,
     Grouping,
     Plan,
@@ -24,6 +25,7 @@ from dflop_jax.records.plan import (
     Remat,
     SegmentPlan,
     SubmeshPlan,
+    Zero,
     with_remat,
 )
 from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId
@@ -53,6 +55,7 @@ __all__ = [
     "RETURN",
     "SEND",
     "UPDATE",
+    "ZERO",
     "Bucket",
     "DataProfile",
     "Direction",
@@ -81,6 +84,7 @@ __all__ = [
     "SubmeshPlan",
     "Task",
     "Trace",
+    "Zero",
     "first_pieces",
     "numbered",
     "piece_tokens",

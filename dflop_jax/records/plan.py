@@ -13,6 +13,8 @@ from dflop_jax.records.data import Bucket, Shape
 
 Remat = Literal["none", "dots", "named", "layers", "segment"]
 REMAT: tuple[str, ...] = get_args(Remat)
+Zero = Literal[1, 2, 3]
+ZERO: tuple[int, ...] = get_args(Zero)
 Grouping = Literal["balanced", "arrival"]
 
 
@@ -85,6 +87,9 @@ class SegmentPlan:
     names (attention's output); "layers": each layer, from its input; "segment": the whole segment,
     from its input. A segment that nobody reads has one task for forward and backward; there
     "segment" is "none", and the others say what is kept within the task.
+
+    `zero` says what is split over the data ranks instead of whole on each (ZeRO): 1: optimizer
+    state, 2: gradients too, 3: parameters too.
     """
 
     name: str
@@ -95,10 +100,12 @@ class SegmentPlan:
     first: bool
     last: bool
     remat: Remat = "none"
+    zero: Zero = 1
 
     def __post_init__(self) -> None:
         require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
         require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
+        require(self.zero in ZERO, f"segment {self.name!r}: zero={self.zero!r} not in {ZERO}")
 
     @property
     def n_layers(self) -> int:
@@ -187,6 +194,11 @@ class Plan:
             ends = parts[0].start == 0 and parts[0].first and parts[-1].last
             inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
             require(joined and ends and inner, f"segments of {module!r} do not join end to end")
+            degrees = {s.zero for s in parts}
+            require(
+                len(degrees) == 1,
+                f"segments of {module!r} have zero={sorted(degrees)}; give all of them one degree",
+            )
         by_module = [s.module for s in self.segments]
         runs = [m for m, before in zip(by_module, [None, *by_module]) if m != before]
         require(len(runs) == len(set(runs)), f"segments must stand module by module, got {runs}")

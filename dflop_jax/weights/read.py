@@ -21,9 +21,9 @@ PIECE_BYTES = 32 * 2**20
 def read_segment(
     folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
 ) -> Tree:
-    """Parameters of a segment on its submesh; see `read_params`."""
+    """`Segment.initial_structs` from a folder; see `read_params`."""
     s = segment.plan
-    return read_params(folder, s.module, segment.placed_structs(), s.start, initial)
+    return read_params(folder, s.module, segment.initial_structs(), s.start, initial)
 
 
 def read_params(

@@ -55,8 +55,9 @@ def executor(name: str, *, freeze=(), n_layers=4) -> Executor:
     for n, segment in ex.programs.segments.items():
         ex.state.params[n] = jax.tree.map(zeros, segment.placed_structs())
         if n in ex.trainable:
-            states = ex.programs.updates[n].state_structs
-            ex.state.opt_state[n] = jax.tree.map(zeros, states)
+            update = ex.programs.updates[n]
+            ex.state.masters[n] = jax.tree.map(zeros, update.master_structs)
+            ex.state.opt_state[n] = jax.tree.map(zeros, update.state_structs)
     return ex
 
 

@@ -26,7 +26,7 @@ LAYOUTS = {
     (2, 1): {
         "1+1": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
         "tied across processes": ((0, 1, 1, 1), (0, 1, 1, 1), {"llm_segments": 2}),
-        "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {}),
+        "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {"zero": {"vision": 2, "llm": 3}}),
     },
 }
 
@@ -54,9 +54,11 @@ def print_order(programs):
 
 
 def check(want, name, vision, llm, options):
+    options = dict(options)
+    zero = options.pop("zero", {})
     m = Small()
     samples = plain.random_samples(m, N, 1)
-    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(36, 240), **options), **zero)
     schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)

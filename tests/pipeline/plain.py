@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +261,9 @@ def plan_of(
         tied=("llm",) if model.modules["llm"].tied else (),
         fan_in=fan_in,
     )
+
+
+def with_zero(plan: Plan, **degrees: int) -> Plan:
+    """The plan with other degrees of sharding of some modules."""
+    changed = (replace(s, zero=degrees.get(s.module, s.zero)) for s in plan.segments)
+    return replace(plan, segments=tuple(changed))

@@ -1,0 +1,93 @@
+"""What is split over data ranks (ZeRO, arXiv 1910.02054): one rule, and how pieces become whole.
+
+Of every parameter one dim is split over the mesh axis "data", the first that is free and that the
+ranks divide; a parameter without such a dim stays whole. Its optimizer state, its gradient and the
+parameter itself are cut the same way, so that none of them moves to meet another.
+
+`gather`, `scatter` and `scan_layers` are called under a `shard_map` that is manual over "data".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import Array
+from dflop_jax.pipeline import fused
+
+Tree = Any
+
+
+def split_spec(leaf: jax.ShapeDtypeStruct, spec: P, ways: int) -> P:
+    """`spec` with "data" on the first free dim that `ways` divides; as it is if there is none."""
+    axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
+    for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
+        if axis is None and ways > 1 and size > 0 and size % ways == 0:
+            return P(*axes[:i], "data", *axes[i + 1 :])
+    return spec
+
+
+def gather(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
+    """Pieces -> whole arrays, equal on every data rank, in their own dtype.
+
+    Args:
+      specs: how each array is split; the leading dims that an array lacks (the layers' dim of one
+        layer) are left out.
+    """
+    local, tree = jax.tree.flatten(arrays)
+    fused.join(local, _dims(specs, local), mesh.shape["data"], together=mesh.shape["model"] == 1)
+    return jax.tree.unflatten(tree, local)
+
+
+def scatter(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
+    """Whole arrays of each data rank -> float32 pieces of their sum over the ranks; an array that
+    is not split stays this rank's own. `specs` as for `gather`."""
+    # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
+    local, tree = jax.tree.flatten(jax.tree.map(lambda a: a.astype(jnp.float32), arrays))
+    fused.scatter(local, _dims(specs, local), mesh.shape["data"], together=mesh.shape["model"] == 1)
+    return jax.tree.unflatten(tree, local)
+
+
+def _dims(specs: Tree, arrays: list[Array]) -> dict[int, int]:
+    """By the place of an array the dim of it that is split."""
+    placed = enumerate(zip(jax.tree.leaves(specs), arrays, strict=True))
+    return {i: d - (len(s) - a.ndim) for i, (s, a) in placed if (d := fused.data_dim(s)) >= 0}
+
+
+def scan_layers(
+    gather_layer: Callable[[Tree], Tree],
+    visit: Callable[[Any, Tree, Any], tuple[Any, Any]],
+    carry: Any,
+    layers: Tree,
+    xs: Any = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """`lax.scan` of `visit(carry, layer's whole parameters, x) -> (carry, y)` over stacked pieces
+    of layers, each gathered while the one before it is visited; two layers are whole at a time.
+
+    It is not differentiated: gradients would keep every gathered layer.
+    """
+    n_layers = jax.tree.leaves(layers)[0].shape[0]
+    step, first, last = (-1, n_layers - 1, 0) if reverse else (1, 0, n_layers - 1)
+
+    def whole(i: Array) -> Tree:
+        own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), layers)
+        return gather_layer(own)
+
+    def visit_next(state: tuple[Any, Tree], now: tuple[Array, Any]) -> tuple[Any, Any]:
+        (carry, params), (i, x) = state, now
+        # Before the visit, so that it is under way meanwhile. The last layer's is not used.
+        ahead = whole(jnp.where(i == last, i, i + step))
+        carry, y = visit(carry, params, x)
+        return (carry, ahead), y
+
+    start = carry, whole(jnp.int32(first))
+    (carry, _), ys = lax.scan(visit_next, start, (jnp.arange(n_layers), xs), reverse=reverse)
+    return carry, ys

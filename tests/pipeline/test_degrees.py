@@ -1,0 +1,139 @@
+"""What the degrees of sharding over data ranks hold on a device, and a run that changes degree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.train.optimizer import make_optimizer
+from models.llava import build
+
+from ..checkpoint.checkpoint_cases import reader_of, save, saver_of
+from . import plain
+
+TRAIN = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2)
+NANO = build("nano")
+SAMPLES = plain.random_samples(NANO, 8, 5, max_tiles=0)
+
+
+def executor(zero, data, *, dtype="float32", size=NANO.size):
+    m = dataclasses.replace(NANO, size=size, dtype=jax.numpy.dtype(dtype))
+    plan = plain.plan_of(m, None, (0, 1, data, 1), bucket=(0, 96))
+    plan = plain.with_zero(plan, llm=zero)
+    return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
+
+
+def steps(ex, first, n):
+    """Losses of some steps on text."""
+    losses = []
+    for step in range(first, first + n):
+        schedule = plain.random_schedule(ex.plan, SAMPLES, 1, seed=step)
+        arrays = plain.pack(ex.model, ex.plan, schedule, SAMPLES)
+        scales = plain.scales_of(arrays)
+        result = ex.run_step(schedule, arrays, scales).result()
+        losses.append(result.sums["llm.loss_sum"] * scales["llm"])
+    return losses
+
+
+def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
+    split, alone = executor(3, 2), executor(1, 1)
+    try:
+        for ex in (split, alone):
+            ex.init(0)
+            ex.compile()
+        before = steps(split, 0, 2)
+        saver = saver_of(split, tmp_path)
+        save(saver, 2)
+        want = steps(split, 2, 2)
+        assert max(want) < min(before)
+        saver.restore(reader_of(saver, 2))
+        assert steps(split, 2, 2) == want
+        saver_of(alone, tmp_path).restore(reader_of(saver, 2))
+        assert steps(alone, 2, 2) == pytest.approx(want, rel=1e-5)
+    finally:
+        split.close()
+        alone.close()
+
+
+def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
+    split, whole = executor(3, 4, dtype="bfloat16"), executor(1, 2, dtype="bfloat16")
+    exact = executor(1, 1)
+    try:
+        for seed, ex in enumerate((split, whole, exact)):
+            ex.init(seed)
+        saver = saver_of(split, tmp_path)
+        save(saver, 1)
+        masters = jax.tree.map(np.asarray, split.state.masters["llm"])
+        for ex in (whole, exact):
+            saver_of(ex, tmp_path).restore(reader_of(saver, 1))
+        jax.tree.map(np.testing.assert_array_equal, whole.state.masters["llm"], masters)
+        jax.tree.map(np.testing.assert_array_equal, exact.state.params["llm"], masters)
+        for ex in (split, whole):
+            for held, master in zip(
+                *map(jax.tree.leaves, (ex.state.params["llm"], masters)), strict=True
+            ):
+                assert held.dtype == jax.numpy.bfloat16
+                for shard in held.addressable_shards:
+                    np.testing.assert_array_equal(
+                        shard.data, master.astype(held.dtype)[shard.index]
+                    )
+    finally:
+        for ex in (split, whole, exact):
+            ex.close()
+
+
+def device_bytes(tree):
+    """Bytes of live arrays on the first device."""
+    first = jax.devices()[0]
+    shards = (s for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device == first)
+    return sum(s.data.nbytes for s in shards)
+
+
+@pytest.mark.parametrize("dtype, item", [("float32", 4), ("bfloat16", 2)])
+def test_a_degree_says_what_a_device_holds(dtype, item):
+    """On 3 ranks, which divide the width and nothing else."""
+    decoder = dataclasses.replace(NANO.size.decoder, width=24, n_heads=3, n_kv_heads=1)
+    size = dataclasses.replace(NANO.size, decoder=decoder)
+    held = {}
+    for zero in (1, 2, 3):
+        ex = executor(zero, 3, dtype=dtype, size=size)
+        ex.init(0)
+        held[zero] = {k: device_bytes(getattr(ex.state, k))
+                      for k in ("params", "masters", "opt_state", "grads")}  # fmt: skip
+        structs = ex.programs.segments["llm"].param_structs()
+        ex.close()
+    sizes = {jax.tree_util.keystr(path): a.size
+             for path, a in jax.tree_util.tree_leaves_with_path(structs)}  # fmt: skip
+    n_whole = sum(sizes.values())
+    n_biases = sum(n for name, n in sizes.items() if "bias" in name)
+    assert n_biases == 4 * (3 + 1 + 1) * 8
+    n_split = (n_whole - n_biases) // 3 + n_biases
+    counters = held[1]["opt_state"] - 8 * n_split
+    assert 0 < counters < 100
+    for zero, found in held.items():
+        assert found["params"] == item * (n_split if zero == 3 else n_whole)
+        assert found["masters"] == (0 if item == 4 else 4 * n_split)
+        assert found["opt_state"] == 8 * n_split + counters
+        assert found["grads"] == 4 * (n_split if zero >= 2 else n_whole)
+
+
+def test_frozen_parts_have_no_masters():
+    """They are held in the dtype that programs read, and split like those that train."""
+    m = NANO.with_lora(2, 4.0)
+    m = dataclasses.replace(m, dtype=jax.numpy.dtype("bfloat16"))
+    plan = plain.with_zero(plain.plan_of(m, None, (0, 1, 2, 1), bucket=(0, 96)), llm=3)
+    ex = Executor(m, plan, make_optimizer(TRAIN), freeze=("vision", "connector", "llm"))
+    ex.init(0)
+    params, masters = ex.state.params["llm"], ex.state.masters["llm"]
+    assert set(masters) == {"adapter"}
+    n_split = 0
+    for leaf in jax.tree.leaves(params):
+        assert leaf.dtype == jax.numpy.bfloat16
+        n_split += leaf.addressable_shards[0].data.size * 2 == leaf.size
+    assert n_split == len(jax.tree.leaves(params)) > 10
+    ex.close()

@@ -75,13 +75,13 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         title_justify="left",
     )
     if explain:
-        table.add_column("remat")
+        table.add_column("saves memory by")
         table.add_column("against the first")
     best = result.candidates[0]
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), f"{1e3 * c.makespan_s:.1f}"]
         row.append(f"{c.peak_bytes / _GIB:.2f}")
-        table.add_row(*row, *([c.remat, why_it_lost(c, best)] if explain else []))
+        table.add_row(*row, *([c.saving, why_it_lost(c, best)] if explain else []))
     return table
 
 

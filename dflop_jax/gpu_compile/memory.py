@@ -97,11 +97,12 @@ def _help(worst: DeviceMemory, states: Sequence[SegmentState]) -> str:
     """What would make the most of a peak smaller."""
     here = [s for s in states if s.submesh in worst.submesh.split(", ")]
     if worst.state_bytes > worst.work_bytes + worst.input_bytes:
+        shared = "plan.zero 3, " * any(s.zero < 3 for s in here)
         return (
-            "a larger tensor degree (plan.max_model), more devices, or training fewer parameters "
-            "(train.stage, train.freeze, train.lora_rank) would help"
+            f"{shared}a larger tensor degree (plan.max_model), more devices, or training fewer "
+            "parameters (train.stage, train.freeze, train.lora_rank) would help"
         )
     rows = "smaller rows (data.max_tokens, plan.max_microbatches) or a larger tensor degree"
-    if any(s.remat != "layers" for s in here):
+    if any(s.remat in ("none", "dots", "named") for s in here):
         return f"train.remat layers, {rows} (plan.max_model) would help"
     return f"{rows} (plan.max_model) would help"

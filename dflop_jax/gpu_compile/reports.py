@@ -66,7 +66,7 @@ class SegmentState:
       input_bytes: the input of one group in flight, of the largest shape.
       in_flight: groups whose inputs are held at once.
       shard_bytes: reduced gradients, from REDUCE to UPDATE.
-      remat: its recompute policy.
+      remat, zero: its recompute policy and ZeRO degree.
     """
 
     segment: str
@@ -77,6 +77,7 @@ class SegmentState:
     in_flight: int
     shard_bytes: float
     remat: str
+    zero: int = 1
 
 
 @dataclass(frozen=True)

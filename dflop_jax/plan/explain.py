@@ -29,8 +29,10 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
     return f"{behind}even {most}, the busiest, waits {waits:.0%}"
 
 
-def why_nothing_fits(rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float) -> str:
-    """One line: by how much the smallest placement exceeds a device, and what would hold it."""
+def why_nothing_fits(
+    rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float, nearest: str
+) -> str:
+    """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
     if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
         return "no placement: the devices at hand cannot form its submeshes; use another number"
     over = (least_bytes - rules.memory_bytes) / _GIB
@@ -42,8 +44,8 @@ def why_nothing_fits(rules: Rules, n_devices: int, config: PlanConfig, least_byt
         ways.append(f"so would {known}" if more else f"{known} would do")
     ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
     return (
-        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest needs "
-        f"{over:.2f} GiB more; {', '.join(ways)}"
+        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest "
+        f"({nearest}) needs {over:.2f} GiB more; {', '.join(ways)}"
     )
 
 
@@ -53,7 +55,7 @@ def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int |
     while times <= _MOST_TIMES:
         for space in families(rules, times * n_devices, config).values():
             for bounds in all_bounds(space, rules):
-                if (bounds.peak_bytes <= rules.memory_bytes).any():
+                if bounds.fits.any():
                     return times * n_devices
         times *= 2
     return None

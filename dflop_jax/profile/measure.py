@@ -2,8 +2,9 @@
 
 Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
 one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
-programs, so that recomputation, casts and the loss are counted as they run). What leaves or enters
-between layers is counted with the ends.
+programs, so that casts and the loss are counted as they run). What leaves or enters between layers
+is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
+these times and from traces (`recompute`).
 
 Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
 pieces, without padding. Where a module's attention
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from statistics import median
@@ -36,17 +37,22 @@ from dflop_jax.contract import (
     pair_flops_of,
     taps_of,
 )
+from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.stand_in import packed_field, random_values
+from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import ENDS, forward_flops, part_names
+from dflop_jax.profile.recompute import Predictor
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
     ModelProfile,
+    Recompute,
+    Remat,
     SegmentPlan,
     Shape,
 )
@@ -85,6 +91,7 @@ def profile_key(
     ]
     facts = (
         programs,
+        [f.name for kind in (LayerTiming, Recompute) for f in fields(kind)],
         msgspec.to_builtins((shapes, more)),
         devices[0].platform,
         devices[0].device_kind,
@@ -315,7 +322,7 @@ def _time_layer(
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
         low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))
-        split.append((_split(low_f, high_f), _split(low_b, high_b)))
+        split.append((_split(low_f, high_f), _beyond(_split(low_b, high_b), _split(low_f, high_f))))
     (layer_f, ends_f), (layer_b, ends_b) = split[0]
     pair_f = pair_b = 0.0
     if skips:
@@ -324,7 +331,7 @@ def _time_layer(
         layer_f, pair_f = _apart((layer_f, short_f), pairs)
         layer_b, pair_b = _apart((layer_b, short_b), pairs)
     layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    return LayerTiming(
+    timing = LayerTiming(
         module=module,
         model=tp,
         shape=shape,
@@ -332,12 +339,40 @@ def _time_layer(
         layer_backward_s=layer_b,
         ends_forward_s=ends_f,
         ends_backward_s=ends_b,
-        layer_temp_bytes=layer_m,
-        ends_temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0),
         hidden_bytes=low.hidden_bytes,
         pair_forward_s=pair_f,
         pair_backward_s=pair_b,
     )
+    temp_bytes = max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0)
+    return replace(timing, recompute=_recompute(model, timing, devices[0], temp_bytes))
+
+
+def _beyond(backward: tuple[float, float], forward: tuple[float, float]) -> tuple[float, float]:
+    """(layer, ends) of a gradient whose program also runs forward."""
+    layer, ends = (max(b - f, 0.0) for b, f in zip(backward, forward, strict=True))
+    return layer, ends
+
+
+def _recompute(
+    model: MultimodalModel, timing: LayerTiming, device: jax.Device, temp_bytes: float
+) -> dict[Remat, Recompute]:
+    """What each policy adds to a timing of programs that recompute nothing and have so many bytes
+    of temporaries."""
+    into = (e for e in edges_of(model) if e.target == timing.module and e.enters < 0)
+    predictor = Predictor(
+        on_chip(model.modules[timing.module], chip_of(device)),
+        tuple(dict.fromkeys(e.name for e in into)),
+        timing.model,
+        hardware_like(device.device_kind),
+        Efficiency(),
+        half_bytes=4 if device.platform == "cpu" else 2,
+    )
+    found = predictor.scaled(timing)
+    traced = found["none"].temp_bytes
+    return {
+        remat: replace(cost, temp_bytes=temp_bytes + max(0.0, cost.temp_bytes - traced))
+        for remat, cost in found.items()
+    }
 
 
 def _pairs(shape: Shape, pieces: int) -> float:

@@ -39,17 +39,12 @@ class Member:
     @staticmethod
     def of(table: Segments, resource: Sequence[int], in_flight: Sequence[int]) -> Member:
         """A table's module where its segments have so many groups in flight."""
-        like = table.rows.shape
-        names = (table.forward_s, table.backward_s, table.reduce_s, table.update_s)
         return Member(
             table.options,
             tuple(resource),
-            tuple(n.state + n.kept * f for n, f in zip(table.needs, in_flight, strict=True)),
-            tuple(n.temporaries for n in table.needs),
-            tuple(
-                tuple(np.broadcast_to(a, (len(table.options), *like)) for a in by_segment)
-                for by_segment in names
-            ),
+            tuple(c.state + c.kept * n for c, n in zip(table.costs, in_flight, strict=True)),
+            tuple(c.temporaries for c in table.costs),
+            tuple(zip(*(c.seconds for c in table.costs), strict=True)),
         )
 
     def at(self, *place: Array) -> Member:

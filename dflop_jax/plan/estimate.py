@@ -10,7 +10,7 @@ depend on the option have it first, [n_options, n_forms, n_cuts].
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -35,7 +35,7 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
+from dflop_jax.profile.fit import Array, CostModel, Figures, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -139,14 +139,30 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What a segment takes, by option: seconds of a group, 0 where it does not run them, and of the
+    step's end; bytes as in `SegmentBytes`."""
+
+    forward_s: Array
+    backward_s: Array
+    reduce_s: Array
+    update_s: Array
+    state: Array
+    kept: Array
+    temporaries: Array
+
+    @property
+    def seconds(self) -> tuple[Array, Array, Array, Array]:
+        return self.forward_s, self.backward_s, self.reduce_s, self.update_s
+
+
+@dataclass(frozen=True)
 class Segments:
     """A module in forms of one kind, with every option.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
     the data has no piece. trusted: whether its prices are believed, or no cut is finer. groups:
-    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. By segment and option:
-    forward_s, backward_s of a group, 0 where it does not run them; reduce_s, update_s at the step's
-    end, with a single cut; state, kept, temporaries as in `SegmentBytes`.
+    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. costs: of each segment.
     """
 
     options: tuple[Option, ...]
@@ -156,11 +172,7 @@ class Segments:
     trusted: Array
     pairs: Array
     groups: Array
-    forward_s: list[Array]
-    backward_s: list[Array]
-    reduce_s: list[Array]
-    update_s: list[Array]
-    needs: list[SegmentBytes]
+    costs: list[Costs]
 
     def shape(self, form: int, cut: int) -> Shape | None:
         rows, tokens = int(self.rows[form, cut]), int(self.tokens[form, cut])
@@ -189,55 +201,71 @@ def module_table(
         rows, tokens = packed_rows(volume, microbatches, data, costs, module, tp, multiple)
         room = rows * tokens * data * group_size
     sizes, pairs = rows * tokens, group_pairs(volume, cuts, data)
-    mesh, options = (stage, data, tp), rules.options(module)
+    mesh = (stage, data, tp)
     figures = costs.at(module, tp, rows, tokens)
 
-    def task_s(s: SegmentPlan, direction: str) -> Array:
-        moved = moved_by(s, mesh, rules.profile, rules.hardware)
-        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved)
-        return static_s + costs.group_pair_s(s, mesh, group_size, direction) * pairs
-
-    def seconds(direction: Direction) -> list[Array]:
-        none = np.zeros((len(options), *rows.shape))
-        return [
-            np.stack([task_s(o.of(s), direction) for o in options]) if direction in has else none
-            for s, has in zip(rules.segments(module, form), tasks, strict=True)
-        ]
-
-    def end_s(of: Callable[..., Array]) -> list[Array]:
-        none = np.zeros((len(options), *data.shape))
-        return [
-            np.stack([of(o.of(s), mesh, rules.profile, rules.hardware) for o in options])
-            if rules.trains(s)
-            else none
-            for s in rules.segments(module, form)
-        ]
-
-    def needs(s: SegmentPlan, has: Collection[str]) -> SegmentBytes:
-        found = [
-            costs.bytes_of(
-                o.of(s), mesh, group_size, figures, trained=rules.trains(s),
-                backward=BACKWARD in has,
-            )
-            for o in options
-        ]  # fmt: skip
-        return SegmentBytes(
-            *(np.stack([np.broadcast_to(getattr(b, f.name), rows.shape) for b in found])
-              for f in fields(SegmentBytes))
-        )  # fmt: skip
-
-    segments = rules.segments(module, form)
+    costed: dict[tuple[object, ...], Costs] = {}
+    by_segment = []
+    for s, has in zip(rules.segments(module, form), tasks, strict=True):
+        # Segments inside a module are mostly alike.
+        key = (s.n_layers, s.first, s.last, costs.hands_over(s), costs.inputs_kept(s), tuple(has))
+        key += (rules.trains(s),)
+        if key not in costed:
+            costed[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
+        by_segment.append(costed[key])
     return Segments(
-        options,
+        rules.options(module),
         data[:, 0],
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         pairs,
         least_groups(volume, room),
-        seconds(FORWARD),
-        seconds(BACKWARD),
-        end_s(reduce_s),
-        end_s(update_s),
-        [needs(s, has) for s, has in zip(segments, tasks, strict=True)],
+        by_segment,
     )
+
+
+def _costs(
+    rules: Rules,
+    s: SegmentPlan,
+    mesh: Mesh,
+    group_size: int,
+    figures: Figures,
+    pairs: Array,
+    tasks: Collection[str],
+) -> Costs:
+    """What a segment takes with every option of its module."""
+    costs, trains = rules.costs, rules.trains(s)
+    options = [o.of(s) for o in rules.options(s.module)]
+    links = rules.profile, rules.hardware
+    moved = {z: moved_by(replace(s, zero=z), mesh, *links) for z in ZERO}
+
+    def task_s(s: SegmentPlan, direction: Direction) -> Array:
+        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
+        return static_s + costs.group_pair_s(s, mesh, group_size, direction) * pairs
+
+    def each(of: Callable[[SegmentPlan], Array], *names: str) -> Array:
+        """A quantity by option, asked once for options that differ in nothing of these names."""
+        known: dict[tuple[object, ...], Array] = {}
+        found = []
+        for option in options:
+            key = tuple(getattr(option, n) for n in names)
+            if key not in known:
+                known[key] = of(option)
+            found.append(np.broadcast_to(known[key], figures.is_there.shape))
+        return np.stack(found)
+
+    none = np.zeros((len(options), *figures.is_there.shape))
+    backward = BACKWARD in tasks
+    # Without hardware what is moved takes no time.
+    both = ("remat", "zero") if rules.hardware else ("remat",)
+    held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
+            for o in options}  # fmt: skip
+    return Costs(
+        each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
+        each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
+        each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,
+        each(lambda o: update_s(o, mesh, *links), "zero") if trains else none,
+        *(each(lambda o, n=f.name: getattr(held[o], n), "remat", "zero")
+          for f in fields(SegmentBytes)),
+    )  # fmt: skip

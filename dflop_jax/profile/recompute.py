@@ -17,8 +17,9 @@ from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
 from dflop_jax.records import BACKWARD, FORWARD, Direction, LayerTiming, Recompute, Remat, Shape
 
 POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
-# What is kept goes into a stack of all layers and out of it: two reads and two writes.
-_STACK_PASSES = 4
+# What is kept goes into a stack of all layers and out of it. About half of it is copied for that
+# (results and operands of products), the rest is read and written where it is computed.
+_STACK_PASSES = 2
 
 
 @dataclass(frozen=True)

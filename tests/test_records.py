@@ -81,6 +81,7 @@ EXAMPLES = [
     Event("dec", "llm", 0, "forward", 0.0, 1.5),
     Trace(2, "measured", (Event("dec", "llm", 0, "forward", 0.25, 1e-9),)),
     MODEL.timings[0],
+    MODEL.timings[0].recompute["none"],
     MODEL,
     Profile(MODEL, DATA),
 ]

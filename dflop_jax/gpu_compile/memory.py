@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
-from dflop_jax.profile.fit import SegmentBytes
+from dflop_jax.profile.state import SegmentBytes
 from dflop_jax.records import REDUCE, UPDATE
 from dflop_jax.sim.memory import peaks_of
 

@@ -25,7 +25,7 @@ from dflop_jax.plan.estimate import Rules, Segments, module_table
 from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import Form, Outline
 from dflop_jax.plan.space import Family
-from dflop_jax.profile.fit import Array
+from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Direction
 from dflop_jax.schedule.costs import directions
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflop_jax.plan.estimate import Segments
 from dflop_jax.plan.options import Option
-from dflop_jax.profile.fit import Array
+from dflop_jax.profile.state import Array
 
 _TIE = 1e-12  # relative: prices that differ by less are equal
 

@@ -35,7 +35,8 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.fit import Array, CostModel, Figures, Mesh, SegmentBytes
+from dflop_jax.profile.fit import CostModel, Figures
+from dflop_jax.profile.state import Array, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

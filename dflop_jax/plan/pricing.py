@@ -15,15 +15,8 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.pipeline.order import links, tied_ends
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
-from dflop_jax.profile.fit import (
-    Array,
-    CostModel,
-    Mesh,
-    Moved,
-    ends_bytes,
-    layer_bytes,
-    parameter_bytes,
-)
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.state import Array, Mesh, Moved, ends_bytes, layer_bytes, parameter_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -17,12 +17,18 @@ Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
+from dflop_jax.profile.state import (
+    Array,
+    Mesh,
+    Moved,
+    SegmentBytes,
+    state_bytes,
+    whole_bytes,
+)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -35,9 +41,6 @@ from dflop_jax.records import (
 
 DEPTHS = (1, 3)  # layers of the programs that are timed
 _KEPT_BITS = 24
-
-Array = Any  # a float array, or one number
-Mesh = tuple[int, Array, int]  # (stage, data, model)
 
 
 def rounded(values: Array) -> Array:
@@ -81,50 +84,6 @@ def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> n
             for t in timings
         ]
     )
-
-
-def ends_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
-    """Bytes of the parameters of a segment's ends on one device, in float32. Each end counts as
-    half of both; where the ends are tied and apart, both segments hold what they share, so each
-    counts as both."""
-    ends = (segment.first + segment.last) / 2
-    if segment.module in profile.tied:
-        ends = float(segment.first or segment.last)
-    return profile.ends_param_bytes[segment.module] * ends / mesh[2]
-
-
-def layer_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
-    """Bytes of the parameters of one of a segment's layers on one device, in float32."""
-    return profile.layer_param_bytes[segment.module] / mesh[2]
-
-
-def parameter_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
-    """Bytes of a segment's parameters on one device, in float32."""
-    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh[0]
-    return layers + ends_bytes(segment, mesh, profile)
-
-
-@dataclass(frozen=True)
-class SegmentBytes:
-    """state: parameters, gradients and AdamW's moments, as far as they are not split over the data
-    ranks. kept: of one group in flight, its input and what forward hands to backward. temporaries:
-    of the largest program."""
-
-    state: Array
-    kept: Array
-    temporaries: Array
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Seconds of what programs of a segment bring from and to other data ranks (ZeRO): parameters
-    of a layer and of the ends, gathered; their gradients, scattered. A layer's are on their way
-    while the one before is computed, the ends' once a call."""
-
-    layer_gather_s: Array = 0.0
-    layer_scatter_s: Array = 0.0
-    ends_gather_s: Array = 0.0
-    ends_scatter_s: Array = 0.0
 
 
 _AT_HAND = Moved()
@@ -365,40 +324,18 @@ class CostModel:
         inputs = figures["hidden"] * group_size * self.inputs_kept(segment)
         kept = ticks * layers * figures[f"{again}.layer_bytes"]
         kept = kept + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        temporaries = figures[f"{again}.temp_bytes"] + self._whole_bytes(segment, mesh, trained)
+        whole = whole_bytes(segment, mesh, self.profile, trained=trained)
+        temporaries = figures[f"{again}.temp_bytes"] + whole
         if not backward:
             kept = np.zeros_like(inputs)
         elif FORWARD in self.loops(segment, BACKWARD):
             temporaries = temporaries + kept + 2 * ticks * figures["hidden"]
             kept = np.zeros_like(inputs)
         return SegmentBytes(
-            state=self._state_bytes(segment, mesh, trained),
+            state=state_bytes(segment, mesh, self.profile, trained=trained),
             kept=inputs + kept,
             temporaries=np.where(figures.is_there, temporaries, 0.0),
         )
-
-    def _state_bytes(self, segment: SegmentPlan, mesh: Mesh, trained: bool) -> Array:
-        """Bytes of parameters, gradients and optimizer state on one device."""
-        size, data = parameter_bytes(segment, mesh, self.profile), mesh[1]
-        working = self.profile.working_share(segment.module)
-        masters = working < 1.0
-        state = size * working / (data if segment.zero == 3 else 1)
-        if not trained:
-            return state
-        gradients = size / (data if segment.zero >= 2 else 1)
-        return state + gradients + size * (2 + masters) / data
-
-    def _whole_bytes(self, segment: SegmentPlan, mesh: Mesh, trained: bool) -> Array:
-        """Bytes of what a program has whole that is split between programs: parameters of two
-        layers (the next one's come early) and of the ends, and the ends' gradients."""
-        working = self.profile.working_share(segment.module)
-        ends = ends_bytes(segment, mesh, self.profile)
-        whole = 0.0
-        if segment.zero == 3:
-            whole += working * (2 * layer_bytes(segment, mesh, self.profile) + ends)
-        if segment.zero >= 2 and trained:
-            whole += ends
-        return np.where(np.asarray(mesh[1]) > 1, whole, 0.0)
 
 
 def _again(segment: SegmentPlan) -> Remat:

@@ -45,14 +45,13 @@ from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import ENDS, forward_flops, part_names
-from dflop_jax.profile.recompute import Predictor
+from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
     ModelProfile,
     Recompute,
-    Remat,
     SegmentPlan,
     Shape,
 )
@@ -69,12 +68,14 @@ _SHORT = 16  # pieces in a row of short ones
 class _Programs:
     """A segment's compiled programs with arguments at hand, and the bytes that they need.
 
-    `runs`: for each number of pieces in a row, calls of forward and of backward.
+    `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
+    what forward hands over, or else runs forward itself.
     """
 
     runs: tuple[tuple[Run, Run], ...]
     temp_bytes: float
     hidden_bytes: float
+    hands_over: bool
 
 
 def profile_key(
@@ -274,15 +275,17 @@ def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int)
 
 def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:
     """The segment's programs on rows of each number of pieces."""
-    params, x, fields, dy, grads = segment.argument_structs(shape, BACKWARD)
     kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
     forward = segment.lower(shape, kind).compile()
+    if segment.hands_over and segment.splits_tensors:
+        segment.learn_residuals(shape, forward)
+    params, x, fields, dy, grads, residuals = segment.argument_structs(shape, BACKWARD)
     backward = segment.lower(shape, BACKWARD).compile()
-    params, x, dy = jax.tree.map(partial(_random, below=below), (params, x, dy))
+    params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
     sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
 
     def run_backward(batch: Any) -> Any:
-        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0])
+        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
         return dx, done
 
     runs = []
@@ -290,7 +293,8 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    return _Programs(tuple(runs), float(temp), _nbytes(segment.hidden_struct(shape)))
+    hidden_bytes = _nbytes(segment.hidden_struct(shape))
+    return _Programs(tuple(runs), float(temp), hidden_bytes, segment.hands_over)
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
@@ -322,7 +326,9 @@ def _time_layer(
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
         low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))
-        split.append((_split(low_f, high_f), _beyond(_split(low_b, high_b), _split(low_f, high_f))))
+        if not low.hands_over:
+            low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
+        split.append((_split(low_f, high_f), _split(low_b, high_b)))
     (layer_f, ends_f), (layer_b, ends_b) = split[0]
     pair_f = pair_b = 0.0
     if skips:
@@ -344,35 +350,15 @@ def _time_layer(
         pair_backward_s=pair_b,
     )
     temp_bytes = max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0)
-    return replace(timing, recompute=_recompute(model, timing, devices[0], temp_bytes))
-
-
-def _beyond(backward: tuple[float, float], forward: tuple[float, float]) -> tuple[float, float]:
-    """(layer, ends) of a gradient whose program also runs forward."""
-    layer, ends = (max(b - f, 0.0) for b, f in zip(backward, forward, strict=True))
-    return layer, ends
-
-
-def _recompute(
-    model: MultimodalModel, timing: LayerTiming, device: jax.Device, temp_bytes: float
-) -> dict[Remat, Recompute]:
-    """What each policy adds to a timing of programs that recompute nothing and have so many bytes
-    of temporaries."""
-    into = (e for e in edges_of(model) if e.target == timing.module and e.enters < 0)
     predictor = Predictor(
-        on_chip(model.modules[timing.module], chip_of(device)),
-        tuple(dict.fromkeys(e.name for e in into)),
-        timing.model,
-        hardware_like(device.device_kind),
+        on_chip(model.modules[module], chip_of(devices[0])),
+        entry_fields(model, module),
+        tp,
+        hardware_like(devices[0].device_kind),
         Efficiency(),
-        half_bytes=4 if device.platform == "cpu" else 2,
+        half_bytes=4 if devices[0].platform == "cpu" else 2,
     )
-    found = predictor.scaled(timing)
-    traced = found["none"].temp_bytes
-    return {
-        remat: replace(cost, temp_bytes=temp_bytes + max(0.0, cost.temp_bytes - traced))
-        for remat, cost in found.items()
-    }
+    return replace(timing, recompute=predictor.beside(timing, temp_bytes))
 
 
 def _pairs(shape: Shape, pieces: int) -> float:

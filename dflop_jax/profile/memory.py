@@ -46,13 +46,14 @@ def temporaries(
     placed: Names = (),
     parts: Sequence[str] | None = None,
     half_bytes: int = 2,
+    loss: bool = False,
 ) -> float:
     """Bytes on one device that a backward program has beside its arguments and what forward kept,
     however many layers it has: what is alive at once in the largest of its parts (None: all)."""
-    parts = part_names(module) if parts is None else parts
-    return max(
-        part_work(
-            module, p, BACKWARD, shape, ways, half_bytes, placed if p == "entry" else (), remat
-        )
-        for p in parts
-    )
+
+    def alive(part: str) -> float:
+        at_once: Remat = "layers" if loss and part == "exit" else remat
+        fields = placed if part == "entry" else ()
+        return part_work(module, part, BACKWARD, shape, ways, half_bytes, fields, at_once)
+
+    return max(map(alive, part_names(module) if parts is None else parts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dflop_jax.contract import Module
+from dflop_jax.contract import Module, MultimodalModel, edges_of
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.kernels import ATTENTION
@@ -68,7 +68,7 @@ class Predictor:
             ends_bytes=ends_bytes,
             temp_bytes=temporaries(
                 self.module, shape, self.ways, remat,
-                placed=self.placed, half_bytes=self.half_bytes,
+                placed=self.placed, half_bytes=self.half_bytes, loss=loss,
             ),
         )  # fmt: skip
 
@@ -87,18 +87,27 @@ class Predictor:
         again = products(BACKWARD, remat) - products(BACKWARD)
         return min(1.0, max(0.0, again / max(products(FORWARD), 1)))
 
-    def scaled(self, timing: LayerTiming) -> dict[Remat, Recompute]:
-        """Every policy's cost beside what was timed: of forward's seconds the share that it
-        computes again here."""
+    def beside(self, timing: LayerTiming, temp_bytes: float) -> dict[Remat, Recompute]:
+        """Every policy's cost beside a timing of programs that recompute nothing and have so many
+        bytes of temporaries: of forward's seconds the share that it computes again here."""
         shape = timing.shape
         layer_s, ends_s = self.part_s("layers", FORWARD, shape), self.ends_s(FORWARD, shape)
+        traced = self.recompute(shape, timing.pair_forward_s)
         found = {}
-        for remat, cost in self.recompute(shape, timing.pair_forward_s).items():
+        for remat, cost in traced.items():
             again = min(1.0, self._again_s("layers", shape, remat) / layer_s)
             ends_again = min(1.0, cost.ends_s / ends_s) if ends_s else 0.0
+            more_bytes = max(0.0, cost.temp_bytes - traced["none"].temp_bytes)
             found[remat] = replace(
                 cost,
                 layer_s=again * timing.layer_forward_s,
                 ends_s=ends_again * timing.ends_forward_s,
+                temp_bytes=temp_bytes + more_bytes,
             )
         return found
+
+
+def entry_fields(model: MultimodalModel, module: str) -> Names:
+    """Fields of a module's entry that edges fill."""
+    into = (e for e in edges_of(model) if e.target == module and e.enters < 0)
+    return tuple(dict.fromkeys(e.name for e in into))

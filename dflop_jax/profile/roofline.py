@@ -20,7 +20,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
-from dflop_jax.profile.recompute import Predictor
+from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, Shape
 
 
@@ -66,8 +66,7 @@ def roofline_profile(
                 f"none of the tensor-parallel degrees {list(model_degrees)} divides the sizes of "
                 f"{name!r} and fits into a node of {hardware.devices_per_node}; add 1"
             )
-        into = (edge for edge in edges_of(model) if edge.target == name and edge.enters < 0)
-        placed = tuple(dict.fromkeys(edge.name for edge in into))
+        placed = entry_fields(model, name)
         alone = name in model.piece_tokens
         predictors = [Predictor(module, placed, ways, hardware, e) for ways in degrees]
         timings += [

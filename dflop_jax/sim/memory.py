@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.pipeline.order import links, resources, with_backward
-from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.

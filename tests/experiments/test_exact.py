@@ -26,7 +26,7 @@ from experiments.paper.exact import (
     segment_seconds,
 )
 from experiments.paper.tune import Search, largest_amounts, replica_bounds, tune, with_remat
-from tests.plan.cases import TILE, model_profile, outlines
+from tests.plan.cases import TILE, model_profile, outlines, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
 SPACE = {"max_model": 2, "max_stage": 4}
@@ -47,11 +47,12 @@ def profile():
         replace(
             t,
             layer_forward_s=f,
-            layer_backward_s=3 * f,
+            layer_backward_s=2 * f,
             ends_forward_s=f,
-            ends_backward_s=3 * f,
+            ends_backward_s=2 * f,
             pair_forward_s=1e-8 / t.model**0.7,
-            pair_backward_s=3e-8 / t.model**0.7,
+            pair_backward_s=2e-8 / t.model**0.7,
+            recompute=recompute(f, f, 100.0 * t.shape.size / t.model, 0.25, 1e-8 / t.model**0.7),
         )
         if t.module == "llm"
         else t
@@ -234,7 +235,11 @@ def test_tuning_finds_what_trying_everything_finds(grouping):
 
 
 def test_memory_rules_placements_out_and_layers_are_recomputed_for_it():
-    heavy = tuple(replace(t, layer_temp_bytes=50 * t.layer_temp_bytes) for t in profile().timings)
+    heavy = tuple(
+        replace(t, recompute={r: replace(c, layer_bytes=50 * c.layer_bytes)
+                              for r, c in t.recompute.items()})
+        for t in profile().timings
+    )  # fmt: skip
     c, one = ExactCosts(CostModel(replace(profile(), timings=heavy))), [batch(8)]
     space = list(megatron(4, LAYERS, **SPACE))
     args = {"grouping": "arrival", "max_microbatches": 2}

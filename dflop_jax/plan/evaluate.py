@@ -153,9 +153,10 @@ class Evaluator:
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
-        return max(self._peak_bytes(plan, in_flight_limit(plan)).values())
+        return max(self.peak_bytes(plan, in_flight_limit(plan)).values())
 
-    def _peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+    def peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+        """Of each submesh, with so many groups kept by each segment."""
         return memory.peak_bytes(plan, self.rules.costs, in_flight, self.trainable(plan))
 
     def fits(self, plan: Plan) -> bool:
@@ -299,7 +300,7 @@ class Evaluator:
             busy_fraction={
                 m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
             },
-            peak_bytes=self._peak_bytes(plan, in_flight),
+            peak_bytes=self.peak_bytes(plan, in_flight),
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)

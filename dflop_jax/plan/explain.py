@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
+from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import Candidate
 from dflop_jax.plan.space import families
+from dflop_jax.records import Plan
 
 _GIB = 2**30
 _MOST_TIMES = 64  # as many devices
@@ -27,6 +33,49 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
         idle = 1 - candidate.busy_s[least] / candidate.makespan_s
         return f"{behind}{most} computes {1e3 * busiest_s:.1f} ms, {least} waits {idle:.0%}"
     return f"{behind}even {most}, the busiest, waits {waits:.0%}"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a module's option buys against the next cheaper one.
+
+    Attributes:
+      chosen, cheaper: both options in words; "none" saves nothing.
+      saved_bytes: of the device of the module's that needs most.
+      paid_s: of a step.
+      fits: whether memory would hold the cheaper one too.
+    """
+
+    module: str
+    chosen: str
+    cheaper: str
+    saved_bytes: float
+    paid_s: float
+    fits: bool
+
+
+def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
+    """What each module of a plan that saves memory gets and pays for it."""
+    found = []
+    for module, option in options_of(plan).items():
+        each = {o: with_options(plan, {module: o}) for o in evaluator.rules.options(module)}
+        busy_s = {o: evaluator.busy_s(p) for o, p in each.items()}
+        cheaper = [o for o in each if busy_s[o] < busy_s[option] * (1 - TIE)]
+        if option not in each or not cheaper:
+            continue
+        other = max(cheaper, key=busy_s.__getitem__)
+        step_s = [evaluator.evaluate(each[o], 0.0).predicted.makespan_s for o in (option, other)]
+        held = [_module_bytes(evaluator, each[o], module) for o in (option, other)]
+        words = option.words or "none", other.words or "none"
+        fits = evaluator.fits(each[other])
+        found.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
+    return found
+
+
+def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
+    """Bytes of the device that needs most among a module's, however many groups a batch takes."""
+    peaks = evaluator.peak_bytes(plan, in_flight_limit(plan))
+    return max(peaks[s.submesh] for s in plan.segments_of(module))
 
 
 def why_nothing_fits(

@@ -17,7 +17,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
-from dflop_jax.plan.explain import why_nothing_fits
+from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.ranking import Candidate, Ranked, Ranking
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.plan.volume import volume_of
@@ -154,6 +154,13 @@ def search_plan(
         n_evaluated=ranking.n_evaluated,
         n_timed=len(timed),
     )
+
+
+def what_memory_bought(
+    plan: Plan, profile: ModelProfile, data: DataProfile, spec: SearchSpec
+) -> list[Saving]:
+    """What each module of a plan that saves memory gets for the time that it costs."""
+    return savings(_prepared(profile, data, spec)[1], plan)
 
 
 def _prepared(

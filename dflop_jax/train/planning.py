@@ -9,8 +9,17 @@ from dflop_jax.config import Config, profiled_steps
 from dflop_jax.hardware import USABLE_MEMORY
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
-from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.records import LayerTiming, ModelProfile, Profile, SegmentPlan, SubmeshPlan
+from dflop_jax.plan import search
+from dflop_jax.plan.explain import Saving
+from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
+from dflop_jax.records import (
+    LayerTiming,
+    ModelProfile,
+    Plan,
+    Profile,
+    SegmentPlan,
+    SubmeshPlan,
+)
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import OnProgress
 
@@ -30,6 +39,12 @@ def make_plan(
         profile.model, profile.data, **{**_arguments(place, profile), **options},
         on_progress=on_progress,
     )  # fmt: skip
+
+
+def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:
+    """Return what each module of a plan that saves memory gets for the time that it costs."""
+    spec = SearchSpec(**_arguments(place, profile))
+    return search.what_memory_bought(plan, profile.model, profile.data, spec)
 
 
 def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:

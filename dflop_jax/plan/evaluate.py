@@ -164,16 +164,27 @@ class Evaluator:
         return not limit or self.most_bytes(plan) <= limit
 
     def busy_s(self, plan: Plan) -> float:
-        """Seconds of all tasks of one group of the largest shapes on all devices, and of the step's
+        """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
         end: what tells options of a placement apart."""
-        prices, trainable = self.prices(plan), self.trainable(plan)
+        prices, trainable, n = self.prices(plan), self.trainable(plan), self._mean_groups(plan)
         tasks = directions(plan, trainable)
         total_s = sum(prices.step_end[Task(n, NO_GROUP, d)] for n in trainable for d in _STEP_END)
         for s in plan.segments:
             shapes = plan.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
-            total_s += sum(prices.programs[p].static_s for p in programs)
+            pairs = self.rules.volumes[s.module].pairs / (n * plan.data_ranks(s.module))
+            total_s += n * sum(prices.programs[p].of(pairs) for p in programs)
         return total_s
+
+    def _mean_groups(self, plan: Plan) -> float:
+        """Groups of the largest shapes that hold a mean batch."""
+        most = 1.0
+        for m in plan.modules:
+            counts_pieces = m in self.rules.profile.piece_tokens
+            room = max((s.rows if counts_pieces else s.size for s in plan.shapes(m)), default=0)
+            room *= plan.data_ranks(m) * plan.group_size
+            most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
+        return most
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
         """The plan with the cheapest options that its buckets leave memory for, module by module;

@@ -67,8 +67,9 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
         step_s = [evaluator.evaluate(each[o], 0.0).predicted.makespan_s for o in (option, other)]
         held = [_module_bytes(evaluator, each[o], module) for o in (option, other)]
         words = option.words or "none", other.words or "none"
-        fits = evaluator.fits(each[other])
-        found.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
+        if held[0] < held[1]:
+            fits = evaluator.fits(each[other])
+            found.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
     return found
 
 

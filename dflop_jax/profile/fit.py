@@ -238,7 +238,7 @@ class CostModel:
                 layer_s = layer_s + figures[f"{again}.layer_s"]
                 ends_s = ends_s + figures[f"{again}.ends_s"]
                 moved_s = moved_s + moved.layer_scatter_s
-                seconds = seconds + moved.ends_scatter_s
+                seconds = seconds + ticks * moved.ends_scatter_s
             # A layer's parameters come while the one before is computed; the first layer waits.
             layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
             seconds = seconds + ticks * layers_s + share * ends_s * slow

@@ -36,6 +36,7 @@ from dflop_jax.contract import (
     on_chip,
     pair_flops_of,
     taps_of,
+    working_dtype_of,
 )
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
@@ -191,13 +192,8 @@ def assembled(
         edges=edges_of(model),
         tied=tuple(n for n, m in model.modules.items() if m.tied),
         piece_tokens=dict(model.piece_tokens),
-        halved=tuple(name for name, m in model.modules.items() if _is_halved(m)),
+        halved=tuple(n for n, m in model.modules.items() if working_dtype_of(m).itemsize == 2),
     )
-
-
-def _is_halved(module: Module) -> bool:
-    """Whether a module's programs work on half-precision parameters, with float32 masters."""
-    return np.dtype(getattr(module, "working_dtype", np.float32)).itemsize == 2
 
 
 def seconds_of(runs: Sequence[Run], clock: Callable[[], float] = time.perf_counter) -> list[float]:

@@ -10,14 +10,13 @@ is not counted.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import Module, split_dim, taps_of
+from dflop_jax.contract import Module, split_dim, taps_of, working_dtype_of
 from dflop_jax.pipeline.pieces import ADAPTER, PARTS, layer_params
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
@@ -110,7 +109,7 @@ def _traced_backward(
 
     def backward(params: Tree, kept: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
         dparams, dh, dx = recorded.backward(kept, params, x, fields, dy)
-        return dh, dx, jax.tree.map(jnp.add, grads, dparams)
+        return dh, dx, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
 
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
     return jax.make_jaxpr(backward)(params, kept, x, fields, out, grads)
@@ -161,8 +160,11 @@ def _kept_region(
 
 @lru_cache(maxsize=256)
 def part_structs(module: Module, part: str) -> Tree:
-    """Shapes and dtypes of a part's parameters, those of one layer for "layers"."""
-    return jax.eval_shape(partial(module.init, part), jax.random.key(0))
+    """Shapes and dtypes of a part's parameters as programs hold them, those of one layer for
+    "layers"."""
+    made = jax.eval_shape(partial(module.init, part), jax.random.key(0))
+    dtype = working_dtype_of(module)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), made)
 
 
 def _arguments(
@@ -259,16 +261,6 @@ def value_bytes(value: Value, half_bytes: int) -> float:
     """Bytes on one device if half-precision floats take `half_bytes` each."""
     is_half = value.dtype in (jnp.bfloat16, jnp.float16)
     return value.n_bytes * (half_bytes / 2 if is_half else 1)
-
-
-@lru_cache(maxsize=256)
-def part_param_bytes(module: Module, part: str, ways: int) -> float:
-    """Bytes on one device of a part's parameters, of one layer for "layers"."""
-    total = 0.0
-    for leaf, names in _leaves(module, part):
-        is_split = split_dim(leaf.shape, names, ways) is not None
-        total += prod(leaf.shape) * leaf.dtype.itemsize / (ways if is_split else 1)
-    return total
 
 
 @lru_cache(maxsize=256)

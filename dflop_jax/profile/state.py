@@ -50,7 +50,8 @@ class SegmentBytes:
 class Moved:
     """Seconds of what programs of a segment bring from and to other data ranks (ZeRO): parameters
     of a layer and of the ends, gathered; their gradients, scattered. A layer's are on their way
-    while the one before is computed, the ends' once a call."""
+    while the one before is computed; the ends' parameters come once a call, their gradients go once
+    a tick."""
 
     layer_gather_s: Array = 0.0
     layer_scatter_s: Array = 0.0
@@ -72,11 +73,12 @@ def state_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trai
 
 def whole_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool) -> Array:
     """Bytes of what a program has whole that is split between programs: parameters of two layers
-    (the next one's come early) and of the ends, and the ends' gradients."""
-    ends, whole = ends_bytes(segment, mesh, profile), 0.0
+    (the next one's come early) and of the ends; and what is on its way: a layer's parameters, and
+    float32 gradients of a layer or of the ends, which come in one piece and are taken apart."""
+    layer, ends = (of(segment, mesh, profile) for of in (layer_bytes, ends_bytes))
+    whole = 0.0
     if segment.zero == 3:
-        working = profile.working_share(segment.module)
-        whole += working * (2 * layer_bytes(segment, mesh, profile) + ends)
+        whole += profile.working_share(segment.module) * (3 * layer + ends)
     if segment.zero >= 2 and trained:
-        whole += ends
+        whole += 2 * max(layer, ends)
     return np.where(np.asarray(mesh[1]) > 1, whole, 0.0)

@@ -354,7 +354,7 @@ def test_peak_bytes_by_hand(remat, zero, half):
         if fused or again:
             work += kept + 2 * ticks * 100 * forward
             kept = 0.0
-        whole = (zero == 3) * (0.5 if half else 1.0) * (2 * layer + ends) + (zero > 1) * ends
+        whole = (zero == 3) * (0.5 if half else 1.0) * (3 * layer + ends) + (zero > 1) * 2 * layer
         work += whole * (ranks > 1)
         return flying * (4 * 100 * forward + kept) + work
 

@@ -19,7 +19,6 @@ from dflop_jax.profile.parts import (
     hidden_bytes,
     part_kept,
     part_kernels,
-    part_param_bytes,
     part_work,
 )
 from dflop_jax.profile.sharded_trace import trace
@@ -179,16 +178,6 @@ def test_attention_is_told_from_products_with_parameters():
 def test_degrees_that_divide():
     llm = MODELS["llava"].modules["llm"]  # 4 heads, 2 kv heads, which need not be divided
     assert [d for d in (1, 2, 3, 4, 8) if divides(llm, d)] == [1, 2, 4]
-
-
-def test_parameter_bytes_split_only_what_has_a_sharded_axis():
-    llm = MODELS["llava"].modules["llm"]
-    s = llm.size
-    norms, biases = 2 * s.width, s.width + 2 * s.n_kv_heads * s.head_dim
-    products = 2 * s.width**2 + 2 * s.width * s.n_kv_heads * s.head_dim + 3 * s.width * s.mlp
-    for ways in (1, 2):
-        want = 4 * (norms + (biases + products) / ways)
-        assert part_param_bytes(llm, "layers", ways) == want
 
 
 def test_working_bytes_by_hand():

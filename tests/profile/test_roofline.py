@@ -95,7 +95,6 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
         assert none.layer_bytes > dots.layer_bytes > layers.layer_bytes == t.hidden_bytes
         assert named.layer_bytes >= layers.layer_bytes
         assert none.layer_s < dots.layer_s < layers.layer_s
-        assert layers.temp_bytes >= none.temp_bytes
     assert profile.device == "a100-80"
     assert profile.edges == (Edge("vision", "llm", "visual"),)
     assert (profile.tied, profile.piece_tokens) == (("llm",), {"vision": 16})
@@ -173,8 +172,7 @@ def test_attention_that_skips_costs_by_pairs():
         assert t.layer_forward_s < like.layer_forward_s
         assert t.layer_backward_s < like.layer_backward_s
         own, whole = (x.recompute["none"] for x in (t, like))
-        assert own.layer_bytes < whole.layer_bytes
-        assert own.temp_bytes <= whole.temp_bytes
+        assert own.temp_bytes < whole.temp_bytes
         assert t.ends_forward_s == like.ends_forward_s
         assert t.pair_forward_s > like.pair_forward_s == 0.0
     short, one, four = by_pairs

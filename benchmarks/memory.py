@@ -32,8 +32,8 @@ from rich.table import Table
 
 from dflop_jax.pipeline.pieces import PARTS
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Kind, Segment
-from dflop_jax.profile.memory import work_of
-from dflop_jax.profile.parts import part_work
+from dflop_jax.profile.memory import kept_bytes, temporaries
+from dflop_jax.profile.parts import hidden_bytes, part_work
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, Remat, SegmentPlan, Shape
 from models.audio import AudioModule
 from models.decoder import DecoderModule
@@ -124,17 +124,19 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
     if kind != BACKWARD:
         most = max(part_work(module, p, FORWARD, shape, ways, half_bytes) for p in segment.parts)
         return ProgramBytes(device_bytes(args), device_bytes(outs), most, 0.0)
-    work = work_of(
-        module,
-        shape,
-        ways,
-        parts=segment.parts,
-        half_bytes=half_bytes,
-        remat=segment.plan.remat != "none",
-    )
-    ticks = segment.microbatches + segment.stages - 1
-    temporaries = work.temporaries(segment.plan.n_layers / segment.stages, ticks)
-    return ProgramBytes(device_bytes(args), device_bytes(outs), temporaries, device_bytes(args[4]))
+    policy: Remat = "none" if segment.plan.remat == "segment" else segment.plan.remat
+    quick = temporaries(
+        module, shape, ways, policy,
+        parts=segment.parts, half_bytes=half_bytes, loss=segment.has_loss,
+    )  # fmt: skip
+    if not segment.hands_over:  # what forward keeps is there as well
+        ticks = segment.microbatches + segment.stages - 1
+        layer, _ = kept_bytes(
+            module, shape, ways, policy, half_bytes=half_bytes, loss=segment.has_loss
+        )
+        quick += ticks * layer * segment.plan.n_layers / segment.stages
+        quick += 2 * ticks * hidden_bytes(module, shape, half_bytes)
+    return ProgramBytes(device_bytes(args), device_bytes(outs), quick, device_bytes(args[4]))
 
 
 @dataclass(frozen=True)

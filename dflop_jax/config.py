@@ -28,7 +28,8 @@ Oversize = Literal["drop", "truncate", "error"]
 Policy = Literal["auto", "dflop", "orch", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
 TrainStage = Literal["full", "connector", "llm"]
-Remat = Literal["auto", "none", "layers", "dots"]
+Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
+Zero = Literal["auto", "1", "2", "3"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class PlanConfig:
     max_stage: Annotated[PositiveInt, "largest pipeline degree inside a segment tried"] = 4
     max_microbatches: Annotated[PositiveInt, "most microbatches of a global batch tried"] = 16
     memory_bytes: Annotated[NonNegativeFloat, "memory per device; 0: what the device reports"] = 0.0
+    zero: Annotated[
+        Zero,
+        "what data ranks share: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
+        "auto (by module, the cheapest that memory holds)",
+    ] = "auto"
     effort: Annotated[
         Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
@@ -167,9 +173,9 @@ class TrainConfig:
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
         Remat,
-        "what backward computes again, for less memory: none, dots (all but products with "
-        "weights), named (all but attention), layers (each from its input), segment (all of it "
-        "from its input), or auto (layers where they would not fit)",
+        "what backward computes again, for less memory: none, dots (all but products), named (all "
+        "but attention), layers (each from its input), segment (all of it from its input), or auto "
+        "(by module, the cheapest that memory holds)",
     ] = "auto"
     peak_flops: Annotated[
         NonNegativeFloat, "FLOP/s that a device reaches at most, for the MFU; 0: by its name"

@@ -168,6 +168,11 @@ def chip_peak_flops(kind: str, dtype: str) -> float | None:
     return HARDWARE[row].peak_flops(dtype) if row else None
 
 
+def hardware_like(kind: str) -> Hardware:
+    """The row of the chip that jax calls `kind`; of any other that of a core of this host."""
+    return HARDWARE[_CHIPS.get(kind, "cpu")]
+
+
 def find_hardware(name: str) -> Hardware:
     """The row of the table called `name`, whatever its case.
 

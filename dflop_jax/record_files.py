@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 VERSION = 3
-_NEWER = {"Plan": 4}  # 4: recompute policies say what the backward task computes again
+# 4: recompute policies say what the backward task computes again, and are priced.
+_NEWER = {"Plan": 4, "ModelProfile": 4, "Profile": 4}
 T = TypeVar("T")
 
 

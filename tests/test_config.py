@@ -121,6 +121,7 @@ def test_booleans(text, value):
         ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
         ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
         ({"train.stage": "both"}, "train.stage='both' is not one of full, connector, llm"),
+        ({"plan.zero": "4"}, "plan.zero='4' is not one of auto, 1, 2, 3"),
         ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
         ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
         ({"train.lora_rank": "-1"}, "train.lora_rank=-1 must be a finite number, 0 or above"),

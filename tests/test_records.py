@@ -50,7 +50,7 @@ PLAN = Plan(
 )  # fmt: skip
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
-    "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 5.0, 6.0, 7.0, 1e-9),),
+    "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, 1e-9),),
     {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, 1.7, 1e-5, (EDGE,), ("llm",),
     {"vision": 16},
 )  # fmt: skip
@@ -81,6 +81,7 @@ EXAMPLES = [
     Event("dec", "llm", 0, "forward", 0.0, 1.5),
     Trace(2, "measured", (Event("dec", "llm", 0, "forward", 0.25, 1e-9),)),
     MODEL.timings[0],
+    MODEL.timings[0].recompute["none"],
     MODEL,
     Profile(MODEL, DATA),
 ]

@@ -21,6 +21,7 @@ from dflop_jax.cli.experiment import (
 from dflop_jax.cli.terminal import show, ticker
 
 if TYPE_CHECKING:
+    from dflop_jax.plan.explain import Saving
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.train.planning import WhatIf
 
@@ -49,16 +50,21 @@ def run(args: argparse.Namespace) -> Any:
     shown = {"shown": planning.SHOWN} if args.explain else {}
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
+    bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
     if not args.json:
         show(ranking(result, args.explain))
+        if bought:
+            show(savings(bought))
         if helps:
             show(what_ifs(helps))
         show(chosen(result))
         show(f"wrote {folder / PLAN}")
-    return {"search": result, "what_if": helps} if args.explain else result
+    if not args.explain:
+        return result
+    return {"search": result, "what_if": helps, "memory_bought": bought}
 
 
 def ranking(result: SearchResult, explain: bool) -> Table:
@@ -75,13 +81,13 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         title_justify="left",
     )
     if explain:
-        table.add_column("remat")
+        table.add_column("saves memory by")
         table.add_column("against the first")
     best = result.candidates[0]
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), f"{1e3 * c.makespan_s:.1f}"]
         row.append(f"{c.peak_bytes / _GIB:.2f}")
-        table.add_row(*row, *([c.remat, why_it_lost(c, best)] if explain else []))
+        table.add_row(*row, *([c.saving, why_it_lost(c, best)] if explain else []))
     return table
 
 
@@ -98,6 +104,17 @@ def chosen(result: SearchResult) -> str:
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"
     )
+
+
+def savings(found: Sequence[Saving]) -> Table:
+    """What each module that saves memory pays for it, against the next cheaper way."""
+    table = Table("module", "saves memory by", "instead of", "GiB less", "ms a step",
+                  title="What memory costs", title_justify="left")  # fmt: skip
+    for s in found:
+        other = s.cheaper if s.fits else f"{s.cheaper} (does not fit)"
+        less, ms = f"{s.saved_bytes / _GIB:.2f}", f"{1e3 * s.paid_s:.1f}"
+        table.add_row(s.module, s.chosen, other, less, ms)
+    return table
 
 
 def what_ifs(found: Sequence[WhatIf]) -> Table:

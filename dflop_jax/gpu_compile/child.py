@@ -225,6 +225,7 @@ def segment_states(programs: Programs) -> tuple[SegmentState, ...]:
                 in_flight=in_flight[name] if name in programs.backward else 1,
                 shard_bytes=device_bytes(shards),
                 remat=segment.plan.remat,
+                zero=segment.plan.zero,
             )
         )
     return tuple(states)

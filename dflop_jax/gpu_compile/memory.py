@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
-from dflop_jax.profile.fit import SegmentBytes
-from dflop_jax.records import REDUCE, UPDATE
+from dflop_jax.profile.state import SegmentBytes
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE
 from dflop_jax.sim.memory import peaks_of
 
 
@@ -18,27 +18,33 @@ def device_memory(
     programs: Sequence[ProgramReport],
     planned: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[DeviceMemory, ...]:
-    """Peak of each block of devices: what its segments hold, the inputs of the groups in flight,
-    and the one program that takes most beside them. While segments are reduced and updated, all
-    reduced gradients on the block are there too. `planned` are the plan's own peaks by submesh."""
+    """Peak of each block of devices: what its segments hold, the inputs of the groups in flight and
+    what their forward gave, and the one program that takes most beside them. While segments are
+    reduced and updated, all reduced gradients on the block are there too. `planned` are the plan's
+    own peaks by submesh."""
     resource = {s.segment: s.resource for s in states}
     shards: dict[int, float] = {}
     for s in states:
         shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
 
+    handed = {s.segment: _handed_bytes(s.segment, programs) for s in states}
+    kept = {s.segment: s.input_bytes + handed[s.segment] for s in states}
+
     def work(p: ProgramReport) -> float:
+        if p.kind == FORWARD and handed[p.segment]:  # its outputs are kept
+            return p.temp_bytes
         return _work_bytes(p, shards[resource[p.segment]])
 
     needs = []
     for s in states:
         most = max((work(p) for p in programs if p.segment == s.segment), default=0.0)
-        held = np.array(s.state_bytes), np.array(s.input_bytes), np.array(most)
+        held = np.array(s.state_bytes), np.array(kept[s.segment]), np.array(most)
         needs.append(SegmentBytes(*held))
     peaks = peaks_of(needs, [s.resource for s in states], [s.in_flight for s in states])
     found = []
     for r, peak in peaks.items():
         here = [s for s in states if s.resource == r]
-        inputs = sum(s.input_bytes * s.in_flight for s in here)
+        in_flight = sum(kept[s.segment] * s.in_flight for s in here)
         state = sum(s.state_bytes for s in here)
         on_it = [p for p in programs if resource[p.segment] == r]
         largest = max(on_it, key=work, default=None)
@@ -47,13 +53,21 @@ def device_memory(
             DeviceMemory(
                 submesh=", ".join(names),
                 state_bytes=state,
-                input_bytes=inputs,
-                work_bytes=float(peak) - state - inputs,
+                kept_bytes=in_flight,
+                work_bytes=float(peak) - state - in_flight,
                 program=largest.name if largest else "",
                 planned_bytes=max(planned.get(name, 0.0) for name in names),
             )
         )
     return tuple(found)
+
+
+def _handed_bytes(segment: str, programs: Sequence[ProgramReport]) -> float:
+    """What a forward task leaves for its backward task, of the largest shape."""
+    own = [p for p in programs if p.segment == segment]
+    if not any(p.kind == BACKWARD for p in own):
+        return 0.0
+    return max((p.output_bytes for p in own if p.kind == FORWARD), default=0.0)
 
 
 def _work_bytes(program: ProgramReport, shard_bytes: float) -> float:
@@ -78,7 +92,7 @@ def verdict(
     worst = max(memory, key=lambda m: m.peak_bytes)
     spare = budget_bytes - worst.peak_bytes
     parts = (
-        f"{worst.state_bytes / GIB:.1f} state, {worst.input_bytes / GIB:.1f} inputs, "
+        f"{worst.state_bytes / GIB:.1f} state, {worst.kept_bytes / GIB:.1f} of groups in flight, "
         f"{worst.work_bytes / GIB:.1f} {worst.program}"
     )
     if worst.planned_bytes:
@@ -96,12 +110,13 @@ def verdict(
 def _help(worst: DeviceMemory, states: Sequence[SegmentState]) -> str:
     """What would make the most of a peak smaller."""
     here = [s for s in states if s.submesh in worst.submesh.split(", ")]
-    if worst.state_bytes > worst.work_bytes + worst.input_bytes:
+    if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
+        shared = "plan.zero 3, " * any(s.zero < 3 for s in here)
         return (
-            "a larger tensor degree (plan.max_model), more devices, or training fewer parameters "
-            "(train.stage, train.freeze, train.lora_rank) would help"
+            f"{shared}a larger tensor degree (plan.max_model), more devices, or training fewer "
+            "parameters (train.stage, train.freeze, train.lora_rank) would help"
         )
     rows = "smaller rows (data.max_tokens, plan.max_microbatches) or a larger tensor degree"
-    if any(s.remat != "layers" for s in here):
+    if any(s.remat in ("none", "dots", "named") for s in here):
         return f"train.remat layers, {rows} (plan.max_model) would help"
     return f"{rows} (plan.max_model) would help"

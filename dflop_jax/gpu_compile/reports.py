@@ -66,7 +66,7 @@ class SegmentState:
       input_bytes: the input of one group in flight, of the largest shape.
       in_flight: groups whose inputs are held at once.
       shard_bytes: reduced gradients, from REDUCE to UPDATE.
-      remat: its recompute policy.
+      remat, zero: its recompute policy and ZeRO degree.
     """
 
     segment: str
@@ -77,6 +77,7 @@ class SegmentState:
     in_flight: int
     shard_bytes: float
     remat: str
+    zero: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,22 @@ class DeviceMemory:
     """Most bytes that a device of a submesh holds.
 
     Attributes:
-      state_bytes, input_bytes: of all segments on these devices.
+      state_bytes: of all segments on these devices.
+      kept_bytes: inputs of the groups in flight, and what their forward handed to backward.
       program: the one that takes most beside them, `work_bytes`.
       planned_bytes: what the planner expected of the peak; 0 where it does not say.
     """
 
     submesh: str
     state_bytes: float
-    input_bytes: float
+    kept_bytes: float
     work_bytes: float
     program: str
     planned_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
-        return self.state_bytes + self.input_bytes + self.work_bytes
+        return self.state_bytes + self.kept_bytes + self.work_bytes
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ Piece = Callable[[Tree, Tree, Tree, Tree], Tree]
 _ELEMENTWISE = """
     abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
     div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota
-    is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem
-    reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh
-    transpose xor
+    is_finite le log log1p logistic lt max min mul name ne neg not or pad pcast pow pvary
+    reduce_precision rem reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze
+    stop_gradient sub tanh transpose xor
 """
 _CHEAP = frozenset(_ELEMENTWISE.split())
 

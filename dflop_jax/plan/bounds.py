@@ -3,28 +3,33 @@
 A resource (devices that no task shares with others) works off all groups, after the first has come
 up to it and before the last has gone down from it; then come reduction and update. No schedule of
 the cut's groups is faster, so leaving out what exceeds a makespan that was reached keeps the
-optimum.
+optimum. Every quantity is the least over the options that fit; combinations of options are listed
+for single candidates only (`Bounds.choice`).
 
 Arrays are [n_placements, n_cuts].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from dflop_jax.pipeline.order import in_flight_limit, links, resources
+from dflop_jax.plan.choices import Least, Member, combinations, least, least_peak
 from dflop_jax.plan.estimate import Rules, Segments, module_table
+from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import Form, Outline
 from dflop_jax.plan.space import Family
-from dflop_jax.profile.fit import Array
-from dflop_jax.records import BACKWARD, FORWARD, Bucket, Direction, Remat
+from dflop_jax.profile.state import Array
+from dflop_jax.records import Bucket, Direction
 from dflop_jax.schedule.costs import directions
-from dflop_jax.sim.memory import peaks_of
+
+Tasks = tuple[tuple[Direction, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,34 @@ class Structure:
     resource: tuple[int, ...]
     sources: tuple[tuple[int, ...], ...]
     in_flight: tuple[int, ...]
-    tasks: tuple[tuple[Direction, ...], ...]
+    tasks: Tasks
+
+    def of(self, module: str) -> list[int]:
+        """Numbers of a module's segments."""
+        return [i for i, (m, _) in enumerate(self.modules) if m == module]
+
+    def facts(self, module: str) -> tuple[Tasks, tuple[int, ...], tuple[int, ...]]:
+        """(tasks, resource, groups in flight) of a module's segments; resources are counted from
+        the first one of its block, so that equal modules elsewhere have equal facts."""
+        block = next(b for b in self.blocks if module in b)
+        first = min(self.resource[i] for m in block for i in self.of(m))
+        mine = self.of(module)
+        return (
+            tuple(self.tasks[i] for i in mine),
+            tuple(self.resource[i] - first for i in mine),
+            tuple(self.in_flight[i] for i in mine),
+        )
+
+    @cached_property
+    def blocks(self) -> list[tuple[str, ...]]:
+        """Modules that share devices, in topological order."""
+        blocks: list[tuple[str, ...]] = []
+        for name in dict.fromkeys(m for m, _ in self.modules):
+            mine = {self.resource[i] for i in self.of(name)}
+            shared = [b for b in blocks if mine & {self.resource[i] for m in b for i in self.of(m)}]
+            blocks = [b for b in blocks if b not in shared]
+            blocks.append((*(m for b in shared for m in b), name))
+        return blocks
 
 
 def structure_of(family: Family, rules: Rules) -> Structure:
@@ -64,33 +96,106 @@ def structure_of(family: Family, rules: Rules) -> Structure:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """An option for every module of a candidate that fits, and what no schedule of it undercuts."""
+
+    options: Mapping[str, Option]
+    bound_s: float
+
+
+@dataclass(frozen=True)
 class Bounds:
     """A family's placements at every cut.
 
-    bound_s: of the mean makespan over the sampled batches; infinite where memory is short or prices
-    are not believed. groups: that each sampled batch takes at least, [n_batches, n_placements,
-    n_cuts]. peak_bytes: of the device that needs the most, with the remat that is chosen (where
-    nothing fits: the least of all). choice: index into `remats`, each by module.
+    bound_s: of the mean makespan over the sampled batches with any options; infinite where memory
+    is short or prices are not believed. fits: whether memory holds it with some options. least: of
+    every block of modules that share devices. groups: that each sampled batch takes at least,
+    [n_batches, n_placements, n_cuts]. tables, forms: of every module, and the rows of its table
+    that the placements have.
     """
 
     family: Family
+    structure: Structure
+    rules: Rules
     cuts: np.ndarray
     bound_s: Array
+    fits: Array
+    least_bytes: Array
     groups: Array
-    peak_bytes: Array
-    choice: Array
-    remats: tuple[Mapping[str, Remat], ...]
-    modules: Mapping[str, Segments]
+    tables: Mapping[str, Segments]
+    forms: Mapping[str, np.ndarray]
+    member: Callable[[str], Member]
 
     def outline(self, p: int) -> Outline:
         return self.family.outline(p)
 
     def bucket(self, p: int, c: int) -> Bucket:
-        return Bucket.of({m: t.shape(p, c) for m, t in self.modules.items()})
+        return Bucket.of({m: t.shape(self.forms[m][p], c) for m, t in self.tables.items()})
 
     def pairs(self, p: int, c: int) -> dict[str, int]:
         """Content of a group of each module."""
-        return {m: int(t.pairs[p, c]) for m, t in self.modules.items()}
+        return {m: int(t.pairs[self.forms[m][p], c]) for m, t in self.tables.items()}
+
+    def _members(self, block: Sequence[str], p: int, c: int) -> list[Member]:
+        return [self.member(m).at(self.forms[m][p], c) for m in block]
+
+    def least_peak(self, p: int, c: int) -> tuple[float, dict[str, Option]]:
+        """The options with which a candidate needs least: (bytes of the device that needs most,
+        the option of every module)."""
+        options: dict[str, Option] = {}
+        peak_bytes = 0.0
+        for block in self.structure.blocks:
+            needed, chosen = least_peak(self._members(block, p, c))
+            peak_bytes = max(peak_bytes, needed)
+            options |= zip(block, chosen, strict=True)
+        return peak_bytes, options
+
+    def choice(self, p: int, c: int) -> Choice:
+        """The options of a candidate that fit and have the least bound, the simplest of equals."""
+        by_block = []
+        for block in self.structure.blocks:
+            found = combinations(self._members(block, p, c), self.rules.memory_bytes)
+            by_block.append([dict(zip(block, o.tolist(), strict=True)) for o in found])
+        chosen = [
+            {m: o for block in combination for m, o in block.items()}
+            for combination in product(*by_block)
+        ]
+        assert chosen, "a candidate fits with some options"
+
+        def seconds(m: str) -> tuple[tuple[Array, ...], ...]:
+            numbers = [options[m] for options in chosen]
+            here = self.member(m).at(self.forms[m][p], c).seconds
+            return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
+
+        groups = np.broadcast_to(
+            self.groups[:, p, c, None, None], (len(self.groups), len(chosen), 1)
+        )
+        data = np.repeat(self.family.data[p : p + 1], len(chosen), axis=0)
+        every = {m: seconds(m) for m in self.tables}
+        bounds_s = _least_s(self.family.forms, data, self.structure, every, groups, self.rules)
+        first = int(bounds_s[:, 0].argmin())
+        options = {m: self.tables[m].options[o] for m, o in chosen[first].items()}
+        return Choice(options, float(bounds_s[first, 0]))
+
+    def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
+        """The largest bucket of a placement that memory holds with these options."""
+        for c in range(len(self.cuts)):
+            if not self.trusted(p, c):
+                continue
+            peaks = []
+            for block in self.structure.blocks:
+                members = self._members(block, p, c)
+                picked = [
+                    m.only(m.options.index(options[n])) for n, m in zip(block, members, strict=True)
+                ]
+                peaks.append(least_peak(picked)[0])
+            if max(peaks) <= self.rules.memory_bytes:
+                return self.bucket(p, c)
+        raise AssertionError("the options fit at no cut")
+
+    def trusted(self, p: int, c: int) -> bool:
+        """Whether the prices of a candidate are believed."""
+        return all(bool(t.trusted[self.forms[m][p], c]) for m, t in self.tables.items())
 
 
 def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
@@ -102,9 +207,20 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
             degrees.setdefault((m, form, f.group_size), set()).update(np.unique(data).tolist())
 
     @cache
-    def table(module: str, form: Form, group_size: int) -> Segments:
+    def table(module: str, form: Form, group_size: int, tasks: Tasks) -> Segments:
         data = sorted(degrees[module, form, group_size])
-        return module_table(rules, module, form, group_size, data)
+        return module_table(rules, module, form, group_size, data, tasks)
+
+    @cache
+    def member(
+        module: str, form: Form, group_size: int, tasks: Tasks, resource: tuple[int, ...],
+        in_flight: tuple[int, ...],
+    ) -> Member:  # fmt: skip
+        return Member.of(table(module, form, group_size, tasks), resource, in_flight)
+
+    @cache
+    def alone(key: tuple[Any, ...]) -> Least:
+        return least([member(*key)], rules.memory_bytes)
 
     tapped = bool(rules.unstaged)
     structures: dict[tuple[object, ...], Structure] = {}
@@ -113,71 +229,73 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
         key = (f.blocks, tuple((k.n_segments, tapped and k.mesh) for k in f.forms))
         if key not in structures:
             structures[key] = structure_of(f, rules)
-        modules = {
-            m: table(m, form, f.group_size).at(data)
-            for m, form, data in zip(names, f.forms, f.data.T, strict=True)
+        structure = structures[key]
+        keys = {
+            m: (m, form, f.group_size, *structure.facts(m))
+            for m, form in zip(names, f.forms, strict=True)
         }
-        yield _bounds(f, modules, structures[key], rules)
+        tables = {m: table(*key[:4]) for m, key in keys.items()}
+        forms = {
+            m: np.searchsorted(tables[m].data, data)
+            for m, data in zip(names, f.data.T, strict=True)
+        }
+        leasts = {}
+        for block in structure.blocks:
+            if len(block) == 1:
+                leasts[block] = alone(keys[block[0]]).at(forms[block[0]])
+            else:
+                members = [member(*keys[m]).at(forms[m]) for m in block]
+                leasts[block] = least(members, rules.memory_bytes)
+        yield _bounds(f, structure, rules, tables, forms, leasts, lambda m, k=keys: member(*k[m]))
 
 
 def _bounds(
-    family: Family, modules: Mapping[str, Segments], structure: Structure, rules: Rules
+    family: Family,
+    structure: Structure,
+    rules: Rules,
+    tables: Mapping[str, Segments],
+    forms: Mapping[str, np.ndarray],
+    leasts: Mapping[tuple[str, ...], Least],
+    member: Callable[[str], Member],
 ) -> Bounds:
-    groups = np.max([t.groups for t in modules.values()], axis=0)
-    shape = groups.shape[1:]
-    remats = tuple(
-        dict(zip(modules, combination, strict=True))
-        for combination in product(rules.remats, repeat=len(modules))
-    )
-    bound_s, least_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    peak_bytes, choice = np.zeros(shape), np.zeros(shape, int)
-    trusted = np.logical_and.reduce([t.trusted for t in modules.values()])
-    fits: list[np.ndarray] = []
-    for i, remat in enumerate(remats):
-        needs = [modules[m].needs[remat[m]][k] for m, k in structure.modules]
-        peaks = peaks_of(needs, structure.resource, structure.in_flight)
-        peak = np.maximum.reduce(list(peaks.values()))
-        least_bytes = np.minimum(least_bytes, peak)
-        fits.append(trusted & ((peak <= rules.memory_bytes) | (not rules.memory_bytes)))
-        # Where less is computed again and that fits, this is not faster.
-        less = [f for f, r in zip(fits, remats[:i]) if all(r[m] in ("none", remat[m]) for m in r)]
-        useful = fits[i] & ~np.any(less, axis=0) if less else fits[i]
-        if useful.any():
-            took_s = _least_s(family, structure, modules, remat, groups, rules)
-            better = useful & (took_s < bound_s)
-            bound_s = np.where(better, took_s, bound_s)
-            peak_bytes, choice = np.where(better, peak, peak_bytes), np.where(better, i, choice)
-        if i == 0 and (useful | ~trusted).all():
-            break
+    groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
+    trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
+    fits = np.logical_and.reduce([x.fits for x in leasts.values()])
+    seconds = {m: s for block, x in leasts.items() for m, s in zip(block, x.seconds, strict=True)}
+    usable = trusted & fits
+    bound_s = np.full(usable.shape, np.inf)
+    if usable.any():
+        least_s = _least_s(family.forms, family.data, structure, seconds, groups, rules)
+        bound_s = np.where(usable, least_s, np.inf)
     return Bounds(
         family,
+        structure,
+        rules,
         rules.cuts(family.group_size),
         bound_s,
+        fits,
+        np.maximum.reduce([x.peak_bytes for x in leasts.values()]),
         groups,
-        np.where(np.isfinite(bound_s), peak_bytes, least_bytes),
-        choice,
-        remats,
-        modules,
+        tables,
+        forms,
+        member,
     )
 
 
 def _least_s(
-    family: Family,
+    module_forms: Sequence[Form],
+    data: np.ndarray,
     structure: Structure,
-    modules: Mapping[str, Segments],
-    remat: Mapping[str, str],
+    seconds: Mapping[str, tuple[tuple[Array, ...], ...]],
     groups: Array,
     rules: Rules,
 ) -> Array:
-    """Seconds that no schedule undercuts; `groups` of each sampled batch."""
+    """Seconds that no schedule undercuts; `groups` of each sampled batch, `seconds` of every module
+    as in `Member`."""
     segments = range(len(structure.modules))
-    forward, back, reduce, update = [], [], [], []
-    for (m, k), tasks in zip(structure.modules, structure.tasks, strict=True):
-        table = modules[m]
-        forward.append(table.forward_s[k] * (FORWARD in tasks))
-        back.append(table.backward_s[remat[m]][k] * (BACKWARD in tasks))
-        reduce.append(table.reduce_s[k])
-        update.append(table.update_s[k])
+    forward, back, reduce, update = (
+        [seconds[m][kind][k] for m, k in structure.modules] for kind in range(4)
+    )
     # Seconds from the step's start until a group comes up to a segment, and from the end of its
     # backward there until the last reduction that waits for it; what runs no backward waits for
     # none.
@@ -201,8 +319,8 @@ def _least_s(
     # No more than `concurrency` of the devices compute at once.
     cores = rules.profile.concurrency
     size = {
-        m: np.minimum(form.n_devices * family.data[:, i : i + 1] // form.n_segments, cores)
-        for i, (m, form) in enumerate(zip(rules.n_layers, family.forms, strict=True))
+        m: np.minimum(form.n_devices * data[:, i : i + 1] // form.n_segments, cores)
+        for i, (m, form) in enumerate(zip(rules.n_layers, module_forms, strict=True))
     }
     device_s = sum((forward[i] + back[i]) * size[structure.modules[i][0]] for i in segments)
     return np.maximum(least + updates, mean * device_s / cores)

@@ -1,21 +1,23 @@
-"""Tasks and bytes of modules in all their forms at all cuts, as arrays.
+"""Tasks and bytes of modules in all their forms at all cuts and with all options, as arrays.
 
 Every group of a cut has one shape and one content, so its tasks' seconds are exact before anything
 is scheduled; only how many groups a batch takes is not, and at least as many as its volume needs.
 
-Arrays are [n_forms, n_cuts]; the forms of a table differ in their data degree only.
+Arrays are [n_forms, n_cuts]; the forms of a table differ in their data degree only. Those that
+depend on the option have it first, [n_options, n_forms, n_cuts].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from dflop_jax.hardware import Hardware
+from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
     Form,
     Outline,
@@ -24,7 +26,7 @@ from dflop_jax.plan.placement import (
     lay_out,
     module_segments,
 )
-from dflop_jax.plan.pricing import reduce_s, update_s
+from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
 from dflop_jax.plan.volume import (
     CUTS,
     Volume,
@@ -33,16 +35,20 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
+from dflop_jax.profile.fit import CostModel, Figures
+from dflop_jax.profile.state import Array, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    ZERO,
     Bucket,
+    Direction,
     ModelProfile,
     Plan,
     Remat,
     SegmentPlan,
     Shape,
+    Zero,
 )
 
 _BEYOND = 2.0  # times the largest timed shape of a module that prices are believed
@@ -53,8 +59,8 @@ class Rules:
     """What every placement is priced with.
 
     volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
-    memory_bytes: of a device, 0: not checked. remat: "auto" (layers where memory needs it) or a
-    value of `SegmentPlan.remat`. hardware: links and memory of the devices; None: what crosses them
+    memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
+    or values of `SegmentPlan`. hardware: links and memory of the devices; None: what crosses them
     takes no time.
     """
 
@@ -65,6 +71,7 @@ class Rules:
     trains: Callable[[SegmentPlan], bool]
     memory_bytes: float = 0.0
     remat: Remat | Literal["auto"] = "auto"
+    zero: Zero | Literal["auto"] = "auto"
     hardware: Hardware | None = None
 
     @property
@@ -76,12 +83,11 @@ class Rules:
         """Layers of every module, in topological order."""
         return self.profile.n_layers
 
-    @property
-    def remats(self) -> tuple[Remat, ...]:
-        """Recompute policies to be tried, in this order."""
-        if self.remat != "auto":
-            return (self.remat,)
-        return ("none", "layers")
+    def options(self, module: str) -> tuple[Option, ...]:
+        """What is tried for a module, the simplest first: of equals the first is taken."""
+        remats = (self.remat,) if self.remat != "auto" else self.costs.known_policies(module)
+        degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else ZERO
+        return tuple(Option(r, z) for z in degrees for r in remats)
 
     @cached_property
     def unstaged(self) -> frozenset[str]:
@@ -134,41 +140,40 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Segments:
-    """A module in forms of one kind, and each of its segments, by remat.
+class Costs:
+    """What a segment takes, by option: seconds of a group, 0 where it does not run them, and of the
+    step's end; bytes as in `SegmentBytes`."""
 
-    data: degree of each form, [n_forms, 1]. rows, tokens: the shape of each form and cut, 0 rows
-    where the data has no piece. trusted: whether its prices are believed, or no cut is finer.
-    groups: that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. forward_s,
-    backward_s: of a group, should it run them. reduce_s, update_s: at the step's end, [n_forms, 1].
+    forward_s: Array
+    backward_s: Array
+    reduce_s: Array
+    update_s: Array
+    state: Array
+    kept: Array
+    temporaries: Array
+
+    @property
+    def seconds(self) -> tuple[Array, Array, Array, Array]:
+        return self.forward_s, self.backward_s, self.reduce_s, self.update_s
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A module in forms of one kind, with every option.
+
+    data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
+    the data has no piece. trusted: whether its prices are believed, or no cut is finer. groups:
+    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. costs: of each segment.
     """
 
+    options: tuple[Option, ...]
     data: Array
     rows: Array
     tokens: Array
     trusted: Array
     pairs: Array
     groups: Array
-    forward_s: list[Array]
-    backward_s: dict[str, list[Array]]
-    needs: dict[str, list[SegmentBytes]]
-    reduce_s: list[Array]
-    update_s: list[Array]
-
-    def at(self, data: Array) -> Segments:
-        """The forms with these data degrees, one after the other."""
-        i = np.searchsorted(self.data[:, 0], data)
-
-        def taken(value: Any) -> Any:
-            if isinstance(value, list):
-                return [taken(v) for v in value]
-            if isinstance(value, dict):
-                return {k: taken(v) for k, v in value.items()}
-            if isinstance(value, SegmentBytes):
-                return SegmentBytes(*(taken(getattr(value, f.name)) for f in fields(value)))
-            return value[..., i, :]
-
-        return Segments(*(taken(getattr(self, f.name)) for f in fields(self)))
+    costs: list[Costs]
 
     def shape(self, form: int, cut: int) -> Shape | None:
         rows, tokens = int(self.rows[form, cut]), int(self.tokens[form, cut])
@@ -176,9 +181,14 @@ class Segments:
 
 
 def module_table(
-    rules: Rules, module: str, form: Form, group_size: int, degrees: Sequence[int]
+    rules: Rules,
+    module: str,
+    form: Form,
+    group_size: int,
+    degrees: Sequence[int],
+    tasks: Sequence[Collection[str]],
 ) -> Segments:
-    """A module's table for rising data degrees; `form` has any."""
+    """A module's table for rising data degrees; `form` has any, `tasks` are each segment's."""
     costs, volume = rules.costs, rules.volumes[module]
     stage, _, tp = form.mesh
     cuts, data = rules.cuts(group_size), np.array(degrees)[:, None]
@@ -192,34 +202,71 @@ def module_table(
         rows, tokens = packed_rows(volume, microbatches, data, costs, module, tp, multiple)
         room = rows * tokens * data * group_size
     sizes, pairs = rows * tokens, group_pairs(volume, cuts, data)
-    mesh, segments = (stage, data, tp), rules.segments(module, form)
+    mesh = (stage, data, tp)
+    figures = costs.at(module, tp, rows, tokens)
 
-    def group_s(remat: Remat, direction: str) -> list[Array]:
-        each = [replace(s, remat=remat) for s in segments]
-        return [
-            costs.group_s(s, mesh, group_size, rows, tokens, direction)
-            + costs.group_pair_s(s, mesh, group_size, direction) * pairs
-            for s in each
-        ]
-
-    def needs(s: SegmentPlan, remat: Remat) -> SegmentBytes:
-        s = replace(s, remat=remat)
-        return costs.segment_bytes(s, mesh, group_size, rows, tokens, trained=rules.trains(s))
-
-    def end_s(of: Callable[..., Array]) -> list[Array]:
-        every = [(s, mesh, rules.profile, rules.hardware) for s in segments]
-        return [of(*ends) if rules.trains(ends[0]) else np.zeros(data.shape) for ends in every]
-
+    costed: dict[tuple[object, ...], Costs] = {}
+    by_segment = []
+    for s, has in zip(rules.segments(module, form), tasks, strict=True):
+        # Segments inside a module are mostly alike.
+        key = (s.n_layers, s.first, s.last, costs.hands_over(s), costs.inputs_kept(s), tuple(has))
+        key += (rules.trains(s),)
+        if key not in costed:
+            costed[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
+        by_segment.append(costed[key])
     return Segments(
-        data,
+        rules.options(module),
+        data[:, 0],
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         pairs,
         least_groups(volume, room),
-        group_s("none", FORWARD),
-        {r: group_s(r, BACKWARD) for r in rules.remats},
-        {r: [needs(s, r) for s in segments] for r in rules.remats},
-        end_s(reduce_s),
-        end_s(update_s),
+        by_segment,
     )
+
+
+def _costs(
+    rules: Rules,
+    s: SegmentPlan,
+    mesh: Mesh,
+    group_size: int,
+    figures: Figures,
+    pairs: Array,
+    tasks: Collection[str],
+) -> Costs:
+    """What a segment takes with every option of its module."""
+    costs, trains = rules.costs, rules.trains(s)
+    options = [o.of(s) for o in rules.options(s.module)]
+    links = rules.profile, rules.hardware
+    moved = {z: moved_by(replace(s, zero=z), mesh, *links) for z in ZERO}
+
+    def task_s(s: SegmentPlan, direction: Direction) -> Array:
+        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
+        return static_s + costs.group_pair_s(s, mesh, group_size, direction) * pairs
+
+    def each(of: Callable[[SegmentPlan], Array], *names: str) -> Array:
+        """A quantity by option, asked once for options that differ in nothing of these names."""
+        known: dict[tuple[object, ...], Array] = {}
+        found = []
+        for option in options:
+            key = tuple(getattr(option, n) for n in names)
+            if key not in known:
+                known[key] = of(option)
+            found.append(np.broadcast_to(known[key], figures.is_there.shape))
+        return np.stack(found)
+
+    none = np.zeros((len(options), *figures.is_there.shape))
+    backward = BACKWARD in tasks
+    # Without hardware what is moved takes no time.
+    both = ("remat", "zero") if rules.hardware else ("remat",)
+    held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
+            for o in options}  # fmt: skip
+    return Costs(
+        each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
+        each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
+        each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,
+        each(lambda o: update_s(o, mesh, *links), "zero") if trains else none,
+        *(each(lambda o, n=f.name: getattr(held[o], n), "remat", "zero")
+          for f in fields(SegmentBytes)),
+    )  # fmt: skip

@@ -12,11 +12,15 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit, most_in_flight, resources
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.options import Option, with_options
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
     Bucket,
     Group,
     Load,
@@ -25,10 +29,10 @@ from dflop_jax.records import (
     Price,
     Prices,
     ProgramId,
-    Remat,
     Schedule,
     SegmentPlan,
     SubmeshPlan,
+    Task,
     Trace,
 )
 from dflop_jax.schedule import (
@@ -41,6 +45,7 @@ from dflop_jax.schedule import (
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch, check_fits
+from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.online import solve
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
@@ -50,6 +55,7 @@ LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
 _EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
+_STEP_END = (REDUCE, UPDATE)
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
 
@@ -68,18 +74,16 @@ def as_plan(
     policy: str,
     buckets: Sequence[Bucket],
     rules: Rules,
-    remat: Mapping[str, Remat] | None = None,
+    options: Mapping[str, Option] | None = None,
 ) -> Plan:
-    """The plan of a placement; `remat` by module, None: none."""
-    segments = tuple(
-        replace(s, remat=(remat or {}).get(s.module, "none")) for s in placement.segments
-    )
-    return replace(
+    """The plan of a placement; `options` by module, None: the simplest that the rules allow."""
+    options = options or {m: rules.options(m)[0] for m in rules.n_layers}
+    plan = replace(
         rules.structure(placement, policy),
-        segments=segments,
         buckets=tuple(buckets),
         grouping="arrival" if policy in BASELINES else "balanced",
     )
+    return with_options(plan, options)
 
 
 def work_budget(step_s: float) -> int:
@@ -149,14 +153,54 @@ class Evaluator:
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
-        return max(self._peak_bytes(plan, in_flight_limit(plan)).values())
+        return max(self.peak_bytes(plan, in_flight_limit(plan)).values())
 
-    def _peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+    def peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+        """Of each submesh, with so many groups kept by each segment."""
         return memory.peak_bytes(plan, self.rules.costs, in_flight, self.trainable(plan))
 
     def fits(self, plan: Plan) -> bool:
         limit = self.rules.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
+
+    def busy_s(self, plan: Plan) -> float:
+        """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
+        end: what tells options of a placement apart."""
+        prices, trainable, n = self.prices(plan), self.trainable(plan), self._mean_groups(plan)
+        tasks = directions(plan, trainable)
+        total_s = sum(prices.step_end[Task(n, NO_GROUP, d)] for n in trainable for d in _STEP_END)
+        for s in plan.segments:
+            shapes = plan.shapes(s.module)
+            programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
+            pairs = self.rules.volumes[s.module].pairs / (n * plan.data_ranks(s.module))
+            total_s += n * sum(prices.programs[p].of(pairs) for p in programs)
+        return total_s
+
+    def _mean_groups(self, plan: Plan) -> float:
+        """Groups of the largest shapes that hold a mean batch."""
+        most = 1.0
+        for m in plan.modules:
+            counts_pieces = m in self.rules.profile.piece_tokens
+            room = max((s.rows if counts_pieces else s.size for s in plan.shapes(m)), default=0)
+            room *= plan.data_ranks(m) * plan.group_size
+            most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
+        return most
+
+    def with_cheapest_options(self, plan: Plan) -> Plan:
+        """The plan with the cheapest options that its buckets leave memory for, module by module;
+        with those that need least where nothing fits."""
+        if not self.fits(plan):
+            for m in plan.modules:
+                plan = min(self._with_each_option(plan, m), key=self.most_bytes)
+        if not self.fits(plan):
+            return plan
+        for m in plan.modules:
+            by_price = sorted(self._with_each_option(plan, m), key=self.busy_s)
+            plan = next(filter(self.fits, by_price))
+        return plan
+
+    def _with_each_option(self, plan: Plan, module: str) -> list[Plan]:
+        return [with_options(plan, {module: o}) for o in self.rules.options(module)]
 
     def n_groups(self, plan: Plan, batch: int) -> int:
         """Groups that the scheduler makes of a batch under a plan of one bucket.
@@ -267,7 +311,7 @@ class Evaluator:
             busy_fraction={
                 m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
             },
-            peak_bytes=self._peak_bytes(plan, in_flight),
+            peak_bytes=self.peak_bytes(plan, in_flight),
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
+from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import Candidate
 from dflop_jax.plan.space import families
+from dflop_jax.records import Plan
 
 _GIB = 2**30
 _MOST_TIMES = 64  # as many devices
@@ -29,8 +35,54 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
     return f"{behind}even {most}, the busiest, waits {waits:.0%}"
 
 
-def why_nothing_fits(rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float) -> str:
-    """One line: by how much the smallest placement exceeds a device, and what would hold it."""
+@dataclass(frozen=True)
+class Saving:
+    """What a module's option buys against the next cheaper one.
+
+    Attributes:
+      chosen, cheaper: both options in words; "none" saves nothing.
+      saved_bytes: of the device of the module's that needs most.
+      paid_s: of a step.
+      fits: whether memory would hold the cheaper one too.
+    """
+
+    module: str
+    chosen: str
+    cheaper: str
+    saved_bytes: float
+    paid_s: float
+    fits: bool
+
+
+def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
+    """What each module of a plan that saves memory gets and pays for it."""
+    found = []
+    for module, option in options_of(plan).items():
+        each = {o: with_options(plan, {module: o}) for o in evaluator.rules.options(module)}
+        busy_s = {o: evaluator.busy_s(p) for o, p in each.items()}
+        cheaper = [o for o in each if busy_s[o] < busy_s[option] * (1 - TIE)]
+        if option not in each or not cheaper:
+            continue
+        other = max(cheaper, key=busy_s.__getitem__)
+        step_s = [evaluator.evaluate(each[o], 0.0).predicted.makespan_s for o in (option, other)]
+        held = [_module_bytes(evaluator, each[o], module) for o in (option, other)]
+        words = option.words or "none", other.words or "none"
+        if held[0] < held[1]:
+            fits = evaluator.fits(each[other])
+            found.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
+    return found
+
+
+def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
+    """Bytes of the device that needs most among a module's, however many groups a batch takes."""
+    peaks = evaluator.peak_bytes(plan, in_flight_limit(plan))
+    return max(peaks[s.submesh] for s in plan.segments_of(module))
+
+
+def why_nothing_fits(
+    rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float, nearest: str
+) -> str:
+    """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
     if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
         return "no placement: the devices at hand cannot form its submeshes; use another number"
     over = (least_bytes - rules.memory_bytes) / _GIB
@@ -42,8 +94,8 @@ def why_nothing_fits(rules: Rules, n_devices: int, config: PlanConfig, least_byt
         ways.append(f"so would {known}" if more else f"{known} would do")
     ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
     return (
-        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest needs "
-        f"{over:.2f} GiB more; {', '.join(ways)}"
+        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest "
+        f"({nearest}) needs {over:.2f} GiB more; {', '.join(ways)}"
     )
 
 
@@ -53,7 +105,7 @@ def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int |
     while times <= _MOST_TIMES:
         for space in families(rules, times * n_devices, config).values():
             for bounds in all_bounds(space, rules):
-                if (bounds.peak_bytes <= rules.memory_bytes).any():
+                if bounds.fits.any():
                     return times * n_devices
         times *= 2
     return None

@@ -1,8 +1,9 @@
 """What everything in a step takes by a profile: the prices that planner and scheduler begin with.
 
 Programs come from the profile's fit. What crosses devices comes from a hardware table: activations
-between segments, gradients at the step's end; without one (what is measured here knows no links) it
-takes no time. Devices are numbered node by node; a submesh's model axis is the innermost.
+between segments, gradients and parameters between data ranks; without one (what is measured here
+knows no links) it takes no time. Devices are numbered node by node; a submesh's model axis is the
+innermost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.pipeline.order import links, tied_ends
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
-from dflop_jax.profile.fit import Array, CostModel, Mesh, parameter_bytes
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.state import Array, Mesh, Moved, ends_bytes, layer_bytes, parameter_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -32,6 +34,7 @@ from dflop_jax.records import (
     Task,
 )
 
+Collective = Callable[..., float]
 _UPDATE_PASSES = 7  # float32 arrays that AdamW reads and writes: 4 and 3
 
 
@@ -47,42 +50,66 @@ def plan_prices(plan: Plan, profile: ModelProfile, hardware: Hardware | None = N
 def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) -> Prices:
     """`plan_prices` from a cost model that is at hand, whose fits are then made once."""
     return Prices(
-        programs=program_prices(plan, costs),
+        programs=program_prices(plan, costs, hardware),
         step_end=step_end_seconds(plan, costs.profile, hardware),
         sends=send_seconds(plan, costs, hardware),
         concurrency=costs.profile.concurrency,
     )
 
 
-def program_prices(plan: Plan, costs: CostModel) -> dict[ProgramId, Price]:
+def program_prices(
+    plan: Plan, costs: CostModel, hardware: Hardware | None = None
+) -> dict[ProgramId, Price]:
     """Price of every segment at every shape of its module, forward and backward."""
     programs: dict[ProgramId, Price] = {}
     for s in plan.segments:
         mesh, shapes = plan.submesh(s.submesh).shape, plan.shapes(s.module)
         rows = np.array([shape.rows for shape in shapes])
         tokens = np.array([shape.tokens for shape in shapes])
+        figures = costs.at(s.module, mesh[2], rows, tokens)
+        moved = moved_by(s, mesh, costs.profile, hardware)
         for direction in (FORWARD, BACKWARD):
-            static_s = costs.group_s(s, mesh, plan.group_size, rows, tokens, direction)
+            static_s = costs.task_s(s, mesh, plan.group_size, figures, direction, moved)
             pair_s = float(costs.group_pair_s(s, mesh, plan.group_size, direction))
             for shape, seconds in zip(shapes, static_s, strict=True):
                 programs[ProgramId(s.name, shape, direction)] = Price(float(seconds), pair_s)
     return programs
 
 
+def moved_by(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Moved:
+    """Seconds of what a segment's programs gather from other data ranks and scatter to them."""
+    if hardware is None or s.zero == 1:
+        return Moved()
+    layer, ends = layer_bytes(s, mesh, profile), ends_bytes(s, mesh, profile)
+    working = profile.working_share(s.module) * (s.zero == 3)
+
+    def seconds(collective: Collective, n_bytes: float) -> Array:
+        return _over_ranks(n_bytes, mesh, hardware, collective)
+
+    return Moved(
+        layer_gather_s=seconds(all_gather_s, layer * working),
+        layer_scatter_s=seconds(reduce_scatter_s, layer),
+        ends_gather_s=seconds(all_gather_s, ends * working),
+        ends_scatter_s=seconds(reduce_scatter_s, ends),
+    )
+
+
 def reduce_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
-    """Seconds to add up a segment's gradients over its data ranks; each keeps its part of the
-    sum."""
-    return _over_ranks(s, mesh, profile, hardware, reduce_scatter_s)
+    """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
+    programs do not; each keeps its part of the sum."""
+    size = parameter_bytes(s, mesh, profile) * (s.zero == 1)
+    return _over_ranks(size, mesh, hardware, reduce_scatter_s)
 
 
 def update_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
     """Seconds of AdamW on each rank's part of a segment, and of the new parameters' way to all
-    ranks."""
-    gathered = _over_ranks(s, mesh, profile, hardware, all_gather_s)
+    ranks where these hold all of them."""
+    size = parameter_bytes(s, mesh, profile)
+    working = profile.working_share(s.module) * (s.zero != 3)
+    gathered = _over_ranks(size * working, mesh, hardware, all_gather_s)
     if hardware is None:
         return gathered
-    part = parameter_bytes(s, mesh, profile) / np.asarray(mesh[1])
-    return gathered + _UPDATE_PASSES * part / hardware.memory_bandwidth
+    return gathered + _UPDATE_PASSES * size / np.asarray(mesh[1]) / hardware.memory_bandwidth
 
 
 def step_end_seconds(
@@ -137,15 +164,10 @@ def _between(
 
 
 def _over_ranks(
-    s: SegmentPlan,
-    mesh: Mesh,
-    profile: ModelProfile,
-    hardware: Hardware | None,
-    collective: Callable[..., float],
+    n_bytes: float, mesh: Mesh, hardware: Hardware | None, collective: Collective
 ) -> Array:
+    """Seconds of a collective over the data ranks, by degree."""
     _, data, model = mesh
-    if hardware is None:
+    if hardware is None or not n_bytes:
         return np.zeros(np.shape(data))
-    size = parameter_bytes(s, mesh, profile)
-    by_rank = [collective(size, int(d), hardware, stride=model) for d in np.ravel(data)]
-    return np.reshape(by_rank, np.shape(data))
+    return collective(n_bytes, data, hardware, stride=model)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.evaluate import TIE, Evaluator, Uniform, as_plan
+from dflop_jax.plan.options import Option, saving_words
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.space import Family
 from dflop_jax.records import Bucket, Plan, SubmeshPlan
@@ -26,14 +27,15 @@ ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 class Candidate:
     """A placement with its best cut into groups of one bucket, simulated.
 
-    busy_s: seconds that each submesh computes in a step of `makespan_s`, on average. peak_bytes:
-    of the device that needs most.
+    saving: how its modules save memory, in words; "none" if they do not. busy_s: seconds that each
+    submesh computes in a step of `makespan_s`, on average. peak_bytes: of the device that needs
+    most.
     """
 
     policy: str
     name: str
     microbatches: int
-    remat: str
+    saving: str
     makespan_s: float
     busy_s: dict[str, float]
     peak_bytes: float
@@ -43,7 +45,7 @@ class Candidate:
 class Ranked:
     """A placement with a cut, whose mean makespan is at least `bound_s`.
 
-    most: the largest bucket that memory holds without more remat; None: any. uniform: simulates its
+    most: the largest bucket that memory holds with these options; None: any. uniform: simulates its
     groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
     n_scheduled: batches whose groups were counted by the scheduler; -1: not even the least number
     was simulated. It is exact with all of them.
@@ -88,12 +90,11 @@ class Ranked:
                 m.name: float(np.mean([s.get(m.name, 0.0) for s in seconds]))
                 for m in plan.submeshes
             }
-        remat = [f"{m} {r}" for m in plan.modules if (r := plan.segments_of(m)[0].remat) != "none"]
         return Candidate(
             policy=self.policy,
             name=self.name,
             microbatches=self.cut * plan.group_size,
-            remat=", ".join(remat) or "none",
+            saving=saving_words(plan),
             makespan_s=self.bound_s,
             busy_s=busy_s,
             peak_bytes=evaluator.most_bytes(plan),
@@ -113,7 +114,7 @@ class Ranking:
         self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
         self.n_placements = sum(len(f) for found in space.values() for f in found) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
-        self.least_bytes = np.inf
+        self._arrived: list[tuple[float, str]] = []
         self._exact = self._arrivals(baseline)
         self._tables = [
             (policy, b) for policy, found in space.items() for b in all_bounds(found, self.rules)
@@ -149,15 +150,16 @@ class Ranking:
                 yield first
                 continue
             if upcoming and upcoming_s <= known_s:
-                ranked = self._first_known(*upcoming)
+                if ranked := self._first_known(*upcoming[1:]):
+                    heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
                 upcoming = next(waiting, None)
-            else:
-                ranked = heapq.heappop(heap)[-1]
-                self.n_evaluated += ranked.n_scheduled < 0
-                ranked = ranked.refined(self.evaluator)
-            if ranked and ranked.exact:
+                continue
+            ranked = heapq.heappop(heap)[-1]
+            self.n_evaluated += ranked.n_scheduled < 0
+            ranked = ranked.refined(self.evaluator)
+            if ranked.exact:
                 exact.append(ranked)
-            elif ranked:
+            else:
                 heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
 
     def _by_table(self) -> Iterator[tuple[float, str, Bounds, int, int]]:
@@ -169,32 +171,44 @@ class Ranking:
         place = np.concatenate([np.zeros(0, int), *map(np.arange, sizes)])
         self.n_candidates += len(bounds)
         self.n_fit += int(np.isfinite(bounds).sum())
-        self.least_bytes = min(
-            [self.least_bytes, *(float(b.peak_bytes.min()) for _, b in self._tables)]
-        )
         for i in np.argsort(bounds, kind="stable").tolist():
             if not np.isfinite(bounds[i]):
                 return
             policy, found = self._tables[table[i]]
             yield float(bounds[i]), policy, found, *divmod(int(place[i]), len(found.cuts))
 
-    def _first_known(
-        self, bound_s: float, policy: str, bounds: Bounds, p: int, c: int
-    ) -> Ranked | None:
-        """A candidate with what its bounds say; None where devices cannot form its submeshes."""
+    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> Ranked | None:
+        """A candidate with the best options, and what its bounds say; None where devices cannot
+        form its submeshes."""
         placement = self.rules.placement(bounds.outline(p))
         if not all(map(self.allowed, placement.submeshes)):
             return None
-        remat = bounds.remats[bounds.choice[p, c]]
-        plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, remat)
-        fit = np.flatnonzero(
-            np.isfinite(bounds.bound_s[p]) & (bounds.choice[p] == bounds.choice[p, c])
-        )
-        most = bounds.bucket(p, int(fit[0])) if self.rules.memory_bytes else None
-        uniform = self.evaluator.uniform(plan, bounds.pairs(p, c))
+        bucket, pairs, cut = bounds.bucket(p, c), bounds.pairs(p, c), int(bounds.cuts[c])
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
-        cut = int(bounds.cuts[c])
-        return Ranked(policy, placement.name, cut, plan, bound_s, most, uniform, groups)
+        choice = bounds.choice(p, c)
+        plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
+        most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
+        uniform = self.evaluator.uniform(plan, pairs)
+        return Ranked(policy, placement.name, cut, plan, choice.bound_s, most, uniform, groups)
+
+    def nearest(self) -> tuple[float, str]:
+        """(bytes of the device that needs most, placement and options) of what needs least."""
+        best = min(self._arrived, default=(np.inf, ""))
+        flat = [b.least_bytes.ravel() for _, b in self._tables]
+        table = np.repeat(np.arange(len(flat)), [len(b) for b in flat])
+        place = np.concatenate([np.zeros(0, int), *(np.arange(len(b)) for b in flat)])
+        least_bytes = np.concatenate([np.zeros(0), *flat])
+        for i in np.argsort(least_bytes, kind="stable").tolist():
+            if least_bytes[i] >= best[0]:
+                break
+            policy, bounds = self._tables[table[i]]
+            p, c = divmod(int(place[i]), len(bounds.cuts))
+            needed, options = bounds.least_peak(p, c)
+            if needed < best[0]:
+                placement = self.rules.placement(bounds.outline(p))
+                plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, options)
+                best = needed, _words(plan, placement)
+        return best
 
     def _arrivals(self, placements: Sequence[Placement]) -> list[Ranked]:
         """A baseline's, few enough to be scheduled and simulated all."""
@@ -206,15 +220,29 @@ class Ranking:
             for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
                 self.n_candidates += 1
                 buckets = self.evaluator.arrival_plan(placement, policy, cap).buckets
-                for r in self.rules.remats:
-                    remat = dict.fromkeys(self.rules.n_layers, r)
-                    plan = as_plan(placement, policy, buckets, self.rules, remat)
-                    self.least_bytes = min(self.least_bytes, self.evaluator.most_bytes(plan))
-                    if self.evaluator.fits(plan):
-                        self.n_fit += 1
-                        self.n_evaluated += 1
-                        plan = self.evaluator.evaluate(plan, 0.0)
-                        makespan_s = plan.predicted.makespan_s
-                        found.append(Ranked(policy, placement.name, cap, plan, makespan_s))
-                        break
+                plans = [
+                    as_plan(placement, policy, buckets, self.rules, options)
+                    for options in self._alike()
+                ]
+                self._arrived += [
+                    (self.evaluator.most_bytes(p), _words(p, placement)) for p in plans
+                ]
+                plans = list(filter(self.evaluator.fits, plans))
+                if plans:
+                    self.n_fit += 1
+                    self.n_evaluated += 1
+                    plan = min(plans, key=self.evaluator.busy_s)
+                    plan = self.evaluator.evaluate(plan, 0.0)
+                    makespan_s = plan.predicted.makespan_s
+                    found.append(Ranked(policy, placement.name, cap, plan, makespan_s))
         return found
+
+    def _alike(self) -> list[dict[str, Option]]:
+        """The options that all modules can have alike, as frameworks of one setting for all do."""
+        every = [self.rules.options(m) for m in self.rules.n_layers]
+        both = [o for o in every[0] if all(o in options for options in every)]
+        return [dict.fromkeys(self.rules.n_layers, o) for o in both]
+
+
+def _words(plan: Plan, placement: Placement) -> str:
+    return f"{placement.name}, {saving_words(plan)}"

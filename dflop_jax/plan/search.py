@@ -1,4 +1,4 @@
-"""Chooses a plan: placement, cut and remat of least expected makespan, then its buckets.
+"""Chooses a plan: placement, cut and options of least expected makespan, then its buckets.
 
 The expectation is over global batches sampled from the data profile, each scheduled by the real
 scheduler and simulated on the runtime's task lists (DFLOP's Data-aware 3D Parallelism Optimizer,
@@ -17,7 +17,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
-from dflop_jax.plan.explain import why_nothing_fits
+from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.ranking import Candidate, Ranked, Ranking
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.plan.volume import volume_of
@@ -30,7 +30,7 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     SubmeshPlan,
-    with_remat,
+    Zero,
 )
 
 _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
@@ -53,7 +53,8 @@ class SearchSpec:
       memory_bytes: memory of a device; 0: not checked.
       hardware: nodes and links of the devices: what crosses them takes time, and tensor parallelism
         stays inside a node. None: links take no time.
-      remat: "auto" (layers where memory needs it), or the value of every segment.
+      remat, zero: "auto" (the cheapest for each module that memory holds), or the value of every
+        segment.
       token_multiple: token capacities are multiples of it (128 on GPU).
       trains: whether a segment has trainable parameters.
       allowed: whether the devices at hand can form a submesh.
@@ -67,6 +68,7 @@ class SearchSpec:
     memory_bytes: float = 0.0
     hardware: Hardware | None = None
     remat: Remat | Literal["auto"] = "auto"
+    zero: Zero | Literal["auto"] = "auto"
     token_multiple: int = 32
     trains: Callable[[SegmentPlan], bool] = _always
     allowed: Callable[[SubmeshPlan], bool] = _always
@@ -134,8 +136,7 @@ def search_plan(
     n = max(spec.shown, FINALISTS) if spec.refine else spec.shown
     best = ranking.ranked(n, on_progress)
     if not best:
-        least = ranking.least_bytes
-        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, least))
+        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
     plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
     timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
     if time_plan and timed:
@@ -153,6 +154,13 @@ def search_plan(
         n_evaluated=ranking.n_evaluated,
         n_timed=len(timed),
     )
+
+
+def what_memory_bought(
+    plan: Plan, profile: ModelProfile, data: DataProfile, spec: SearchSpec
+) -> list[Saving]:
+    """What each module of a plan that saves memory gets for the time that it costs."""
+    return savings(_prepared(profile, data, spec)[1], plan)
 
 
 def _prepared(
@@ -173,6 +181,7 @@ def _prepared(
         trains=spec.trains,
         memory_bytes=spec.memory_bytes,
         remat=spec.remat,
+        zero=spec.zero,
         hardware=spec.hardware,
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
@@ -240,16 +249,5 @@ def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str
         plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
-    if evaluator.rules.remat == "auto":
-        plan = _keeping_more(evaluator, with_remat(plan, "layers"))
-    plan = evaluator.evaluate(plan, ranked.bound_s)
+    plan = evaluator.evaluate(evaluator.with_cheapest_options(plan), ranked.bound_s)
     return [_Tried(plan, ranked, finest)] if evaluator.fits(plan) else []
-
-
-def _keeping_more(evaluator: Evaluator, plan: Plan) -> Plan:
-    """The plan without the remat that its buckets do not need."""
-    for m in plan.modules:
-        kept = tuple(replace(s, remat="none") if s.module == m else s for s in plan.segments)
-        other = replace(plan, segments=kept)
-        plan = other if evaluator.fits(other) else plan
-    return plan

@@ -17,7 +17,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.placement import Form, Outline, Placement
-from dflop_jax.profile.fit import Array
+from dflop_jax.profile.state import Array
 
 _FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
 _GRAINS = 16  # at least, into which the devices are divided for more blocks

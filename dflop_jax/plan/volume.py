@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.profile.fit import Array, CostModel
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.state import Array
 from dflop_jax.records import Load, piece_tokens
 
 CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)

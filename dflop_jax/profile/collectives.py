@@ -8,53 +8,57 @@ own network link, gather inside.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from dflop_jax.hardware import Hardware
+
+Array = Any  # a whole number, or an array of them; of results floats
 
 # NCCL's cost model (src/graph/tuning.cc): 235 of an A100's 300 GB/s; 8.4 us to start a ring.
 LINK_REACH = 0.78
 START_S = 8.4e-6
 
 
-def _ring_s(n_bytes: float, n: int, bandwidth: float, latency_s: float, reach: float) -> float:
+def _ring_s(n_bytes: Array, n: Array, bandwidth: float, latency_s: float, reach: float) -> Array:
     """n - 1 steps of a ring, each passing on 1/n of the bytes."""
     return (n - 1) * (n_bytes / n / (bandwidth * reach) + latency_s)
 
 
-def group_nodes(n: int, hardware: Hardware, stride: int = 1) -> tuple[int, int]:
+def group_nodes(n: Array, hardware: Hardware, stride: int = 1) -> tuple[Array, Array]:
     """(devices of a group in a node, nodes) of n devices that are `stride` apart.
 
     Raises:
       ValueError: n or stride is below 1.
     """
-    if n < 1 or stride < 1:
+    if np.min(n) < 1 or stride < 1:
         raise ValueError(f"a group needs n >= 1 devices and stride >= 1, got {n} and {stride}")
-    inside = min(n, max(1, hardware.devices_per_node // stride))
+    inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
     return inside, -(-n // inside)
 
 
 def reduce_scatter_s(
-    n_bytes: float, n: int, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
-) -> float:
+    n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
+) -> Array:
     """Seconds to add up `n_bytes` held by each of n devices and leave 1/n of the sum on each.
 
     Args:
       n_bytes: of one device's input.
-      n: devices of the group; 1 costs nothing.
+      n: devices of the group, a number or an array; 1 costs nothing.
       stride: distance of neighbours in the numbering of devices.
       reach: share of the links' bandwidth that is reached.
     """
     inside, nodes = group_nodes(n, hardware, stride)
-    if n == 1 or n_bytes == 0:
-        return 0.0
     h = hardware
     within = _ring_s(n_bytes, inside, h.link_bandwidth, h.link_latency_s, reach)
     between = _ring_s(n_bytes / inside, nodes, h.network_bandwidth, h.network_latency_s, reach)
-    return START_S + within + between
+    return np.where((np.asarray(n) == 1) | (n_bytes == 0), 0.0, START_S + within + between)[()]
 
 
 def all_gather_s(
-    n_bytes: float, n: int, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
-) -> float:
+    n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
+) -> Array:
     """Seconds until each of n devices has all `n_bytes`, of which each held 1/n: a scattering
     reduction run backwards."""
     return reduce_scatter_s(n_bytes, n, hardware, stride=stride, reach=reach)

@@ -17,27 +17,30 @@ Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from dflop_jax.records import BACKWARD, LayerTiming, ModelProfile, SegmentPlan
+from dflop_jax.profile.state import (
+    Array,
+    Mesh,
+    Moved,
+    SegmentBytes,
+    state_bytes,
+    whole_bytes,
+)
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    REMAT,
+    LayerTiming,
+    ModelProfile,
+    Remat,
+    SegmentPlan,
+)
 
 DEPTHS = (1, 3)  # layers of the programs that are timed
-_BYTES = {
-    "layer_temp": "layer_temp_bytes",
-    "ends_temp": "ends_temp_bytes",
-    "hidden": "hidden_bytes",
-}
 _KEPT_BITS = 24
-
-Array = Any  # a float array, or one number
-Mesh = tuple[int, Array, int]  # (stage, data, model)
-# Forwards of a layer that backward runs once more. "dots" repeats only what is cheap; it is
-# predicted as if it repeated all, and kept all: too careful both times.
-_REPEATED = {"none": 0.0, "segment": 0.0, "layers": 1.0, "dots": 1.0, "named": 1.0}
 
 
 def rounded(values: Array) -> Array:
@@ -106,25 +109,18 @@ def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> n
     )
 
 
-def parameter_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
-    """Bytes of a segment's parameters on one device. Each end counts as half of both; where the
-    ends are tied and apart, both segments hold what they share, so each counts as both."""
-    stages, _, model = mesh
-    layers = profile.layer_param_bytes[segment.module] * segment.n_layers / stages
-    ends = (segment.first + segment.last) / 2
-    if segment.module in profile.tied:
-        ends = float(segment.first or segment.last)
-    return (layers + profile.ends_param_bytes[segment.module] * ends) / model
+_AT_HAND = Moved()
 
 
-@dataclass(frozen=True)
-class SegmentBytes:
-    """state: parameters, gradients and AdamW's moments, in float32, the moments over the data
-    ranks. kept: the input of one group in flight. temporaries: of its backward."""
+class Figures:
+    """Quantities of a module at shapes, each predicted once: see `CostModel.predict`."""
 
-    state: Array
-    kept: Array
-    temporaries: Array
+    def __init__(self, costs: CostModel, module: str, model: int, rows: Array, tokens: Array):
+        self.is_there = np.asarray(rows) > 0
+        self._predict = cache(lambda kind: costs.predict(module, model, rows, tokens, kind))
+
+    def __getitem__(self, kind: str) -> Array:
+        return self._predict(kind)
 
 
 class CostModel:
@@ -147,15 +143,19 @@ class CostModel:
             )
         return sorted(timings, key=lambda t: (t.shape.size, t.shape))
 
+    def known_policies(self, module: str) -> tuple[Remat, ...]:
+        """Recompute policies that the profile has prices of, in the order of `REMAT`."""
+        known = [t.recompute for t in self.profile.timings if t.module == module]
+        return tuple(r for r in REMAT if r == "segment" or all(r in k for k in known))
+
     def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
         """The three coefficients, 0 of terms that are left out."""
         timings = self._timings(module, model)
         terms = _terms(timings)
         shapes = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])[:, terms]
         coefficients = np.zeros(3)
-        if kind in _BYTES:
-            values = np.array([getattr(t, _BYTES[kind]) for t in timings])
-            coefficients[terms] = _nonnegative(shapes, values)
+        if _is_direct(kind):
+            coefficients[terms] = _nonnegative(shapes, _values(timings, kind))
             return coefficients
         part, _, direction = kind.partition("_")
         features = np.vstack([np.hstack([d * shapes, shapes]) for d in DEPTHS])
@@ -174,9 +174,9 @@ class CostModel:
         if len({t.shape.tokens for t in timings}) > 1:
             return np.zeros(1), np.ones(1)
         features = np.array([_features(t.shape.rows, t.shape.tokens) for t in timings])
-        if kind in _BYTES:
+        if _is_direct(kind):
             fitted = self._fitted(module, model, kind, features)
-            values = np.array([getattr(t, _BYTES[kind]) for t in timings])
+            values = _values(timings, kind)
         else:
             direction = kind.partition("_")[2]
             layer, ends = (
@@ -188,14 +188,16 @@ class CostModel:
         ratio = np.divide(values, fitted, out=np.ones(len(timings)), where=fitted > 0)
         return np.log([float(t.shape.size) for t in timings]), rounded(ratio)
 
-    def _pair_s_uncached(self, module: str, model: int, direction: str) -> float:
-        """Seconds of one layer for each pair of tokens of one piece; large shapes, of which noise
-        hides little, count most."""
+    def _pair_s_uncached(self, module: str, model: int, kind: str) -> float:
+        """Seconds of one layer for each pair of tokens of one piece, "forward", "backward" or what
+        a recompute policy adds to it; large shapes, of which noise hides little, count most."""
         timings = self._timings(module, model)
-        kind = "pair_backward_s" if direction == BACKWARD else "pair_forward_s"
         weights = [float(t.shape.size * t.shape.tokens) for t in timings]
-        total_s = sum(getattr(t, kind) * w for t, w in zip(timings, weights, strict=True))
-        return float(rounded(total_s / sum(weights)))
+        if kind in REMAT:
+            seconds = _values(timings, f"{kind}.pair_s")
+        else:
+            seconds = np.array([getattr(t, f"pair_{kind}_s") for t in timings])
+        return float(rounded((seconds * weights).sum() / sum(weights)))
 
     def predict(self, module: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
         """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes;
@@ -206,17 +208,6 @@ class CostModel:
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
         return np.where(size > 0, self._fitted(module, model, kind, features) * factor, 0.0)
 
-    def work(self, module: str, model: int, kind: str, lengths: np.ndarray) -> float:
-        """Seconds of pieces of these token counts if nothing were padded or launched twice: a
-        floor of what any packing of them into rows costs on one rank."""
-        _, linear, quadratic = self._fit(module, model, kind)
-        least = self._missed(module, model, kind)[1].min()
-        pairs = float((lengths**2).sum())
-        content_s = 0.0
-        if kind in ("layer_forward", "layer_backward"):
-            content_s = self.pair_s(module, model, kind.removeprefix("layer_")) * pairs
-        return float(least * (linear * lengths.sum() + quadratic * pairs)) + content_s
-
     def slowdown(self, mesh: Mesh) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
         because they share cores (`ModelProfile.concurrency`)."""
@@ -224,6 +215,10 @@ class CostModel:
         # One rank was timed with its `model` devices computing together already.
         timed = max(1.0, model / self.profile.concurrency)
         return np.maximum(1.0, stage * data * model / self.profile.concurrency) / timed
+
+    def at(self, module: str, model: int, rows: Array, tokens: Array) -> Figures:
+        """The quantities of a module at shapes."""
+        return Figures(self, module, model, rows, tokens)
 
     def group_s(
         self,
@@ -235,22 +230,42 @@ class CostModel:
         direction: str,
     ) -> Array:
         """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone and without content (see `group_pair_s`); 0 without rows.
+        alone and without content (see `group_pair_s`); 0 without rows."""
+        figures = self.at(segment.module, mesh[2], rows, tokens)
+        return self.task_s(segment, mesh, group_size, figures, direction)
+
+    def task_s(
+        self,
+        segment: SegmentPlan,
+        mesh: Mesh,
+        group_size: int,
+        figures: Figures,
+        direction: str,
+        moved: Moved = _AT_HAND,
+    ) -> Array:
+        """`group_s` from figures at hand, with what is moved between data ranks meanwhile.
 
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
-        stages.
+        stages. A backward task that has no forward task before it, or repeats it, runs the layers
+        twice in all.
         """
-        module, back, (stages, _, model) = segment.module, direction == BACKWARD, mesh
-        kind = "backward" if back else "forward"
-        layer_s = self.predict(module, model, rows, tokens, f"layer_{kind}")
-        if back and (again := _REPEATED[segment.remat]):
-            layer_s = layer_s + again * self.predict(module, model, rows, tokens, "layer_forward")
-        ends_s = self.predict(module, model, rows, tokens, f"ends_{kind}")
-        ends_s = ends_s * self.ends_share(segment)
-        ticks = group_size + stages - 1
-        alone = (ticks * segment.n_layers * layer_s + group_size * ends_s) / stages
-        one = self.profile.task_overhead_s + alone * self.slowdown(mesh)
-        return np.where(np.asarray(rows) > 0, one, 0.0)
+        stages, slow = mesh[0], self.slowdown(mesh)
+        ticks, layers = group_size + stages - 1, segment.n_layers / stages
+        share = self.ends_share(segment) * group_size / stages
+        loops, again = self.loops(segment, direction), _again(segment)
+        seconds = self.profile.task_overhead_s + moved.ends_gather_s
+        for loop in loops:
+            layer_s, ends_s = figures[f"layer_{loop}"], figures[f"ends_{loop}"]
+            moved_s = moved.layer_gather_s
+            if loop == BACKWARD:
+                layer_s = layer_s + figures[f"{again}.layer_s"]
+                ends_s = ends_s + figures[f"{again}.ends_s"]
+                moved_s = moved_s + moved.layer_scatter_s
+                seconds = seconds + ticks * moved.ends_scatter_s
+            # A layer's parameters come while the one before is computed; the first layer waits.
+            layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
+            seconds = seconds + ticks * layers_s + share * ends_s * slow
+        return np.where(figures.is_there, seconds, 0.0)
 
     def group_pair_s(
         self, segment: SegmentPlan, mesh: Mesh, group_size: int, direction: str
@@ -261,11 +276,23 @@ class CostModel:
         computes while the pipeline inside the segment fills and drains.
         """
         stages, _, model = mesh
-        layer_s = self.pair_s(segment.module, model, direction)
-        if direction == BACKWARD and (again := _REPEATED[segment.remat]):
-            layer_s += again * self.pair_s(segment.module, model, "forward")
+        kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
+        layer_s = sum(self.pair_s(segment.module, model, kind) for kind in kinds)
         ticks = group_size + stages - 1
         return layer_s * segment.n_layers / stages * ticks / group_size * self.slowdown(mesh)
+
+    def hands_over(self, segment: SegmentPlan) -> bool:
+        """Whether a segment has a forward task, whose results its backward task begins with: not
+        one that nobody reads (see `pipeline.order`)."""
+        return not segment.last or any(segment.sends(e) for e in self.profile.edges)
+
+    def loops(self, segment: SegmentPlan, direction: str) -> tuple[str, ...]:
+        """How a task goes through the segment's layers."""
+        if direction != BACKWARD:
+            return (FORWARD,)
+        if segment.remat == "segment" or not self.hands_over(segment):
+            return (FORWARD, BACKWARD)
+        return (BACKWARD,)
 
     def ends_share(self, segment: SegmentPlan) -> float:
         """Share of the time of a module's ends that falls to the segment."""
@@ -288,25 +315,71 @@ class CostModel:
         tokens: Array,
         *,
         trained: bool = True,
+        backward: bool = True,
     ) -> SegmentBytes:
-        """Bytes per device of a segment, by shape."""
-        module, (stages, data, model) = segment.module, mesh
-        layer = self.profile.layer_param_bytes[module] / model
-        parameters = parameter_bytes(segment, mesh, self.profile)
+        """Bytes per device of a segment, by shape.
 
-        def bytes_of(kind: str) -> Array:
-            return self.predict(module, model, rows, tokens, kind)
+        Args:
+          trained: whether it has trainable parameters.
+          backward: whether it has backward tasks.
+        """
+        figures = self.at(segment.module, mesh[2], rows, tokens)
+        return self.bytes_of(segment, mesh, group_size, figures, trained=trained, backward=backward)
 
-        ticks = group_size + stages - 1
-        copies = ticks + (ticks > 1)  # a tick's temporaries are copied into those of all
-        layer_temp, hidden = bytes_of("layer_temp"), bytes_of("hidden")
-        gradients = np.minimum(layer * trained, layer_temp)  # are there once, whatever the ticks
-        own = layer_temp - gradients
-        once = bytes_of("ends_temp")
-        if segment.remat == "layers":  # a layer keeps its input; one at a time is computed again
-            once, own = once + own, hidden
+    def bytes_of(
+        self,
+        segment: SegmentPlan,
+        mesh: Mesh,
+        group_size: int,
+        figures: Figures,
+        *,
+        trained: bool,
+        backward: bool,
+    ) -> SegmentBytes:
+        """`segment_bytes` from figures at hand.
+
+        What forward keeps is there for every tick of the loop over stages, those included in which
+        a stage has nothing of its own to do. A task that runs forward and backward holds it among
+        its temporaries, with the hidden states after the last layer and their gradients.
+        """
+        stages, again = mesh[0], _again(segment)
+        ticks, layers = group_size + stages - 1, segment.n_layers / stages
+        inputs = figures["hidden"] * group_size * self.inputs_kept(segment)
+        kept = ticks * layers * figures[f"{again}.layer_bytes"]
+        kept = kept + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        whole = whole_bytes(segment, mesh, self.profile, trained=trained)
+        temporaries = figures[f"{again}.temp_bytes"] + whole
+        if not backward:
+            kept = np.zeros_like(inputs)
+        elif FORWARD in self.loops(segment, BACKWARD):
+            temporaries = temporaries + kept + 2 * ticks * figures["hidden"]
+            kept = np.zeros_like(inputs)
         return SegmentBytes(
-            state=parameters * (1.0 + trained * (1.0 + 2.0 / data)),
-            kept=hidden * group_size * self.inputs_kept(segment),
-            temporaries=(own * copies + gradients) * segment.n_layers / stages + once,
+            state=state_bytes(segment, mesh, self.profile, trained=trained),
+            kept=inputs + kept,
+            temporaries=np.where(figures.is_there, temporaries, 0.0),
         )
+
+
+def _again(segment: SegmentPlan) -> Remat:
+    """The policy of a segment's loop over layers in backward; one that is computed again as a whole
+    then has everything."""
+    return "none" if segment.remat == "segment" else segment.remat
+
+
+def _is_direct(kind: str) -> bool:
+    """Whether a quantity is fitted as it was measured, not from whole programs."""
+    return kind == "hidden" or "." in kind
+
+
+def _values(timings: Sequence[LayerTiming], kind: str) -> np.ndarray:
+    """A directly measured quantity: "hidden", or POLICY.FIELD of `Recompute`."""
+    if kind == "hidden":
+        return np.array([t.hidden_bytes for t in timings])
+    remat, _, name = kind.partition(".")
+    if any(remat not in t.recompute for t in timings):
+        raise ValueError(
+            f"the profile has no price of the recompute policy {remat!r} for "
+            f"{timings[0].module!r}; profile again, or take another (train.remat)"
+        )
+    return np.array([getattr(t.recompute[remat], name) for t in timings])  # type: ignore[index]

@@ -17,7 +17,8 @@ from dflop_jax.profile.sharded_trace import LAYOUT, Op, Region, Value
 
 MATMUL, ATTENTION, ELEMENTWISE, LOOKUP, REDUCE = range(5)
 KINDS = ("matmul", "attention", "elementwise", "lookup", "reduce")
-_LOOKUPS = ("gather", "scatter", "scatter-add", "scatter_add")
+_SCATTERS = ("scatter", "scatter-add", "scatter_add")
+_LOOKUPS = ("gather", *_SCATTERS)
 _OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
 _ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_OPAQUE)
 
@@ -167,7 +168,8 @@ def fusions(region: Region) -> list[Fusion]:
 def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     """Most bytes alive at once of what a region makes, without what enters and leaves it.
 
-    Elementwise work writes over an input of the same size that nothing reads later.
+    Elementwise work writes over an input of the same size that nothing reads later, and a scatter
+    into what the region made.
 
     Args:
       size: bytes of a value on one device.
@@ -179,7 +181,8 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     born: dict[Value, int] = {v: end_of[f.ops[0]] for f in fused for v in f.written}
     dies: dict[Value, int] = {}
     for i, op in enumerate(region.ops):
-        if op.name in LAYOUT:
+        into_own = op.name in _SCATTERS and op.ins[0] not in region.ins
+        if op.name in LAYOUT or into_own:
             held |= dict.fromkeys(op.outs, held.get(op.ins[0], op.ins[0]))
         elif is_anchor(op):  # a loop's carries stay where they began
             born |= dict.fromkeys(op.outs[len(op.carry) :], i)

@@ -2,8 +2,9 @@
 
 Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
 one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
-programs, so that recomputation, casts and the loss are counted as they run). What leaves or enters
-between layers is counted with the ends.
+programs, so that casts and the loss are counted as they run). What leaves or enters between layers
+is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
+these times and from traces (`recompute`).
 
 Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
 pieces, without padding. Where a module's attention
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from statistics import median
@@ -35,18 +36,23 @@ from dflop_jax.contract import (
     on_chip,
     pair_flops_of,
     taps_of,
+    working_dtype_of,
 )
+from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
 from dflop_jax.pipeline.stand_in import packed_field, random_values
+from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.parts import ENDS, forward_flops, part_names
+from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
     ModelProfile,
+    Recompute,
     SegmentPlan,
     Shape,
 )
@@ -63,12 +69,14 @@ _SHORT = 16  # pieces in a row of short ones
 class _Programs:
     """A segment's compiled programs with arguments at hand, and the bytes that they need.
 
-    `runs`: for each number of pieces in a row, calls of forward and of backward.
+    `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
+    what forward hands over, or else runs forward itself.
     """
 
     runs: tuple[tuple[Run, Run], ...]
     temp_bytes: float
     hidden_bytes: float
+    hands_over: bool
 
 
 def profile_key(
@@ -85,6 +93,7 @@ def profile_key(
     ]
     facts = (
         programs,
+        [f.name for kind in (LayerTiming, Recompute) for f in fields(kind)],
         msgspec.to_builtins((shapes, more)),
         devices[0].platform,
         devices[0].device_kind,
@@ -183,6 +192,7 @@ def assembled(
         edges=edges_of(model),
         tied=tuple(n for n, m in model.modules.items() if m.tied),
         piece_tokens=dict(model.piece_tokens),
+        halved=tuple(n for n, m in model.modules.items() if working_dtype_of(m).itemsize == 2),
     )
 
 
@@ -267,15 +277,17 @@ def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int)
 
 def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:
     """The segment's programs on rows of each number of pieces."""
-    params, x, fields, dy, grads = segment.argument_structs(shape, BACKWARD)
     kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
     forward = segment.lower(shape, kind).compile()
+    if segment.hands_over and segment.splits_tensors:
+        segment.learn_residuals(shape, forward)
+    params, x, fields, dy, grads, residuals = segment.argument_structs(shape, BACKWARD)
     backward = segment.lower(shape, BACKWARD).compile()
-    params, x, dy = jax.tree.map(partial(_random, below=below), (params, x, dy))
+    params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
     sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
 
     def run_backward(batch: Any) -> Any:
-        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0])
+        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
         return dx, done
 
     runs = []
@@ -283,7 +295,8 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    return _Programs(tuple(runs), float(temp), _nbytes(segment.hidden_struct(shape)))
+    hidden_bytes = _nbytes(segment.hidden_struct(shape))
+    return _Programs(tuple(runs), float(temp), hidden_bytes, segment.hands_over)
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
@@ -315,6 +328,8 @@ def _time_layer(
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
         low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))
+        if not low.hands_over:
+            low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
         split.append((_split(low_f, high_f), _split(low_b, high_b)))
     (layer_f, ends_f), (layer_b, ends_b) = split[0]
     pair_f = pair_b = 0.0
@@ -324,7 +339,7 @@ def _time_layer(
         layer_f, pair_f = _apart((layer_f, short_f), pairs)
         layer_b, pair_b = _apart((layer_b, short_b), pairs)
     layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    return LayerTiming(
+    timing = LayerTiming(
         module=module,
         model=tp,
         shape=shape,
@@ -332,12 +347,20 @@ def _time_layer(
         layer_backward_s=layer_b,
         ends_forward_s=ends_f,
         ends_backward_s=ends_b,
-        layer_temp_bytes=layer_m,
-        ends_temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0),
         hidden_bytes=low.hidden_bytes,
         pair_forward_s=pair_f,
         pair_backward_s=pair_b,
     )
+    temp_bytes = max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0)
+    predictor = Predictor(
+        on_chip(model.modules[module], chip_of(devices[0])),
+        entry_fields(model, module),
+        tp,
+        hardware_like(devices[0].device_kind),
+        Efficiency(),
+        half_bytes=4 if devices[0].platform == "cpu" else 2,
+    )
+    return replace(timing, recompute=predictor.beside(timing, temp_bytes))
 
 
 def _pairs(shape: Shape, pieces: int) -> float:

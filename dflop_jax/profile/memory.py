@@ -1,70 +1,59 @@
-"""Bytes of a backward program's temporaries, traced and counted: nothing is compiled."""
+"""Bytes of what forward hands to backward and of a backward program's temporaries, traced and
+counted: nothing is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from dflop_jax.contract import Module
-from dflop_jax.profile.parts import (
-    Names,
-    hidden_bytes,
-    part_kept,
-    part_names,
-    part_param_bytes,
-    part_work,
-)
-from dflop_jax.records import BACKWARD, Shape
+from dflop_jax.profile.parts import Names, end_names, part_kept, part_names, part_work
+from dflop_jax.records import BACKWARD, Remat, Shape
 
 
-@dataclass(frozen=True)
-class Work:
-    """Temporaries of backward on one device.
-
-    Of each layer: `activations` kept (of one microbatch), parameters cast for computing, and
-    gradients before they are added up. Once: what is `alive` in the largest layer or end.
-    """
-
-    activations: float
-    casts: float
-    gradients: float
-    alive: float
-
-    def temporaries(self, layers: float, ticks: int) -> float:
-        """Bytes of a program whose stage has `layers` and whose loop has `ticks`; with more than
-        one tick, a tick's are copied into those of all."""
-        copies, casts = (1, 1) if ticks == 1 else (ticks + 1, 2)
-        a_layer = self.activations * copies + self.casts * casts + self.gradients
-        return layers * a_layer + self.alive
-
-
-def work_of(
+def kept_bytes(
     module: Module,
     shape: Shape,
     ways: int,
+    remat: Remat = "none",
     *,
     placed: Names = (),
-    parts: Sequence[str] | None = None,
     half_bytes: int = 2,
-    remat: bool = False,
-) -> Work:
-    """Work of a segment that holds `parts` of a module (None: all), at a per-rank shape.
+    loss: bool = False,
+) -> tuple[float, float]:
+    """Bytes on one device that a microbatch's forward keeps for backward: (of a layer, of both
+    ends).
 
     Args:
       ways: tensor-parallel degree.
       placed: fields of the entry that edges fill.
       half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
         programs of XLA's CPU compiler.
-      remat: whether a layer keeps its input only.
+      loss: whether the exit gives a loss, whose gradient is computed at once.
     """
-    parts = part_names(module) if parts is None else parts
-    size = partial(part_param_bytes, module, ways=ways)
-    alive = {p: part_work(module, p, BACKWARD, shape, ways, half_bytes, placed) for p in parts}
-    # The exit comes first; its gradients stay until they are added up.
-    alive["layers"] += size("exit") if "exit" in parts else 0.0
-    once = max(alive.values()) + (size("entry") if "entry" in parts else 0.0)
-    if remat:
-        return Work(hidden_bytes(module, shape, half_bytes), 0.0, size("layers"), once)
-    kept = part_kept(module, "layers", shape, ways, half_bytes)
-    return Work(kept.activations, kept.parameters, size("layers"), once)
+    kept = partial(part_kept, module, shape=shape, ways=ways, half_bytes=half_bytes, remat=remat)
+    ends = [p for p in end_names(module) if not (loss and p == "exit")]
+    both = sum(kept(p, placed=placed if p == "entry" else ()) for p in ends)
+    return kept("layers"), both
+
+
+def temporaries(
+    module: Module,
+    shape: Shape,
+    ways: int,
+    remat: Remat = "none",
+    *,
+    placed: Names = (),
+    parts: Sequence[str] | None = None,
+    half_bytes: int = 2,
+    loss: bool = False,
+) -> float:
+    """Bytes on one device that a backward program has beside its arguments and what forward kept,
+    however many layers it has: what is alive at once in the largest of its parts (None: all)."""
+
+    def alive(part: str) -> float:
+        at_once: Remat = "layers" if loss and part == "exit" else remat
+        fields = placed if part == "entry" else ()
+        return part_work(module, part, BACKWARD, shape, ways, half_bytes, fields, at_once)
+
+    return max(map(alive, part_names(module) if parts is None else parts))

@@ -1,16 +1,15 @@
 """The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
 
 A part is "entry", "layers" (one layer), "exit" or the name of a tap. Backward is what the runtime
-runs: the forward again, its gradient, and the sum into the float32 accumulators
-(`dflop_jax.pipeline.spmd_loop`). `placed` names the fields of the entry that edges fill: they get a
-gradient too. What enters between layers is added to the hidden states there, and is not counted.
+runs: the gradient from what forward kept under a recompute policy, and its sum into the float32
+accumulators (`dflop_jax.pipeline.residuals`). `placed` names the fields of the entry that edges
+fill: they get a gradient too. What enters between layers is added to the hidden states there, and
+is not counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -18,17 +17,19 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
-from dflop_jax.pipeline.held import init_structs
+from dflop_jax.pipeline.held import part_struct
 from dflop_jax.pipeline.pieces import ADAPTER, PARTS, layer_params
+from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
-from dflop_jax.profile.sharded_trace import LAYOUT, Region, Value, sources, trace
-from dflop_jax.records import BACKWARD, FORWARD, Shape
+from dflop_jax.profile.sharded_trace import Region, Value, trace
+from dflop_jax.records import BACKWARD, FORWARD, Remat, Shape
 
 Tree = Any
 ENDS = ("entry", "exit")
 
 
 Names = tuple[str, ...]
+Dims = tuple[int | None, ...]
 
 
 def part_names(module: Module) -> Names:
@@ -43,10 +44,16 @@ def end_names(module: Module) -> Names:
 
 @lru_cache(maxsize=4096)
 def part_kernels(
-    module: Module, part: str, direction: str, shape: Shape, ways: int, placed: Names = ()
+    module: Module,
+    part: str,
+    direction: str,
+    shape: Shape,
+    ways: int,
+    placed: Names = (),
+    remat: Remat = "none",
 ) -> tuple[Kernel, ...]:
     """Kernels of a part at a per-rank shape, on one of `ways` tensor-parallel devices."""
-    return tuple(kernels_of(_region(module, part, direction, shape, placed, ways)))
+    return tuple(kernels_of(_region(module, part, direction, shape, placed, ways, remat)))
 
 
 def forward_flops(module: Module, part: str, shape: Shape) -> float:
@@ -55,36 +62,101 @@ def forward_flops(module: Module, part: str, shape: Shape) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _traced(
-    module: Module, part: str, direction: str, shape: Shape, placed: Names
-) -> tuple[core.ClosedJaxpr, list[tuple[Any, tuple[str | None, ...]]]]:
-    """Jaxpr of a part, and the parameters that are its first inputs; backward's last inputs are
-    their gradients."""
+def _recorded(
+    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
+) -> tuple[Recorded, Tree, Tree]:
+    """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
+    hidden states or None, what edges place, fields), and (output, what is kept)."""
     params, x, fields = _arguments(module, part, shape, placed)
-    leaves = [leaf for p in sorted(params) for leaf in _leaves(module, p)]
-    forward = partial(_forward, module, part)
-    if direction != BACKWARD:
-        return jax.make_jaxpr(forward)(params, x, fields), leaves
-    dy = jax.eval_shape(forward, params, x, fields)
+    hidden = x.pop("hidden", None)
+
+    def piece(params: Tree, h: Tree, x: Tree, fields: Tree) -> Tree:
+        return _forward(module, part, params, x if h is None else {"hidden": h}, fields)
+
+    args = (params, hidden, x, fields)
+    recorded = Recorded(REMAT[remat], piece, *args, wants_hidden=hidden is not None)
+    return recorded, args, jax.eval_shape(recorded.forward, *args)
+
+
+def has_loss(module: Module, shape: Shape) -> bool:
+    """Whether the module's exit gives a loss."""
+    return isinstance(
+        jax.eval_shape(partial(_forward, module, "exit"), *_arguments(module, "exit", shape)), dict
+    )
+
+
+@lru_cache(maxsize=1024)
+def _traced_forward(module: Module, part: str, shape: Shape, placed: Names) -> core.ClosedJaxpr:
+    """Jaxpr of a part; its first inputs are its parameters."""
+    return jax.make_jaxpr(partial(_forward, module, part))(*_arguments(module, part, shape, placed))
+
+
+@lru_cache(maxsize=1024)
+def _traced_keeping(
+    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
+) -> core.ClosedJaxpr:
+    """Jaxpr of what a part's forward keeps; its first inputs are its parameters."""
+    recorded, args, _ = _recorded(module, part, shape, placed, remat)
+    return jax.make_jaxpr(lambda *args: recorded.forward(*args)[1])(*args)
+
+
+@lru_cache(maxsize=1024)
+def _traced_backward(
+    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
+) -> core.ClosedJaxpr:
+    """Jaxpr of a part's gradient and of its sum into the accumulators, which are its last inputs;
+    its first inputs are its parameters, the next what was kept."""
+    recorded, (params, _, x, fields), (out, kept) = _recorded(module, part, shape, placed, remat)
+
+    def backward(params: Tree, kept: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
+        dparams, dh, dx = recorded.backward(kept, params, x, fields, dy)
+        return dh, dx, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
+
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
-    return jax.make_jaxpr(partial(_backward, forward))(params, x, fields, dy, grads), leaves
+    return jax.make_jaxpr(backward)(params, kept, x, fields, out, grads)
+
+
+@lru_cache(maxsize=1024)
+def _param_dims(module: Module, part: str, shape: Shape, placed: Names, ways: int) -> Dims:
+    """The dim of each parameter that a part reads that is split over `ways` devices."""
+    params = _arguments(module, part, shape, placed)[0]
+    leaves = [leaf for p in sorted(params) for leaf in _leaves(module, p)]
+    return tuple(split_dim(leaf.shape, axes, ways) for leaf, axes in leaves)
+
+
+def _on_device(
+    closed: core.ClosedJaxpr, first: Dims, last: Dims,
+    ways: int,
+) -> Region:  # fmt: skip
+    """The jaxpr on one of `ways` devices; which dims of its first and last inputs are split."""
+    whole = len(closed.jaxpr.invars) - len(first) - len(last)
+    return trace(closed, [*first, *[None] * whole, *last], ways)
 
 
 def _region(
-    module: Module, part: str, direction: str, shape: Shape, placed: Names, ways: int
+    module: Module,
+    part: str,
+    direction: str,
+    shape: Shape,
+    placed: Names,
+    ways: int,
+    remat: Remat = "none",
 ) -> Region:
     """What one of `ways` tensor-parallel devices runs of a part."""
-    closed, leaves = _traced(module, part, direction, shape, placed)
-    split = [split_dim(leaf.shape, axes, ways) for leaf, axes in leaves]
-    ends = split if direction == BACKWARD else []
-    whole = len(closed.jaxpr.invars) - len(split) - len(ends)
-    return trace(closed, [*split, *[None] * whole, *ends], ways)
+    split = _param_dims(module, part, shape, placed, ways)
+    if direction != BACKWARD:
+        return _on_device(_traced_forward(module, part, shape, placed), split, (), ways)
+    kept = [v.dim for v in _kept_region(module, part, shape, placed, ways, remat).outs]
+    closed = _traced_backward(module, part, shape, placed, remat)
+    return _on_device(closed, (*split, *kept), split, ways)
 
 
-@lru_cache(maxsize=256)
-def part_structs(module: Module, part: str) -> Tree:
-    """Shapes and dtypes of a part's parameters, those of one layer for "layers"."""
-    return init_structs(module, part)
+@lru_cache(maxsize=1024)
+def _kept_region(
+    module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
+) -> Region:
+    split = _param_dims(module, part, shape, placed, ways)
+    return _on_device(_traced_keeping(module, part, shape, placed, remat), split, (), ways)
 
 
 def _arguments(
@@ -92,7 +164,7 @@ def _arguments(
 ) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
 
-    init = partial(part_structs, module)
+    init = partial(part_struct, module)
 
     def read(p: str) -> dict[str, jax.ShapeDtypeStruct]:
         names = module.inputs.get(p, ())
@@ -121,13 +193,6 @@ def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> 
     return tap(part, params.get(part), x["hidden"], fields)
 
 
-def _backward(forward: Any, params: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
-    y, vjp = jax.vjp(lambda p, x: forward(p, x, fields), params, x)
-    dparams, dx = vjp(dy)
-    sums = y if isinstance(y, dict) else ()  # a loss also says its sums
-    return sums, dx, jax.tree.map(jnp.add, grads, dparams)
-
-
 @lru_cache(maxsize=1024)
 def traced_forward(
     module: Module, part: str, shape: Shape, placed: Names = ()
@@ -136,7 +201,7 @@ def traced_forward(
     ("params", part), ("x", "hidden" or a field of `placed`) or ("fields", field)."""
     params, x, fields = _arguments(module, part, shape, placed)
     if part == "layers" and ADAPTER in module.freeze_groups:
-        params[ADAPTER] = part_structs(module, ADAPTER)
+        params[ADAPTER] = part_struct(module, ADAPTER)
     kinds = {"params": params, "x": x, "fields": fields}
     inputs = tuple(
         (kind, name)
@@ -153,56 +218,20 @@ def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Bytes on one device that a part's gradient keeps of its forward: those of activations, of
-    parameters (cast for computing), and of fields alone (masks, angles: equal in all layers)."""
-
-    activations: float
-    parameters: float
-    fields: float
-
-
 @lru_cache(maxsize=1024)
-def part_kept(module: Module, part: str, shape: Shape, ways: int, half_bytes: int) -> Kept:
-    """Bytes that backward of a part needs beside its inputs; `half_bytes` as in `value_bytes`."""
-    closed, marks = _residuals(module, part, shape)
-    _, leaves = _traced(module, part, FORWARD, shape, ())
-    split = [split_dim(leaf.shape, axes, ways) for leaf, axes in leaves]
-    region = trace(closed, [*split, *[None] * (len(marks) - len(split))], ways)
-    comes_from = sources(region, marks)
-    original = {op.outs[0]: op.ins[0] for op in region.ops if op.name in LAYOUT}
-    total = dict.fromkeys(("activations", "parameters", "fields"), 0.0)
-    for v in dict.fromkeys(region.outs):
-        origins = comes_from.get(v, frozenset())
-        while v in original:
-            v = original[v]
-        if not origins or v in region.ins:
-            continue  # a constant is made again, an input is there anyway
-        kind = "parameters"
-        if "x" in origins:
-            kind = "activations"
-        elif "fields" in origins:
-            kind = "fields"
-        total[kind] += value_bytes(v, half_bytes)
-    if part == "entry":  # its fields are its activations
-        total["activations"] += total.pop("fields")
-        total["fields"] = 0.0
-    return Kept(**total)
-
-
-@lru_cache(maxsize=1024)
-def _residuals(module: Module, part: str, shape: Shape) -> tuple[core.ClosedJaxpr, tuple[str, ...]]:
-    """Jaxpr of what a part's gradient keeps, and where each input comes from."""
-    params, x, fields = _arguments(module, part, shape)
-    forward = partial(_forward, module, part)
-
-    def residuals(params: Tree, x: Tree, fields: Tree) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda p, x: forward(p, x, fields), params, x)[1])
-
-    trees = {"params": params, "x": x, "fields": fields}
-    marks = tuple(name for name, tree in trees.items() for _ in jax.tree.leaves(tree))
-    return jax.make_jaxpr(residuals)(params, x, fields), marks
+def part_kept(
+    module: Module,
+    part: str,
+    shape: Shape,
+    ways: int,
+    half_bytes: int,
+    placed: Names = (),
+    remat: Remat = "none",
+) -> float:
+    """Bytes on one device that forward of a part keeps for backward, as the runtime hands them on:
+    nothing that follows from parameters and fields alone; `half_bytes` as in `value_bytes`."""
+    kept = dict.fromkeys(_kept_region(module, part, shape, placed, ways, remat).outs)
+    return sum(value_bytes(v, half_bytes) for v in kept)
 
 
 @lru_cache(maxsize=4096)
@@ -214,9 +243,10 @@ def part_work(
     ways: int,
     half_bytes: int,
     placed: Names = (),
+    remat: Remat = "none",
 ) -> float:
     """Most bytes on one device that a part has alive at once beside its inputs."""
-    region = _region(module, part, direction, shape, placed, ways)
+    region = _region(module, part, direction, shape, placed, ways, remat)
     return working_bytes(region, partial(value_bytes, half_bytes=half_bytes))
 
 
@@ -227,20 +257,10 @@ def value_bytes(value: Value, half_bytes: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def part_param_bytes(module: Module, part: str, ways: int) -> float:
-    """Bytes on one device of a part's parameters, of one layer for "layers"."""
-    total = 0.0
-    for leaf, names in _leaves(module, part):
-        is_split = split_dim(leaf.shape, names, ways) is not None
-        total += prod(leaf.shape) * leaf.dtype.itemsize / (ways if is_split else 1)
-    return total
-
-
-@lru_cache(maxsize=256)
 def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
     """(struct, logical axes) of each parameter."""
     axes = jax.tree.leaves(module.logical_axes(part), is_leaf=lambda a: isinstance(a, tuple))
-    return list(zip(jax.tree.leaves(part_structs(module, part)), axes, strict=True))
+    return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
 
 
 def divides(module: Module, ways: int) -> bool:

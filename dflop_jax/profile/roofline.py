@@ -11,23 +11,16 @@ the share of the peak that attention reaches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
-from dflop_jax.contract import Module, MultimodalModel, edges_of, on_chip, pair_flops_of
+from dflop_jax.contract import MultimodalModel, edges_of, on_chip, pair_flops_of
 from dflop_jax.hardware import Hardware
-from dflop_jax.profile.efficiency import Efficiency, Table
-from dflop_jax.profile.kernels import MATMUL, Kernel
+from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.memory import work_of
-from dflop_jax.profile.parts import (
-    ENDS,
-    Names,
-    divides,
-    end_names,
-    hidden_bytes,
-    part_kernels,
-)
+from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
+from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, Shape
 
 
@@ -73,12 +66,13 @@ def roofline_profile(
                 f"none of the tensor-parallel degrees {list(model_degrees)} divides the sizes of "
                 f"{name!r} and fits into a node of {hardware.devices_per_node}; add 1"
             )
-        into = (edge for edge in edges_of(model) if edge.target == name and edge.enters < 0)
-        placed = tuple(dict.fromkeys(edge.name for edge in into))
+        placed = entry_fields(model, name)
         alone = name in model.piece_tokens
-        predictors = [_Predictor(module, placed, ways, hardware, e, alone) for ways in degrees]
-        timings += [p.timing(name, shape) for p in predictors for shape in shapes[name]]
-        entry_share[name] = predictors[0].entry_share(shapes[name][-1])
+        predictors = [Predictor(module, placed, ways, hardware, e) for ways in degrees]
+        timings += [
+            _timing(p, name, shape, alone=alone) for p in predictors for shape in shapes[name]
+        ]
+        entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
     profile = assembled(
         model,
@@ -92,64 +86,45 @@ def roofline_profile(
     return replace(profile, entry_share=entry_share)
 
 
-# Backward of attention: its forward's two products again, and five more (arXiv 2205.14135).
-_PAIR_BACKWARD = 3.5
+# Backward of attention has five products for its forward's two (arXiv 2205.14135).
+_PAIR_BACKWARD = 2.5
 
 
-@dataclass(frozen=True)
-class _Predictor:
-    """Seconds and bytes of one module at one tensor-parallel degree; edges fill the fields `placed`
-    of its entry, and `alone` says whether a row is one piece: what pads rows then costs as much."""
+def _timing(p: Predictor, name: str, shape: Shape, *, alone: bool) -> LayerTiming:
+    """What measuring a module at a shape would give. `alone` says whether a row is one piece: what
+    pads rows then costs as much, so attention is in the layers' seconds."""
+    pair_s = _pair_s(p, shape)
+    pairs = shape.size * shape.tokens if alone else 0
+    recompute = p.recompute(shape, pair_s)
+    if alone:
+        recompute = {
+            remat: replace(cost, layer_s=cost.layer_s + pairs * cost.pair_s, pair_s=0.0)
+            for remat, cost in recompute.items()
+        }
+    own_s = 0.0 if alone else pair_s
+    return LayerTiming(
+        module=name,
+        model=p.ways,
+        shape=shape,
+        layer_forward_s=p.part_s("layers", FORWARD, shape) + pairs * pair_s,
+        layer_backward_s=p.part_s("layers", BACKWARD, shape) + _PAIR_BACKWARD * pairs * pair_s,
+        ends_forward_s=p.ends_s(FORWARD, shape),
+        ends_backward_s=p.ends_s(BACKWARD, shape),
+        hidden_bytes=hidden_bytes(p.module, shape),
+        pair_forward_s=own_s,
+        pair_backward_s=_PAIR_BACKWARD * own_s,
+        recompute=recompute,
+    )
 
-    module: Module
-    placed: Names
-    ways: int
-    hardware: Hardware
-    efficiency: Efficiency
-    alone: bool = False
 
-    def part_s(self, part: str, direction: str, shape: Shape) -> float:
-        kernels = part_kernels(self.module, part, direction, shape, self.ways, self.placed)
-        return self._kernels_s(kernels)
+def _pair_s(p: Predictor, shape: Shape) -> float:
+    """Seconds of forward attention for a pair of tokens of one piece."""
+    flops = pair_flops_of(p.module) / p.ways
+    kernels = part_kernels(p.module, "layers", FORWARD, shape, p.ways)
+    dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
+    return flops / (p.hardware.peak_flops(dtype) * p.efficiency.attention)
 
-    def _kernels_s(self, kernels: Iterable[Kernel]) -> float:
-        table = Table.of([kernels], [self.ways], self.hardware)
-        return float(table.seconds(self.efficiency)[0])
 
-    def layer_s(self, direction: str, shape: Shape) -> float:
-        """Seconds of a layer; of attention by pairs, only what padding costs as much as content."""
-        times = _PAIR_BACKWARD if direction == BACKWARD else 1.0
-        pairs = shape.size * shape.tokens if self.alone else 0
-        return self.part_s("layers", direction, shape) + times * pairs * self.pair_s(shape)
-
-    def pair_s(self, shape: Shape) -> float:
-        """Seconds of forward attention for a pair of tokens of one piece."""
-        flops = pair_flops_of(self.module) / self.ways
-        kernels = part_kernels(self.module, "layers", FORWARD, shape, self.ways)
-        dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
-        return flops / (self.hardware.peak_flops(dtype) * self.efficiency.attention)
-
-    def entry_share(self, shape: Shape) -> float:
-        entry, exit_ = (self.part_s(p, BACKWARD, shape) for p in ENDS)
-        return entry / (entry + exit_)
-
-    def ends_s(self, direction: str, shape: Shape) -> float:
-        return sum(self.part_s(p, direction, shape) for p in end_names(self.module))
-
-    def timing(self, name: str, shape: Shape) -> LayerTiming:
-        work = work_of(self.module, shape, self.ways, placed=self.placed)
-        pair_s = 0.0 if self.alone else self.pair_s(shape)
-        return LayerTiming(
-            module=name,
-            model=self.ways,
-            shape=shape,
-            layer_forward_s=self.layer_s(FORWARD, shape),
-            layer_backward_s=self.layer_s(BACKWARD, shape),
-            ends_forward_s=self.ends_s(FORWARD, shape),
-            ends_backward_s=self.ends_s(BACKWARD, shape),
-            layer_temp_bytes=work.activations + work.casts + work.gradients,
-            ends_temp_bytes=work.alive,
-            hidden_bytes=hidden_bytes(self.module, shape),
-            pair_forward_s=pair_s,
-            pair_backward_s=_PAIR_BACKWARD * pair_s,
-        )
+def _entry_share(p: Predictor, shape: Shape) -> float:
+    entry, exit_ = (p.part_s(e, FORWARD, shape) + p.part_s(e, BACKWARD, shape) for e in ENDS)
+    return entry / (entry + exit_)

@@ -236,15 +236,6 @@ def _without_dead(region: Region) -> Region:
     return Region(region.ins, ops, region.outs, _reduced(ops, region.outs))
 
 
-def sources(region: Region, marks: Sequence[str]) -> dict[Value, frozenset[str]]:
-    """Marks of the inputs that each value comes from; constants come from none."""
-    found = {v: frozenset((mark,)) for v, mark in zip(region.ins, marks, strict=True)}
-    for op in region.ops:
-        of = frozenset[str]().union(*(found.get(v, frozenset()) for v in op.ins))
-        found |= dict.fromkeys(op.outs, of)
-    return found
-
-
 def _reduced(ops: Sequence[Op], outs: Sequence[Value]) -> list[Value]:
     """Values that the group has to add up. Terms are added before that, as XLA does
     (AllReduceReassociate), so three products of one sum cost one reduction."""

@@ -6,18 +6,38 @@ from dataclasses import dataclass, field
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
-from dflop_jax.records.plan import Edge
+from dflop_jax.records.plan import Edge, Remat
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a recompute policy costs a module at a shape.
+
+    Attributes:
+      layer_s, ends_s: seconds by which backward of one layer, and of both ends, exceeds the
+        gradient from everything that forward computed.
+      pair_s: the same of a layer for each pair of tokens of one piece.
+      layer_bytes, ends_bytes: kept from forward to backward, of one microbatch.
+      temp_bytes: temporaries of the backward program, however many layers it has.
+    """
+
+    layer_s: float = 0.0
+    ends_s: float = 0.0
+    pair_s: float = 0.0
+    layer_bytes: float = 0.0
+    ends_bytes: float = 0.0
+    temp_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class LayerTiming:
     """Measured seconds of one module at one per-rank shape and tensor-parallel degree.
 
-    `layer_*` is one layer; `ends_*` is entry plus exit. Backward includes the recomputed forward.
-    `pair_*` are a layer's seconds for each pair of tokens of one piece, which the others then do
-    not contain; 0 where attention is computed for whole rows. `layer_temp_bytes` grows with each
-    layer of a segment, `ends_temp_bytes` is there once; `hidden_bytes` is what a segment keeps of
-    its input from forward to backward.
+    `layer_*` is one layer; `ends_*` is entry plus exit. Backward is the gradient alone, from all
+    that forward computed. `pair_*` are a layer's seconds for each pair of tokens of one piece,
+    which the others then do not contain; 0 where attention is computed for whole rows.
+    `hidden_bytes` is what a segment keeps of its input from forward to backward. `recompute` holds
+    the policies that are known; "segment" follows from "none", of which it computes all again.
     """
 
     module: str
@@ -27,11 +47,14 @@ class LayerTiming:
     layer_backward_s: float
     ends_forward_s: float
     ends_backward_s: float
-    layer_temp_bytes: float = 0.0
-    ends_temp_bytes: float = 0.0
     hidden_bytes: float = 0.0
     pair_forward_s: float = 0.0
     pair_backward_s: float = 0.0
+    recompute: dict[Remat, Recompute] = field(default_factory=lambda: {"none": Recompute()})
+
+    def __post_init__(self) -> None:
+        require("none" in self.recompute, "a timing says at least what the policy none keeps")
+        require("segment" not in self.recompute, "the policy segment follows from none")
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,8 @@ class ModelProfile:
     fewer where pretended CPU devices share cores. `entry_share` is the part of the ends' work that
     is the entry's. `edges` and `tied` are the model's; `n_layers` names its modules in topological
     order. `piece_tokens` holds the modules whose rows take one piece each, and its tokens; the
-    others pack pieces of any length into a row.
+    others pack pieces of any length into a row. `halved` names the modules whose programs work on
+    bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
     """
 
     key: str
@@ -57,10 +81,15 @@ class ModelProfile:
     edges: tuple[Edge, ...] = ()
     tied: tuple[str, ...] = ()
     piece_tokens: dict[str, int] = field(default_factory=dict)
+    halved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
         require(self.concurrency > 0, "concurrency must be above 0")
+
+    def working_share(self, module: str) -> float:
+        """What the parameters that a module's programs work on take of their float32 size."""
+        return 0.5 if module in self.halved else 1.0
 
 
 @dataclass(frozen=True)

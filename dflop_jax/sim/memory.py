@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.pipeline.order import links, resources
-from dflop_jax.profile.fit import Array, CostModel, SegmentBytes
+from dflop_jax.pipeline.order import links, resources, with_backward
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
@@ -20,7 +21,8 @@ class ByteTable:
     """Bytes per device.
 
     `constant` of each submesh: parameters, gradients, optimizer state and the largest program's
-    temporaries. `kept` by (segment, shape): the input that a group of that shape holds.
+    temporaries. `kept` by (segment, shape): what a group of that shape holds from forward to
+    backward, its input and what forward hands over.
     """
 
     constant: Mapping[str, float]
@@ -53,14 +55,18 @@ def peak_bytes(
     module's largest shape. `trainable` names the segments that train; None: all.
     """
     resource = resources(plan)
+    trains = {s.name for s in plan.segments} if trainable is None else set(trainable)
+    backward = set(with_backward(plan, trains))
     needs: list[SegmentBytes] = []
     for s in plan.segments:
         shapes = plan.shapes(s.module)
         rows = np.array([shape.rows for shape in shapes])
         tokens = np.array([shape.tokens for shape in shapes])
-        trained = trainable is None or s.name in trainable
         mesh = plan.submesh(s.submesh).shape
-        each = costs.segment_bytes(s, mesh, plan.group_size, rows, tokens, trained=trained)
+        each = costs.segment_bytes(
+            s, mesh, plan.group_size, rows, tokens,
+            trained=s.name in trains, backward=s.name in backward,
+        )  # fmt: skip
         largest = (float(v.max(initial=0.0)) for v in (each.kept, each.temporaries))
         needs.append(SegmentBytes(float(each.state), *largest))
     peaks = peaks_of(
@@ -98,7 +104,7 @@ def memory_over_time(
 
     A segment holds a group's input from when it arrives (the first of its producers, or of their
     sends, ends; without a producer from when the segment begins) until its backward ends, or its
-    forward where it runs no backward.
+    forward where it runs no backward. What forward hands to backward counts from then on as well.
 
     Args:
       shapes: shape of each group of the trace; groups that are absent hold nothing.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.hardware import USABLE_MEMORY
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
-from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.records import ModelProfile, Profile, SegmentPlan, SubmeshPlan
+from dflop_jax.plan import search
+from dflop_jax.plan.explain import Saving
+from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
+from dflop_jax.records import (
+    LayerTiming,
+    ModelProfile,
+    Plan,
+    Profile,
+    SegmentPlan,
+    SubmeshPlan,
+)
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import OnProgress
 
@@ -30,6 +39,12 @@ def make_plan(
         profile.model, profile.data, **{**_arguments(place, profile), **options},
         on_progress=on_progress,
     )  # fmt: skip
+
+
+def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:
+    """Return what each module of a plan that saves memory gets for the time that it costs."""
+    spec = SearchSpec(**_arguments(place, profile))
+    return search.what_memory_bought(plan, profile.model, profile.data, spec)
 
 
 def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
@@ -56,6 +71,7 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
         "memory_bytes": config.plan.memory_bytes or _memory_bytes(place),
         "hardware": place.hardware,
         "remat": config.train.remat,
+        "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
         "token_multiple": place.token_multiple,
         "trains": trains,
         "allowed": allowed,
@@ -114,21 +130,19 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
 
 def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
     """Return the profile with half the seconds in a module."""
-    timings = tuple(
-        replace(
-            t,
-            layer_forward_s=t.layer_forward_s / 2,
-            layer_backward_s=t.layer_backward_s / 2,
-            ends_forward_s=t.ends_forward_s / 2,
-            ends_backward_s=t.ends_backward_s / 2,
-            pair_forward_s=t.pair_forward_s / 2,
-            pair_backward_s=t.pair_backward_s / 2,
-        )
-        if t.module == module
-        else t
-        for t in profile.timings
-    )
+    timings = tuple(_halved(t) if t.module == module else t for t in profile.timings)
     return replace(profile, timings=timings)
+
+
+def _halved(t: LayerTiming) -> LayerTiming:
+    """Return the timing with half the seconds."""
+
+    def half(record: Any) -> dict[str, float]:
+        names = (f.name for f in fields(record) if f.name.endswith("_s"))
+        return {name: getattr(record, name) / 2 for name in names}
+
+    recompute = {remat: replace(cost, **half(cost)) for remat, cost in t.recompute.items()}
+    return replace(t, recompute=recompute, **half(t))
 
 
 def check_trainable(config: Config) -> None:

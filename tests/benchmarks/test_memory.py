@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dflop_jax.pipeline.pieces import PARTS
 from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
-from dflop_jax.profile.memory import work_of
+from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.records import BACKWARD, Edge, SegmentPlan, Shape
 from models.decoder import DecoderModule
 from models.sizes import DECODERS
@@ -21,6 +21,7 @@ from .scripts import module, refusal, run
 memory = module("memory")
 compiled_bytes, extrapolated_bytes = memory.compiled_bytes, memory.extrapolated_bytes
 quick_bytes, with_depth = memory.quick_bytes, memory.with_depth
+device_bytes = memory.device_bytes
 
 
 def test_two_cases_at_full_size(tmp_path):
@@ -113,15 +114,27 @@ def test_the_quick_form_is_exact_but_for_temporaries(kind, mesh, microbatches, r
         assert quick.total == pytest.approx(compiled.total, rel=0.25)
 
 
-def test_backward_keeps_what_is_counted_per_layer():
+@pytest.mark.parametrize("remat", ["none", "dots", "layers"])
+def test_a_task_of_both_keeps_what_is_counted_per_layer(remat):
     """The slope of XLA's temporaries over depth, in float32."""
-    # With remat a layer keeps little, and a nano layer's angles weigh much beside it.
-    for remat, close in (("none", 0.05), ("layers", 0.25)):
-        s = segment(remat=remat)
-        four, eight = (compiled_bytes(with_depth(s, n), ROWS, BACKWARD).temporaries for n in (4, 8))
-        work = work_of(DEEP, ROWS, 1, remat=remat != "none")
-        per_layer = work.activations + work.casts + work.gradients
-        assert per_layer == pytest.approx((eight - four) / 4, rel=close)
+    s = segment(remat=remat)
+    four, eight = (compiled_bytes(with_depth(s, n), ROWS, BACKWARD).temporaries for n in (4, 8))
+    layer, _ = kept_bytes(DEEP, ROWS, 1, remat, loss=True)
+    assert layer == pytest.approx((eight - four) / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["none", "named", "layers", "segment"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
+def test_residuals_are_what_is_counted(remat, mesh):
+    """Of the first half of the layers, which hands over: each tick of the loop over stages."""
+    s = segment(mesh, mesh[0], remat)
+    plan = dataclasses.replace(s.plan, stop=DEEP.n_layers // 2, last=False)
+    s = dataclasses.replace(s, plan=plan)
+    handed = device_bytes(s.residual_structs(ROWS))
+    layer, ends = kept_bytes(DEEP, ROWS, 1, remat, placed=("visual",), loss=True)
+    ticks = 2 * mesh[0] - 1
+    want = ticks * (layer * plan.n_layers / mesh[0] + ends) * (remat != "segment")
+    assert handed == pytest.approx(want, rel=1e-6, abs=8)
 
 
 def test_no_device_is_needed_for_a_thousand():

@@ -45,7 +45,7 @@ def test_the_peak_is_state_inputs_and_the_largest_program():
         program("b", "backward", 2.0),
     ]
     a, b = device_memory(states, programs)
-    assert a.peak_bytes == (4 + 2 * 0.5 + 7.0) * GIB
+    assert a.peak_bytes == (4 + 2 * (0.5 + 0.5) + 7.0) * GIB
     assert a.program == "a backward"
     assert b.peak_bytes == (8 + 2 * 0.25 + 2.0) * GIB
 
@@ -85,7 +85,12 @@ def test_what_fits_says_how_much_is_spare():
     [
         ({}, "none", 30.0, "train.remat layers, smaller rows"),
         ({}, "layers", 30.0, "GiB too much; smaller rows"),
-        ({"state": 40.0}, "none", 3.0, "larger tensor degree (plan.max_model), more devices"),
+        (
+            {"state": 40.0},
+            "none",
+            3.0,
+            "plan.zero 3, a larger tensor degree (plan.max_model), more devices",
+        ),
     ],
 )
 def test_what_does_not_fit_names_the_program_and_what_helps(sizes, remat, temp, helps):

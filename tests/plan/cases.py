@@ -1,4 +1,7 @@
-"""Profiles, data and the exhaustive search that the planner is compared with."""
+"""Profiles, data and the exhaustive search that the planner is compared with.
+
+Long because the search's oracle shares nothing with it.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +15,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.evaluate import sample_batches
 from dflop_jax.plan.placement import lay_out
-from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import SPACES
 from dflop_jax.plan.volume import CUTS
@@ -31,6 +34,7 @@ from dflop_jax.records import (
     Price,
     Prices,
     ProgramId,
+    Recompute,
     Schedule,
     SegmentPlan,
     Shape,
@@ -73,6 +77,16 @@ GRAPHS = {
 }
 
 
+def recompute(layer_s, ends_s, kept, less, pair_s=0.0):
+    """Policies from what all of a forward takes and keeps: "dots" repeats a third of it and keeps
+    half, "layers" repeats all and keeps the share `less`, with the rest among the temporaries."""
+    return {
+        "none": Recompute(0.0, 0.0, 0.0, kept, kept, kept),
+        "dots": Recompute(layer_s / 3, ends_s / 3, pair_s, kept / 2, kept / 2, 1.2 * kept),
+        "layers": Recompute(layer_s, ends_s, pair_s, less * kept, 0.0, 2 * kept),
+    }
+
+
 def shapes_timed(module):
     """A module of tiles varies in rows only."""
     return (
@@ -90,8 +104,12 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, graph
             f = 1e-4 + 2e-6 * rows * tokens + 1e-8 * rows * tokens**2
             f *= weights.get(module, 1.0) / tp**0.7
             temp = 100.0 * rows * tokens / tp
-            shape = Shape(rows, tokens)
-            timings.append(LayerTiming(module, tp, shape, f, 3 * f, f, 3 * f, temp, temp, temp))
+            timings.append(
+                LayerTiming(
+                    module, tp, Shape(rows, tokens), f, 2 * f, f, 2 * f, temp / 4,
+                    recompute=recompute(f, f, temp, 0.25),
+                )
+            )  # fmt: skip
     return ModelProfile(
         key="k",
         device="cpu",
@@ -219,19 +237,15 @@ def outlines(space, *args, **limits):
     return [f.outline(i) for f in space(*args, **limits) for i in range(len(f))]
 
 
-def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=None, remat=False):
-    """(placement, microbatches, makespan, peak bytes) of everything, with every remat if asked."""
-    trains = trains or (lambda s: True)
-    costs = CostModel(profile)
+def every_candidate(policy, n_devices, profile, data, config, hardware):
+    """(placement, microbatches, plan, content of groups, groups of each batch) of everything."""
     ends = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
     batches = sample_batches(data.loads, BATCH, config.sampled_batches)
-    rows = []
     n_groups = {}  # it does not depend on seconds
-    kinds = ("none", "layers") if remat else ("none",)
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     unstaged = {e.source for e in profile.edges if e.tap}
     unstaged |= {e.target for e in profile.edges if e.enters >= 0}
@@ -267,25 +281,61 @@ def exhaustive(policy, n_devices, profile, data, config, hardware=None, trains=N
             key = (size, bucket, *ranks.values())
             if key not in n_groups:
                 n_groups[key] = [counted(b, bucket, ranks, size, profile) for b in batches]
-            for remats in itertools.product(kinds, repeat=len(profile.n_layers)):
-                of = dict(zip(profile.n_layers, remats, strict=True))
-                segments = tuple(dataclasses.replace(s, remat=of[s.module]) for s in place.segments)
-                plan = Plan(
-                    policy, place.submeshes, segments, (bucket,), edges=profile.edges,
-                    group_size=size, tied=profile.tied,
-                )  # fmt: skip
-                names = [s.name for s in segments if trains(s)]
-                peak = max(peak_bytes(plan, costs, in_flight_limit(plan), names).values())
-                prices = plan_prices(plan, profile, hardware)
-                took = {
-                    n: simulate_step(
-                        plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
-                    ).makespan_s
-                    for n in set(n_groups[key])
-                }
-                mean = float(np.mean([took[n] for n in n_groups[key]]))
-                rows.append((place.name, cut * size, mean, peak))
-    return rows
+            plan = Plan(
+                policy, place.submeshes, place.segments, (bucket,), edges=profile.edges,
+                group_size=size, tied=profile.tied,
+            )  # fmt: skip
+            yield place.name, cut * size, plan, pairs, n_groups[key]
+
+
+def every_option(plan, remats, degrees):
+    """The plan with each recompute policy and ZeRO degree of each module."""
+    kinds = itertools.product(remats, degrees)
+    for chosen in itertools.product(list(kinds), repeat=len(plan.modules)):
+        of = dict(zip(plan.modules, chosen, strict=True))
+        segments = (
+            dataclasses.replace(s, remat=of[s.module][0], zero=of[s.module][1])
+            for s in plan.segments
+        )
+        yield dataclasses.replace(plan, segments=tuple(segments))
+
+
+def exhaustive(
+    policy, n_devices, profile, data, config, hardware=None, trains=None, remats=("none",),
+    degrees=(1,), tight=False,
+):  # fmt: skip
+    """([(placement, microbatches, makespan, peak bytes)] of everything that memory holds, memory):
+    with these recompute policies and ZeRO degrees of every module, and, if `tight`, with memory for
+    half of all, else (0) for everything."""
+    trains = trains or (lambda s: True)
+    costs = CostModel(profile)
+    found = []
+    for name, m, plan, pairs, n_groups in every_candidate(
+        policy, n_devices, profile, data, config, hardware
+    ):
+        names = [s.name for s in plan.segments if trains(s)]
+        for with_option in every_option(plan, remats, degrees):
+            flying = in_flight_limit(with_option)
+            peak = max(peak_bytes(with_option, costs, flying, names).values())
+            found.append((name, m, with_option, names, pairs, n_groups, peak))
+    peaks = sorted(peak for *_, peak in found)
+    memory_bytes = peaks[len(peaks) // 2] if tight else 0.0
+    rows, known = [], {}
+    for name, m, plan, names, pairs, n_groups, peak in found:
+        if memory_bytes and peak > memory_bytes:
+            continue
+        prices = prices_of(plan, costs, hardware)
+        key = name, m, repr((prices.programs, prices.step_end, prices.sends))
+        if key not in known:
+            took = {
+                n: simulate_step(
+                    plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
+                ).makespan_s
+                for n in set(n_groups)
+            }
+            known[key] = float(np.mean([took[n] for n in n_groups]))
+        rows.append((name, m, known[key], peak))
+    return rows, memory_bytes
 
 
 # Devices of a random case by graph: three modules have many more placements.
@@ -313,9 +363,11 @@ def random_case(seed, graph="two"):
                 ends = f * rng.uniform(0, 3)
                 size = rows * tokens / tp
                 timings.append(
-                    LayerTiming(module, tp, Shape(rows, tokens), f, f * rng.uniform(2, 4), ends,
-                                3 * ends, temp * size, 2 * temp * size, kept * size,
-                                pair_s / tp, 3 * pair_s / tp)
+                    LayerTiming(
+                        module, tp, Shape(rows, tokens), f, f * rng.uniform(1, 3), ends, 2 * ends,
+                        kept * size, pair_s / tp, 2 * pair_s / tp,
+                        recompute(f, ends, temp * size, 0.2, pair_s / tp),
+                    )
                 )  # fmt: skip
     if graph == "two":
         layers = {"vision": int(rng.integers(1, 5)), "llm": int(rng.integers(1, 6))}

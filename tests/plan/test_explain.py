@@ -8,9 +8,9 @@ import pytest
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY, find_hardware
 from dflop_jax.plan.explain import why_it_lost
 from dflop_jax.plan.ranking import Candidate
-from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
 
-from .cases import BATCH, CONFIG, data_profile, model_profile
+from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile
 
 GIB = 2**30
 BEST = Candidate("dflop", "best", 4, "none", 1.0, {"vision": 0.7, "llm": 0.9}, 1.0)
@@ -68,6 +68,25 @@ def test_which_hardware_would_do_is_true():
 def test_when_no_number_of_devices_would_do_none_is_named():
     with pytest.raises(ValueError, match=r"GiB more; a larger plan\.max_model"):
         plan(2, 1000.0)
+
+
+def test_what_memory_costs():
+    """Against the next cheaper option of each module, which would not fit or costs as much."""
+    profile, data = model_profile(), data_profile()
+    free = SearchSpec(
+        3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"), hardware=LINKS
+    )
+    best = search_plan(profile, data, free)
+    assert what_memory_bought(best.plan, profile, data, free) == []
+    spec = dataclasses.replace(free, memory_bytes=0.6 * best.candidates[0].peak_bytes)
+    plan = search_plan(profile, data, spec).plan
+    bought = {s.module: s for s in what_memory_bought(plan, profile, data, spec)}
+    assert set(bought) == {"vision", "llm"}
+    for s in bought.values():
+        assert s.chosen != s.cheaper
+        assert s.saved_bytes > 0
+        assert not s.fits
+    assert sum(s.paid_s for s in bought.values()) > 0
 
 
 def test_no_device():

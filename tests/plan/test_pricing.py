@@ -19,6 +19,7 @@ from dflop_jax.records import (
     LayerTiming,
     ModelProfile,
     Plan,
+    ProgramId,
     SegmentPlan,
     SendId,
     Shape,
@@ -32,16 +33,16 @@ LAYERS = {"a": 2, "b": 4}
 
 
 def profile(tied=(), pair_s=0.0):
-    """Module `a` takes pieces of 16 tokens, `b` packs; a layer's backward costs three forwards."""
+    """Module `a` takes pieces of 16 tokens, `b` packs; a layer's gradient costs two forwards."""
     timings = [
-        LayerTiming(m, model, Shape(rows, tokens), f, 3 * f, f, 3 * f, 0, 0, 10.0 * rows * tokens)
+        LayerTiming(m, model, Shape(rows, tokens), f, 2 * f, f, 2 * f, 10.0 * rows * tokens)
         for m, shapes in (("a", [(1, 16), (4, 16)]), ("b", [(1, 32), (1, 128), (4, 64)]))
         for model in (1, 2)
         for rows, tokens in shapes
         for f in [1e-6 * rows * tokens / model]
     ]
     timings = [
-        dataclasses.replace(t, pair_forward_s=pair_s, pair_backward_s=3 * pair_s)
+        dataclasses.replace(t, pair_forward_s=pair_s, pair_backward_s=2 * pair_s)
         if t.module == "b"
         else t
         for t in timings
@@ -151,6 +152,49 @@ def test_the_step_ends_with_reduction_and_update():
         update = all_gather_s(own, ranks, HARDWARE, stride=ways)
         update += 7 * own / ranks / HARDWARE.memory_bandwidth
         assert got[Task(name, NO_GROUP, UPDATE)] == pytest.approx(update)
+
+
+@pytest.mark.parametrize("half", [(), ("a", "b")])
+def test_what_data_ranks_share_is_brought_by_the_programs(half):
+    """Degree 3 gathers parameters layer by layer, 2 and 3 scatter gradients; the step's end has
+    less to do."""
+    ranks, model = 4, dataclasses.replace(profile(), halved=half)
+    base = plan((1, ranks, 1), (1, ranks, 1))
+
+    def prices(zero):
+        segments = tuple(dataclasses.replace(s, zero=zero) for s in base.segments)
+        return plan_prices(dataclasses.replace(base, segments=segments), model, HARDWARE)
+
+    by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
+    share, layer, ends = 0.5 if half else 1.0, 10_000, 5_000
+    update = 7 * PARAMS["a"] / ranks / HARDWARE.memory_bandwidth
+    gathered = all_gather_s(PARAMS["a"] * share, ranks, HARDWARE)
+    for zero, reduces, gathers in ((1, True, True), (2, False, True), (3, False, False)):
+        end = by_degree[zero].step_end
+        reduced = reduce_scatter_s(PARAMS["a"], ranks, HARDWARE) * reduces
+        assert end[Task("a", NO_GROUP, REDUCE)] == pytest.approx(reduced)
+        want = update + gathered * gathers
+        assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(want)
+    # Two layers of a millisecond hide what is moved but for the first layer's and the ends'.
+    bring = all_gather_s(layer * share, ranks, HARDWARE) + all_gather_s(
+        ends * share, ranks, HARDWARE
+    )
+    scatter = sum(reduce_scatter_s(n, ranks, HARDWARE) for n in (layer, ends))
+    for direction, more in ((FORWARD, (0.0, bring)), (BACKWARD, (scatter, bring + scatter))):
+        key = ProgramId("a", Shape(2, 16), direction)
+        took = [by_degree[zero].programs[key].static_s for zero in (1, 2, 3)]
+        compute_s = 1e-6 * 32 * (2 if direction == BACKWARD else 1)
+        for zero, extra in zip((2, 3), more, strict=True):
+            layer_s = sum(
+                c(n, ranks, HARDWARE)
+                for c, n, there in (
+                    (all_gather_s, layer * share, zero == 3),
+                    (reduce_scatter_s, layer, direction == BACKWARD),
+                )
+                if there
+            )
+            waits = 2 * max(0.0, layer_s - compute_s)
+            assert took[zero - 1] - took[0] == pytest.approx(extra + waits)
 
 
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():

@@ -18,6 +18,7 @@ from dflop_jax.records import (
     LayerTiming,
     ModelProfile,
     Plan,
+    Recompute,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -41,12 +42,17 @@ def times(c, k):
 
 
 def timings(module, shapes, model=1, c=LAYER):
-    """Backward costs 3 forwards, the ends 2 forwards; tensor parallelism halves everything."""
+    """A gradient costs 2 forwards, the ends 2 layers; tensor parallelism halves everything."""
     rows = []
     for shape in shapes:
         f = cost(c, shape) / model
+        recompute = {
+            "none": Recompute(0.0, 0.0, 0.0, 80 * f, 40 * f, 4 * f),
+            "dots": Recompute(f / 4, f / 2, 0.0, 30 * f, 20 * f, 6 * f),
+            "layers": Recompute(f, 2 * f, 0.0, 10 * f, 0.0, 9 * f),
+        }
         rows.append(
-            LayerTiming(module, model, shape, f, 3 * f, 2 * f, 6 * f, 8 * f, 4 * f, 100 * f)
+            LayerTiming(module, model, shape, f, 2 * f, 2 * f, 4 * f, 100 * f, recompute=recompute)
         )
     return rows
 
@@ -85,7 +91,7 @@ def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
         return 1e-3 * n * (2 if n >= 16 else 1)
 
     shapes = [Shape(n, PATCHES) for n in (2, 8, 16, 64)]
-    rows = [LayerTiming("vision", 1, s, *[tiles_s(s.rows)] * 4, 0, 0, 0) for s in shapes]
+    rows = [LayerTiming("vision", 1, s, *[tiles_s(s.rows)] * 4) for s in shapes]
     model = CostModel(profile(rows))
     for s in shapes:
         assert predict(model, "vision", 1, s, "layer_forward") == pytest.approx(tiles_s(s.rows))
@@ -93,8 +99,6 @@ def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
     assert tiles_s(11) < between < 2 * tiles_s(11)
     far = predict(model, "vision", 1, Shape(256, PATCHES), "layer_forward")
     assert far == pytest.approx(tiles_s(256), rel=0.05)
-    lengths = np.full(40, float(PATCHES))
-    assert model.work("vision", 1, "layer_forward", lengths) <= 40 * tiles_s(1) * 1.0001
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_exact_coefficients_are_recovered(c):
     model = CostModel(profile(timings("llm", SHAPES, c=c)))
     np.testing.assert_allclose(model._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
     for shape in (*SHAPES, Shape(7, 48), Shape(1, 2048)):
-        for kind, k in {"layer_forward": 1, "layer_backward": 3, "ends_forward": 2}.items():
+        for kind, k in {"layer_forward": 1, "layer_backward": 2, "dots.layer_s": 0.25}.items():
             assert predict(model, "llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
 
 
@@ -167,27 +171,6 @@ def test_an_unmeasured_degree_or_module_is_an_error_that_names_both():
         predict(model, "llm", 4, SHAPES[0], "layer_forward")
     with pytest.raises(ValueError, match="no timing of 'audio'"):
         predict(model, "audio", 1, SHAPES[0], "layer_forward")
-
-
-def test_work_counts_pairs_where_the_kernel_does():
-    model = CostModel(profile(with_pairs(1e-8)))
-    lengths = np.array([10.0, 20.0, 34.0])
-    for direction, factor in ((FORWARD, 1), (BACKWARD, 3)):
-        plain = CostModel(profile()).work("llm", 1, f"layer_{direction}", lengths)
-        got = model.work("llm", 1, f"layer_{direction}", lengths)
-        assert got == pytest.approx(plain + factor * 1e-8 * (10**2 + 20**2 + 34**2))
-
-
-def test_work_is_what_packing_cannot_undercut():
-    model = CostModel(profile())
-    lengths = np.array([10.0, 20.0, 34.0])
-    floor = model.work("llm", 1, "layer_forward", lengths)
-    want = LAYER[1] * 64 + LAYER[2] * (10**2 + 20**2 + 34**2)
-    assert floor == pytest.approx(want)
-    for n, tokens in ((1, 64), (2, 34), (3, 34)):  # rows into which the three samples pack
-        packed = predict(model, "llm", 1, Shape(n, tokens), "layer_forward")
-        assert floor < packed - LAYER[0] * 0.99
-    assert model.work("llm", 1, "layer_forward", np.array([])) == 0.0
 
 
 def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=()):
@@ -261,17 +244,26 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
 
 
 def with_pairs(forward_s):
-    """The timings of `profile()`, and seconds of a pair: backward three times forward's."""
+    """The timings of `profile()`, and seconds of a pair: a gradient is twice a forward."""
     return [
-        dataclasses.replace(t, pair_forward_s=forward_s, pair_backward_s=3 * forward_s)
+        dataclasses.replace(
+            t,
+            pair_forward_s=forward_s,
+            pair_backward_s=2 * forward_s,
+            recompute={
+                remat: dataclasses.replace(cost, pair_s=forward_s * (remat != "none"))
+                for remat, cost in t.recompute.items()
+            },
+        )
         for t in profile().timings
     ]
 
 
-@pytest.mark.parametrize("remat, again", [("none", 0), ("layers", 1), ("dots", 1)])
+@pytest.mark.parametrize("remat, again", [("none", 0), ("layers", 1), ("dots", 1), ("segment", 0)])
 @pytest.mark.parametrize("stage, group_size", [(1, 1), (1, 3), (2, 4), (4, 4)])
 def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, remat, again):
-    """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run."""
+    """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run; nobody reads
+    the segment, so its task also runs forward."""
     plan = with_remat(plan_of(stage=stage, group_size=group_size), remat)
     model, s = CostModel(profile(with_pairs(2e-9))), plan.segment("l0")
     mesh = plan.submesh("l0").shape
@@ -303,30 +295,85 @@ def test_no_rows_cost_nothing():
     assert held.kept[0] == 0.0 < held.kept[1]
 
 
-@pytest.mark.parametrize("remat", ["none", "layers"])
-@pytest.mark.parametrize("params", [(1000, 600), (0, 0)])
-def test_peak_bytes_by_hand(params, remat):
-    plan = with_remat(plan_of(stage=2, data=2, group_size=4), remat)
-    layer, ends = params
-    model = dataclasses.replace(
-        profile(),
-        layer_param_bytes=dict.fromkeys(("vision", "llm"), layer),
-        ends_param_bytes=dict.fromkeys(("vision", "llm"), ends),
-    )
+# A read segment's (passes through its forward, policy of its gradient) in a backward task.
+PASSES = {"none": (0, "none"), "dots": (0, "dots"), "layers": (0, "layers"), "segment": (1, "none")}
+
+
+@pytest.mark.parametrize("remat", PASSES)
+@pytest.mark.parametrize("read", [True, False])
+def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
+    edges = (Edge("vision", "llm", "v"),) if read else ()
+    plan = with_remat(plan_of(edges=edges), remat)
+    model = CostModel(dataclasses.replace(profile(with_pairs(1e-9)), edges=edges))
+    again, policy = PASSES[remat]
+    again = again if read else 1
+    cost_s = {t.shape: t.recompute[policy] for t in timings("vision", [Shape(3, PATCHES)])}
+    one, more = cost(LAYER, Shape(3, PATCHES)), cost_s[Shape(3, PATCHES)]
+    want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
+    assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
+    pairs = 4e-9 * (again + 2 + (policy != "none"))
+    got = model.group_pair_s(plan.segment("vision"), (1, 1, 1), 1, BACKWARD)
+    assert got == pytest.approx(pairs)
+    forward = model.group_pair_s(plan.segment("vision"), (1, 1, 1), 1, FORWARD)
+    assert forward == pytest.approx(4e-9)
+
+
+def test_a_policy_that_was_not_priced_is_an_error_and_not_known():
+    model = CostModel(profile())
+    assert model.known_policies("llm") == ("none", "dots", "layers", "segment")
+    plan = with_remat(plan_of(), "named")
+    with pytest.raises(ValueError, match="no price of the recompute policy 'named' for 'llm'"):
+        group_s(plan, model, "l0", BACKWARD)
+
+
+def state_by_hand(params, data, zero, half):
+    """Parameters, gradients, AdamW's moments, and masters where parameters are halved."""
+    working = params * (0.5 if half else 1.0) / (data if zero == 3 else 1)
+    return working + params / (data if zero >= 2 else 1) + params * (3 if half else 2) / data
+
+
+@pytest.mark.parametrize("remat", PASSES)
+@pytest.mark.parametrize("zero, half", [(1, False), (2, True), (3, False), (3, True)])
+def test_peak_bytes_by_hand(remat, zero, half):
+    """Vision hands over and the LLM does not: what its one task keeps is among its temporaries."""
+    layer, ends = 1000, 600
+    edges = (Edge("vision", "llm", "v"),)
+    plan = with_remat(plan_of(stage=2, data=2, group_size=4, edges=edges), remat)
+    segments = tuple(dataclasses.replace(s, zero=zero) for s in plan.segments)
+    plan = dataclasses.replace(plan, segments=segments)
+    model = dataclasses.replace(profile(), edges=edges, halved=("vision", "llm") if half else ())
     tiles, llm = cost(LAYER, Shape(3, PATCHES)), cost(LAYER, Shape(2, 64))
-    # Parameters and gradients once, AdamW's two moments over the data ranks; then what is kept
-    # of 2 groups of 4, and one program's temporaries.
-    vision = (4 * layer + ends) * (2 + 2 / 1) + 100 * tiles * 4 * 2 + 4 * tiles
-    text = (2 * layer + ends) * (2 + 2 / 2) + 100 * llm * 4 * 1 + 4 * llm
-    # Four layers, and two a stage; each tick is kept: 4, and 4 + 2 - 1, copied into those of all.
-    for n, copies, one in ((4, 5, tiles), (2, 6, llm)):
-        gradients = min(layer, 8 * one)
-        own = 8 * one - gradients
-        each = own if remat == "none" else 100 * one  # else it keeps its input
-        work = n * (each * copies + gradients) + (0 if remat == "none" else own)
-        vision, text = (vision + work, text) if n == 4 else (vision, text + work)
+    again, policy = PASSES[remat]
+    more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
+    own = tuple(getattr(more, f"{name}_bytes") / llm for name in ("layer", "ends", "temp"))
+
+    def one(forward, layers, ticks, flying, fused, ranks):
+        """Bytes of a segment: the input is 100 forwards of a layer."""
+        kept = ticks * forward * (layers * own[0] + own[1])
+        work = own[2] * forward
+        if fused or again:
+            work += kept + 2 * ticks * 100 * forward
+            kept = 0.0
+        whole = (zero == 3) * (0.5 if half else 1.0) * (3 * layer + ends) + (zero > 1) * 2 * layer
+        work += whole * (ranks > 1)
+        return flying * (4 * 100 * forward + kept) + work
+
+    vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(tiles, 4, 4, 2, False, 1)
+    text = state_by_hand(2 * layer + ends, 2, zero, half) + one(llm, 2, 5, 1, True, 2)
     peak = peak_bytes(plan, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
+
+
+def test_what_runs_no_backward_keeps_its_inputs_only():
+    edges = (Edge("vision", "llm", "v"),)
+    plan, model = plan_of(edges=edges), CostModel(dataclasses.replace(profile(), edges=edges))
+    s = plan.segment("vision")
+    trained, frozen = (
+        model.segment_bytes(s, (1, 1, 1), 1, 3, PATCHES, backward=b) for b in (True, False)
+    )
+    one = cost(LAYER, Shape(3, PATCHES))
+    assert frozen.kept == pytest.approx(100 * one)
+    assert trained.kept == pytest.approx((100 + 4 * 80 + 40) * one)
 
 
 def test_frozen_segments_hold_their_parameters_only():
@@ -373,7 +420,11 @@ def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
 
     def kept(edges):
         model = CostModel(dataclasses.replace(profile(), edges=tuple(edges)))
-        return [float(model.segment_bytes(s, (1, 1, 1), 1, 2, 64).kept) for s in plan.segments[1:]]
+        kept = (
+            model.segment_bytes(s, (1, 1, 1), 1, 2, 64, backward=False).kept
+            for s in plan.segments[1:]
+        )
+        return list(map(float, kept))
 
     one = 100 * cost(LAYER, Shape(2, 64))
     assert kept([]) == pytest.approx([one, one])

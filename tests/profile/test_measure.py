@@ -41,7 +41,7 @@ def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
 
     def fake(segment, shape, below, pieces):
         timed.append((segment.name, segment.mesh.shape["data"], shape))
-        return measure._Programs((("forward", "backward"),), 0.0, 0.0)
+        return measure._Programs((("forward", "backward"),), 0.0, 0.0, False)
 
     monkeypatch.setattr(measure, "_programs", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
@@ -157,16 +157,25 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
             pairs, depth = measure._pairs(shape, n), segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
-        return measure._Programs(tuple(runs), 10.0 * segment.plan.n_layers + 5, 64.0)
+        return measure._Programs(
+            tuple(runs), 10.0 * segment.plan.n_layers + 5, 64.0, segment.name == "a"
+        )
 
     monkeypatch.setattr(measure, "_programs", fake)
     monkeypatch.setattr(measure, "seconds_of", list)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
     for t in time_layers(two(pair_flops=4.0), shapes, [1], jax.devices()[:1]):
-        assert (t.layer_forward_s, t.layer_backward_s) == pytest.approx((2.0, 3.0))
-        assert (t.pair_forward_s, t.pair_backward_s) == pytest.approx((1e-2, 3e-2))
-        assert t.ends_forward_s == pytest.approx(7.0)
-        assert (t.layer_temp_bytes, t.ends_temp_bytes, t.hidden_bytes) == (10.0, 5.0, 64.0)
+        # The backward program of "b", which nobody reads, also runs forward.
+        own = (3.0, 3e-2, 7.0) if t.module == "a" else (1.0, 2e-2, 0.0)
+        assert (t.layer_forward_s, t.pair_forward_s, t.ends_forward_s) == pytest.approx(
+            (2.0, 1e-2, 7.0)
+        )
+        got = (t.layer_backward_s, t.pair_backward_s, t.ends_backward_s)
+        assert got == pytest.approx(own, abs=1e-9)
+        assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
+        again = [t.recompute[r].layer_s for r in ("none", "dots", "named", "layers")]
+        assert again[0] == 0.0
+        assert 0.0 <= again[1] <= again[2] <= again[3] <= t.layer_forward_s
     assert set(calls) == {(1, 16)}
     calls.clear()
     timings = time_layers(two(), shapes, [1], jax.devices()[:1])

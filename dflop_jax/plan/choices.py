@@ -1,0 +1,190 @@
+"""Which options of modules that share devices fit together, and what they come to at least.
+
+An option makes a module cheaper to hold and dearer to run. Of all combinations only those matter
+that fit, and that no other one that fits undercuts in everything. They are not listed for whole
+spaces, only for candidates that are looked at; of the others it is enough to know whether any
+combination fits, and the least of every quantity over the options that may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from dflop_jax.plan.estimate import Segments
+from dflop_jax.plan.options import Option
+from dflop_jax.profile.state import Array
+
+_TIE = 1e-12  # relative: prices that differ by less are equal
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module of a block with all its options, [n_options, ...] by segment.
+
+    resource: devices of each segment. steady: bytes of its state and its groups in flight. work:
+    bytes of temporaries. seconds: of a group forward and backward, and of the step's end: reduction
+    and update.
+    """
+
+    options: tuple[Option, ...]
+    resource: tuple[int, ...]
+    steady: tuple[Array, ...]
+    work: tuple[Array, ...]
+    seconds: tuple[tuple[Array, ...], ...]
+
+    @staticmethod
+    def of(table: Segments, resource: Sequence[int], in_flight: Sequence[int]) -> Member:
+        """A table's module where its segments have so many groups in flight."""
+        return Member(
+            table.options,
+            tuple(resource),
+            tuple(c.state + c.kept * n for c, n in zip(table.costs, in_flight, strict=True)),
+            tuple(c.temporaries for c in table.costs),
+            tuple(zip(*(c.seconds for c in table.costs), strict=True)),
+        )
+
+    def at(self, *place: Array) -> Member:
+        """At some of the table's forms (an array), or at one form and cut."""
+        here = (slice(None), *place)
+        return replace(
+            self,
+            steady=tuple(a[here] for a in self.steady),
+            work=tuple(a[here] for a in self.work),
+            seconds=tuple(tuple(a[here] for a in by_segment) for by_segment in self.seconds),
+        )
+
+    def only(self, option: int) -> Member:
+        """With one of the options."""
+        one = slice(option, option + 1)
+        return replace(
+            self,
+            options=self.options[one],
+            steady=tuple(a[one] for a in self.steady),
+            work=tuple(a[one] for a in self.work),
+            seconds=tuple(tuple(a[one] for a in by_segment) for by_segment in self.seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least over what may fit, [n_forms, n_cuts].
+
+    fits: whether any combination does. peak_bytes: of the device that needs most; where modules
+    share devices, what is certainly needed. seconds: of every member, as in `Member`; 0 where
+    nothing fits.
+    """
+
+    fits: Array
+    peak_bytes: Array
+    seconds: tuple[tuple[tuple[Array, ...], ...], ...]
+
+    def at(self, forms: Array) -> Least:
+        """At some of the forms."""
+        seconds = tuple(tuple(tuple(a[forms] for a in s) for s in m) for m in self.seconds)
+        return Least(self.fits[forms], self.peak_bytes[forms], seconds)
+
+
+def least(members: Sequence[Member], memory_bytes: float) -> Least:
+    """What the members of a block come to at least."""
+    limit = memory_bytes or np.inf
+    allowed, peak = _may_fit(members, limit)
+    fits = np.logical_and.reduce([a.any(axis=0) for a in allowed])
+    if len(members) > 1 and memory_bytes:
+        unsure = fits & ~(_some_peak(members) <= limit)
+        for place in np.argwhere(unsure):
+            here = [m.at(*place) for m in members]
+            fits[tuple(place)] = bool((_peaks(here, _every(here)) <= limit).any())
+    seconds = tuple(
+        tuple(
+            tuple(np.where(fits, np.where(a, s, np.inf).min(axis=0), 0.0) for s in by_segment)
+            for by_segment in m.seconds
+        )
+        for m, a in zip(members, allowed, strict=True)
+    )
+    return Least(fits, peak, seconds)
+
+
+def _may_fit(members: Sequence[Member], limit: float) -> tuple[list[Array], Array]:
+    """(of every member which options fit beside the least of the others, the least peak)."""
+    allowed = [np.ones(m.steady[0].shape, bool) for m in members]
+    peaks = [np.zeros(m.steady[0].shape) for m in members]
+    segments = [(i, k) for i, m in enumerate(members) for k in range(len(m.resource))]
+    for resource in sorted({r for m in members for r in m.resource}):
+        on = [(i, k) for i, k in segments if members[i].resource[k] == resource]
+        steady = [members[i].steady[k].min(axis=0) for i, k in on]
+        work = [members[i].work[k].min(axis=0) for i, k in on]
+        for j, (i, k) in enumerate(on):
+            beside = sum(steady[:j] + steady[j + 1 :])
+            others = work[:j] + work[j + 1 :]
+            largest = reduce(np.maximum, others, members[i].work[k])
+            peaks[i] = np.maximum(peaks[i], members[i].steady[k] + beside + largest)
+    for i, peak in enumerate(peaks):
+        allowed[i] &= peak <= limit
+    return allowed, np.maximum.reduce([p.min(axis=0) for p in peaks])
+
+
+def _some_peak(members: Sequence[Member]) -> Array:
+    """Peak bytes of the combination of options that each need the least alone."""
+    picked = []
+    for m in members:
+        i = sum(s + w for s, w in zip(m.steady, m.work, strict=True)).argmin(axis=0)[None]
+        take = tuple(tuple(np.take_along_axis(a, i, 0)[0] for a in of) for of in (m.steady, m.work))
+        picked.append((m.resource, *take))
+    steady: dict[int, Array] = {}
+    work: dict[int, Array] = {}
+    for resource, steadies, works in picked:
+        for r, s, w in zip(resource, steadies, works, strict=True):
+            steady[r] = steady.get(r, 0.0) + s
+            work[r] = np.maximum(work.get(r, 0.0), w)
+    return np.maximum.reduce([steady[r] + work[r] for r in steady])
+
+
+def _every(members: Sequence[Member]) -> np.ndarray:
+    """All combinations, [n_combinations, n_members], those of first options first."""
+    sizes = [len(m.options) for m in members]
+    return np.indices(sizes).reshape(len(sizes), -1).T
+
+
+def _peaks(members: Sequence[Member], chosen: np.ndarray) -> Array:
+    """Peak bytes of combinations, of members at one place."""
+    steady: dict[int, Array] = {}
+    work: dict[int, Array] = {}
+    for m, options in zip(members, chosen.T, strict=True):
+        for r, s, w in zip(m.resource, m.steady, m.work, strict=True):
+            steady[r] = steady.get(r, 0.0) + s[options]
+            work[r] = np.maximum(work.get(r, 0.0), w[options])
+    return np.maximum.reduce([steady[r] + work[r] for r in steady])
+
+
+def least_peak(members: Sequence[Member]) -> tuple[float, tuple[Option, ...]]:
+    """The combination that needs least at one place: (its peak bytes, every member's option)."""
+    every = _every(members)
+    peaks = _peaks(members, every)
+    first = int(peaks.argmin())
+    chosen = zip(members, every[first].tolist(), strict=True)
+    return float(peaks[first]), tuple(m.options[o] for m, o in chosen)
+
+
+def combinations(members: Sequence[Member], memory_bytes: float) -> Iterator[np.ndarray]:
+    """The options of every member, by number, at one place: combinations that fit and that no other
+    one undercuts."""
+    limit = memory_bytes or np.inf
+    allowed = [a.nonzero()[0] for a in _may_fit(members, limit)[0]]
+    grid = np.indices([len(a) for a in allowed]).reshape(len(allowed), -1)
+    chosen = np.stack([a[g] for a, g in zip(allowed, grid, strict=True)], axis=1)
+    chosen = chosen[_peaks(members, chosen) <= limit]
+    prices = [
+        np.stack([s for by_segment in m.seconds for s in by_segment], axis=1) for m in members
+    ]
+    seconds = np.concatenate([p[i] for p, i in zip(prices, chosen.T, strict=True)], axis=1)
+    while len(chosen):
+        first = int(seconds.sum(axis=1).argmin())
+        ahead = (seconds[:first] <= seconds[first] * (1 + _TIE)).all(axis=1)
+        first = int(ahead.argmax()) if ahead.any() else first  # an equal one, but simpler
+        yield chosen[first]
+        undercut = (seconds >= seconds[first] * (1 - _TIE)).all(axis=1)
+        chosen, seconds = chosen[~undercut], seconds[~undercut]

@@ -1,0 +1,44 @@
+"""How modules save memory: what backward computes again, and what data ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dflop_jax.records import Plan, Remat, SegmentPlan, Zero
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a module saves memory; see `SegmentPlan`. The default saves nothing that costs time."""
+
+    remat: Remat = "none"
+    zero: Zero = 1
+
+    def of(self, segment: SegmentPlan) -> SegmentPlan:
+        """The segment with this option."""
+        return replace(segment, remat=self.remat, zero=self.zero)
+
+    @property
+    def words(self) -> str:
+        """What differs from the default; "" if nothing does."""
+        parts = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
+        return " ".join(parts)
+
+
+def options_of(plan: Plan) -> dict[str, Option]:
+    """The option of every module, which all its segments share."""
+    firsts = {m: plan.segments_of(m)[0] for m in plan.modules}
+    return {m: Option(s.remat, s.zero) for m, s in firsts.items()}
+
+
+def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:
+    """The plan with other options of some modules."""
+    segments = tuple(options.get(s.module, Option(s.remat, s.zero)).of(s) for s in plan.segments)
+    return replace(plan, segments=segments)
+
+
+def saving_words(plan: Plan) -> str:
+    """How the plan's modules save memory; "none" if they do not."""
+    words = (f"{m} {o.words}" for m, o in options_of(plan).items() if o.words)
+    return ", ".join(words) or "none"

@@ -134,9 +134,7 @@ ZERO = {
 ON_NANO = (
     "2+6, tp 2 and dp 3 x tp 2",
     "llm stage 2, dp 2, tp 2 on 8, shared",
-    "tied across segments of dp 2 x tp 2",
     "two groups feed one, stage 2",
-    "same mesh",
     "one device",
 )
 

@@ -78,10 +78,10 @@ def test_each_policy_keeps_what_it_says():
     for remat, n in values.items():
         residuals = inner_layers(remat).residual_structs(shape)
         assert device_bytes(residuals) == 2 * tokens * n * 4
-    # Scores of a token with all of its row, and some of the two norms and of the softmax.
-    more = device_bytes(inner_layers("none").residual_structs(shape)) / (2 * tokens * 4)
-    scores = size.n_heads * tokens
-    assert 0 <= more - (values["dots"] + attended + scores) <= 2 + 2 * size.n_heads
+    # Scores of a token with all of its row, and sums of the two norms and of each head's softmax.
+    more = attended + size.n_heads * tokens + 2 + 2 * size.n_heads
+    residuals = inner_layers("none").residual_structs(shape)
+    assert device_bytes(residuals) == 2 * tokens * (values["dots"] + more) * 4
 
 
 @pytest.mark.parametrize(

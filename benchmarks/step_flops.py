@@ -157,7 +157,7 @@ def compiled_rows(chip: str, only: list[str]) -> list[dict[str, Any]]:
     environment = compiler_environment() if CHIPS[chip] else None
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
-        rows = []
+        rows: list[dict[str, Any]] = []
         for line in process.stdout:
             rows.append(json.loads(line))
             print(f"{chip}: {len(rows)} compiled", file=sys.stderr)
@@ -193,7 +193,7 @@ def main() -> int:
     if args.chip:
         rows_of(args.chip, args.only)
         return 0
-    rows = []
+    rows: list[dict[str, Any]] = []
     for chip in CHIPS:
         try:
             rows += compiled_rows(chip, args.only)

@@ -151,7 +151,8 @@ def compiled(
         took = time.perf_counter() - started
     except Exception as e:  # of whatever kind: that it does not compile is the answer
         return replace(head, error=one_line(e))
-    programs.learn(key, executable)
+    if head.kind == FORWARD:
+        programs.learn(key, executable)
     needed, seen = _needed(programs, head, key)
     cost = hlo_cost(executable.as_text() or "", seen)
     report = replace(

@@ -66,6 +66,7 @@ class HloCost:
     Attributes:
       flops: of all products.
       float32_flops: of those with an operand of 32 bits or more.
+      kernel_flops: of those that attention kernels compute.
       collectives: by kind.
       attention_gathers: all-gathers whose result an attention product reads, as the text has them,
         however often they run.
@@ -75,6 +76,7 @@ class HloCost:
 
     flops: float = 0.0
     float32_flops: float = 0.0
+    kernel_flops: float = 0.0
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
     attention_gathers: int = 0
     unknown_loops: int = 0
@@ -91,6 +93,7 @@ class HloCost:
         return HloCost(
             self.flops + times * other.flops,
             self.float32_flops + times * other.float32_flops,
+            self.kernel_flops + times * other.kernel_flops,
             collectives,
             self.attention_gathers + other.attention_gathers,
             self.unknown_loops + other.unknown_loops,
@@ -166,7 +169,8 @@ def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: fl
         known = opcode == "custom-call" and _NO_PRODUCT.search(target)
         return HloCost(unknown_kernels={} if known else {target or opcode: 1.0})
     is_wide = any(a.dtype in ("f32", "f64") for a in _operands(computation, instruction)[:2])
-    return HloCost(flops=flops, float32_flops=flops if is_wide else 0.0)
+    is_kernel = opcode == "custom-call" and instruction.custom_call_target not in _CUBLAS
+    return HloCost(flops, flops if is_wide else 0.0, flops if is_kernel else 0.0)
 
 
 def _product_flops(

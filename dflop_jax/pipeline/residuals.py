@@ -89,8 +89,8 @@ class Recorded:
         closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(h, free, placed, given)
         self._run = jaxpr_as_fun(closed)
         self._n_hidden = len(jax.tree.leaves(h))
-        self._out: Any = jax.tree.structure(out)
-        n_out = self._out.num_leaves
+        self._out = jax.tree.structure(out)
+        self._n_out = n_out = len(jax.tree.leaves(out))
         leaves = closed.jaxpr.outvars[n_out:]
         cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _widens(e)}
         # leaf -> its place among what is kept; kept: (place among the outputs, dtype)
@@ -124,7 +124,7 @@ class Recorded:
             return self._piece(free, h, placed, given), []
         outputs = self._run(*jax.tree.leaves((h, free, placed, given)))
         kept = [outputs[i].astype(dtype) for i, dtype in self._kept]
-        return jax.tree.unflatten(self._out, outputs[: self._out.num_leaves]), kept
+        return jax.tree.unflatten(self._out, outputs[: self._n_out]), kept
 
     def backward(
         self, kept: list[Array], free: Tree, placed: Tree, given: Tree, dout: Tree

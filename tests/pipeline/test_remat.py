@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import Mesh
 
 from dflop_jax.config import Config, TrainConfig
+from dflop_jax.gpu_compile.child import device_bytes
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
-from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.residuals import REMAT
 from dflop_jax.pipeline.segment import AXES, Segment
-from dflop_jax.records import BACKWARD, FORWARD, Edge, Remat, SegmentPlan, Shape, with_remat
+from dflop_jax.records import BACKWARD, FORWARD, Edge, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
 from tests.small import Small
@@ -45,22 +45,6 @@ def test_gradients_are_those_of_the_plain_computation(m, name):
     assert_trees_close(grads, want)
 
 
-def temp_bytes(remat: Remat) -> int:
-    """Of the LLM's backward: 8 layers, 512 tokens."""
-    decoder = dataclasses.replace(NANO.size.decoder, n_layers=8)
-    m = dataclasses.replace(NANO, size=dataclasses.replace(NANO.size, decoder=decoder))
-    plan = plain.plan_of(m, None, (0, 1, 1, 1))
-    segment = make_segments(m, with_remat(plan, remat), jax.devices())["llm"]
-    compiled = segment.lower(Shape(1, 512), BACKWARD).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-def test_each_policy_keeps_what_it_says():
-    none, dots, layers = (temp_bytes(remat) for remat in ("none", "dots", "layers"))
-    assert layers < dots < none
-    assert layers < 0.5 * none
-
-
 VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float32"))
 
 
@@ -78,6 +62,26 @@ def inner_layers(remat: Remat) -> Segment:
     plan = SegmentPlan("llm1", "llm", 1, 3, "all", False, False, remat)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
     return Segment(plan, module, mesh, 1, frozenset(("layers",)), frozenset(("hidden",)))
+
+
+def test_each_policy_keeps_what_it_says():
+    tokens, shape = 96, Shape(1, 96)
+    size = inner_layers("none").module.size
+    attended = size.n_heads * size.head_dim
+    projected = attended + 2 * size.n_kv_heads * size.head_dim
+    values = {  # of each token in each of two layers
+        "segment": 0,
+        "layers": size.width,
+        "named": size.width + attended,
+        "dots": size.width + projected + size.width + 2 * size.mlp,
+    }
+    for remat, n in values.items():
+        residuals = inner_layers(remat).residual_structs(shape)
+        assert device_bytes(residuals) == 2 * tokens * n * 4
+    # Scores of a token with all of its row, and sums of the two norms and of each head's softmax.
+    more = attended + size.n_heads * tokens + 2 + 2 * size.n_heads
+    residuals = inner_layers("none").residual_structs(shape)
+    assert device_bytes(residuals) == 2 * tokens * (values["dots"] + more) * 4
 
 
 @pytest.mark.parametrize(

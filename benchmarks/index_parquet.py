@@ -4,9 +4,9 @@
 
 Two datasets are written here: a million rows of messages whose pictures are file names, and 20,000
 rows with a picture of 50 kB in each. The index is made in two processes, as runs do it; then 200
-samples' records are read again in random order. Tokenizing is included, by bytes or, with
---tokenizer FOLDER, by a published one. About 3 minutes.
-Expected on two cores: 120 s and 1 GB at most for each, all processes together.
+records are read again in random order. Tokenizing is included, by bytes or, with --tokenizer
+FOLDER, by a published one. Wanted on two cores: at most 120 s and 1 GB for each, of all processes
+together.
 """
 
 from __future__ import annotations

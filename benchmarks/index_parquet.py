@@ -4,9 +4,9 @@
 
 Two datasets are written here: a million rows of messages whose pictures are file names, and 20,000
 rows with a picture of 50 kB in each. The index is made in two processes, as runs do it; then 200
-samples' records are read again in random order. Tokenizing is included, by bytes or, with
---tokenizer FOLDER, by a published one. About 3 minutes.
-Expected on two cores: 120 s and 1 GB at most for each, all processes together.
+records are read again in random order. Tokenizing is included, by bytes or, with --tokenizer
+FOLDER, by a published one. Wanted on two cores: at most 120 s and 1 GB for each, of all processes
+together.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def peak(numbers: dict[str, float], name: str) -> Iterator[None]:
     most = [0]
 
     def watch() -> None:
-        while not done.wait(0.5):
+        while not done.wait(2):
             most[0] = max(most[0], memory_bytes())
 
     watcher = threading.Thread(target=watch)
@@ -137,18 +137,19 @@ def index(path: Path, tokenizer: str, numbers: dict[str, float], name: str) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--embedded", type=int, default=20_000)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="with file names; 0: none")
+    parser.add_argument("--embedded", type=int, default=20_000, help="with bytes; 0: none")
     parser.add_argument("--tokenizer", default="", help="a model's folder; empty: bytes")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     args = parser.parse_args()
     numbers: dict[str, float] = {"names_rows": args.rows, "embedded_rows": args.embedded}
     with tempfile.TemporaryDirectory() as made:
         for name, write in (("names", write_names), ("embedded", write_embedded)):
-            folder = Path(made) / name
-            folder.mkdir()
-            write(folder, int(numbers[f"{name}_rows"]))
-            index(folder, args.tokenizer, numbers, name)
+            if n_rows := int(numbers[f"{name}_rows"]):
+                folder = Path(made) / name
+                folder.mkdir()
+                write(folder, n_rows)
+                index(folder, args.tokenizer, numbers, name)
     table = Table("", "value")
     for key, value in numbers.items():
         table.add_row(key, f"{value:.4g}" if key.endswith("_s") else f"{value:,.0f}")

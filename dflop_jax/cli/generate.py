@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dflop_jax.cli.experiment import experiment_config
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG
+
+if TYPE_CHECKING:
+    from dflop_jax.generate.generate import Answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run folder, for its newest checkpoint, or one of its checkpoints (default: the "
         "experiment's run_dir)",
     )
-    parser.add_argument("--image", metavar="FILE", help="picture that the prompt is about")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="pictures that the prompt is about, in the order of its <image> tags",
+    )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
     parser.add_argument(
@@ -64,14 +74,22 @@ def run(args: argparse.Namespace) -> Any:
 
     config = experiment_config(args, base_config(args.experiment))
     how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
-    tagged(args.prompt, args.image)  # mistakes show before a model is loaded
+    tagged(args.prompt, len(args.image))  # mistakes show before a model is loaded
     own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
     generator = Generator(config, args.checkpoint or own)
     answer = generator.answer(args.prompt, args.image, how, None if args.json else _write)
     if not args.json:
         _write("\n")
+        if not answer.answer.strip():
+            print(f"the answer is empty: {_why_empty(answer)}", file=sys.stderr)
     return answer
+
+
+def _why_empty(answer: Answer) -> str:
+    if not answer.tokens:
+        return "the model ended its turn at once"
+    return f"its {len(answer.tokens)} tokens are no text"
 
 
 def _write(text: str) -> None:

@@ -97,17 +97,17 @@ class Generator:
     def answer(
         self,
         prompt: str,
-        image: str | Path | None = None,
+        images: Sequence[str | Path] = (),
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
     ) -> Answer:
-        """Answer a prompt about a picture, or about none; `on_text` gets the text as it comes.
+        """Answer a prompt about pictures, or about none; `on_text` gets the text as it comes.
 
         Raises:
           ValueError: see `prompt_sample`.
         """
         how = sampling or Sampling()
-        sample = prompt_sample(prompt, image, self._config.data, self._model, self._tokenizer)
+        sample = prompt_sample(prompt, images, self._config.data, self._model, self._tokenizer)
         row = prompt_row(sample, self._model, TOKEN_MULTIPLE)
         n = row.length
         slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE

@@ -1,4 +1,4 @@
-"""One question, with a picture or without, as the arrays that the model was trained on."""
+"""One question, with pictures or without, as the arrays that the model was trained on."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
 
 def prompt_sample(
     prompt: str,
-    image: str | Path | None,
+    images: Sequence[str | Path],
     data: DataConfig,
     model: MultimodalModel,
     tokenizer: Tokenizer | ChatTokenizer,
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
-    The picture stands where the prompt says <image>, before it where it does not.
+    Pictures stand where the prompt says <image>, before it where it does not.
 
     Raises:
-      ValueError: an empty prompt, tags unlike the picture, a model that sees no pictures, a file
+      ValueError: an empty prompt, tags unlike the pictures, a model that sees no pictures, a file
         that is no picture, or more tokens than `data.max_tokens`.
     """
-    text = tagged(prompt, image)
+    text = tagged(prompt, len(images))
     if isinstance(tokenizer, ChatTokenizer):
         pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
@@ -102,16 +102,16 @@ def prompt_sample(
     limits = Limits.of(data)
     how = preprocessing(spec, limits)
     media: list[Pictures | NativePictures] = []
-    if image is not None:
+    for image in images:
         if how.vision is None:
             raise ValueError("the model sees no pictures; leave out --image")
         picture = read_upright(_file(image))
-        media.append(prepared(picture, how.vision))
+        media.append(prepared(picture, how.vision, alone=len(images) == 1))
     sample = compose(pieces, media, spec, placeholder=tokenizer.visual_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         seen = int(sample.fields[LLM]["is_visual"].sum() + sample.fields[LLM]["is_newline"].sum())
-        visual = f" (of the picture {seen})" if media else ""
+        visual = f" (of pictures {seen})" if media else ""
         raise ValueError(
             f"the prompt's {n_tokens} tokens{visual} exceed data.max_tokens="
             f"{data.max_tokens}; shorten it, lower --data.max_tiles or raise --data.max_tokens"
@@ -119,16 +119,17 @@ def prompt_sample(
     return sample
 
 
-def tagged(prompt: str, image: str | Path | None) -> str:
-    """Return the prompt with exactly one <image> if there is a picture; ValueError if that cannot
-    be."""
+def tagged(prompt: str, n_images: int) -> str:
+    """Return the prompt with one <image> for each picture; ValueError if that cannot be."""
     tags = TAG.findall(prompt)
     if not TAG.sub("", prompt).strip():
         raise ValueError("the prompt is empty; ask something with --prompt TEXT")
-    if image is not None and not tags:
-        return f"{IMAGE}\n{prompt}"
-    if tags != [IMAGE] * (image is not None):
-        needed = "one <image> at most" if image is not None else "no tag without --image"
+    if n_images and not tags:
+        return f"{IMAGE * n_images}\n{prompt}"
+    if tags != [IMAGE] * n_images:
+        needed = "no tag without --image"
+        if n_images:
+            needed = f"one <image> for each of {n_images} pictures, or no tag"
         raise ValueError(f"the prompt says {' '.join(tags)}; it may have {needed}")
     return prompt
 

@@ -15,7 +15,7 @@ from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource
 from dflop_jax.data.sample import Limits
-from dflop_jax.generate.generate import Generator, _Text
+from dflop_jax.generate.generate import Answer, Generator, _Text
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling, choose
 from dflop_jax.record_files import save
@@ -85,7 +85,7 @@ ASK = ("--prompt", "What colour is it?")
 
 def test_an_answer_streams_and_is_the_same_as_json(capsys):
     code, out, err = run(capsys, "nano.py", *ASK, "--image", "red.png", "--max-tokens", "5")
-    assert (code, err) == (0, "")
+    assert (code, "the answer is empty" in err) == (0, not out.strip())
     code, said, _ = run(capsys, "run", *ASK, "--image", "red.png", "--max-tokens", "5", "--json")
     assert code == 0
     answer = json.loads(said)
@@ -123,7 +123,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
         (
             ["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
-            "the prompt says <image> <video>; it may have one <image> at most",
+            "the prompt says <image> <video>; it may have one <image> for each of 1 pictures",
         ),
         (
             ["nano.py", "--prompt", "x" * 200, "--image", "red.png"],
@@ -158,8 +158,8 @@ def test_a_model_that_sees_no_pictures_says_so():
     model = build_model(ModelConfig("models.qwen2_audio:build", "qwen2-audio-nano"))
     tokenizer, data = ByteTokenizer(), DataConfig()
     with pytest.raises(ValueError, match="sees no pictures"):
-        prompt_sample("What?", "red.png", data, model, tokenizer)
-    assert prompt_sample("What?", None, data, model, tokenizer).load.lengths("vision") == ()
+        prompt_sample("What?", ["red.png"], data, model, tokenizer)
+    assert prompt_sample("What?", (), data, model, tokenizer).load.lengths("vision") == ()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
@@ -182,13 +182,12 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
     seen = set()
     for i in range(40):
         scene, sample = source.scene(i), source.sample(i)
-        if scene.pictures and (len(scene.pictures) > 1 or scene.pictures[0].frames):
+        if any(p.frames for p in scene.pictures):
             continue
-        file = None
-        if scene.pictures:
-            file = f"scene{i}.png"
-            scene.pictures[0].render().save(file)
-        prompt = prompt_sample(scene.question, file, data, model, tokenizer)
+        files = [f"scene{i}_{k}.png" for k in range(len(scene.pictures))]
+        for file, picture in zip(files, scene.pictures, strict=True):
+            picture.render().save(file)
+        prompt = prompt_sample(scene.question, files, data, model, tokenizer)
         n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
         assert prompt.load.tokens("llm") == n
         for name in ("tokens", "is_visual", "is_newline"):
@@ -200,8 +199,8 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
             np.testing.assert_array_equal(mine, theirs[:n])
             mine, theirs = (s.fields["vision"]["pixels"] for s in (prompt, sample))
             np.testing.assert_array_equal(mine, theirs)
-        seen.add(tiles)
-    assert {0, 1} < seen
+        seen.add((len(files), tiles))
+    assert {n for n, _ in seen} > {0, 1, 2}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -233,13 +232,13 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     config = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
     generator = Generator(config, "run")
     shown = []
-    answer = generator.answer("Is it red?", "wide.png", Sampling(4), shown.append)
+    answer = generator.answer("Is it red?", ["wide.png"], Sampling(4), shown.append)
     programs = generator._prefill._cache_size(), generator._step._cache_size()
     assert programs == (1, 1)
     assert "".join(shown) == answer.answer
     model = build_model(config.model)
     params = load_params("run", model, jax.devices()[0]).params
-    sample = prompt_sample("Is it red?", "wide.png", config.data, model, ByteTokenizer())
+    sample = prompt_sample("Is it red?", ["wide.png"], config.data, model, ByteTokenizer())
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
     prompt, pixels = sample.fields["llm"]["tokens"], sample.fields["vision"]
     place = sample.places["vision", "llm"].index[:, 0]
@@ -249,7 +248,7 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
         assert int(logits.argmax()) == token
     # Another question and another picture of as many tiles.
     counter = CompileCounter()
-    generator.answer("Is this one blue?", "red.png", Sampling(9, temperature=0.7, top_p=0.9))
+    generator.answer("Is this one blue?", ["red.png"], Sampling(9, temperature=0.7, top_p=0.9))
     assert counter.read() == 0
     counter.close()
 
@@ -259,12 +258,33 @@ def test_the_end_token_ends_the_answer():
     llm = generator._loaded.params["llm"]
     # All logits become 0, of which the first is taken: id 0.
     llm["exit"]["norm"]["scale"] = jnp.zeros_like(llm["exit"]["norm"]["scale"])
-    answer = generator.answer("?", None, Sampling(3))
+    answer = generator.answer("?", (), Sampling(3))
     assert (answer.tokens, answer.stopped) == ((0, 0, 0), "length")
     generator._tokenizer.im_end_id = 0
     shown = []
-    answer = generator.answer("?", None, Sampling(3), shown.append)
+    answer = generator.answer("?", (), Sampling(3), shown.append)
     assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])
+
+
+@pytest.mark.parametrize("tokens, why", [((), "ended its turn at once"), ((9,), "1 tokens are no")])
+def test_an_empty_answer_is_said_to_be_one(capsys, monkeypatch, tokens, why):
+    answer = Answer("?", " ", tokens, "end", 0, 3, 2, "run", 0.1, 0.0)
+
+    class Silent:
+        def __init__(self, *args): ...
+
+        def answer(self, prompt, images, *args):
+            assert images == ["red.png", "wide.png", "red.png"]
+            return answer
+
+    monkeypatch.setattr("dflop_jax.generate.generate.Generator", Silent)
+    pictures = ["--image", "red.png", "wide.png", "--image", "red.png"]
+    code, out, err = run(capsys, "nano.py", *ASK, *pictures)
+    assert (code, out) == (0, "\n")
+    assert "the answer is empty: " in err
+    assert why in err
+    code, out, err = run(capsys, "nano.py", *ASK, *pictures, "--json")
+    assert (code, err, json.loads(out)["tokens"]) == (0, "", list(tokens))
 
 
 def test_half_a_character_is_not_shown():

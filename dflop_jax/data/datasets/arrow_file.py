@@ -38,7 +38,8 @@ class ArrowFile:
     """
 
     def __init__(self, file: Path, choose: Callable[[Sequence[str]], dict[str, str]]) -> None:
-        self._path, self._bytes = file, None
+        self._path = file
+        self._bytes: Any = None  # mapped when the first row is read
         with named(f"{file}: not a readable Arrow file"):
             with file.open("rb") as opened:
                 first, *self._batches = _messages(opened, file.stat().st_size)

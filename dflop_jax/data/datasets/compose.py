@@ -157,8 +157,9 @@ def _positions(seen: np.ndarray, grids: Sequence[Grid], merge: int) -> np.ndarra
             at += rows * cols
         else:
             after = np.flatnonzero(seen[at:])
-            runs.append(int(after[0]) if len(after) else len(seen) - at)
-            at += runs[-1]
+            n = int(after[0]) if len(after) else len(seen) - at
+            runs.append(n)
+            at += n
     return token_positions(runs)
 
 

@@ -209,10 +209,12 @@ def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, 
         pictures = np.bincount(owner[image], minlength=len(table))
         alone = pictures[owner[image]] == 1
         sides = table.width[image], table.height[image]
-        native = isinstance(how.vision, Native)
-        found = how.vision.count(*sides) if native else how.vision.count(*sides, alone)
-        ok[image], tiles[image], visual[image] = found
-        clips = (_native_clips if native else _tiled_clips)(table, np.flatnonzero(video), how)
+        if isinstance(how.vision, Native):
+            ok[image], tiles[image], visual[image] = how.vision.count(*sides)
+            clips = _native_clips(table, np.flatnonzero(video), how)
+        else:
+            ok[image], tiles[image], visual[image] = how.vision.count(*sides, alone)
+            clips = _tiled_clips(table, np.flatnonzero(video), how)
         ok[video], frames[video], tiles[video], visual[video], between[video] = clips
     if how.sound is None:
         ok &= ~audio

@@ -59,7 +59,8 @@ class ParquetFile:
         ]
         self._windows: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._kept_bytes = 0
-        self._group, self._next, self._rest = -1, 0, iter(())  # what is being decoded
+        self._group, self._next = -1, 0  # what is being decoded
+        self._rest: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
         return self._starts[-1]

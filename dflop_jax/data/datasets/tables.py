@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dflop_jax.data.datasets.arrow_file import ArrowFile
+from dflop_jax.data.datasets.arrow_library import arrow
 from dflop_jax.data.datasets.llava_records import (
     NO_COLUMNS,
     TEXTS,
@@ -36,6 +37,7 @@ class TableReader:
         self.name = f"{files[0]}{rest}"
         self._roots = Roots(roots or [files[0].parent])
         self._opened = lru_cache(OPEN_FILES)(self._open)
+        arrow("parquet")  # loaded before processes are forked, which then share it
 
     def place(self, file: int, number: int) -> str:
         return f"{self.files[file].name}[{number}]"
@@ -58,7 +60,9 @@ class TableReader:
 
     def _open(self, file: int) -> ParquetFile | ArrowFile:
         path = self.files[file]
-        return (ParquetFile if path.suffix == ".parquet" else ArrowFile)(path, self._choose)
+        if path.suffix == ".parquet":
+            return ParquetFile(path, self._choose)
+        return ArrowFile(path, self._choose)
 
     def _choose(self, names: Sequence[str]) -> dict[str, str]:
         chosen = choose_columns(names, self._columns)

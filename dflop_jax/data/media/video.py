@@ -139,7 +139,7 @@ def _extent(container: InputContainer) -> tuple[int, float]:
         total = sum(1 for packet in container.demux(stream) if packet.size)
     if total <= 0:
         raise ValueError("it holds no frames")
-    duration_s = duration_s if duration_s > 0 else total / _rate(stream)
+    duration_s = duration_s if duration_s > 0 else float(total / _rate(stream))
     return min(total, MAX_CLIP_FRAMES), checked_duration(duration_s)
 
 

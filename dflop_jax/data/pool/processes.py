@@ -31,7 +31,8 @@ ROOT = str(Path(__file__).resolve().parents[3])
 START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
 # One thread each: there are as many processes as the user wants, and threads do not survive a fork.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-               "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+               "TOKENIZERS_PARALLELISM": "false",
+               "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
 TRIES = 2  # of a sample whose process dies
 T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")

@@ -210,7 +210,7 @@ def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monke
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     arrow_library.arrow.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'dflop_jax\[parquet\]'"):
-        list(open_reader(file).locate())
+        open_reader(file)
     arrow_library.arrow.cache_clear()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -17,26 +18,29 @@ ROLLOUTS = 10  # of an expansion
 _EXPLORE = 0.1  # UCB's constant, for rewards of about 1
 
 
-def interleaved(plan: Plan, schedule: Schedule, graph: StepGraph) -> list[Task]:
+def interleaved(plan: Plan, schedule: Schedule, graph: StepGraph, problem: Problem) -> list[Task]:
     """Interleaved 1F1B: every rank has a fixed list. It runs its chunks in turn for as many
     microbatches as there are ranks, warms up with as many of them as the textbook says, then
     alternates forward and backward. A microbatch is a group that feeds none, with those that feed
-    it; where that makes ranks wait for each other, all warm up longer.
+    it. Where ranks would wait for each other, or memory is short, all warm up as much longer or
+    shorter as it takes.
     """
     of = resources(plan)
     ranks = sorted({of[s.submesh] for s in plan.segments})
     lists = {r: _chunk_lists(plan, schedule, graph, r, len(ranks)) for r in ranks}
     most = max((len(forward) for forward, _ in lists.values()), default=0)
-    for longer in range(most + 1):
+    place = {t: i for i, t in enumerate(graph.tasks)}
+    for longer in sorted(range(-most, most + 1), key=lambda n: (abs(n), n)):
         in_order = []
-        for place, r in enumerate(ranks):
-            forward, backward = lists[r]
+        for r in ranks:
             chunks = sum(of[s.submesh] == r for s in plan.segments)
-            warm_up = 2 * (len(ranks) - place - 1) + (chunks - 1) * len(ranks) + longer
-            in_order.append([t for u in _alternated(forward, backward, warm_up) for t in u])
-        if (order := _joined(graph, in_order)) is not None:
+            after = len(ranks) - ranks.index(r) - 1
+            warm_up = 2 * after + (chunks - 1) * len(ranks) if chunks > 1 else after
+            in_order.append([*_alternated(*lists[r], max(0, warm_up + longer))])
+        order = _joined(graph, in_order)
+        if order is not None and problem.allows([place[t] for t in order]):
             return order
-    raise AssertionError("forward before backward, chunk by chunk, waits for nothing")
+    raise AssertionError("no warm-up fits into memory")
 
 
 def _chunk_lists(
@@ -68,12 +72,13 @@ def _chunk_lists(
 
 def _alternated(
     forward: list[list[Task]], backward: list[list[Task]], warm_up: int
-) -> Iterator[list[Task]]:
-    yield from forward[:warm_up]
+) -> Iterator[Task]:
+    for unit in forward[:warm_up]:
+        yield from unit
     rest = forward[warm_up:]
     for i, unit in enumerate(backward):
-        yield from rest[i : i + 1]
-        yield unit
+        yield from chain.from_iterable(rest[i : i + 1])
+        yield from unit
 
 
 def _joined(graph: StepGraph, lists: list[list[Task]]) -> list[Task] | None:

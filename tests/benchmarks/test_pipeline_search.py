@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dflop_jax.pipeline.order import check_order
+from dflop_jax.pipeline.order import check_order, in_flight_limit, most_in_flight
+from dflop_jax.schedule.ordering.problem import problem_of
 
 from .scripts import module, refusal
 
@@ -33,7 +34,11 @@ def test_interleaved_orders_are_orders():
         feeding = [{"media": (3 * k) % 4} for k in range(n)]
         schedule = cases.groups_of(plan, feeding, cases.np.random.default_rng(n))
         case = cases.Case("some", plan, schedule, cases.Prices({}))
-        check_order(case.graph, methods.interleaved(plan, schedule, case.graph))
+        problem = problem_of(plan, schedule, case.graph, case.prices, ())
+        order = methods.interleaved(plan, schedule, case.graph, problem)
+        check_order(case.graph, order)
+        most, limit = most_in_flight(order), in_flight_limit(plan, schedule.groups)
+        assert all(n <= limit[s] for s, n in most.items())
 
 
 def test_bad_arguments():

@@ -32,8 +32,8 @@ class Problem:
     """Tasks 0..n-1: `resource` runs each for `ticks` of `tick_s` seconds, then its `out` is sent.
 
     `keeps` is +1 where a task opens a group in its `segment`, -1 where it closes one, else 0; a
-    segment keeps at most `limit` groups. `alike` holds, by module and direction, the tasks of each
-    group, segment by segment: arrays [groups, tasks] of two rows or more.
+    segment keeps at most `limit` groups. `alike` holds, by module, and by module and direction, the
+    tasks of each group, segment by segment: arrays [groups, tasks] of two rows or more.
     """
 
     resource: tuple[int, ...]
@@ -116,12 +116,13 @@ def problem_of(
 
 
 def _alike(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
-    """Tasks of the groups of each module and direction, segment by segment."""
+    """Tasks of the groups of each module, and of each module and direction, segment by segment."""
     tasks: dict[tuple[str, str], dict[int, list[int]]] = {}
     for i, t in enumerate(graph.tasks):
         if t.group != NO_GROUP:
-            by_group = tasks.setdefault((schedule.groups[t.group].module, t.direction), {})
-            by_group.setdefault(t.group, []).append(i)
+            for kind in ("", t.direction):
+                by_group = tasks.setdefault((schedule.groups[t.group].module, kind), {})
+                by_group.setdefault(t.group, []).append(i)
     return tuple(np.array(list(g.values())) for g in tasks.values() if len(g) > 1)
 
 

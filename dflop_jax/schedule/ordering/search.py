@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.schedule.ordering.bound import order_bound, tails_of
+from dflop_jax.schedule.ordering.bound import heads_of, order_bound, tails_of
 from dflop_jax.schedule.ordering.listing import listed, sequenced, turned
 from dflop_jax.schedule.ordering.problem import Problem, starts_of
 from dflop_jax.schedule.ordering.swaps import with_swaps
@@ -63,11 +63,15 @@ def _makespan(answer: Answer) -> int:
 
 
 def _first_answers(problem: Problem, budget: Budget) -> Iterator[Answer]:
-    """List scheduling, longest tail first, with one queue a resource and with two."""
-    keys = [-tail - ticks for tail, ticks in zip(tails_of(problem), problem.ticks)]
-    for alternate in (False, True):
-        budget.spend(problem.n / _LISTED_PER_WORK)
-        yield from _to_and_fro(problem, listed(problem, keys, alternate=alternate), budget)
+    """List scheduling, longest tail first or by the middle between earliest and latest start, with
+    one queue a resource and with two."""
+    tails = [tail + ticks for tail, ticks in zip(tails_of(problem), problem.ticks)]
+    longest = [-tail for tail in tails]
+    middle = [head - tail for head, tail in zip(heads_of(problem), tails)]
+    for keys, alternate in ((longest, False), (middle, True), (longest, True), (middle, False)):
+        if not budget.done:
+            budget.spend(problem.n / _LISTED_PER_WORK)
+            yield from _to_and_fro(problem, listed(problem, keys, alternate=alternate), budget)
 
 
 def _disturbed(

@@ -4,7 +4,7 @@ A resource (devices that no task shares with others) works off all groups, after
 up to it and before the last has gone down from it; then come reduction and update. No schedule of
 the cut's groups is faster, so leaving out what exceeds a makespan that was reached keeps the
 optimum. Every quantity is the least over the options that fit; combinations of options are listed
-for single candidates only (`Bounds.choice`).
+for single candidates only (`Bounds.choices`).
 
 Arrays are [n_placements, n_cuts].
 """
@@ -150,8 +150,8 @@ class Bounds:
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
-    def choice(self, p: int, c: int) -> Choice:
-        """The options of a candidate that fit and have the least bound, the simplest of equals."""
+    def choices(self, p: int, c: int) -> list[Choice]:
+        """The options of a candidate that fit and that no others undercut in everything."""
         by_block = []
         for block in self.structure.blocks:
             found = combinations(self._members(block, p, c), self.rules.memory_bytes)
@@ -173,9 +173,10 @@ class Bounds:
         data = np.repeat(self.family.data[p : p + 1], len(chosen), axis=0)
         every = {m: seconds(m) for m in self.tables}
         bounds_s = _least_s(self.family.forms, data, self.structure, every, groups, self.rules)
-        first = int(bounds_s[:, 0].argmin())
-        options = {m: self.tables[m].options[o] for m, o in chosen[first].items()}
-        return Choice(options, float(bounds_s[first, 0]))
+        return [
+            Choice({m: self.tables[m].options[o] for m, o in options.items()}, float(bound_s))
+            for options, bound_s in zip(chosen, bounds_s[:, 0], strict=True)
+        ]
 
     def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
         """The largest bucket of a placement that memory holds with these options."""

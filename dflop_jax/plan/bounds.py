@@ -4,14 +4,14 @@ A resource (devices that no task shares with others) works off all groups, after
 up to it and before the last has gone down from it; then come reduction and update. No schedule of
 the cut's groups is faster, so leaving out what exceeds a makespan that was reached keeps the
 optimum. Every quantity is the least over the options that fit; combinations of options are listed
-for single candidates only (`Bounds.choice`).
+for single candidates only (`Bounds.choices`).
 
 Arrays are [n_placements, n_cuts].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -108,10 +108,10 @@ class Bounds:
     """A family's placements at every cut.
 
     bound_s: of the mean makespan over the sampled batches with any options; infinite where memory
-    is short or prices are not believed. fits: whether memory holds it with some options. least: of
-    every block of modules that share devices. groups: that each sampled batch takes at least,
-    [n_batches, n_placements, n_cuts]. tables, forms: of every module, and the rows of its table
-    that the placements have.
+    is short or prices are not believed. fits: whether memory holds it with some options.
+    least_bytes: of the device that needs most, at least. groups: that each sampled batch takes at
+    least, [n_batches, n_placements, n_cuts]. tables, members, forms: of every module, and the rows
+    of its table that the placements have.
     """
 
     family: Family
@@ -124,7 +124,7 @@ class Bounds:
     groups: Array
     tables: Mapping[str, Segments]
     forms: Mapping[str, np.ndarray]
-    member: Callable[[str], Member]
+    members: Mapping[str, Member]
 
     def outline(self, p: int) -> Outline:
         return self.family.outline(p)
@@ -137,7 +137,7 @@ class Bounds:
         return {m: int(t.pairs[self.forms[m][p], c]) for m, t in self.tables.items()}
 
     def _members(self, block: Sequence[str], p: int, c: int) -> list[Member]:
-        return [self.member(m).at(self.forms[m][p], c) for m in block]
+        return [self.members[m].at(self.forms[m][p], c) for m in block]
 
     def least_peak(self, p: int, c: int) -> tuple[float, dict[str, Option]]:
         """The options with which a candidate needs least: (bytes of the device that needs most,
@@ -150,8 +150,8 @@ class Bounds:
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
-    def choice(self, p: int, c: int) -> Choice:
-        """The options of a candidate that fit and have the least bound, the simplest of equals."""
+    def choices(self, p: int, c: int) -> list[Choice]:
+        """The options of a candidate that fit and that no others undercut in everything."""
         by_block = []
         for block in self.structure.blocks:
             found = combinations(self._members(block, p, c), self.rules.memory_bytes)
@@ -164,7 +164,7 @@ class Bounds:
 
         def seconds(m: str) -> tuple[tuple[Array, ...], ...]:
             numbers = [options[m] for options in chosen]
-            here = self.member(m).at(self.forms[m][p], c).seconds
+            here = self.members[m].at(self.forms[m][p], c).seconds
             return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
 
         groups = np.broadcast_to(
@@ -173,9 +173,10 @@ class Bounds:
         data = np.repeat(self.family.data[p : p + 1], len(chosen), axis=0)
         every = {m: seconds(m) for m in self.tables}
         bounds_s = _least_s(self.family.forms, data, self.structure, every, groups, self.rules)
-        first = int(bounds_s[:, 0].argmin())
-        options = {m: self.tables[m].options[o] for m, o in chosen[first].items()}
-        return Choice(options, float(bounds_s[first, 0]))
+        return [
+            Choice({m: self.tables[m].options[o] for m, o in options.items()}, float(bound_s))
+            for options, bound_s in zip(chosen, bounds_s[:, 0], strict=True)
+        ]
 
     def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
         """The largest bucket of a placement that memory holds with these options."""
@@ -239,14 +240,15 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
             m: np.searchsorted(tables[m].data, data)
             for m, data in zip(names, f.data.T, strict=True)
         }
-        leasts = {}
+        leasts: dict[tuple[str, ...], Least] = {}
         for block in structure.blocks:
             if len(block) == 1:
                 leasts[block] = alone(keys[block[0]]).at(forms[block[0]])
             else:
-                members = [member(*keys[m]).at(forms[m]) for m in block]
-                leasts[block] = least(members, rules.memory_bytes)
-        yield _bounds(f, structure, rules, tables, forms, leasts, lambda m, k=keys: member(*k[m]))
+                here = [member(*keys[m]).at(forms[m]) for m in block]
+                leasts[block] = least(here, rules.memory_bytes)
+        members = {m: member(*key) for m, key in keys.items()}
+        yield _bounds(f, structure, rules, tables, forms, leasts, members)
 
 
 def _bounds(
@@ -256,7 +258,7 @@ def _bounds(
     tables: Mapping[str, Segments],
     forms: Mapping[str, np.ndarray],
     leasts: Mapping[tuple[str, ...], Least],
-    member: Callable[[str], Member],
+    members: Mapping[str, Member],
 ) -> Bounds:
     groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
     trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
@@ -278,7 +280,7 @@ def _bounds(
         groups,
         tables,
         forms,
-        member,
+        members,
     )
 
 

@@ -10,9 +10,9 @@ depend on the option have it first, [n_options, n_forms, n_cuts].
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from dflop_jax.profile.state import Array, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
-    ZERO,
     Bucket,
     Direction,
     ModelProfile,
@@ -86,7 +85,7 @@ class Rules:
     def options(self, module: str) -> tuple[Option, ...]:
         """What is tried for a module, the simplest first: of equals the first is taken."""
         remats = (self.remat,) if self.remat != "auto" else self.costs.known_policies(module)
-        degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else ZERO
+        degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else get_args(Zero)
         return tuple(Option(r, z) for z in degrees for r in remats)
 
     @cached_property
@@ -209,8 +208,8 @@ def module_table(
     by_segment = []
     for s, has in zip(rules.segments(module, form), tasks, strict=True):
         # Segments inside a module are mostly alike.
-        key = (s.n_layers, s.first, s.last, costs.hands_over(s), costs.inputs_kept(s), tuple(has))
-        key += (rules.trains(s),)
+        ends = s.first, s.last, costs.hands_over(s), costs.inputs_kept(s)
+        key = (s.n_layers, ends, tuple(has), rules.trains(s))
         if key not in costed:
             costed[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
         by_segment.append(costed[key])
@@ -239,7 +238,7 @@ def _costs(
     costs, trains = rules.costs, rules.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     links = rules.profile, rules.hardware
-    moved = {z: moved_by(replace(s, zero=z), mesh, *links) for z in ZERO}
+    moved = {o.zero: moved_by(o, mesh, *links) for o in options}
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
         static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
@@ -262,11 +261,14 @@ def _costs(
     both = ("remat", "zero") if rules.hardware else ("remat",)
     held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
             for o in options}  # fmt: skip
+
+    def held_bytes(name: str) -> Array:
+        return each(lambda o: getattr(held[o], name), "remat", "zero")
+
     return Costs(
         each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
         each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
         each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,
         each(lambda o: update_s(o, mesh, *links), "zero") if trains else none,
-        *(each(lambda o, n=f.name: getattr(held[o], n), "remat", "zero")
-          for f in fields(SegmentBytes)),
-    )  # fmt: skip
+        *(held_bytes(f.name) for f in fields(SegmentBytes)),
+    )

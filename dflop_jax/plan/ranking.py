@@ -15,10 +15,10 @@ import numpy as np
 
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.evaluate import TIE, Evaluator, Uniform, as_plan
-from dflop_jax.plan.options import Option, saving_words
+from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.space import Family
-from dflop_jax.records import Bucket, Plan, SubmeshPlan
+from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 
@@ -62,8 +62,10 @@ class Ranked:
     n_scheduled: int = -1
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        return self.policy, self.name, self.cut
+    def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
+        options = options_of(self.plan).values()
+        simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
+        return self.policy, self.name, self.cut, simplest
 
     @property
     def exact(self) -> bool:
@@ -137,7 +139,7 @@ class Ranking:
         """All candidates, exact, best first; equals by name."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
-        heap: list[tuple[float, tuple[str, str, int], Ranked]] = []
+        heap: list[tuple[float, tuple[object, ...], Ranked]] = []
         exact = list(self._exact)
         while exact or heap or upcoming:
             known_s = heap[0][0] if heap else np.inf
@@ -150,7 +152,7 @@ class Ranking:
                 yield first
                 continue
             if upcoming and upcoming_s <= known_s:
-                if ranked := self._first_known(*upcoming[1:]):
+                for ranked in self._first_known(*upcoming[1:]):
                     heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
                 upcoming = next(waiting, None)
                 continue
@@ -177,19 +179,23 @@ class Ranking:
             policy, found = self._tables[table[i]]
             yield float(bounds[i]), policy, found, *divmod(int(place[i]), len(found.cuts))
 
-    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> Ranked | None:
-        """A candidate with the best options, and what its bounds say; None where devices cannot
-        form its submeshes."""
+    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Ranked]:
+        """A candidate with each choice of options, and what its bounds say; nothing where devices
+        cannot form its submeshes."""
         placement = self.rules.placement(bounds.outline(p))
         if not all(map(self.allowed, placement.submeshes)):
-            return None
+            return []
         bucket, pairs, cut = bounds.bucket(p, c), bounds.pairs(p, c), int(bounds.cuts[c])
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
-        choice = bounds.choice(p, c)
-        plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
-        most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
-        uniform = self.evaluator.uniform(plan, pairs)
-        return Ranked(policy, placement.name, cut, plan, choice.bound_s, most, uniform, groups)
+        found = []
+        for choice in bounds.choices(p, c):
+            plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
+            most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
+            uniform = self.evaluator.uniform(plan, pairs)
+            found.append(
+                Ranked(policy, placement.name, cut, plan, choice.bound_s, most, uniform, groups)
+            )
+        return found
 
     def nearest(self) -> tuple[float, str]:
         """(bytes of the device that needs most, placement and options) of what needs least."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import get_args
 
 import numpy as np
 
@@ -146,7 +147,7 @@ class CostModel:
     def known_policies(self, module: str) -> tuple[Remat, ...]:
         """Recompute policies that the profile has prices of, in the order of `REMAT`."""
         known = [t.recompute for t in self.profile.timings if t.module == module]
-        return tuple(r for r in REMAT if r == "segment" or all(r in k for k in known))
+        return tuple(r for r in get_args(Remat) if r == "segment" or all(r in k for k in known))
 
     def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
         """The three coefficients, 0 of terms that are left out."""

@@ -9,6 +9,7 @@ is not counted.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -64,9 +65,10 @@ def forward_flops(module: Module, part: str, shape: Shape) -> float:
 @lru_cache(maxsize=1024)
 def _recorded(
     module: Module, part: str, shape: Shape, placed: Names, remat: Remat
-) -> tuple[Recorded, Tree, Tree]:
+) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
-    hidden states or None, what edges place, fields), and (output, what is kept)."""
+    hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
+    (output, what is kept)."""
     params, x, fields = _arguments(module, part, shape, placed)
     hidden = x.pop("hidden", None)
 
@@ -75,7 +77,8 @@ def _recorded(
 
     args = (params, hidden, x, fields)
     recorded = Recorded(REMAT[remat], piece, *args, wants_hidden=hidden is not None)
-    return recorded, args, jax.eval_shape(recorded.forward, *args)
+    closed, given = jax.make_jaxpr(recorded.forward, return_shape=True)(*args)
+    return recorded, args, closed, given
 
 
 def has_loss(module: Module, shape: Shape) -> bool:
@@ -92,21 +95,13 @@ def _traced_forward(module: Module, part: str, shape: Shape, placed: Names) -> c
 
 
 @lru_cache(maxsize=1024)
-def _traced_keeping(
-    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
-) -> core.ClosedJaxpr:
-    """Jaxpr of what a part's forward keeps; its first inputs are its parameters."""
-    recorded, args, _ = _recorded(module, part, shape, placed, remat)
-    return jax.make_jaxpr(lambda *args: recorded.forward(*args)[1])(*args)
-
-
-@lru_cache(maxsize=1024)
 def _traced_backward(
     module: Module, part: str, shape: Shape, placed: Names, remat: Remat
 ) -> core.ClosedJaxpr:
     """Jaxpr of a part's gradient and of its sum into the accumulators, which are its last inputs;
     its first inputs are its parameters, the next what was kept."""
-    recorded, (params, _, x, fields), (out, kept) = _recorded(module, part, shape, placed, remat)
+    recorded, args, _, (out, kept) = _recorded(module, part, shape, placed, remat)
+    params, _, x, fields = args
 
     def backward(params: Tree, kept: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
         dparams, dh, dx = recorded.backward(kept, params, x, fields, dy)
@@ -155,8 +150,11 @@ def _region(
 def _kept_region(
     module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> Region:
+    """What one device runs of a part's forward; its outputs are what is kept."""
+    _, _, closed, (out, _) = _recorded(module, part, shape, placed, remat)
     split = _param_dims(module, part, shape, placed, ways)
-    return _on_device(_traced_keeping(module, part, shape, placed, remat), split, (), ways)
+    region = _on_device(closed, split, (), ways)
+    return replace(region, outs=region.outs[len(jax.tree.leaves(out)) :])
 
 
 def _arguments(

@@ -137,7 +137,7 @@ def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
 def _halved(t: LayerTiming) -> LayerTiming:
     """Return the timing with half the seconds."""
 
-    def half(record: Any) -> dict[str, float]:
+    def half(record: Any) -> dict[str, Any]:
         names = (f.name for f in fields(record) if f.name.endswith("_s"))
         return {name: getattr(record, name) / 2 for name in names}
 

@@ -129,14 +129,15 @@ def test_parameters_are_shared_where_they_do_not_fit():
         model_profile(degrees=(1,)), layer_param_bytes={"vision": 10**4, "llm": 10**7}
     )
     for hardware in (None, LINKS):
-        free = run("orch", 4, profile=heavy, hardware=hardware)
-        least = min(c.peak_bytes for c in run(
-            "orch", 4, profile=heavy, hardware=hardware, zero=3, shown=100).candidates)  # fmt: skip
-        tight = run("orch", 4, profile=heavy, hardware=hardware, memory_bytes=1.2 * least)
+        options = {"profile": heavy, "hardware": hardware, "allowed": lambda m: m.stage == 1}
+        free = run("orch", 4, **options)
+        shared = run("orch", 4, zero=3, shown=100, **options)
+        limit = 1.05 * min(c.peak_bytes for c in shared.candidates)
+        tight = run("orch", 4, memory_bytes=limit, **options)
         assert all(s.zero > 1 for s in tight.plan.segments if s.module == "llm")
         assert tight.candidates[0].makespan_s >= free.candidates[0].makespan_s * (1 - 1e-9)
-        with pytest.raises(ValueError, match=r"smallest \(vision=.* llm=.*\) needs"):
-            run("orch", 4, profile=heavy, hardware=hardware, zero=1, memory_bytes=1.2 * least)
+        with pytest.raises(ValueError, match="no pl"):
+            run("orch", 4, zero=1, memory_bytes=limit, **options)
 
 
 def test_options_follow_the_buckets_that_were_chosen():
@@ -273,7 +274,9 @@ def test_memory_is_respected():
     assert tight.plan.predicted.makespan_s >= free.plan.predicted.makespan_s
     assert tight.n_fit < tight.n_candidates == free.n_fit
     # Just below the smallest of all, nothing is left.
-    with pytest.raises(ValueError, match=r"no plan fits into .* GiB more; .* need less"):
+    with pytest.raises(
+        ValueError, match=r"no plan fits into .*\(vision=.*llm.*\).* GiB more; .* need less"
+    ):
         run(memory_bytes=1.0)
 
 

@@ -150,7 +150,7 @@ def model_profile(
     return assembled(
         model,
         shapes,
-        timings,
+        _with_policies(model, timings, devices[0]),
         key=key,
         device=devices[0].device_kind,
         concurrency=float(len(devices)),
@@ -352,15 +352,26 @@ def _time_layer(
         pair_backward_s=pair_b,
     )
     temp_bytes = max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0)
-    predictor = Predictor(
-        on_chip(model.modules[module], chip_of(devices[0])),
-        entry_fields(model, module),
-        tp,
-        hardware_like(devices[0].device_kind),
-        Efficiency(),
-        half_bytes=4 if devices[0].platform == "cpu" else 2,
-    )
-    return replace(timing, recompute=predictor.beside(timing, temp_bytes))
+    return replace(timing, recompute={"none": Recompute(temp_bytes=temp_bytes)})
+
+
+def _with_policies(
+    model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
+) -> list[LayerTiming]:
+    """Timings with what every recompute policy adds to them."""
+    found = []
+    for module, tp in dict.fromkeys((t.module, t.model) for t in timings):
+        predictor = Predictor(
+            on_chip(model.modules[module], chip_of(device)),
+            entry_fields(model, module),
+            tp,
+            hardware_like(device.device_kind),
+            Efficiency(),
+            half_bytes=4 if device.platform == "cpu" else 2,
+        )
+        own = [t for t in timings if (t.module, t.model) == (module, tp)]
+        found += predictor.beside(own)
+    return found
 
 
 def _pairs(shape: Shape, pieces: int) -> float:

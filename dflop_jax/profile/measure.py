@@ -7,9 +7,9 @@ is counted with the ends. Programs recompute nothing; what a recompute policy ad
 these times and from traces (`recompute`).
 
 Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
-pieces, without padding. Where a module's attention
-kernel skips what is not in a piece (`pair_flops`), programs are timed with whole rows of one piece
-and with rows of short ones; the difference is the cost of pairs.
+pieces, without padding. Where a module's attention kernel skips what is not in a piece
+(`pair_flops`), programs are timed with whole rows of one piece and with rows of short ones; the
+difference is the cost of pairs.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def time_layers(
     """Time every module at its per-rank `shapes` and each tensor-parallel degree.
 
     Degrees that a module's sizes do not divide by are left out, as are shapes that the device's
-    memory does not hold. `share` (i, n): only the i-th of n
-    parts of the work, for one of n processes that measure on devices of their own.
+    memory does not hold. `share` (i, n): only the i-th of n parts of the work, for one of n
+    processes that measure on devices of their own.
     """
     jobs = [(m, tp, shape) for m in model.modules for tp in model_degrees for shape in shapes[m]]
     jobs = jobs[share[0] :: share[1]]
@@ -150,7 +150,7 @@ def model_profile(
     return assembled(
         model,
         shapes,
-        timings,
+        _with_policies(model, timings, devices[0]),
         key=key,
         device=devices[0].device_kind,
         concurrency=float(len(devices)),
@@ -295,8 +295,8 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden_bytes = _nbytes(segment.hidden_struct(shape))
-    return _Programs(tuple(runs), float(temp), hidden_bytes, segment.hands_over)
+    hidden = _nbytes(segment.hidden_struct(shape))
+    return _Programs(tuple(runs), float(temp), hidden, segment.hands_over)
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
@@ -351,16 +351,26 @@ def _time_layer(
         pair_forward_s=pair_f,
         pair_backward_s=pair_b,
     )
-    temp_bytes = max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0)
-    predictor = Predictor(
-        on_chip(model.modules[module], chip_of(devices[0])),
-        entry_fields(model, module),
-        tp,
-        hardware_like(devices[0].device_kind),
-        Efficiency(),
-        half_bytes=4 if devices[0].platform == "cpu" else 2,
-    )
-    return replace(timing, recompute=predictor.beside(timing, temp_bytes))
+    once = Recompute(temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0))
+    return replace(timing, recompute={"none": once})
+
+
+def _with_policies(
+    model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
+) -> list[LayerTiming]:
+    """Timings with what every recompute policy adds to them."""
+    found = []
+    for module, tp in dict.fromkeys((t.module, t.model) for t in timings):
+        predictor = Predictor(
+            on_chip(model.modules[module], chip_of(device)),
+            entry_fields(model, module),
+            tp,
+            hardware_like(device.device_kind),
+            Efficiency(),
+            half_bytes=4 if device.platform == "cpu" else 2,
+        )
+        found += predictor.beside([t for t in timings if (t.module, t.model) == (module, tp)])
+    return found
 
 
 def _pairs(shape: Shape, pieces: int) -> float:
@@ -385,7 +395,6 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
 
 def _overhead_s(device: jax.Device) -> float:
     """Seconds of an awaited call that computes nothing."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    x = jax.device_put(np.zeros(8, np.float32), sharding)
+    x = jax.device_put(np.zeros(8, np.float32), jax.sharding.SingleDeviceSharding(device))
     program = jax.jit(lambda a: a + 1).lower(x).compile()
     return seconds_of([lambda: program(x)])[0]

@@ -6,11 +6,15 @@ gradient and forward are known; a policy then takes the share of forward that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
 
 from dflop_jax.contract import Module, MultimodalModel, edges_of
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.profile.fit import rounded
 from dflop_jax.profile.kernels import ATTENTION
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
@@ -20,6 +24,7 @@ POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
 # What is kept goes into a stack of all layers and out of it. About half of it is copied for that
 # (results and operands of products), the rest is read and written where it is computed.
 _STACK_PASSES = 2
+_SIZE = 1024.0  # tokens, that what costs are sums of are about one
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,7 @@ class Predictor:
         """Seconds of entry, exit and taps."""
         return sum(self.part_s(p, direction, shape, remat) for p in end_names(self.module))
 
-    def recompute(self, shape: Shape, pair_s: float) -> dict[Remat, Recompute]:
-        """Every policy's cost at a shape; `pair_s` is forward's for a pair of tokens."""
-        return {r: self._recompute(shape, r, pair_s) for r in POLICIES}
-
-    def _recompute(self, shape: Shape, remat: Remat, pair_s: float) -> Recompute:
+    def _recompute(self, shape: Shape, remat: Remat) -> Recompute:
         loss = has_loss(self.module, shape)
         # A loss has its gradient where it is computed.
         ends = [p for p in end_names(self.module) if not (loss and p == "exit")]
@@ -63,7 +64,6 @@ class Predictor:
         return Recompute(
             layer_s=layer_s + _STACK_PASSES * layer_bytes / reached,
             ends_s=ends_s,
-            pair_s=self._attention_again(shape, remat) * pair_s,
             layer_bytes=layer_bytes,
             ends_bytes=ends_bytes,
             temp_bytes=temporaries(
@@ -77,7 +77,7 @@ class Predictor:
         without_s = self.part_s(part, BACKWARD, shape)
         return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
 
-    def _attention_again(self, shape: Shape, remat: Remat) -> float:
+    def attention_again(self, shape: Shape, remat: Remat) -> float:
         """Share of forward's attention that backward computes again."""
 
         def products(direction: Direction, remat: Remat = "none") -> int:
@@ -87,24 +87,68 @@ class Predictor:
         again = products(BACKWARD, remat) - products(BACKWARD)
         return min(1.0, max(0.0, again / max(products(FORWARD), 1)))
 
-    def beside(self, timing: LayerTiming, temp_bytes: float) -> dict[Remat, Recompute]:
-        """Every policy's cost beside a timing of programs that recompute nothing and have so many
-        bytes of temporaries: of forward's seconds the share that it computes again here."""
-        shape = timing.shape
-        layer_s, ends_s = self.part_s("layers", FORWARD, shape), self.ends_s(FORWARD, shape)
-        traced = self.recompute(shape, timing.pair_forward_s)
+    def at(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, Recompute]]:
+        """Every policy's cost at shapes, without what pairs of tokens cost.
+
+        It is traced at three of them at most; that of others follows, since it is a constant, a
+        part that grows with the size, and one that grows with the size times the tokens of a row.
+        """
+        told = _told(shapes)
+        traced = {s: {r: self._recompute(s, r) for r in POLICIES} for s in told}
+        known = _features(told)[:, : len(told)]
         found = {}
-        for remat, cost in traced.items():
-            again = min(1.0, self._again_s("layers", shape, remat) / layer_s)
-            ends_again = min(1.0, cost.ends_s / ends_s) if ends_s else 0.0
-            more_bytes = max(0.0, cost.temp_bytes - traced["none"].temp_bytes)
-            found[remat] = replace(
-                cost,
-                layer_s=again * timing.layer_forward_s,
-                ends_s=ends_again * timing.ends_forward_s,
-                temp_bytes=temp_bytes + more_bytes,
-            )
+        for s in shapes:
+            wanted = _features([s])[0, : len(told)]
+            weights = np.linalg.lstsq(known.T, wanted, rcond=None)[0]
+            found[s] = traced.get(s) or {
+                r: _mixed([traced[t][r] for t in told], weights) for r in POLICIES
+            }
         return found
+
+    def beside(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
+        """Timings of programs that recompute nothing with every policy's cost: of forward's seconds
+        the share that it computes again here."""
+        largest = max((t.shape for t in timings), key=lambda s: s.size)
+        layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
+        traced = self.at([t.shape for t in timings])
+        again = {r: self._again_s("layers", largest, r) / layer_s for r in POLICIES}
+        ends_again = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
+        pairs = {r: self.attention_again(largest, r) for r in POLICIES}
+        found = []
+        for t in timings:
+            costs = traced[t.shape]
+            base = t.recompute["none"].temp_bytes - costs["none"].temp_bytes
+            recompute = {
+                r: replace(
+                    cost,
+                    layer_s=min(1.0, again[r]) * t.layer_forward_s,
+                    ends_s=min(1.0, ends_again[r]) * t.ends_forward_s,
+                    pair_s=pairs[r] * t.pair_forward_s,
+                    temp_bytes=max(0.0, base + cost.temp_bytes),
+                )
+                for r, cost in costs.items()
+            }
+            found.append(replace(t, recompute=recompute))
+        return found
+
+
+def _told(shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, one
+    of many tokens in rows of another length than the largest's."""
+    by_size = sorted(set(shapes), key=lambda s: (s.size, s))
+    others = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
+    return list(dict.fromkeys([by_size[-1], by_size[0], *others[-1:]]))
+
+
+def _features(shapes: Sequence[Shape]) -> np.ndarray:
+    """What costs are sums of, [n_shapes, 3]."""
+    return np.array([(1.0, s.size / _SIZE, s.size * s.tokens / _SIZE**2) for s in shapes])
+
+
+def _mixed(costs: Sequence[Recompute], weights: np.ndarray) -> Recompute:
+    """The weighted sum, as far as it is not negative."""
+    rows = np.array([astuple(c) for c in costs])
+    return Recompute(*np.maximum(0.0, rounded(weights @ rows)).tolist())
 
 
 def entry_fields(model: MultimodalModel, module: str) -> Names:

@@ -20,7 +20,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
-from dflop_jax.profile.recompute import Predictor, entry_fields
+from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
 from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, Shape
 
 
@@ -69,9 +69,7 @@ def roofline_profile(
         placed = entry_fields(model, name)
         alone = name in model.piece_tokens
         predictors = [Predictor(module, placed, ways, hardware, e) for ways in degrees]
-        timings += [
-            _timing(p, name, shape, alone=alone) for p in predictors for shape in shapes[name]
-        ]
+        timings += [t for p in predictors for t in _timings(p, name, shapes[name], alone=alone)]
         entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
     profile = assembled(
@@ -90,31 +88,39 @@ def roofline_profile(
 _PAIR_BACKWARD = 2.5
 
 
-def _timing(p: Predictor, name: str, shape: Shape, *, alone: bool) -> LayerTiming:
-    """What measuring a module at a shape would give. `alone` says whether a row is one piece: what
+def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -> list[LayerTiming]:
+    """What measuring a module at shapes would give. `alone` says whether a row is one piece: what
     pads rows then costs as much, so attention is in the layers' seconds."""
-    pair_s = _pair_s(p, shape)
-    pairs = shape.size * shape.tokens if alone else 0
-    recompute = p.recompute(shape, pair_s)
-    if alone:
+    costs, found = p.at(shapes), []
+    again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
+    for shape in shapes:
+        pair_s = _pair_s(p, shape)
+        pairs, own_s = (shape.size * shape.tokens, 0.0) if alone else (0, pair_s)
         recompute = {
-            remat: replace(cost, layer_s=cost.layer_s + pairs * cost.pair_s, pair_s=0.0)
-            for remat, cost in recompute.items()
+            remat: replace(
+                cost,
+                layer_s=cost.layer_s + pairs * again[remat] * pair_s,
+                pair_s=again[remat] * own_s,
+            )
+            for remat, cost in costs[shape].items()
         }
-    own_s = 0.0 if alone else pair_s
-    return LayerTiming(
-        module=name,
-        model=p.ways,
-        shape=shape,
-        layer_forward_s=p.part_s("layers", FORWARD, shape) + pairs * pair_s,
-        layer_backward_s=p.part_s("layers", BACKWARD, shape) + _PAIR_BACKWARD * pairs * pair_s,
-        ends_forward_s=p.ends_s(FORWARD, shape),
-        ends_backward_s=p.ends_s(BACKWARD, shape),
-        hidden_bytes=hidden_bytes(p.module, shape),
-        pair_forward_s=own_s,
-        pair_backward_s=_PAIR_BACKWARD * own_s,
-        recompute=recompute,
-    )
+        back_s = _PAIR_BACKWARD * pair_s
+        found.append(
+            LayerTiming(
+                module=name,
+                model=p.ways,
+                shape=shape,
+                layer_forward_s=p.part_s("layers", FORWARD, shape) + pairs * pair_s,
+                layer_backward_s=p.part_s("layers", BACKWARD, shape) + pairs * back_s,
+                ends_forward_s=p.ends_s(FORWARD, shape),
+                ends_backward_s=p.ends_s(BACKWARD, shape),
+                hidden_bytes=hidden_bytes(p.module, shape),
+                pair_forward_s=own_s,
+                pair_backward_s=_PAIR_BACKWARD * own_s,
+                recompute=recompute,
+            )
+        )
+    return found
 
 
 def _pair_s(p: Predictor, shape: Shape) -> float:

@@ -25,6 +25,12 @@ def test_shares_of_the_work_make_the_whole():
     profile = model_profile(MODEL, SHAPES, parts[0] + parts[1], devices, key="k")
     assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
     assert all(t.layer_backward_s > 0 for t in profile.timings)
+    for t in profile.timings:
+        again = [t.recompute[r].layer_s for r in ("none", "dots", "named", "layers")]
+        assert again[0] == 0.0 <= again[1] <= again[2] <= again[3] <= t.layer_forward_s
+        kept = [t.recompute[r].layer_bytes for r in ("layers", "named", "dots", "none")]
+        assert kept == sorted(kept)
+        assert kept[0] == pytest.approx(t.hidden_bytes)
     # The model's own facts go with it.
     assert profile.edges == (Edge("vision", "llm", "visual"),)
     assert profile.tied == ("llm",)
@@ -173,9 +179,6 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         got = (t.layer_backward_s, t.pair_backward_s, t.ends_backward_s)
         assert got == pytest.approx(own, abs=1e-9)
         assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
-        again = [t.recompute[r].layer_s for r in ("none", "dots", "named", "layers")]
-        assert again[0] == 0.0
-        assert 0.0 <= again[1] <= again[2] <= again[3] <= t.layer_forward_s
     assert set(calls) == {(1, 16)}
     calls.clear()
     timings = time_layers(two(), shapes, [1], jax.devices()[:1])

@@ -92,7 +92,8 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert all(t.ends_forward_s > 0 for t in profile.timings)
     for t in profile.timings:
         none, dots, named, layers = (t.recompute[r] for r in ("none", "dots", "named", "layers"))
-        assert none.layer_bytes > dots.layer_bytes > layers.layer_bytes == t.hidden_bytes
+        assert none.layer_bytes > dots.layer_bytes > layers.layer_bytes
+        assert layers.layer_bytes == pytest.approx(t.hidden_bytes)
         assert named.layer_bytes >= layers.layer_bytes
         assert none.layer_s < dots.layer_s < layers.layer_s
     assert profile.device == "a100-80"
@@ -158,7 +159,7 @@ def test_attention_that_skips_costs_by_pairs():
 
     def predicted(module, shape, ways=1):
         predictor = Predictor(module, ("visual",), ways, A100, Efficiency())
-        return roofline._timing(predictor, "llm", shape, alone=False)
+        return roofline._timings(predictor, "llm", [shape], alone=False)[0]
 
     by_rows, by_pairs = (
         [predicted(m, Shape(n, t)) for n, t in ((16, 128), (1, 2048), (4, 2048))]
@@ -199,6 +200,15 @@ def test_kernels_of_our_models_are_not_free():
         assert t.layer_backward_s == pytest.approx(parts[1] + 2.5 * flops / speed)
         assert t.pair_forward_s == t.pair_backward_s == 0
     assert text.pair_forward_s == pytest.approx(2 * size.decoder.width / speed)  # causal: half
+
+
+def test_few_shapes_tell_what_policies_cost_at_others():
+    """The second is none of the three that are traced."""
+    predictor = Predictor(NANO.modules["llm"], ("visual",), 1, A100, Efficiency())
+    shapes = [Shape(1, 32), Shape(2, 96), Shape(4, 96), Shape(2, 384)]
+    got, want = (predictor.at(many)[shapes[1]]["layers"] for many in (shapes, shapes[1:2]))
+    assert got.layer_bytes == pytest.approx(want.layer_bytes)
+    assert got.layer_s == pytest.approx(want.layer_s, rel=0.1)
 
 
 def test_what_edges_place_gets_a_gradient():

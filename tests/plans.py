@@ -20,6 +20,7 @@ from dflop_jax.records import (
     Price,
     Profile,
     ProgramId,
+    Recompute,
     Schedule,
     SegmentPlan,
     Shape,
@@ -123,8 +124,11 @@ NANO = Plan(
 
 def nano_profile():
     """Made up, with times in proportion to size: good enough to plan with."""
+    recompute = {"none": Recompute(), "dots": Recompute()}
     timings = tuple(
-        LayerTiming(m, 1, Shape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)))
+        LayerTiming(
+            m, 1, Shape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)), recompute=recompute
+        )
         for m, i, t in (
             ("vision", 1, TILE_TOKENS),
             ("vision", 8, TILE_TOKENS),

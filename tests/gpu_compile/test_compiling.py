@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,7 @@ def test_every_chip_is_in_the_table_of_hardware():
 # ---- one program ----
 
 
+PROGRAMS = SimpleNamespace(learn=lambda key, compiled: None)
 HEAD = ProgramReport("text forward", "text", "all", "sum", (1, 1, 1))
 
 
@@ -141,7 +143,7 @@ def test_a_program_that_fails_says_why_in_a_line():
     def lower():
         raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
 
-    report = compiled(None, (), HEAD, lower, {})
+    report = compiled(PROGRAMS, (), HEAD, lower, {})
     assert report.error.startswith("sm_80 lacks this kernel!!!")
     assert len(report.error) < 420
     assert one_line(KeyError()) == "KeyError"
@@ -152,9 +154,9 @@ def test_equal_programs_are_compiled_once():
         return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
 
     known: dict = {}
-    first = compiled(None, (), HEAD, lower(8), known)
-    other = compiled(None, (), HEAD, lower(16), known)
-    again = compiled(None, (), HEAD, lower(8), known)
+    first = compiled(PROGRAMS, (), HEAD, lower(8), known)
+    other = compiled(PROGRAMS, (), HEAD, lower(16), known)
+    again = compiled(PROGRAMS, (), HEAD, lower(8), known)
     assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
     assert first.compile_s > 0 == again.compile_s
     assert (other.same_as, again.same_as) == ("", HEAD.name)
@@ -239,7 +241,7 @@ def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys,
     assert code == 1
     assert "3 programs for 2 x h200" in said
     assert "does not fit h200: 0.9 of 0.4 GiB on m" in said
-    assert "0.6 GiB too much; a larger tensor degree" in said
+    assert "0.6 GiB too much; plan.zero 3, a larger tensor degree" in said
 
 
 # ---- with the compiler ----

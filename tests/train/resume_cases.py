@@ -36,9 +36,13 @@ def compiled():
     return {}
 
 
+CACHE: dict[str, str] = {}
+
+
 @pytest.fixture(scope="module")
-def quick(compiled):
-    """Runs that compile once and draw no pictures."""
+def quick(compiled, tmp_path_factory):
+    """Runs that compile and time their programs once and draw no pictures. Orders follow from what
+    was timed, and sums of gradients from orders."""
     jax.devices()
     compile_all = Programs.compile
 
@@ -51,6 +55,7 @@ def quick(compiled):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "compile", compile_once)
+        patch.setitem(CACHE, "cache_dir", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(trainer_module, "write_summary", lambda folder: None)
         yield
 
@@ -61,7 +66,7 @@ def _in_a_folder_of_its_own(quick, tmp_path, monkeypatch):
 
 
 def fit(run_dir, existing="error", **sections):
-    config = dataclasses.replace(CONFIG, run_dir=str(run_dir), **sections)
+    config = dataclasses.replace(CONFIG, run_dir=str(run_dir), **CACHE, **sections)
     return Trainer(config, plan=PLAN, profile=nano_profile(), existing=existing).fit()
 
 

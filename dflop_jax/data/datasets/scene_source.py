@@ -169,6 +169,6 @@ def _render(picture: Picture, how: Preprocessing, alone: bool) -> Pictures | Nat
         place = how.vision.place(picture.width, picture.height, alone)
         return Pictures(how.vision.cut(picture.render(), alone), place)
     n, px = min(picture.frames, how.max_frames), how.vision.tile_px
-    times = np.linspace(0.0, 1.0, n) if n > 1 else [0.0]
-    tiles = np.stack([resize(picture.render(float(t)), px, px) for t in times])
+    moments = np.linspace(0.0, 1.0, n).tolist() if n > 1 else [0.0]
+    tiles = np.stack([resize(picture.render(t), px, px) for t in moments])
     return Pictures(tiles, how.vision.place_clip(n))

@@ -177,7 +177,7 @@ def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
     `Native.patches`, and the rows and columns of the piece."""
     parts = [np.zeros((0, 4), np.int32)]
     for rows, cols in grids:
-        places = np.stack(np.mgrid[:rows, :cols], -1)
+        places = np.moveaxis(np.indices((rows, cols)), 0, -1)
         blocks = places.reshape(rows // merge, merge, cols // merge, merge, 2).swapaxes(1, 2)
         whole = np.broadcast_to((rows, cols), (rows * cols, 2))
         parts.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))

@@ -62,7 +62,8 @@ def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
     the machine allows it."""
     from dflop_jax.train.feed import Packer, own_ranks
 
-    packer = Packer(ex.plan, ex.model, own_ranks(ex.programs), peers)
+    no_flops = dict.fromkeys(ex.plan.modules, float)  # they are not reported here
+    packer = Packer(ex.plan, ex.model, own_ranks(ex.programs), peers, no_flops)
     packed = [packer.pack(s, loads, samples, key=f"pack/{s.step}") for s, loads, samples in batches]
     measured: list[list[Step]] = [[] for _ in packed]
     watch = Watch(peers)

@@ -4,7 +4,8 @@ Command:  dflop train experiments/qwen3vl.py
           dflop train experiments/qwen3vl.py --model.size HF_FOLDER --model.weights HF_FOLDER \
             --data.tokenizer HF_FOLDER --data.path DIR_OR_JSON_OR_YAML --data.min_pixels 65536
 Minutes:  about 5 on 2 cores shared with other work, most of it compiling
-Expected: the loss falls from 6.5 to about 2; no compile after warm-up; summary.md shows the padding of both modules
+Expected: the loss falls from 6.5 to about 2; no compile after warm-up; summary.md shows the padding
+          of both modules
 
 The small model reads patches of 8 x 8 pixels of the embedded scenes, from 16 to 324 a picture.
 """

@@ -97,8 +97,9 @@ class Recorded:
         self._place: dict[int, int] = {}
         self._kept: list[tuple[int, Any]] = []
         known: dict[Any, int] = {}
+        needs_hidden = _following(closed.jaxpr, closed.jaxpr.invars[: self._n_hidden])
         for i, leaf in enumerate(leaves):
-            if not self._needs_hidden(closed, n_out + i):
+            if isinstance(leaf, Literal) or leaf not in needs_hidden:
                 continue
             root = cast_from.get(leaf, leaf)
             if root not in known:
@@ -110,13 +111,6 @@ class Recorded:
         jaxpr, self._used = _alive(closed.jaxpr, free_leaves)
         assert not any(self._used[: self._n_hidden]), "a leaf that is free needs hidden states"
         self._free_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-
-    def _needs_hidden(self, closed: Any, output: int) -> bool:
-        var = closed.jaxpr.outvars[output]
-        if isinstance(var, Literal):
-            return False
-        only = [i == output for i in range(len(closed.jaxpr.outvars))]
-        return any(_alive(closed.jaxpr, only)[1][: self._n_hidden])
 
     def forward(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
         """(output, what is kept for backward)."""
@@ -142,6 +136,15 @@ class Recorded:
         ]
         dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
         return dfree, dh[0] if dh else None, dplaced
+
+
+def _following(jaxpr: Any, inputs: list[Any]) -> set[Any]:
+    """Inputs of a jaxpr, and every variable that is computed from them."""
+    found = set(inputs)
+    for eqn in jaxpr.eqns:
+        if any(v in found for v in eqn.invars if not isinstance(v, Literal)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:

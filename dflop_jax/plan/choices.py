@@ -8,7 +8,7 @@ combination fits, and the least of every quantity over the options that may.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -129,17 +129,21 @@ def _may_fit(members: Sequence[Member], limit: float) -> tuple[list[Array], Arra
 
 def _some_peak(members: Sequence[Member]) -> Array:
     """Peak bytes of the combination of options that each need the least alone."""
-    picked = []
+    picked: list[tuple[int, Array, Array]] = []
     for m in members:
         i = sum(s + w for s, w in zip(m.steady, m.work, strict=True)).argmin(axis=0)[None]
         take = tuple(tuple(np.take_along_axis(a, i, 0)[0] for a in of) for of in (m.steady, m.work))
-        picked.append((m.resource, *take))
+        picked += zip(m.resource, *take, strict=True)
+    return _most(picked)
+
+
+def _most(needs: Iterable[tuple[int, Array, Array]]) -> Array:
+    """Peak bytes of the resource that needs most, from (resource, steady, work) of segments."""
     steady: dict[int, Array] = {}
     work: dict[int, Array] = {}
-    for resource, steadies, works in picked:
-        for r, s, w in zip(resource, steadies, works, strict=True):
-            steady[r] = steady.get(r, 0.0) + s
-            work[r] = np.maximum(work.get(r, 0.0), w)
+    for r, s, w in needs:
+        steady[r] = steady.get(r, 0.0) + s
+        work[r] = np.maximum(work.get(r, 0.0), w)
     return np.maximum.reduce([steady[r] + work[r] for r in steady])
 
 
@@ -151,13 +155,11 @@ def _every(members: Sequence[Member]) -> np.ndarray:
 
 def _peaks(members: Sequence[Member], chosen: np.ndarray) -> Array:
     """Peak bytes of combinations, of members at one place."""
-    steady: dict[int, Array] = {}
-    work: dict[int, Array] = {}
-    for m, options in zip(members, chosen.T, strict=True):
-        for r, s, w in zip(m.resource, m.steady, m.work, strict=True):
-            steady[r] = steady.get(r, 0.0) + s[options]
-            work[r] = np.maximum(work.get(r, 0.0), w[options])
-    return np.maximum.reduce([steady[r] + work[r] for r in steady])
+    return _most(
+        (r, s[options], w[options])
+        for m, options in zip(members, chosen.T, strict=True)
+        for r, s, w in zip(m.resource, m.steady, m.work, strict=True)
+    )
 
 
 def least_peak(members: Sequence[Member]) -> tuple[float, tuple[Option, ...]]:

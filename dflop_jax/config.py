@@ -113,7 +113,7 @@ class PlanConfig:
     ] = ""
     buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[PositiveInt, "largest tensor-parallel degree tried"] = 2
-    max_stage: Annotated[PositiveInt, "largest pipeline degree inside a segment tried"] = 4
+    max_stage: Annotated[PositiveInt, "largest pipeline degree tried (of dip: ranks)"] = 4
     max_microbatches: Annotated[PositiveInt, "most microbatches of a global batch tried"] = 16
     memory_bytes: Annotated[NonNegativeFloat, "memory per device; 0: what the device reports"] = 0.0
     zero: Annotated[

@@ -106,3 +106,25 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     trace = simulate_step(plan, ordered, prices, trainable)
     for rank in plan.submeshes:
         assert ran(result.trace, rank.name) == ran(trace, rank.name)
+
+
+def test_equal_chunks_on_a_rank_share_their_programs():
+    """Those inside a module, of as many layers; not where they recompute differently."""
+    m = Deep()
+    plan = chunked(m, 4, {"vision": 1, "llm": 3}, 1)
+    first = shared(m, plan)
+    assert {n: f for n, f in first.items() if n != f} == {
+        "llm8": "llm4", "llm5": "llm1", "llm9": "llm1", "llm6": "llm2", "llm10": "llm2",
+        "llm7": "llm3",
+    }  # fmt: skip
+    plan = chunked(m, 4, {"vision": 1, "llm": 3}, 1, remats=("none", *["layers"] * 8))
+    assert {n for n, f in shared(m, plan).items() if n != f} == {
+        "llm8", "llm9", "llm6", "llm10", "llm7"
+    }  # fmt: skip
+
+
+def shared(m, plan):
+    """Segment -> the one whose programs it runs."""
+    ex = Executor(m, plan, optax.sgd(1.0))
+    ex.close()
+    return ex.programs._first_alike

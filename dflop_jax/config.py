@@ -25,7 +25,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
 Oversize = Literal["drop", "truncate", "error"]
-Policy = Literal["auto", "dflop", "orch", "blind", "megatron", "pytorch"]
+Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
 TrainStage = Literal["full", "connector", "llm"]
 Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
@@ -105,7 +105,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        Policy, "dflop, orch, auto (the faster of both), or a baseline; see the README"
+        Policy, "dflop, orch, auto (the faster of both), dip, or a baseline; see the README"
     ] = "dflop"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
     hardware: Annotated[
@@ -113,7 +113,7 @@ class PlanConfig:
     ] = ""
     buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[PositiveInt, "largest tensor-parallel degree tried"] = 2
-    max_stage: Annotated[PositiveInt, "largest pipeline degree inside a segment tried"] = 4
+    max_stage: Annotated[PositiveInt, "largest pipeline degree tried (of dip: ranks)"] = 4
     max_microbatches: Annotated[PositiveInt, "most microbatches of a global batch tried"] = 16
     memory_bytes: Annotated[NonNegativeFloat, "memory per device; 0: what the device reports"] = 0.0
     zero: Annotated[

@@ -100,6 +100,8 @@ def chosen(result: SearchResult) -> str:
         f"{name} {shape} on devices {devices}" for name, devices, shape, _ in submesh_rows(plan)
     )
     buckets = ", ".join(b.name for b in plan.buckets)
+    if plan.fan_in > 1:
+        buckets += f", up to {plan.fan_in} groups of {' and '.join(plan.divided)} for one"
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"

@@ -185,7 +185,7 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     It is the number of resources from the segment to the end of the pipeline, the classical
     warm-up depth plus one, and the plan's lookahead; segments that share devices with all that
     follow run depth-first. Where several groups of a module feed one group, it is as many times
-    more.
+    more; without `groups`, as many as the plan allows.
     """
     of = resources(plan)
     where = {s.name: of[s.submesh] for s in plan.segments}
@@ -199,7 +199,8 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     for s in reversed(plan.segments):
         after = out_of.get(s.name, [])
         depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
-        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=1)
+        most = plan.fan_in if s.module in plan.divided and not groups else 1
+        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=most)
         beyond = max((times[t] for t in after if module[t] != s.module), default=1)
         times[s.name] = widest * beyond
     return {n: (d + (plan.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()}

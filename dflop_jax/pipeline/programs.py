@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.order import Link, links, resources, tied_ends, with_backward
-from dflop_jax.pipeline.segment import EVALUATE, Kind
+from dflop_jax.pipeline.pieces import ADAPTER
+from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.pipeline.stand_in import packed_field
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Shape
@@ -140,7 +141,8 @@ class Programs:
         sync: Callable[[], None] = lambda: None,
     ) -> int:
         """Compile everything that runs on this process, in the order of the plan's segments, which
-        is the same on every process; returns how many programs there are.
+        is the same on every process; returns how many programs were to be compiled: equal segments
+        on the same devices share theirs.
 
         One of the processes that run a program compiles it. After `sync`, which waits for all
         processes, the others find it in the compilation cache, if there is one: the same binary,
@@ -148,8 +150,9 @@ class Programs:
         devices, that is the first of them, so that none tunes while another computes; else they
         take turns.
         """
-        jobs = {k: job for name in self.segments if name in self.local
-                for k, job in self._jobs_of(name).items()}  # fmt: skip
+        every = {k: job for name in self.segments if name in self.local
+                 for k, job in self._jobs_of(name).items()}  # fmt: skip
+        jobs = {k: job for k, job in every.items() if self._first_alike[k[0]] == k[0]}
         mine = {k for i, k in enumerate(jobs) if self._compiled_by(k, i) == jax.process_index()}
         mine = {k for k in jobs if (self._forward_of(k) or k) in mine}
         for keys in (mine, jobs.keys() - mine):
@@ -166,7 +169,21 @@ class Programs:
                     if on_progress:
                         on_progress(len(self._compiled), len(jobs))
             sync()
+        for name, *key in every:
+            self._compiled[name, *key] = self._compiled[self._first_alike[name], *key]
         return len(jobs)
+
+    @cached_property
+    def _first_alike(self) -> dict[str, str]:
+        """Of every segment the first one whose programs are the same: of layers inside a module
+        that no edge touches, as many of them on the same devices."""
+        first: dict[Segment, str] = {}
+        found = {}
+        for name, s in self.segments.items():
+            inside = {"layers", ADAPTER} >= {*s.own_parts} and not s.outgoing and not s.inlets
+            plan = replace(s.plan, name="", start=0, stop=s.plan.n_layers)
+            found[name] = first.setdefault(replace(s, plan=plan), name) if inside else name
+        return found
 
     def _forward_of(self, key: Any) -> Any:
         """The program that has to be compiled before another can be lowered, if any: of forward,

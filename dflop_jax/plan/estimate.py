@@ -116,6 +116,15 @@ class Rules:
     def placement(self, outline: Outline) -> Placement:
         return lay_out(outline, self.n_layers, self._ends_in_layers)
 
+    def ends(self, module: str, model: int) -> tuple[float, float]:
+        """What a module's entry and exit cost at a tensor-parallel degree, in layers."""
+        return self._ends_in_layers.get((module, model), (0.0, 0.0))
+
+    def row_tokens(self, module: str) -> int:
+        """Tokens of a packed row that holds the longest piece."""
+        longest = max(1, self.volumes[module].longest)
+        return -(-longest // self.token_multiple) * self.token_multiple
+
     @cached_property
     def _ends_in_layers(self) -> dict[tuple[str, int], tuple[float, float]]:
         return ends_in_layers(self.profile)
@@ -134,7 +143,7 @@ class Rules:
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
-        ends = self._ends_in_layers.get((module, form.mesh[2]), (0.0, 0.0))
+        ends = self.ends(module, form.mesh[2])
         return module_segments(module, self.n_layers[module], 0, form, ends)[1]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit, most_in_flight, resources
 from dflop_jax.plan.baselines import BASELINES
+from dflop_jax.plan.dip import POLICY, with_sub_microbatches
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import Option, with_options
 from dflop_jax.plan.placement import Placement
@@ -47,6 +49,7 @@ from dflop_jax.schedule import (
 from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.online import solve
+from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 
@@ -91,33 +94,40 @@ def work_budget(step_s: float) -> int:
     return max(1, int(_SOLVER_SHARE * step_s * WORK_PER_S))
 
 
-def uniform_groups(plan: Plan, pairs: Mapping[str, int], n: int) -> tuple[Group, ...]:
-    """`n` groups of the plan's only bucket, each of every module that it has a shape of, with the
-    same content; it is not said which pieces they hold."""
+def uniform_groups(
+    plan: Plan, pairs: Mapping[str, int], n: int, parts: Mapping[str, int] | None = None
+) -> tuple[Group, ...]:
+    """`n` times the groups of the plan's only bucket: of every module that it has a shape of as
+    many as `parts` says (None: one), with the same content; it is not said which pieces they hold.
+    """
     (bucket,) = plan.buckets
     shapes = [(m, s) for m in plan.modules if (s := bucket.shape(m)) is not None]
-    place = {m: i for i, (m, _) in enumerate(shapes)}
+    counts = [(parts or {}).get(m, 1) for m, _ in shapes]
+    place = {m: first for (m, _), first in zip(shapes, accumulate(counts, initial=0))}
     groups: list[Group] = []
     for i in range(n):
-        for m, shape in shapes:
-            feeds = (i * len(shapes) + place[t] for t in plan.targets(m) if t in place)
-            groups.append(Group(m, shape, ((),) * plan.group_size, tuple(feeds), pairs[m]))
+        for (m, shape), count in zip(shapes, counts, strict=True):
+            feeds = (i * sum(counts) + place[t] for t in plan.targets(m) if t in place)
+            group = Group(m, shape, ((),) * plan.group_size, tuple(feeds), pairs[m])
+            groups += [group] * count
     return tuple(groups)
 
 
 @dataclass
 class Uniform:
-    """Makespans of a plan with one bucket by its number of groups, each simulated once."""
+    """Makespans of a plan with one bucket by its number of groups, each simulated once; `parts` as
+    for `uniform_groups`."""
 
     plan: Plan
     pairs: Mapping[str, int]
     prices: Prices
     trainable: Sequence[str]
+    parts: Mapping[str, int] | None = None
     _traces: dict[int, Trace] = field(default_factory=dict)
 
     def trace(self, n: int) -> Trace:
         if n not in self._traces:
-            schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n))
+            schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n, self.parts))
             self._traces[n] = simulate_step(self.plan, schedule, self.prices, self.trainable)
         return self._traces[n]
 
@@ -148,8 +158,10 @@ class Evaluator:
     def trainable(self, plan: Plan) -> list[str]:
         return [s.name for s in plan.segments if self.rules.trains(s)]
 
-    def uniform(self, plan: Plan, pairs: Mapping[str, int]) -> Uniform:
-        return Uniform(plan, pairs, self.prices(plan), self.trainable(plan))
+    def uniform(
+        self, plan: Plan, pairs: Mapping[str, int], parts: Mapping[str, int] | None = None
+    ) -> Uniform:
+        return Uniform(plan, pairs, self.prices(plan), self.trainable(plan), parts)
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
@@ -173,7 +185,8 @@ class Evaluator:
             shapes = plan.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
             pairs = self.rules.volumes[s.module].pairs / (n * plan.data_ranks(s.module))
-            total_s += n * sum(prices.programs[p].of(pairs) for p in programs)
+            parts = plan.fan_in if s.module in plan.divided else 1
+            total_s += n * parts * sum(prices.programs[p].of(pairs / parts) for p in programs)
         return total_s
 
     def _mean_groups(self, plan: Plan) -> float:
@@ -183,6 +196,7 @@ class Evaluator:
             counts_pieces = m in self.rules.profile.piece_tokens
             room = max((s.rows if counts_pieces else s.size for s in plan.shapes(m)), default=0)
             room *= plan.data_ranks(m) * plan.group_size
+            room *= plan.fan_in if m in plan.divided else 1
             most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
         return most
 
@@ -203,19 +217,22 @@ class Evaluator:
         return [with_options(plan, {module: o}) for o in self.rules.options(module)]
 
     def n_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the scheduler makes of a batch under a plan of one bucket.
+        """Groups that the scheduler makes of a batch under a plan of one bucket; those that feed
+        one together count once.
 
         They are counted on a plan of whole modules and textbook prices, so that the answer is the
         same for all placements of the same data ranks.
         """
         capacity = capacity_of(plan)
-        key = (tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, batch)
+        key = (
+            tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, plan.fan_in, batch
+        )  # fmt: skip
         if key not in self._groups:
             whole, prices = _whole(plan, capacity)
             arrays = self._packed[batch]
-            check_fits(arrays, plan.buckets, capacity)
-            outline = solve(arrays, whole, prices, (), _RANK_WORK, 0).outline
-            self._groups[key] = max(Counter(g.module for g in outline.groups).values())
+            check_fits(arrays, widened(whole, prices)[0].buckets, capacity)
+            answer = solve(arrays, whole, prices, (), _RANK_WORK, 0).answer
+            self._groups[key] = max(Counter(m for t in answer for m in t.placed).values())
         return self._groups[key]
 
     def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
@@ -234,8 +251,10 @@ class Evaluator:
         Raises:
           ValueError: the largest sample needs a larger one.
         """
-        choice = choose_buckets(self.loads, self._spec(plan, most, finest, effort))
-        return replace(plan, buckets=tuple(choice.buckets))
+        whole = replace(plan, fan_in=1)
+        choice = choose_buckets(self.loads, self._spec(whole, most, finest, effort))
+        whole = replace(whole, buckets=tuple(choice.buckets))
+        return with_sub_microbatches(whole, self.rules) if plan.policy == POLICY else whole
 
     def _spec(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> BucketSpec:
         capacity, of = capacity_of(plan), resources(plan)
@@ -263,14 +282,14 @@ class Evaluator:
     def _module_seconds(self, plan: Plan) -> dict[str, float]:
         """Seconds of one group of each module of a plan with one bucket, forward and backward, on
         the busiest of its devices."""
-        prices = self.prices(plan).programs
-        seconds: dict[str, float] = {}
+        prices, of = self.prices(plan).programs, resources(plan)
+        by_devices: dict[str, dict[int, float]] = {}
         for s in plan.segments:
             if (shape := plan.buckets[0].shape(s.module)) is not None:
                 programs = (ProgramId(s.name, shape, d) for d in (FORWARD, BACKWARD))
-                took_s = sum(prices[p].static_s for p in programs)
-                seconds[s.module] = max(seconds.get(s.module, 0.0), took_s)
-        return seconds
+                took_s, r = by_devices.setdefault(s.module, {}), of[s.submesh]
+                took_s[r] = took_s.get(r, 0.0) + sum(prices[p].static_s for p in programs)
+        return {m: max(took_s.values()) for m, took_s in by_devices.items()}
 
     def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
         """The plan with its predicted figures and budget of work, and with the lookahead that makes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -103,8 +104,12 @@ class Ranked:
         )
 
 
+# What no schedule of a candidate undercuts, and what makes it, with each choice of options.
+Upcoming = tuple[float, Callable[[], list[Ranked]]]
+
+
 class Ranking:
-    """Spaces of policies, ranked best-first."""
+    """Spaces of policies, ranked best-first, `more` candidates among them by their bounds."""
 
     def __init__(
         self,
@@ -112,11 +117,13 @@ class Ranking:
         space: Mapping[str, Sequence[Family]],
         baseline: Sequence[Placement],
         allowed: Callable[[SubmeshPlan], bool],
+        more: Sequence[Upcoming] = (),
     ):
         self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
         self.n_placements = sum(len(f) for found in space.values() for f in found) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
         self._arrived: list[tuple[float, str]] = []
+        self._more = more
         self._exact = self._arrivals(baseline)
         self._tables = [
             (policy, b) for policy, found in space.items() for b in all_bounds(found, self.rules)
@@ -137,7 +144,7 @@ class Ranking:
 
     def _in_order(self) -> Iterator[Ranked]:
         """All candidates, exact, best first; equals by name."""
-        waiting = self._by_table()
+        waiting = heapq.merge(self._by_table(), self._counted(), key=lambda x: x[0])
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
         exact = list(self._exact)
@@ -152,7 +159,7 @@ class Ranking:
                 yield first
                 continue
             if upcoming and upcoming_s <= known_s:
-                for ranked in self._first_known(*upcoming[1:]):
+                for ranked in upcoming[1]():
                     heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
                 upcoming = next(waiting, None)
                 continue
@@ -164,7 +171,19 @@ class Ranking:
             else:
                 heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
 
-    def _by_table(self) -> Iterator[tuple[float, str, Bounds, int, int]]:
+    def _counted(self) -> Iterator[Upcoming]:
+        """The other candidates, counted when memory holds them."""
+
+        def made(make: Callable[[], list[Ranked]]) -> list[Ranked]:
+            found = make()
+            self.n_fit += bool(found)
+            return found
+
+        self.n_candidates += len(self._more)
+        for bound_s, make in self._more:
+            yield bound_s, partial(made, make)
+
+    def _by_table(self) -> Iterator[Upcoming]:
         """Candidates that memory holds, the least bound first."""
         flat = [b.bound_s.ravel() for _, b in self._tables]
         sizes = [len(b) for b in flat]
@@ -177,7 +196,8 @@ class Ranking:
             if not np.isfinite(bounds[i]):
                 return
             policy, found = self._tables[table[i]]
-            yield float(bounds[i]), policy, found, *divmod(int(place[i]), len(found.cuts))
+            p, c = divmod(int(place[i]), len(found.cuts))
+            yield float(bounds[i]), partial(self._first_known, policy, found, p, c)
 
     def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Ranked]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
+from dflop_jax.plan.dip import POLICY
+from dflop_jax.plan.dip_space import DipSpace
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
@@ -132,11 +134,16 @@ def search_plan(
     rules, evaluator = _prepared(profile, data, spec)
     space = families(rules, spec.n_devices, spec.config)
     placements = baseline(rules, spec.n_devices, spec.config)
-    ranking = Ranking(evaluator, space, placements, spec.allowed)
+    dip = None
+    if spec.config.policy == POLICY:
+        dip = DipSpace(evaluator, spec.n_devices, spec.config, spec.allowed)
+    more = dip.upcoming() if dip else []
+    ranking = Ranking(evaluator, space, placements, spec.allowed, more)
     n = max(spec.shown, FINALISTS) if spec.refine else spec.shown
     best = ranking.ranked(n, on_progress)
     if not best:
-        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
+        nearest = min([ranking.nearest(), *(dip.nearest if dip else [])])
+        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *nearest))
     plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
     timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
     if time_plan and timed:
@@ -148,7 +155,7 @@ def search_plan(
     return SearchResult(
         _fastest(plans),
         tuple(r.candidate(evaluator) for r in best),
-        n_placements=ranking.n_placements,
+        n_placements=ranking.n_placements + (len(dip) if dip else 0),
         n_candidates=ranking.n_candidates,
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,

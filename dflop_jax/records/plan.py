@@ -151,10 +151,11 @@ class Plan:
     model's. `group_size` microbatches are run by one program call. `grouping` says how samples meet
     microbatches: "balanced" (min-max, packed) or "arrival" (in order, one sample a row).
     `lookahead` more groups than in 1F1B may be in flight, so that unlike ones do not leave a
-    submesh waiting. At most `fan_in` groups of one module feed a group. The exits of `tied` modules
-    read the parameters of their entries. `work_budget` bounds the solver of one batch in units of
-    work (pairs of rows priced), so that the step hides it; 0: the scheduler's default. `predicted`
-    holds the planner's figures.
+    submesh waiting. At most `fan_in` groups of one module feed a group: of the modules that read no
+    other (`divided`), a microbatch's pieces then go through in several groups of one small shape.
+    The exits of `tied` modules read the parameters of their entries. `work_budget` bounds the
+    solver of one batch in units of work (pairs of rows priced), so that the step hides it; 0: the
+    scheduler's default. `predicted` holds the planner's figures.
     """
 
     policy: str
@@ -260,6 +261,13 @@ class Plan:
         """The module's compiled shapes, in the order of the buckets."""
         found = (b.shape(module) for b in self.buckets)
         return tuple(dict.fromkeys(s for s in found if s is not None))
+
+    @cached_property
+    def divided(self) -> tuple[str, ...]:
+        """Modules of which several groups may feed one: those that read no other, where `fan_in`
+        allows it."""
+        ends = [m for m in self.modules if self.targets(m) and not self.sources(m)]
+        return tuple(ends) if self.fan_in > 1 else ()
 
     def sources(self, module: str) -> tuple[str, ...]:
         """Modules whose outputs it reads."""

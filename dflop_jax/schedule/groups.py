@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from dflop_jax.schedule.placing import (
     rank_pairs,
 )
 from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
 
 
 @dataclass
@@ -256,26 +258,33 @@ def schedule_groups(
     room: Room, answer: Sequence[Together], plan: Plan, *, with_pieces: bool
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
-    each feeding those of the same run that read it. A makespan asks for none of their pieces."""
+    each feeding those of the same run that read it; divided modules in several groups. A makespan
+    asks for none of their pieces."""
     groups: list[Group] = []
     for together in answer:
-        names = list(together.placed)
-        place_of = {m: len(groups) + k for k, m in enumerate(names)}
-        for module in names:
-            shape = room.buckets[together.bucket].shape(module)
-            assert shape is not None, "pieces are placed in a shape"
-            ranks, placed = room.capacity.ranks[module], together.placed[module]
-            pairs_D = sum(rank_pairs(p, room.batch, module, shape, ranks) for p in placed)
-            groups.append(
-                Group(
-                    module,
-                    shape,
-                    tuple(as_rows(p, shape, ranks) if with_pieces else () for p in placed),
-                    tuple(place_of[t] for t in plan.targets(module) if t in place_of),
-                    int(max(pairs_D)),  # type: ignore[arg-type]
-                )
-            )
+        every = {m: _parts(room, together, plan, m) for m in together.placed}
+        ends = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
+        place_of = dict(zip(every, ends))  # a module that others feed has one group here
+        for module, (shape, parts) in every.items():
+            ranks = room.capacity.ranks[module]
+            feeds = tuple(place_of[t] for t in plan.targets(module) if t in place_of)
+            for placed in parts:
+                pairs_D = sum(rank_pairs(p, room.batch, module, shape, ranks) for p in placed)
+                rows = tuple(as_rows(p, shape, ranks) if with_pieces else () for p in placed)
+                groups.append(Group(module, shape, rows, feeds, int(max(pairs_D))))  # type: ignore[arg-type]
     return tuple(groups)
+
+
+def _parts(
+    room: Room, together: Together, plan: Plan, module: str
+) -> tuple[Shape, list[tuple[Placed, ...]]]:
+    """The shape of a module's groups in a run, and the pieces of each group by microbatch."""
+    shape, placed = room.buckets[together.bucket].shape(module), together.placed[module]
+    assert shape is not None, "pieces are placed in a shape"
+    if module not in plan.divided:
+        return shape, [tuple(placed)]
+    part = part_shape(plan, module)
+    return part, parts_of(placed, shape, part, room.capacity.ranks[module])
 
 
 def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> None:

@@ -27,6 +27,7 @@ from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
@@ -81,15 +82,16 @@ def schedule_batch(
     start_s = time.perf_counter()
     work = (plan.work_budget or DEFAULT_WORK) if work is None else work
     batch = Batch(loads, plan.modules)
+    wide, wide_prices = widened(plan, prices)
     if plan.grouping == "balanced":
-        check_fits(batch, plan.buckets, capacity_of(plan))
+        check_fits(batch, wide.buckets, capacity_of(plan))
     order_budget = Budget(_ORDER_SHARE * work)
     solution = solve(batch, plan, prices, trainable, work - order_budget.left, seed)
     outline = solution.outline
     if plan.grouping == "balanced" and plan.order == "1f1b":
         outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
     makespan_s = outline.makespan_s
-    bound_s = lower_bound_s(batch, plan, capacity_of(plan), prices, trainable)
+    bound_s = lower_bound_s(batch, wide, capacity_of(plan), wide_prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
@@ -113,15 +115,17 @@ def solve(
     seed: int,
 ) -> Solution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
-    capacity, costs, budget = capacity_of(plan), group_costs(plan, prices, trainable), Budget(work)
-    balanced = plan.grouping == "balanced"
-    buckets = variants(plan.buckets, batch, _MOST_BUCKETS) if balanced else plan.buckets
+    wide, wide_prices = widened(plan, prices)
+    capacity, costs = capacity_of(plan), group_costs(wide, wide_prices, trainable)
+    budget, balanced = Budget(work), plan.grouping == "balanced"
+    most = _MOST_BUCKETS + len(wide.buckets) - len(plan.buckets)
+    buckets = variants(wide.buckets, batch, most) if balanced else plan.buckets
     priced = frozenset(m for m in plan.modules if costs.has_pairs(m))
     room = Room(batch, buckets, capacity, ticks_of(costs, buckets), priced)
     if not balanced:
         answers = [arrival_answer(room)]
     else:
-        answers = [greedy_answer(room, len(plan.buckets))]
+        answers = [greedy_answer(room, len(wide.buckets))]
         if work > 0:
             better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
             alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]

@@ -205,6 +205,7 @@ class Trainer:
         progress.log(
             f"plan {plan.policy}: {meshes} (stage x data x model); buckets "
             + ", ".join(b.name for b in plan.buckets)
+            + (f"; up to {plan.fan_in} groups feed one" if plan.fan_in > 1 else "")
         )
         return self._executor, prices
 

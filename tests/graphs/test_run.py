@@ -14,7 +14,8 @@ from dflop_jax.plan.evaluate import sample_batches
 from dflop_jax.plan.predict import simulate
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
-from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.report.run_folder import CHECKPOINTS, TRACE
+from dflop_jax.report.trace import read_trace
 
 
 def config(folder, policy="dflop", devices=4, steps=12) -> Config:
@@ -54,15 +55,37 @@ def test_any_policy_gives_the_same_losses(run):
     np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
 
 
-def test_a_run_of_it_resumes_bit_for_bit(run):
+@pytest.fixture(scope="module")
+def dip(run):
+    """The same run, each of whose ranks holds chunks of every module."""
+    folder, _ = run
+    profile = load(Profile, folder / "dflop/profile.json")
+    return folder, Trainer(config(folder, "dip", devices=2), profile=profile).fit()
+
+
+def test_chunks_of_all_modules_on_every_rank_give_the_same_losses(run, dip):
+    folder, result = dip
+    np.testing.assert_allclose(result.losses, run[1].losses, rtol=2e-4)
+    assert result.compiles_after_warmup == 0
+    plan = load(Plan, folder / "dip/plan.json")
+    assert plan.policy == "dip"
+    for rank in plan.submeshes:
+        assert {s.module for s in plan.segments if s.submesh == rank.name} == set(plan.modules)
+    traces = [trace for trace, _ in read_trace(folder / "dip" / TRACE)]
+    assert {e.submesh for t in traces for e in t.events} == {"rank0", "rank1"}
+
+
+@pytest.mark.parametrize("policy", ["dflop", "dip"])
+def test_a_run_of_it_resumes_bit_for_bit(run, dip, policy):
     """From a copy of it, as if it had been killed after step 8."""
-    folder, result = run
-    shutil.copytree(folder / "dflop", folder / "cut")
-    store = CheckpointStore(folder / "cut" / CHECKPOINTS)
+    folder, result = dip if policy == "dip" else run
+    shutil.copytree(folder / policy, folder / f"cut {policy}")
+    store = CheckpointStore(folder / f"cut {policy}" / CHECKPOINTS)
     for step in store.steps():
         if step > 8:
             store.discard(step)
-    cut = replace(config(folder), run_dir=str(folder / "cut"))
+    whole = config(folder, "dip", devices=2) if policy == "dip" else config(folder)
+    cut = replace(whole, run_dir=str(folder / f"cut {policy}"))
     assert Trainer(cut, existing="resume").fit().losses == result.losses[8:]
 
 

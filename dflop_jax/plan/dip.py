@@ -1,0 +1,137 @@
+"""DIP's partitioner (arXiv 2504.14145): every rank holds chunks of every module.
+
+A rank is a block of devices. A module is cut into chunks of consecutive layers, which go round the
+ranks once or several times: a module that takes longer for its microbatch has more and smaller
+chunks. What other modules only feed from is cut into sub-microbatches, as small as the devices run
+them efficiently, of which several feed one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.placement import Placement, factors, split_layers
+from dflop_jax.profile.state import Array
+from dflop_jax.records import BACKWARD, FORWARD, Plan, SegmentPlan, Shape, SubmeshPlan
+
+POLICY = "dip"
+EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least
+MOST_ROUNDS = 3  # of a module's chunks round the ranks; every chunk has programs of its own
+MOST_PARTS = 4  # sub-microbatches of a microbatch
+_ROWS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
+
+
+@dataclass(frozen=True, order=True)
+class Ranks:
+    """`count` ranks of `data` x `model` devices; modules go round them at most `rounds` times."""
+
+    count: int
+    data: int
+    model: int
+    rounds: int
+
+
+def module_s(rules: Rules, module: str, model: int, rows: Array, tokens: Array) -> Array:
+    """Seconds of a group of one microbatch in all of a module's layers, forward and backward."""
+    costs, n = rules.costs, rules.n_layers[module]
+    whole = SegmentPlan(module, module, 0, n, module, True, True)
+    figures = costs.at(module, model, rows, tokens)
+    back_s = costs.task_s(whole, (1, 1, model), 1, figures, BACKWARD)
+    if not costs.hands_over(whole):
+        return back_s
+    return back_s + costs.task_s(whole, (1, 1, model), 1, figures, FORWARD)
+
+
+def efficient_rows(rules: Rules, module: str, model: int, tokens: int) -> int:
+    """Least rows of so many tokens at which a module reaches `EFFICIENT` of its best rate, among
+    sizes whose prices are believed."""
+    most = max(1.0, rules.trusted_tokens(module) / tokens)
+    rows = np.array([n for n in _ROWS if n <= most])
+    rate = rows / module_s(rules, module, model, rows, np.full(rows.shape, tokens))
+    return int(rows[(rate >= EFFICIENT * rate.max()).argmax()])
+
+
+def rounds_of(rules: Rules, ranks: Ranks) -> dict[str, int]:
+    """How often each module's chunks go round the ranks: as many times as it takes longer than the
+    fastest for a microbatch that it runs efficiently, rounded down."""
+    took_s: dict[str, float] = {}
+    for m, volume in rules.volumes.items():
+        if volume.largest:
+            tokens = rules.profile.piece_tokens.get(m) or rules.row_tokens(m)
+            rows = efficient_rows(rules, m, ranks.model, tokens)
+            took_s[m] = float(module_s(rules, m, ranks.model, rows, tokens))
+    least_s = min(took_s.values())
+    return {
+        m: max(1, min(int(took_s.get(m, 0.0) / least_s + 1e-6), ranks.rounds, n // ranks.count))
+        for m, n in rules.n_layers.items()
+    }
+
+
+def spaces(
+    rules: Rules, n_devices: int, config: PlanConfig, degrees: Mapping[str, list[int]]
+) -> Iterator[Ranks]:
+    """Ranks that the devices may form, each of a different placement.
+
+    Args:
+      degrees: by module, tensor-parallel degrees of which the profile has timings.
+    """
+    common = set.intersection(*(set(d) for d in degrees.values()))
+    most = min(config.max_stage, *rules.n_layers.values())
+    node = rules.node(n_devices)
+    for count in factors(n_devices, most):
+        size = n_devices // count
+        for model in factors(size, config.max_model):
+            if count < 2 or model not in common or (model > 1 and node % model):
+                continue
+            seen: list[dict[str, int]] = []
+            for rounds in range(1, MOST_ROUNDS + 1):
+                ranks = Ranks(count, size // model, model, rounds)
+                chunks = rounds_of(rules, ranks)
+                if chunks not in seen:
+                    seen.append(chunks)
+                    yield ranks
+
+
+def placement(rules: Rules, ranks: Ranks) -> Placement:
+    """Every rank's submesh, and the chunks that it holds: number i of each module on rank i of
+    `count`, round and round."""
+    size = ranks.data * ranks.model
+    names = [f"rank{r}" for r in range(ranks.count)]
+    submeshes = tuple(
+        SubmeshPlan(name, r * size, 1, ranks.data, ranks.model) for r, name in enumerate(names)
+    )
+    segments = []
+    for m, rounds in rounds_of(rules, ranks).items():
+        n = rounds * ranks.count
+        for i, (a, b) in enumerate(split_layers(rules.n_layers[m], n, rules.ends(m, ranks.model))):
+            rank = names[i % ranks.count]
+            segments.append(SegmentPlan(f"{m}{i}", m, a, b, rank, i == 0, i == n - 1))
+    return Placement(submeshes, tuple(segments), 1)
+
+
+def with_sub_microbatches(plan: Plan, rules: Rules) -> Plan:
+    """The plan with modules that only feed others in groups of one efficient shape, at most
+    `MOST_PARTS` of them for every group that its buckets have; as it is where one is enough."""
+    parts: dict[str, Shape] = {}
+    fan_in = 1
+    for m in replace(plan, fan_in=MOST_PARTS).divided:
+        shapes = plan.shapes(m)
+        if not shapes:
+            continue
+        model = plan.submesh(plan.segments_of(m)[0].submesh).model
+        tokens = max(s.tokens for s in shapes)
+        needed = max(-(-s.rows // (tokens // s.tokens)) for s in shapes)  # rows of `tokens`
+        rows = min(needed, efficient_rows(rules, m, model, tokens))
+        rows = max(rows, -(-needed // MOST_PARTS))
+        parts[m], fan_in = Shape(rows, tokens), max(fan_in, -(-needed // rows))
+    if fan_in == 1:
+        return plan
+    buckets = dict.fromkeys(
+        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes)) for b in plan.buckets
+    )
+    return replace(plan, buckets=tuple(buckets), fan_in=fan_in)

@@ -1,0 +1,218 @@
+"""DIP's partitioner and its search, against counting and simulating everything."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from dflop_jax.plan.dip import (
+    EFFICIENT,
+    MOST_PARTS,
+    MOST_ROUNDS,
+    Ranks,
+    efficient_rows,
+    placement,
+    rounds_of,
+    spaces,
+    with_sub_microbatches,
+)
+from dflop_jax.plan.dip_space import DipSpace
+from dflop_jax.plan.evaluate import as_plan
+from dflop_jax.plan.pricing import prices_of
+from dflop_jax.plan.search import SearchSpec, _prepared, search_plan
+from dflop_jax.records import BACKWARD, FORWARD, Bucket, Group, Load, Schedule, SegmentPlan, Shape
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.sim.pipeline import simulate_step
+
+from .cases import BATCH, CONFIG, TILE, data_profile, model_profile, random_case
+
+DIP = dataclasses.replace(CONFIG, policy="dip", max_stage=4, effort="quick")
+
+
+def prepared(profile=None, data=None, n_devices=4, config=DIP, **kwargs):
+    """(rules, evaluator) of a search."""
+    spec = SearchSpec(n_devices=n_devices, global_batch=BATCH, config=config, **kwargs)
+    return _prepared(profile or model_profile(), data or data_profile(), spec)
+
+
+def run(n_devices, profile=None, data=None, **kwargs):
+    return search_plan(
+        profile or model_profile(), data or data_profile(), n_devices=n_devices,
+        global_batch=BATCH, config=DIP, **kwargs,
+    )  # fmt: skip
+
+
+def deep_profile(**weights):
+    """Layers enough for four ranks and several rounds."""
+    return dataclasses.replace(model_profile(**weights), n_layers={"vision": 5, "llm": 13})
+
+
+def whole_s(rules, module, rows, tokens):
+    """Seconds of a whole module, by the cost model's own segments."""
+    n = rules.n_layers[module]
+    segment = SegmentPlan(module, module, 0, n, module, True, True)
+    tasks = (FORWARD, BACKWARD) if module == "vision" else (BACKWARD,)
+    seconds = (rules.costs.group_s(segment, (1, 1, 1), 1, rows, tokens, d) for d in tasks)
+    return float(sum(seconds))
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 1e-4, 3e-3])
+def test_the_smallest_sub_microbatch_that_is_efficient(overhead_s):
+    profile = dataclasses.replace(model_profile(), task_overhead_s=overhead_s)
+    rules, _ = prepared(profile)
+    got = efficient_rows(rules, "vision", 1, TILE)
+    most = 2 * 16  # twice the largest that was timed
+    rates = {n: n / whole_s(rules, "vision", n, TILE) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
+    assert max(rates) == most
+    assert got == min(n for n, r in rates.items() if r >= EFFICIENT * max(rates.values()))
+
+
+def test_rounds_go_by_the_time_of_a_microbatch():
+    """Up to the rounds that are asked for, and to what the layers allow."""
+    rules, _ = prepared(deep_profile(llm=40.0))
+    tokens = {"vision": TILE, "llm": rules.row_tokens("llm")}
+    took_s = {m: whole_s(rules, m, efficient_rows(rules, m, 1, n), n) for m, n in tokens.items()}
+    ratio = {m: int(s / min(took_s.values()) + 1e-6) for m, s in took_s.items()}
+    assert ratio["llm"] > MOST_ROUNDS
+    for count, rounds in itertools.product((2, 4), (1, 2, 3)):
+        got = rounds_of(rules, Ranks(count, 1, 1, rounds))
+        assert got["llm"] == min(rounds, 13 // count)
+        assert got["vision"] == 1
+
+
+@pytest.mark.parametrize("n_devices, tp", [(2, 1), (4, 1), (8, 2), (12, 1)])
+def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
+    rules, _ = prepared(deep_profile(llm=40.0), n_devices=n_devices)
+    degrees = {"vision": [1, 2], "llm": [1, 2]}
+    found = list(spaces(rules, n_devices, DIP, degrees))
+    assert {(r.count, r.data, r.model) for r in found} == {
+        (p, n_devices // p // t, t)
+        for p, t in itertools.product((2, 3, 4), (1, 2))
+        if n_devices % p == 0 and (n_devices // p) % t == 0
+    }
+    for ranks in found:
+        placed = placement(rules, ranks)
+        meshes = {m.name: m for m in placed.submeshes}
+        assert [d for m in placed.submeshes for d in m.devices] == list(range(n_devices))
+        assert {m.shape for m in placed.submeshes} == {(1, ranks.data, ranks.model)}
+        for m, rounds in rounds_of(rules, ranks).items():
+            chunks = [s for s in placed.segments if s.module == m]
+            assert len(chunks) == rounds * ranks.count
+            assert [s.submesh for s in chunks] == rounds * list(meshes)
+            layers = [layer for s in chunks for layer in range(s.start, s.stop)]
+            assert layers == list(range(rules.n_layers[m]))
+            entry, leave = rules.ends(m, ranks.model)
+            dearest = max(s.n_layers + entry * s.first + leave * s.last for s in chunks)
+            least = least_dearest(rules.n_layers[m], len(chunks), entry, leave)
+            assert dearest == pytest.approx(least)
+
+
+def least_dearest(n, parts, entry, leave):
+    """Cost of the dearest chunk of the best cut of layers, from all numbers of layers at the
+    ends."""
+    best = np.inf
+    for a, b in itertools.product(range(1, n), repeat=2):
+        inner, left = parts - 2, n - a - b
+        if left < inner or (inner == 0) != (left == 0):
+            continue
+        middle = -(-left // inner) if inner else 0
+        best = min(best, max(a + entry, b + leave, middle))
+    return best
+
+
+@pytest.mark.parametrize("tiles, parts", [(1, 1), (8, 1), (9, 2), (24, 3), (200, MOST_PARTS)])
+def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
+    rules, _ = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3))
+    placed = placement(rules, Ranks(2, 2, 1, 1))
+    buckets = (Bucket.of({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
+               Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
+    plan = with_sub_microbatches(as_plan(placed, "dip", buckets, rules), rules)
+    efficient = efficient_rows(rules, "vision", 1, TILE)
+    assert plan.fan_in == min(MOST_PARTS, -(-tiles // efficient))
+    if plan.fan_in == 1:
+        assert plan.buckets == buckets
+        return
+    (shape,) = plan.shapes("vision")
+    assert shape.rows * plan.fan_in >= tiles
+    assert shape.rows >= efficient
+    assert plan.shapes("llm") == (Shape(1, 256), Shape(1, 128))
+
+
+def every_candidate_s(evaluator, n_devices):
+    """(ranks, cut) -> mean makespan of the sampled batches, each counted by the scheduler and run
+    group by group."""
+    rules = evaluator.rules
+    space = DipSpace(evaluator, n_devices, evaluator.config, lambda m: True)
+    found = {}
+    for bound_s, make in space.upcoming():
+        for ranked in make():
+            plan, costs = ranked.plan, rules.costs
+            names = [s.name for s in plan.segments if rules.trains(s)]
+            spans = []
+            for b in range(len(evaluator.batches)):
+                groups = []
+                for _ in range(max(ranked.groups[b], evaluator.n_groups(plan, b))):
+                    (bucket,) = plan.buckets
+                    counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
+                    last = len(groups) + sum(counts) - 1
+                    for (m, shape), n in zip(bucket.shapes, counts, strict=True):
+                        feeds = () if m == "llm" else (last,)
+                        groups += [Group(m, shape, ((),), feeds, ranked.uniform.pairs[m])] * n
+                trace = simulate_step(
+                    plan, Schedule(0, tuple(groups)), prices_of(plan, costs, rules.hardware), names
+                )
+                spans.append(trace.makespan_s)
+            assert bound_s <= np.mean(spans) * (1 + 1e-9)
+            found[ranked.name, ranked.cut] = float(np.mean(spans))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_finds_the_best_of_everything(seed):
+    profile, data, _, hardware, rng = random_case(seed)
+    layers = {"vision": int(rng.integers(2, 5)), "llm": int(rng.integers(4, 9))}
+    profile = dataclasses.replace(profile, n_layers=layers, task_overhead_s=3e-3)
+    n_devices = int(rng.choice([2, 4, 6]))
+    _, evaluator = prepared(profile, data, n_devices, hardware=hardware, remat="none", zero=1)
+    every = every_candidate_s(evaluator, n_devices)
+    result = run(n_devices, profile, data, hardware=hardware, remat="none", zero=1,
+                 refine=False, shown=3)  # fmt: skip
+    least = sorted(min(s for (n, _), s in every.items() if n == name) for name, _ in every)
+    best = result.candidates[0]
+    assert best.makespan_s == pytest.approx(min(every.values()), rel=1e-6)
+    assert best.makespan_s <= least[0] * (1 + 1e-6)
+    assert result.n_candidates == len(every)
+
+
+def test_a_plan_feeds_with_sub_microbatches_and_is_scheduled():
+    """Data of many tiles: the chosen plan cuts them up, and fits where memory is short."""
+    profile = dataclasses.replace(deep_profile(llm=0.3), task_overhead_s=1e-5)
+    loads = tuple(Load({"vision": (TILE,) * n, "llm": (4 * n + 20,)}) for n in (2, 9, 30, 40) * 5)
+    data = dataclasses.replace(data_profile(), loads=loads, n_total=20)
+    result = run(4, profile, data)
+    plan = result.plan
+    assert plan.policy == "dip"
+    assert len(plan.shapes("vision")) == 1
+    assert plan.fan_in > 1
+    assert len(plan.submeshes) >= 2
+    fed = []
+    _, evaluator = prepared(profile, data)
+    for batch in evaluator.batches:
+        schedule = schedule_batch(batch, plan, evaluator.prices(plan), evaluator.trainable(plan))
+        fed += [len(schedule.fed_by(i, "vision")) for i, g in enumerate(schedule.groups)
+                if g.module == "llm"]  # fmt: skip
+    assert max(fed) > 1
+    limit = 0.8 * max(plan.predicted.peak_bytes.values())
+    tight = run(4, profile, data, memory_bytes=limit)
+    assert evaluator.most_bytes(tight.plan) <= limit
+
+
+def test_what_cannot_be_is_said():
+    shallow = dataclasses.replace(model_profile(), n_layers={"vision": 1, "llm": 4})
+    with pytest.raises(ValueError, match=r"dip has no placement on 4 devices.*'vision' has 1;"):
+        run(4, shallow)
+    with pytest.raises(ValueError, match=r"dip has no placement on 7 devices"):
+        run(7)
+    with pytest.raises(ValueError, match=r"no plan fits into .* the smallest \(vision=2\*1x1x2@0"):
+        run(4, memory_bytes=1000.0)

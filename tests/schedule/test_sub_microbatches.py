@@ -1,0 +1,126 @@
+"""Several groups of a module that feed one: every piece once, as few groups as its data needs."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.pipeline.order import check_order, step_graph
+from dflop_jax.records import Group, Load, Schedule, Shape, first_pieces
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.batch import Batch, capacity_of
+from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.sim.pipeline import simulate_step
+from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
+
+
+def divided_plan(parts, fan_in, *, ranks=None, shared=("a", "b"), tokens=(256, 128)):
+    """Groups of `parts` tiles on each rank, up to `fan_in` of which feed a row of text."""
+    buckets = [bucket(parts, (1, n)) for n in tokens]
+    plan = make_plan(buckets, ranks or {"a": 2, "b": 2}, shared=shared)
+    return replace(plan, policy="dip", fan_in=fan_in)
+
+
+def solve(loads, plan, **options):
+    return schedule_batch(loads, plan, make_prices(plan), plan.modules, **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_piece_once_in_groups_of_one_shape(seed):
+    rng = np.random.default_rng(seed)
+    loads = make_batch(rng, int(rng.choice([1, 7, 30, 60])))
+    a, b = (int(x) for x in rng.integers(1, 4, 2))
+    plan = divided_plan(-(-12 // a // 3) + 1, 3, ranks={"a": a, "b": b})
+    got = solve(loads, plan, work=300)
+    check(got, loads, plan)
+    check_order(step_graph(plan, got.groups, plan.modules), got.order)
+    assert {g.shape for g in got.groups if g.module == "a"} <= set(plan.shapes("a"))
+    fed = [len(got.fed_by(i, "a")) for i, g in enumerate(got.groups) if g.module == "b"]
+    assert max(fed, default=0) <= plan.fan_in
+    greedy = solve(loads, plan, work=0)
+    check(greedy, loads, plan)
+    assert got.makespan_s <= greedy.makespan_s * (1 + 1e-9)
+    assert got == replace(solve(loads, plan, work=300), elapsed_s=got.elapsed_s)
+
+
+@pytest.mark.parametrize("tiles, groups", [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
+def test_as_many_groups_as_the_data_needs(tiles, groups):
+    """On one rank, groups of four tiles: one sample of so many and one of text."""
+    plan = divided_plan(4, 3, ranks={"a": 1, "b": 1})
+    loads = [Load({"a": (TILE,) * tiles, "b": (60,)}), Load({"b": (40,)})]
+    got = solve(loads, plan)
+    check(got, loads, plan)
+    assert Counter(g.module for g in got.groups)["a"] == groups
+
+
+def test_a_sample_larger_than_all_parts_is_refused():
+    plan = divided_plan(4, 3, ranks={"a": 1, "b": 1})
+    with pytest.raises(ValueError, match=r"13 pieces.*does not hold it"):
+        solve([Load({"a": (TILE,) * 13, "b": (60,)})], plan)
+    two = replace(plan, buckets=(bucket(4, (1, 256)), bucket(8, (1, 256))))
+    with pytest.raises(ValueError, match=r"in shapes 4x16, 8x16; give the module one shape"):
+        widened(two, make_prices(two))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_random_schedule_beats_the_bound(seed):
+    """Random packings, cut by hand, against the bound and what was found."""
+    rng = np.random.default_rng(seed)
+    plan = divided_plan(3, 2, ranks={"a": 1, "b": 1}, shared=("a", "b")[: 2 * (seed % 2)])
+    prices = make_prices(plan)
+    loads = [Load({"a": (TILE,) * int(t), "b": (int(n),)} if t else {"b": (int(n),)})
+             for t, n in zip(rng.integers(0, 4, 5), rng.integers(20, 90, 5))]  # fmt: skip
+    got = solve(loads, plan, work=1000)
+    wide, wide_prices = widened(plan, prices)
+    bound_s = lower_bound_s(
+        Batch(loads, plan.modules), wide, capacity_of(plan), wide_prices, plan.modules
+    )
+    assert 0 < bound_s <= got.makespan_s * (1 + 1e-9)
+    assert got.lower_bound_s == pytest.approx(min(bound_s, got.makespan_s))
+    for _ in range(40):
+        other = by_hand(rng, loads, plan)
+        if other is not None:
+            check(other, loads, plan)
+            made_s = simulate_step(plan, other, prices, plan.modules).makespan_s
+            assert bound_s <= made_s * (1 + 1e-9)
+            assert got.makespan_s <= made_s * 1.1
+
+
+def by_hand(rng, loads, plan):
+    """A schedule of random groups: samples in a random order, cut at random; None if some do not
+    fit."""
+    first = {m: first_pieces(loads, m) for m in plan.modules}
+    part = plan.shapes("a")[0]
+    groups = []
+    for samples in np.split(rng.permutation(len(loads)), sorted(rng.integers(0, 6, 2))):
+        if not len(samples):
+            continue
+        tokens = sum(loads[i].tokens("b") for i in samples)
+        shape = next((s for s in sorted(plan.shapes("b")) if s.tokens >= tokens), None)
+        tiles = [p for i in samples for p in range(first["a"][i], first["a"][i + 1])]
+        cuts = [tiles[k : k + part.rows] for k in range(0, len(tiles), part.rows)]
+        if shape is None or len(cuts) > plan.fan_in:
+            return None
+        fed = len(groups) + len(cuts)
+        for cut in cuts:
+            rows = tuple((p,) for p in cut) + ((),) * (part.rows - len(cut))
+            groups.append(Group("a", part, ((rows,),), (fed,), len(cut) * TILE**2))
+        row = tuple(sorted(first["b"][i] for i in samples))
+        pairs = sum(loads[i].tokens("b") ** 2 for i in samples)
+        groups.append(Group("b", shape, (((row,),),), (), pairs))
+    return Schedule(0, tuple(groups))
+
+
+def test_widened_shapes_cost_their_parts():
+    plan = divided_plan(4, 3)
+    prices = make_prices(plan)
+    wide, wide_prices = widened(plan, prices)
+    assert wide.shapes("a") == (Shape(12, TILE), Shape(8, TILE), Shape(4, TILE))
+    assert wide.shapes("b") == plan.shapes("b")
+    one = {p: v for p, v in prices.programs.items() if p.segment == "a"}
+    for program, price in one.items():
+        three = wide_prices.programs[replace(program, shape=Shape(12, TILE))]
+        assert three.static_s == pytest.approx(3 * price.static_s)
+    assert widened(wide, wide_prices) == (wide, wide_prices)

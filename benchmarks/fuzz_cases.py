@@ -160,6 +160,30 @@ class Bench:
         (folder / "s.tar").write_bytes(rng.choice(BYTES)(buffer.getvalue(), rng))
         return {"path": str(folder / "s.tar")}
 
+    def table(self, folder: Path, rng: random.Random) -> dict[str, object]:
+        """A mutated Parquet or Arrow file of rows with a medium inside, or named."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        kind, suffix, data = rng.choice(self.seeds)
+        (folder / f"m{suffix}").write_bytes(data)
+        media = [{"bytes": data, "path": f"m{suffix}"}, {"bytes": None, "path": f"m{suffix}"}, None]
+        rows = [{"id": k, kind: media[k % 3], "conversations": talk(f"<{kind}>" * (k % 3 < 2))}
+                for k in range(6)]  # fmt: skip
+        made, out = pa.Table.from_pylist(rows), io.BytesIO()
+        form = rng.choice(["parquet", "stream", "file"])
+        if form == "parquet":
+            pressed = rng.choice(["none", "snappy", "zstd", "gzip"])
+            pq.write_table(made, out, row_group_size=rng.choice([2, 6]), compression=pressed)
+        else:
+            with (pa.ipc.new_stream if form == "stream" else pa.ipc.new_file)(
+                out, made.schema
+            ) as to:
+                to.write_table(made, max_chunksize=rng.choice([2, 6]))
+        file = folder / ("t.parquet" if form == "parquet" else "t.arrow")
+        file.write_bytes(rng.choice(BYTES)(out.getvalue(), rng))
+        return {"path": str(file)}
+
     def mixture(self, folder: Path, rng: random.Random) -> dict[str, object]:
         (folder / "d.json").write_text(json.dumps([{"conversations": talk("")}]))
         part = {"path": "d.json", "weight": 2, "subset": "first:30%", "root": "."}
@@ -207,7 +231,8 @@ class Bench:
 
 
 WAYS: list[tuple[Callable[[Bench, Path, random.Random], dict[str, object]], float]] = [
-    (Bench.medium, 0.62), (Bench.paths, 0.06), (Bench.records, 0.1), (Bench.shard, 0.07),
+    (Bench.medium, 0.52), (Bench.paths, 0.06), (Bench.records, 0.1), (Bench.shard, 0.07),
+    (Bench.table, 0.1),
     (Bench.mixture, 0.04), (Bench.tokenizer, 0.03), (Bench.index, 0.06), (Bench.config, 0.02),
 ]  # fmt: skip
 

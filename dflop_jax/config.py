@@ -83,7 +83,9 @@ class DataConfig:
         PositiveInt, "longest sample in LLM tokens; longer ones are treated as below"
     ] = 1024
     oversize: Annotated[
-        Oversize, "sample above max_tokens: drop, truncate (text, then media) or error"
+        Oversize,
+        "sample above max_tokens: drop, truncate (text, then media) or error; one that no compiled "
+        "shape holds is dropped, or an error",
     ] = "truncate"
     tokenizer: Annotated[
         str, "a tokenizer.json, or a model's folder with its chat template; empty: bytes"

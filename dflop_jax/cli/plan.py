@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.explain import Saving
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.train.planning import WhatIf
+    from dflop_jax.train.room import Most, SampleRoom
 
 _GIB = 2**30
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning, prepare, profiling
+    from dflop_jax.train.room import sample_room
 
     config = experiment_config(args)
     place = prepare.set_up(config)
@@ -61,10 +63,12 @@ def run(args: argparse.Namespace) -> Any:
         if helps:
             show(what_ifs(helps))
         show(chosen(result))
+        show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
     if not args.explain:
         return result
-    return {"search": result, "what_if": helps, "memory_bought": bought}
+    fits = sample_room(place, result.plan)
+    return {"search": result, "what_if": helps, "memory_bought": bought, "sample_room": fits}
 
 
 def ranking(result: SearchResult, explain: bool) -> Table:
@@ -106,6 +110,26 @@ def chosen(result: SearchResult) -> str:
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"
     )
+
+
+def what_fits(rooms: Sequence[SampleRoom]) -> Table:
+    """The largest picture and the longest clip, alone in a sample, by module and for all."""
+    table = Table("module", "tokens of a sample", "of a piece", "largest picture", "longest clip",
+                  title="What fits (media alone; larger samples go by data.oversize)",
+                  title_justify="left")  # fmt: skip
+    for r in rooms:
+        numbers = [f"{n:,}" if n else "" for n in (r.tokens, r.piece_tokens)]
+        table.add_row(r.module, *numbers, _in_words(r.picture), _in_words(r.clip))
+    return table
+
+
+def _in_words(most: Most | None) -> str:
+    if most is None or most.unlimited:
+        return "any" if most else "-"
+    if most.clip_frames:
+        return f"{most.clip_s:g} s ({most.clip_frames} frames)"
+    width, height = most.picture
+    return f"{width} x {height} pixels" if width else "none"
 
 
 def savings(found: Sequence[Saving]) -> Table:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dflop_jax.config import DataConfig
+from dflop_jax.data.datasets.counts import Preprocessing
 from dflop_jax.data.datasets.fitting import preprocessing
 from dflop_jax.data.datasets.header_rows import Apart, Here, ToPieces
 from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
@@ -121,9 +122,8 @@ def _mixture(
     made: _Arguments, limits: Limits, tokenizer: Tokenizer | ChatTokenizer, apart: bool
 ) -> MixtureSamples:
     config, arguments = made.config, msgspec.to_builtins(made)
-    between: tuple[tuple[int, ...], ...] = ()
     if isinstance(tokenizer, ChatTokenizer):
-        between, settings = tokenizer.between_frames(limits.max_frames), tokenizer.digest
+        settings = tokenizer.digest
     else:
         settings = _digest(config.tokenizer)
     name = hashlib.sha256(
@@ -132,7 +132,7 @@ def _mixture(
     setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(
         _parts(config),
-        preprocessing(made.spec, limits, between, stamp_of(tokenizer)),
+        _preprocessing(made.spec, limits, tokenizer),
         _to_pieces(tokenizer),
         settings,
         index_file=Path(made.index_dir) / f"index-{name}.npz",
@@ -152,6 +152,26 @@ def _mixture(
         blank_images=config.blank_images,
         opened_by=OpenedBy(f"{__name__}:open_source", arguments),
     )
+
+
+def make_preprocessing(
+    config: DataConfig, spec: MediaSpec, vocab_size: int | None = None
+) -> Preprocessing:
+    """Return how a model of this form is given media, as `make_source` prepares them.
+
+    Raises:
+      ValueError: the tokenizer cannot be read, or has more ids than `vocab_size`.
+    """
+    return _preprocessing(spec, Limits.of(config), any_tokenizer(config.tokenizer, vocab_size))
+
+
+def _preprocessing(
+    spec: MediaSpec, limits: Limits, tokenizer: Tokenizer | ChatTokenizer
+) -> Preprocessing:
+    between: tuple[tuple[int, ...], ...] = ()
+    if isinstance(tokenizer, ChatTokenizer):
+        between = tokenizer.between_frames(limits.max_frames)
+    return preprocessing(spec, limits, between, stamp_of(tokenizer))
 
 
 def _parts(config: DataConfig) -> Mixture:

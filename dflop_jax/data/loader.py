@@ -5,11 +5,12 @@ A step's samples follow from (seed, step) alone (see `shuffle`), so a run resume
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,36 @@ from dflop_jax.data.shuffle import shuffled
 from dflop_jax.records import Load
 
 T = TypeVar("T")
+KEPT_STEPS = 32  # whose samples are remembered: a step is asked for several times
+Beyond = Callable[[Sequence[Load]], Sequence[int]]
+logger = logging.getLogger("dflop_jax.data")
 Begun = list[tuple[int, int, Future[Decoded] | None]]  # (place in the batch, index, its decoding)
+
+
+class Room:
+    """Keeps samples that the run has no room for out of its batches, each named once."""
+
+    def __init__(self, source: Source, beyond: Beyond, refuse: bool) -> None:
+        self._source, self._beyond, self._refuse = source, beyond, refuse
+        self._known: dict[int, int] = {}  # what takes the place of one without room
+
+    def held(self, indices: Sequence[int]) -> list[int]:
+        """Return the samples, those without room replaced; ValueError if they are to be refused."""
+        waiting = [i for i in dict.fromkeys(indices) if i not in self._known]
+        for k in self._beyond([self._source.load(i) for i in waiting]):
+            self._known[waiting[k]] = self._instead(waiting[k])
+        return [self._known.get(i, i) for i in indices]
+
+    def _instead(self, index: int) -> int:
+        n, label = len(self._source), self._source.label(index)
+        what = f"{label} is larger than any compiled shape holds"
+        if self._refuse:
+            raise ValueError(f"{what}; lower data.max_tokens or set data.oversize to drop")
+        for other in ((index + k) % n for k in range(1, n)):
+            if not self._beyond([self._source.load(other)]):
+                logger.warning("left out: %s; %s takes its place", what, self._source.label(other))
+                return other
+        raise ValueError(f"{what}, and so are all others; plan for this data")
 
 
 class Loader:
@@ -34,6 +64,9 @@ class Loader:
       max_bad_fraction: share of undecodable samples, among the distinct ones seen, above which
         decoding raises ValueError.
       decoder: makes what decodes the source's samples, `workers` at once.
+      beyond: places, among some loads, of those that the run has no room for (data.oversize says
+        what happens then: with `refuse` a ValueError, else the next sample that it has room for
+        takes their places); None: it has room for all.
     """
 
     def __init__(
@@ -46,6 +79,8 @@ class Loader:
         prefetch: int = 2,
         max_bad_fraction: float = 0.1,
         decoder: Callable[[Source, int], Decoder] = ThreadDecoder,
+        beyond: Beyond | None = None,
+        refuse: bool = False,
     ) -> None:
         if min(global_batch, workers, prefetch) < 1:
             raise ValueError("global_batch, workers and prefetch must be at least 1")
@@ -53,6 +88,8 @@ class Loader:
         self._prefetch = prefetch
         self._make_decoder = partial(decoder, source, workers)
         self._replaced = Replacements(source, max_bad_fraction)
+        self._room = Room(source, beyond, refuse) if beyond else None
+        self._indices = lru_cache(KEPT_STEPS)(self._indices_of)
 
     @property
     def bad(self) -> int:
@@ -61,8 +98,12 @@ class Loader:
 
     def indices(self, step: int) -> list[int]:
         """Source indices of the batch of a step."""
+        return self._indices(step)
+
+    def _indices_of(self, step: int) -> list[int]:
         places = np.arange(self.global_batch) + step * self.global_batch
-        return shuffled(places, len(self.source), self.seed).tolist()
+        drawn: list[int] = shuffled(places, len(self.source), self.seed).tolist()
+        return self._room.held(drawn) if self._room else drawn
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
@@ -146,8 +187,8 @@ class Loader:
         return {"seed": self.seed, "n": len(self.source), "global_batch": self.global_batch}
 
 
-def make_loader(config: Config, source: Source) -> Loader:
-    """Return the run's batches of a source."""
+def make_loader(config: Config, source: Source, beyond: Beyond | None = None) -> Loader:
+    """Return the run's batches of a source; `beyond` as for `Loader`."""
     return Loader(
         source,
         global_batch=config.train.global_batch,
@@ -160,4 +201,6 @@ def make_loader(config: Config, source: Source) -> Loader:
             timeout_s=config.data.sample_timeout_s,
             memory_bytes=int(config.data.sample_memory_bytes),
         ),
+        beyond=beyond,
+        refuse=config.data.oversize == "error",
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -125,4 +125,13 @@ class Source(Protocol):
 
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
+        ...
+
+
+@runtime_checkable
+class NamesTail(Protocol):
+    """A source that knows all of its loads at once."""
+
+    def tail(self) -> Sequence[int]:
+        """Samples of which, for every sample, one asks for no less of any module."""
         ...

@@ -22,6 +22,7 @@ from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.ranking import Candidate, Ranked, Ranking
 from dflop_jax.plan.space import baseline, families
+from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
@@ -145,6 +146,9 @@ def search_plan(
         nearest = min([ranking.nearest(), *(dip.nearest if dip else [])])
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *nearest))
     plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
+    if spec.refine:
+        n_wanted = max(1, spec.config.finalists if time_plan else 1)
+        plans = [with_spare(p, data.tail, evaluator) for p in plans[:n_wanted]]
     timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
     if time_plan and timed:
         plans = [_timed(evaluator, p, time_plan(p)) for p in timed]

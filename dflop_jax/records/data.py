@@ -36,11 +36,13 @@ class Load:
 
 @dataclass(frozen=True)
 class DataProfile:
-    """Loads of (a part of) a dataset of `n_total` samples."""
+    """Loads of (a part of) a dataset of `n_total` samples. `tail` are those of all of it that ask
+    for most, where the source knows them: together they ask for all that any sample does."""
 
     source: str
     n_total: int
     loads: tuple[Load, ...]
+    tail: tuple[Load, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.loads) > 0, f"no usable sample in {self.source or 'the dataset'}")

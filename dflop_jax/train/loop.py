@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -20,6 +21,7 @@ from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
@@ -63,7 +65,7 @@ class Loop:
         self.source, self.profile, self.prices = source, profile, prices
         needed = needed_flops(place.model, _row_tokens(ex.plan), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
-        self.loader = make_loader(config, source)
+        self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
         self._stalled_s = 0.0
         self._unlogged: list[tuple[int, threading.Event]] = []

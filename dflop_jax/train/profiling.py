@@ -15,6 +15,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Source
+from dflop_jax.data.sample import NamesTail
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time
@@ -27,12 +28,15 @@ DEGREES = (1, 2, 4, 8)  # of tensor parallelism
 
 
 def profile_data(config: PlanConfig, source: Source) -> DataProfile:
-    """Loads of up to `profile_samples` samples, evenly spread over the dataset."""
+    """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of those of all
+    of it that ask for most, where the source names them."""
     n = min(len(source), config.profile_samples)
     if n == 0:
         raise ValueError(f"{source.name}: the dataset is empty")
     picked = [i * len(source) // n for i in range(n)]
-    return DataProfile(source.name, len(source), tuple(source.load(i) for i in picked))
+    most = source.tail() if isinstance(source, NamesTail) else []
+    loads, tail = (tuple(source.load(i) for i in which) for which in (picked, most))
+    return DataProfile(source.name, len(source), loads, tail)
 
 
 def profile_model(

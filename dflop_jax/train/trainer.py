@@ -19,12 +19,13 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Plan, Prices, Profile, with_remat
+from dflop_jax.records import Load, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
@@ -240,7 +241,7 @@ class Trainer:
     def _predicted(self, plan: Plan, prices: Prices, timed: Timed) -> Plan:
         """Return the plan, its predictions made anew from the times of the compiled programs."""
         assert self.profile is not None
-        ex, loads, n = timed.executor, self.profile.data.loads, self.config.train.global_batch
+        ex, loads, n = timed.executor, self._held(plan), self.config.train.global_batch
         batches = [[loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(4)]
         schedules = [
             schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
@@ -255,6 +256,15 @@ class Trainer:
             chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
         )
         return replace(plan, predicted=predicted)
+
+    def _held(self, plan: Plan) -> list[Load]:
+        """The profiled samples that the plan has room for; ValueError: none."""
+        assert self.profile is not None
+        loads = self.profile.data.loads
+        large = set(beyond(loads, plan))
+        if len(large) == len(loads):
+            raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+        return [load for i, load in enumerate(loads) if i not in large]
 
 
 def _why(process: int, error: BaseException) -> str:

@@ -216,6 +216,8 @@ def test_plan_writes_a_plan_that_loads(capsys):
     code, out, err = planned(capsys, "plan")
     assert (code, err) == (0, "")
     assert "wrote run/plan.json" in out
+    assert "largest picture" in out
+    assert "longest clip" in out
     plan = load(Plan, "run/plan.json")
     assert plan.n_devices == 2
     assert load(Profile, "run/profile.json") == nano_profile()

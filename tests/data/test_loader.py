@@ -229,3 +229,33 @@ def test_what_may_take_a_sample_s_places(pieces, fits):
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="at least 1"):
         Loader(Numbers(2), **{"global_batch": 1, **bad})
+
+
+def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
+    texts = [1, 9, 9, 1, 2, 1]
+    source, asked = Numbers(6, texts=texts), []
+
+    def beyond(loads):
+        asked.extend(loads)
+        return [k for k, load in enumerate(loads) if load.tokens("b") > 5]
+
+    plain, roomy = (Loader(source, global_batch=4, beyond=b) for b in (None, beyond))
+    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
+        for step in range(6):
+            drawn = plain.indices(step)
+            assert roomy.indices(step) == [3 if i in (1, 2) else i for i in drawn]
+            assert [x.tokens("b") for x in roomy.loads(step)] == [
+                texts[i] + 1 for i in roomy.indices(step)
+            ]
+    lines = sorted(r.getMessage() for r in caplog.records)
+    assert lines == [
+        f"left out: number {k} is larger than any compiled shape holds; number 3 takes its place"
+        for k in (1, 2)
+    ]
+    n = len(asked)
+    roomy.loads(5)
+    assert len(asked) == n
+    with pytest.raises(ValueError, match=r"number [12] is larger than .*; lower data\.max_tokens"):
+        [Loader(source, global_batch=6, beyond=beyond, refuse=True).indices(0)]
+    with pytest.raises(ValueError, match="and so are all others; plan for this data"):
+        Loader(source, global_batch=1, beyond=lambda loads: range(len(loads))).indices(0)

@@ -4,7 +4,6 @@ step over pipeline segments, generation, and folders read and written."""
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -12,83 +11,21 @@ import numpy as np
 import optax
 import pytest
 from hf_reference import gradients, parameters, randomise, torch, transformers
+from qwen3_vl_cases import CONTENTS, MODEL, SCHEDULE, SHAPES, SIZE, plan
 from qwen3_vl_samples import IMAGE, VIDEO, make_sample
 from safetensors.numpy import load_file
 
-from dflop_jax.contract import edges_of
 from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.generate import prefill
 from dflop_jax.generate.prompt import prompt_row
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Group, Schedule
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import qwen3_vl
 from models.hf_sizes import folder_size
-from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
-from models.sizes import DecoderSize
 from tests.pipeline import plain
-
-SIZE = Qwen3VLSize(
-    DecoderSize(
-        24,
-        4,
-        4,
-        2,
-        40,
-        50,
-        rope_theta=1e4,
-        qkv_bias=False,
-        tied=True,
-        qk_norm=True,
-        head_size=16,
-        mrope_sections=(4, 2, 2),
-    ),
-    NativeVisionSize(32, 3, 2, 40, (0, 2), patch_px=2, side=5),
-)
-MODEL = qwen3_vl.Qwen3VL(SIZE, jnp.dtype("float32"))
-SHAPES = {"vision": Shape(2, 128), "llm": Shape(2, 64)}
-CONTENTS = (
-    (("text", 3), ("image", 8, 6), ("text", 4)),
-    (("text", 9),),
-    (("text", 2), ("video", 3, 4, 6), ("text", 3), ("image", 2, 2), ("text", 2)),
-    (
-        *(("text", 2), ("image", 2, 30), ("text", 1), ("image", 4, 4), ("text", 1)),
-        *(("image", 10, 6), ("text", 5), ("image", 6, 8), ("text", 1), ("image", 2, 2)),
-        ("text", 4),
-    ),
-)
-# Pieces by group and row: the clip's pairs, 1 to 3, lie in two rows of the tower.
-SCHEDULE = Schedule(
-    0,
-    (
-        Group("vision", SHAPES["vision"], ((((0, 1, 3), (2, 4)),),), (1,)),
-        Group("llm", SHAPES["llm"], ((((0, 1), (2,)),),)),
-        Group("vision", SHAPES["vision"], ((((6, 9, 5), (8, 7)),),), (3,)),
-        Group("llm", SHAPES["llm"], ((((3,), ()),),)),
-    ),
-)
-
-
-def plan():
-    """The tower over two devices, the LLM in three segments over two each: the features of its
-    first tap enter the first, those of its second the second."""
-    cuts = {"vision": (0, 3), "llm": (0, 2, 3, 4)}
-    segments, submeshes = [], []
-    for module, ends in cuts.items():
-        for i, (start, stop) in enumerate(pairwise(ends)):
-            name = f"{module}{i}"
-            submeshes.append(SubmeshPlan(name, 2 * len(submeshes), 1, 1, 2))
-            last = stop == ends[-1]
-            segments.append(SegmentPlan(name, module, start, stop, name, start == 0, last))
-    return Plan(
-        "test",
-        tuple(submeshes),
-        tuple(segments),
-        (Bucket.of(SHAPES),),
-        edges_of(MODEL),
-        tied=("llm",),
-    )
+from tests.processes import run_processes
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +152,32 @@ def test_pipeline_step_and_folders(reference, tmp_path):
         assert error <= 1e-4, f"{where}: {error}"
         worst = max(worst, error)
     print(f"gradients {worst:.1e}")
+
+
+def test_two_processes_compute_the_reference_s_gradients(reference, tmp_path, monkeypatch):
+    """Features, taps and the tied head's gradient cross from one process to the other."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
+    samples, model, _, want_loss, folder = reference
+    fields = {
+        f"{g} {name}": a for g, p in enumerate(packed(samples)) for name, a in p.fields.items()
+    }
+    places = {
+        f"{g} {source} {k}": a
+        for g, p in enumerate(packed(samples))
+        for source, arrays in p.places.items()
+        for k, a in enumerate(arrays)
+    }
+    np.savez(tmp_path / "fields.npz", **fields)
+    np.savez(tmp_path / "places.npz", **places)
+    want = jax.tree_util.tree_leaves_with_path(gradients(MODEL.weights, model))
+    np.savez(tmp_path / "want.npz", **{jax.tree_util.keystr(path): w for path, w in want})
+    outputs = run_processes("tests.models.qwen3_vl_main", 2, 1, [str(folder), str(tmp_path)])
+    lines = [line for o in outputs for line in o.splitlines()]
+    in_both = [path for path, _ in want if str(path[:2]).count("llm") and "layers" in str(path[:2])]
+    compared = sum(int(x[9:]) for x in lines if x.startswith("compared "))
+    assert compared == len(want) + len(in_both) > len(want)
+    loss = sum(float(x[5:]) for x in lines if x.startswith("loss "))
+    assert loss == pytest.approx(want_loss, rel=1e-5)
 
 
 def test_answers_go_on_where_the_row_ends(reference):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,61 +41,34 @@ def compose(
     if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
         raise ValueError(f"the text does not place each of {len(media)} media once")
     room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
-    window_tokens = spec.features_per_piece("audio") if spec.sound else 0
     first_feature, first_window = _starts(media, spec)
-    tokens: list[np.ndarray] = []
-    supervised: list[np.ndarray] = []
-    visual: list[TokenSources] = []
-    audio: list[np.ndarray] = []
+    runs: list[_Run] = []
     for p in pieces:
         medium = media[p.medium] if p.medium >= 0 else None
         if medium is None:
-            ids = np.asarray(p.ids[:room], np.int64)
-            room -= len(ids)
-            seen, heard = _text(len(ids)), np.full(len(ids), -1)
-        elif isinstance(medium, Pictures):
-            seen = medium.tokens.shifted(first_feature[p.medium])
-            ids, heard = np.full(len(seen), placeholder), np.full(len(seen), -1)
-            if medium.text is not None:
-                ids = np.where(medium.text >= 0, medium.text, placeholder)
+            run = _text_run(p.ids[:room])
+            room -= len(run.ids)
+        elif isinstance(medium, Sound):
+            run = _sound_run(medium, first_window[p.medium] * spec.features_per_piece("audio"))
         elif isinstance(medium, NativePictures):
-            stands = medium.text < 0
-            seen = plain(np.where(stands, first_feature[p.medium] + np.cumsum(stands) - 1, -1))
-            ids = np.where(stands, placeholder, medium.text)
-            heard = np.full(len(ids), -1)
+            run = _native_run(medium, first_feature[p.medium])
         else:
-            heard = first_window[p.medium] * window_tokens + np.arange(medium.tokens)
-            ids, seen = np.full(len(heard), placeholder), _text(len(heard))
-        tokens.append(ids)
-        supervised.append(np.full(len(ids), p.supervised))
-        visual.append(seen)
-        audio.append(heard)
-    pictures = [m for m in media if isinstance(m, Pictures)]
-    sounds = [m for m in media if isinstance(m, Sound)]
-    seen, heard = join(visual), np.concatenate([np.zeros(0, np.int64), *audio])
-    fields = {"llm": _text_fields(np.concatenate([np.zeros(0, np.int64), *tokens]),
-                                  np.concatenate([np.zeros(0, bool), *supervised]))}  # fmt: skip
-    fields["llm"] |= {"is_visual": seen.used | (heard >= 0), "is_newline": seen.newline}
-    places = {}
-    seen_pieces: int | list[int] = 0
+            run = _tiled_run(medium, first_feature[p.medium])
+        runs.append(run)
+    supervised = [np.full(len(run.ids), p.supervised) for p, run in zip(pieces, runs, strict=True)]
+    seen, heard = join([run.seen for run in runs]), _joined([run.heard for run in runs])
+    ids = _joined([run.ids for run in runs])
+    llm = _text_fields(np.where(ids >= 0, ids, placeholder), _joined(supervised).astype(bool))
+    llm |= {"is_visual": seen.used | (heard >= 0), "is_newline": seen.newline}
+    fields, places = {"llm": llm}, {}
     if spec.form == "native":
-        shown = [m for m in media if isinstance(m, NativePictures)]
-        grids = [grid for m in shown for grid in m.grids]
-        seen_pieces = [rows * cols for rows, cols in grids]
-        fields["llm"]["positions"] = _positions(seen.used, _in_text(pieces, media), spec.merge)
-        if grids:
-            patches = np.concatenate([m.patches for m in shown])
-            fields["vision"] = {"patches": patches, "grid": patch_places(grids, spec.merge)}
-            places["vision", "llm"] = _seen_places(seen, spec.sources)
-    if n_tiles := sum(len(m.tiles) for m in pictures):
-        seen_pieces = n_tiles
-        fields["vision"] = {"pixels": np.concatenate([m.tiles for m in pictures])}
-        places["vision", "llm"] = _seen_places(seen, spec.sources)
-    if n_windows := sum(len(m.mel) for m in sounds):
-        assert spec.sound is not None, "the model takes no sound"
-        frames = np.concatenate([_window_frames(m, spec.sound) for m in sounds])
-        mel = np.concatenate([m.mel for m in sounds])
-        fields["audio"] = {"mel": mel, "mel_frames": frames.astype(np.int32)}
+        llm["positions"] = _positions(seen.used, _in_text(pieces, media), spec.merge)
+    seen_pieces, vision = _vision_fields(media, spec)
+    if vision:
+        fields["vision"], places["vision", "llm"] = vision, _seen_places(seen, spec.sources)
+    n_windows, audio = _audio_fields(media, spec)
+    if audio:
+        fields["audio"] = audio
         places["audio", "llm"] = Places(heard[:, None].astype(np.int32))
     return Sample(fields, places, spec.load(seen_pieces, n_windows, len(heard)))
 
@@ -109,6 +82,77 @@ def blanked(sample: Sample) -> Sample:
     return replace(sample, fields={**sample.fields, "vision": {**vision, **grey}})
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What stands in the text for a piece of it or for a medium: token `ids` int64 [t], -1 where
+    something is seen or heard; where each token comes from in the encoders' features, and which of
+    the features of sound it is, int64 [t], -1 for none."""
+
+    ids: np.ndarray
+    seen: TokenSources
+    heard: np.ndarray
+
+
+def _text_run(ids: Sequence[int]) -> _Run:
+    none = np.full(len(ids), -1)
+    return _Run(np.asarray(ids, np.int64), plain(none), none)
+
+
+def _tiled_run(medium: Pictures, first_feature: int) -> _Run:
+    """A picture or clip in tiles, with the text among its frames."""
+    seen = medium.tokens.shifted(first_feature)
+    none = np.full(len(seen), -1)
+    return _Run(none if medium.text is None else medium.text, seen, none)
+
+
+def _native_run(medium: NativePictures, first_feature: int) -> _Run:
+    """A picture or clip at native resolution, with the time stamps of its pairs of frames."""
+    stands = medium.text < 0
+    seen = plain(np.where(stands, first_feature + np.cumsum(stands) - 1, -1))
+    return _Run(medium.text, seen, np.full(len(stands), -1))
+
+
+def _sound_run(medium: Sound, first_feature: int) -> _Run:
+    none = np.full(medium.tokens, -1)
+    return _Run(none, plain(none), first_feature + np.arange(medium.tokens))
+
+
+def _vision_fields(
+    media: Sequence[DecodedMedium], spec: MediaSpec
+) -> tuple[int | list[int], dict[str, np.ndarray]]:
+    """Return the tiles, or the patches of each piece, and the fields of "vision"; {} without."""
+    if spec.form == "native":
+        shown = [m for m in media if isinstance(m, NativePictures)]
+        grids = [grid for m in shown for grid in m.grids]
+        if not grids:
+            return [], {}
+        patches = np.concatenate([m.patches for m in shown])
+        grid = patch_places(grids, spec.merge)
+        return [rows * cols for rows, cols in grids], {"patches": patches, "grid": grid}
+    pictures = [m for m in media if isinstance(m, Pictures)]
+    if not (n_tiles := sum(len(m.tiles) for m in pictures)):
+        return 0, {}
+    return n_tiles, {"pixels": np.concatenate([m.tiles for m in pictures])}
+
+
+def _audio_fields(
+    media: Sequence[DecodedMedium], spec: MediaSpec
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Return the windows of sound and the fields of "audio"; {} without."""
+    sounds = [m for m in media if isinstance(m, Sound)]
+    if not (n_windows := sum(len(m.mel) for m in sounds)):
+        return 0, {}
+    assert spec.sound is not None, "the model takes no sound"
+    frames = np.concatenate([_window_frames(m, spec.sound) for m in sounds])
+    mel = np.concatenate([m.mel for m in sounds])
+    return n_windows, {"mel": mel, "mel_frames": frames.astype(np.int32)}
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the parts one after the other, int64 [0] without any."""
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
 def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.ndarray]:
     """Return the tokens and, of each, the next one and whether it is to be predicted."""
     targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
@@ -119,11 +163,6 @@ def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.nda
 def _seen_places(tokens: TokenSources, n_sources: int) -> Places:
     index = np.where(tokens.weight > 0, tokens.index, -1)
     return Places(index, tokens.weight) if n_sources > 1 else Places(index[:, :1])
-
-
-def _text(n: int) -> TokenSources:
-    """Tokens that are neither patches nor newlines."""
-    return plain(np.full(n, -1))
 
 
 def _starts(media: Sequence[DecodedMedium], spec: MediaSpec) -> tuple[list[int], list[int]]:

@@ -88,6 +88,7 @@ class SampleCount(NamedTuple):
     visual_tokens: int
     audio_tokens: int
     frame_text_tokens: int
+    longest_piece: int
 
     @property
     def llm_tokens(self) -> int:
@@ -101,7 +102,8 @@ class SampleCounts:
 
     tiles: pictures' tiles and clips' frames; frames: of those, the frames. windows: of sound, 30 s
     each; audio_frames: mel frames in them that are no padding. frame_text_tokens: text between a
-    clip's frames, which is not among text_tokens.
+    clip's frames, which is not among text_tokens. longest_piece: LLM tokens of the largest picture
+    or pair of frames at native resolution; 0 of tiles, which are all alike.
     """
 
     tiles: np.ndarray
@@ -112,6 +114,7 @@ class SampleCounts:
     visual_tokens: np.ndarray
     audio_tokens: np.ndarray
     frame_text_tokens: np.ndarray
+    longest_piece: np.ndarray
 
     @classmethod
     def of_one(cls, **counts: int) -> SampleCounts:
@@ -224,6 +227,9 @@ def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, 
         audio &= long_enough
         windows[audio], mel[audio], heard[audio] = sound_counts(table.samples[audio], how.sound)
     usable = np.bincount(owner[~ok], minlength=len(table)) == 0
+    longest = np.zeros(len(table), np.int64)
+    if isinstance(how.vision, Native):
+        np.maximum.at(longest, owner, visual // np.maximum(tiles, 1))
 
     def summed(values: np.ndarray) -> np.ndarray:
         ends = np.concatenate([[0], np.cumsum(values)])
@@ -238,5 +244,32 @@ def sample_counts(table: ShapeTable, how: Preprocessing) -> tuple[SampleCounts, 
         visual_tokens=summed(visual),
         audio_tokens=summed(heard),
         frame_text_tokens=summed(between),
+        longest_piece=longest[usable],
     )
     return counts, usable
+
+
+def described(table: ShapeTable, row: int) -> str:
+    """What the headers of a record's media say."""
+    said = []
+    for m in range(table.media_start[row], table.media_start[row + 1]):
+        kind, size = KINDS[table.kind[m]], f"{table.width[m]}x{table.height[m]} pixels"
+        said.append(
+            f"a picture of {size}" if kind == "image"
+            else f"a clip of {table.total[m]} frames of {size}" if kind == "video"
+            else f"a sound of {table.samples[m]:,} samples"
+        )  # fmt: skip
+    return ", ".join(said)
+
+
+def most_demanding(asks: np.ndarray, most: int) -> list[int]:
+    """Rows of int [n, kinds] such that every row asks for no more of any kind than one of them;
+    the `most` greatest of them at most."""
+    scaled = asks / np.maximum(asks.max(axis=0, initial=0), 1)
+    left = np.arange(len(asks))
+    chosen: list[int] = []
+    while len(left) and len(chosen) < most:
+        top = int(left[scaled[left].sum(axis=1).argmax()])
+        chosen.append(top)
+        left = left[(asks[left] > asks[top]).any(axis=1)]
+    return chosen

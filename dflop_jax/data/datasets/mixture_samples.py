@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from dflop_jax.data.datasets.compose import blanked, compose
+from dflop_jax.data.datasets.counts import most_demanding
 from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.native import Native
@@ -14,6 +15,7 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.sample import Limits, OpenedBy, Sample
 from dflop_jax.records import Load
 
+MAX_TAIL = 64  # samples named as the most demanding
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -75,6 +77,12 @@ class MixtureSamples:
 
     def label(self, index: int) -> str:
         return self._mixture.label(int(self._place[index]))
+
+    def tail(self) -> list[int]:
+        """Samples that ask for most: no other asks for more of every module than one of them."""
+        counts = self._counts
+        asks = [self._llm_tokens, counts.tiles, counts.windows, counts.visual_tokens]
+        return most_demanding(np.stack([*asks, counts.longest_piece], 1), MAX_TAIL)
 
     def load(self, index: int) -> Load:
         count = self._counts[index]

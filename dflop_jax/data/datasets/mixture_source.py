@@ -14,6 +14,7 @@ from dflop_jax.data.datasets.counts import (
     Preprocessing,
     SampleCount,
     SampleCounts,
+    described,
     piece_lengths,
     sample_counts,
 )
@@ -93,11 +94,13 @@ class MixtureSource:
         listed = sum(index[key].listed for key in readers)
         self.unusable, self.left_out = listed - len(self._table), int((~usable).sum())
         if self.left_out:
-            named = [self._name(int(row)) for row in np.flatnonzero(~usable)[:NAMED]]
-            logger.warning(
-                "%s: %d records left out: the model cannot take their media (%s%s)",
-                name, self.left_out, ", ".join(named), ", ..." if self.left_out > NAMED else "",
-            )  # fmt: skip
+            rows = np.flatnonzero(~usable)[:NAMED].tolist()
+            named = [f"{self._name(row)}: {described(self._table, row)}" for row in rows]
+            named += ["..."] * (self.left_out > NAMED)
+            why = f"the model cannot take their media ({'; '.join(named)})"
+            if not usable.any():
+                raise ValueError(f"{name}: no record is usable: {why}")
+            logger.warning("%s: %d records left out: %s", name, self.left_out, why)
         parts = []
         for key, part in zip(keys, mixture.parts, strict=True):
             k = dataset_of[key]

@@ -136,6 +136,7 @@ def _native_counts(scene: Scene, text_tokens: int, how: Preprocessing) -> Sample
         text_tokens=text_tokens,
         visual_tokens=sum(lengths) // vision.merge**2,
         frame_text_tokens=sum(len(ids) for second in seconds for ids in stamp(second)),
+        longest_piece=max(lengths, default=0) // vision.merge**2,
     )
 
 

@@ -117,7 +117,7 @@ def test_what_fits(truncate):
     text, visual, audio, prompt = rng.integers(0, 120, (4, 300))
     prompt = np.minimum(prompt, text)
     zeros = np.zeros(300, np.int64)
-    counts = SampleCounts(zeros, zeros, zeros, zeros, text, visual, audio, zeros)
+    counts = SampleCounts(zeros, zeros, zeros, zeros, text, visual, audio, zeros, zeros)
     kept, fits = fit_text(counts, prompt, 200, truncate=truncate)
     assert 0 < fits.sum() < 300
     for t, v, a, p, k, f in zip(text, visual, audio, prompt, kept, fits, strict=True):

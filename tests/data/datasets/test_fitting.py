@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.counts import SampleCounts
+from dflop_jax.data.datasets.counts import SampleCounts, most_demanding
 from dflop_jax.data.datasets.fitting import ANSWER_TOKENS, fit, preparations
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.sample import Limits
@@ -39,7 +39,7 @@ def test_each_sample_takes_the_first_way_that_will_do(n, oversize):
     def counts(how):
         zeros = np.zeros(n, np.int64)
         tiles = np.minimum(frames, how.max_frames // 4)
-        return SampleCounts(tiles, zeros, zeros, zeros, text, 10 * tiles, zeros, zeros)
+        return SampleCounts(tiles, zeros, zeros, zeros, text, 10 * tiles, zeros, zeros, zeros)
 
     fitted = fit(counts, prompt, ways, limits)
     for i in range(n):
@@ -53,3 +53,15 @@ def test_each_sample_takes_the_first_way_that_will_do(n, oversize):
             assert (fitted.way[i], fitted.text_tokens[i]) == (way, kept)
             assert fitted.counts.visual_tokens[i] == visual[way]
             assert fitted.llm_tokens[i] == visual[way] + kept <= 100
+
+
+def test_the_most_demanding_ask_for_all_that_any_does():
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 2, 30, 200):
+        asks = rng.integers(0, 6, (n, 3)) * rng.integers(0, 2, (n, 3))
+        chosen = most_demanding(asks, 1000)
+        for row in asks:
+            assert any((asks[k] >= row).all() for k in chosen)
+        for k in chosen:  # none for nothing
+            assert not any((asks[j] >= asks[k]).all() for j in chosen if j != k)
+        assert most_demanding(asks, 2) == chosen[:2]

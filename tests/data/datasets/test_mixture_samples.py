@@ -56,6 +56,9 @@ def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
         assert supervised(sample).any()
         assert seen(sample).max(initial=-1) < max(spec.tokens_per_tile * n_tiles(load), 1)
         assert (n_tiles(load) > 0) == from_pictures(sample).any()
+    tail, modules = [found.load(i) for i in found.tail()], ("vision", "audio", "llm")
+    for load in (found.load(i) for i in range(len(found))):
+        assert any(all(t.tokens(m) >= load.tokens(m) for m in modules) for t in tail)
     wanted = {"vision"} if spec.tile_px else set()
     assert kinds == wanted | ({"audio"} if spec.sound else set())
 

@@ -1,0 +1,243 @@
+"""Padding of pictures and clips at native resolution, through what a run plans and schedules with.
+
+Command:  python benchmarks/native_padding.py --json native_padding.json
+Minutes:  about 4 on 2 cores; --train 200 takes 6 more
+Expected: at most 3% of patches and 4% of LLM tokens padded with four shapes; no sample without
+          room; no compile after warm-up in the steps of --train
+
+Sizes are those of real samples (../shared/data/shapes), prepared as Qwen3-VL does: pictures of up
+to 8,192 patches, samples of up to 8,192 LLM tokens, frames of clips (whose sizes are not known) of
+640 x 360 pixels. Buckets are chosen by 2,000 of them, as a run's profile has, and one more for the
+largest of all; then every step's batch, in a run's own order, goes through the schedule worker.
+Encoder and LLM have four data ranks each, on devices of their own, and take as long as each other.
+The baseline takes samples as they come, each in a row as long as the longest.
+
+--train N runs the small Qwen3-VL of experiments/qwen3vl.py for N steps and counts compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from schedule_data import TRACES  # noqa: E402
+
+from dflop_jax.data.datasets.counts import (  # noqa: E402
+    Preprocessing,
+    SampleCounts,
+    most_demanding,
+)
+from dflop_jax.data.datasets.fitting import fit, preparations  # noqa: E402
+from dflop_jax.data.media.native import Clip, Native  # noqa: E402
+from dflop_jax.data.media.spec import MediaSpec  # noqa: E402
+from dflop_jax.data.sample import Limits  # noqa: E402
+from dflop_jax.data.shuffle import shuffled  # noqa: E402
+from dflop_jax.data.text.pieces import ByteTokenizer  # noqa: E402
+from dflop_jax.data.text.stamps import stamp_of  # noqa: E402
+from dflop_jax.records import Edge, Load, Plan, Prices  # noqa: E402
+from dflop_jax.schedule import (  # noqa: E402
+    BucketSpec,
+    ScheduleWorker,
+    arrival_buckets,
+    choose_buckets,
+)
+from dflop_jax.schedule.shapes.choose import even_seconds  # noqa: E402
+from dflop_jax.schedule.shapes.evaluate import Evaluator, model_plan  # noqa: E402
+from dflop_jax.schedule.shapes.spare import beyond, spare_bucket  # noqa: E402
+
+GLOBAL_BATCH, RANKS, BUCKETS, PROFILED, MAX_TAIL = 128, 4, 4, 2000, 64
+ROW_TOKENS, ROW_PATCHES, PATCH_PX = 8192, 8192, 16
+FRAME, RATE = (640, 360), (30, 1)
+CHARS_PER_TOKEN, TEMPLATE_TOKENS = 4, 20
+SPEC = MediaSpec(form="native", patch_px=PATCH_PX, merge=2, frames=2)
+KINDS = {"pictures and text": False, "clips too": True}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of data under one way of grouping; paddings are shares, means over steps."""
+
+    data: str
+    grouping: str
+    samples: int
+    steps: int
+    shapes: list[str]
+    patches_padded: float
+    tokens_padded: float
+    makespan_s: float
+    without_room: int
+    shapes_run: int
+
+
+def trace_rows(folder: Path, clips: bool) -> list[dict]:
+    rows = [json.loads(line) for f in sorted(folder.glob("*.jsonl")) for line in f.open()]
+    return [r for r in rows if not r["audio_s"] and (clips or not r["video_s"])]
+
+
+def pieces_of(row: Mapping, how: Preprocessing) -> tuple[tuple[int, ...], int]:
+    """Patches of each piece of a sample, and LLM tokens of the text among them."""
+    native = how.vision
+    assert isinstance(native, Native)
+    if not row["video_s"]:
+        grids = [native.grid(w, h) for w, h in row["images"]]
+        return tuple(r * c for r, c in grids), 0
+    layout = native.clip(Clip(*FRAME, max(2, int(row["video_s"] * RATE[0])), *RATE))
+    assert layout is not None
+    assert how.stamp is not None
+    text = sum(len(ids) for second in layout.seconds for ids in how.stamp(second))
+    return (layout.grid[0] * layout.grid[1],) * len(layout.seconds), text
+
+
+def loads_of(folder: Path, clips: bool) -> list[Load]:
+    """Loads as the data room makes them: what is too long is cut, or given fewer pixels."""
+    rows, limits = trace_rows(folder, clips), Limits(
+        max_tokens=ROW_TOKENS, max_frames=768, max_pixels=ROW_PATCHES * PATCH_PX**2
+    )  # fmt: skip
+    ways = preparations(SPEC, limits, stamp=stamp_of(ByteTokenizer()))
+    usable = [r for r in rows if all(max(s) <= 200 * min(s) for s in r["images"])]
+    prompt = np.array([r["prompt_chars"] // CHARS_PER_TOKEN + TEMPLATE_TOKENS for r in usable])
+    answer = np.array([r["answer_chars"] // CHARS_PER_TOKEN for r in usable])
+    made: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+
+    def counts(how: Preprocessing) -> SampleCounts:
+        each = made[ways.index(how)] = [pieces_of(r, how) for r in usable]
+        tiles = np.array([len(p) for p, _ in each])
+        seen = np.array([sum(p) // 4 for p, _ in each])
+        none = np.zeros(len(each), np.int64)
+        stamps = np.array([t for _, t in each])
+        longest = np.array([max(p, default=0) // 4 for p, _ in each])
+        return SampleCounts(tiles, none, none, none, prompt + answer, seen, none, stamps, longest)
+
+    fitted = fit(counts, prompt, ways, limits)
+    return [
+        SPEC.load(made[int(fitted.way[i])][i][0], 0, int(fitted.llm_tokens[i]))
+        for i in np.flatnonzero(fitted.fits)
+    ]
+
+
+def profiled(loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
+    """What a run knows of its data before it plans: an even share, and the tail of all."""
+    some = [loads[i * len(loads) // PROFILED] for i in range(PROFILED)]
+    asks = [(s.tokens("llm"), len(s.lengths("vision")), s.tokens("vision"),
+             max(s.lengths("vision"), default=0)) for s in loads]  # fmt: skip
+    return some, [loads[i] for i in most_demanding(np.array(asks), MAX_TAIL)]
+
+
+def planned(some: Sequence[Load], tail: Sequence[Load], grouping: str) -> tuple[Plan, Prices]:
+    spec = BucketSpec(
+        GLOBAL_BATCH,
+        {"vision": RANKS, "llm": RANKS},
+        (Edge("vision", "llm", "vision"),),
+        n_buckets=BUCKETS,
+    )
+    if grouping == "arrival":
+        buckets = arrival_buckets([*some, *tail], spec, per_rank=4)
+    else:
+        buckets = choose_buckets(some, spec).buckets
+    plan = replace(model_plan(spec, buckets), grouping=grouping)
+    large = [tail[i] for i in beyond(tail, plan)]
+    if large:
+        spare = spare_bucket(large, spec.capacity, {}, spec.token_multiple)
+        plan = replace(plan, buckets=(*plan.buckets, spare))
+    evaluator = Evaluator([], spec, even_seconds(some, spec), work=0, budget=0)
+    return plan, evaluator.prices(plan)
+
+
+def run(data: str, loads: Sequence[Load], grouping: str, steps: int) -> Row:
+    """Schedule the batches of so many steps as a run does."""
+    plan, prices = planned(*profiled(loads), grouping)
+    without_room = set(beyond(loads, plan))
+
+    def batch(step: int) -> list[Load]:
+        places = np.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH
+        drawn = shuffled(places, len(loads), 0).tolist()
+        return [loads[i] for i in drawn if i not in without_room]
+
+    padded, spans, shapes = {m: [] for m in plan.modules}, [], set()
+    with ScheduleWorker(batch, plan, prices, plan.modules, stop_step=steps, grace_s=300) as worker:
+        for step in range(steps):
+            schedule, _ = worker.get(step)
+            spans.append(schedule.makespan_s)
+            shapes |= {(g.module, g.shape) for g in schedule.groups}
+            for m in plan.modules:
+                sizes = [
+                    len(g.rows) * RANKS * g.shape.size for g in schedule.groups if g.module == m
+                ]
+                used = sum(load.tokens(m) for load in batch(step))
+                padded[m].append(1 - used / sum(sizes) if sizes else 0.0)
+        assert worker.fallbacks == 0
+    return Row(
+        data,
+        grouping,
+        len(loads),
+        steps,
+        [b.name for b in plan.buckets],
+        float(np.mean(padded["vision"])),
+        float(np.mean(padded["llm"])),
+        float(np.mean(spans)),
+        len(without_room),
+        len(shapes),
+    )
+
+
+def compiles_of_a_run(steps: int) -> int:
+    """Compiles after warm-up of a real run on pictures, clips and text of many sizes."""
+    from dflop_jax import Trainer
+    from experiments.qwen3vl import config
+
+    with tempfile.TemporaryDirectory() as made:
+        given = config()
+        run_of = replace(
+            given,
+            train=replace(given.train, steps=steps),
+            run_dir=f"{made}/run",
+            cache_dir=f"{made}/cache",
+        )
+        return Trainer(run_of).fit().compiles_after_warmup
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
+    parser.add_argument("--steps", type=int, default=200, help="batches scheduled of each kind")
+    parser.add_argument("--data", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--train", type=int, default=0, help="steps of a real run; 0: none")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    args = parser.parse_args()
+    rows = []
+    for data in args.data:
+        loads = loads_of(args.shapes, KINDS[data])
+        rows += [run(data, loads, grouping, args.steps) for grouping in ("balanced", "arrival")]
+    table = Table("data", "grouping", "samples", "patches padded", "tokens padded", "step",
+                  "without room", "shapes run")  # fmt: skip
+    for r in rows:
+        table.add_row(r.data, r.grouping, f"{r.samples:,}", f"{r.patches_padded:.1%}",
+                      f"{r.tokens_padded:.1%}", f"{r.makespan_s:.3f}", str(r.without_room),
+                      str(r.shapes_run))  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for r in rows:
+        console.print(f"{r.data}, {r.grouping}: {'; '.join(r.shapes)}")
+    numbers: dict[str, object] = {"rows": [asdict(r) for r in rows]}
+    if args.train:
+        numbers["compiles_after_warmup"] = compiles_of_a_run(args.train)
+        console.print(f"compiles after warm-up in {args.train} steps: "
+                      f"{numbers['compiles_after_warmup']}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What one sample may be at most under a plan, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dflop_jax.data import MediaSpec
+from dflop_jax.data.build import make_preprocessing
+from dflop_jax.data.largest import LongClip, Picture, clips, pictures
+from dflop_jax.records import Bucket, Load, Plan
+from dflop_jax.schedule.shapes.spare import beyond, holding_capacity
+from dflop_jax.train.prepare import Workplace
+
+T = TypeVar("T", Picture, LongClip)
+TOGETHER = "all"
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest picture, or the longest clip, that fits with all smaller ones.
+
+    Attributes:
+      picture: its sides in pixels, (0, 0): none fits.
+      clip_s, clip_frames: of a clip, 0: none fits.
+      unlimited: whether larger ones fit as well, since they are scaled down or sampled thinner.
+    """
+
+    picture: tuple[int, int] = (0, 0)
+    clip_s: float = 0.0
+    clip_frames: int = 0
+    unlimited: bool = False
+
+
+@dataclass(frozen=True)
+class SampleRoom:
+    """What a module, or all of them together, can take of one sample.
+
+    Attributes:
+      module: its name, or `TOGETHER`.
+      tokens: in all its pieces; piece_tokens: in one of them. 0 of all together.
+      picture, clip: each alone in a sample; None where the module has nothing of such.
+    """
+
+    module: str
+    tokens: int
+    piece_tokens: int
+    picture: Most | None
+    clip: Most | None
+
+
+def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
+    """Return what each module of a plan takes of one sample at most, then all together; media alone
+    are counted, without the text around them."""
+    spec = MediaSpec.of(place.model.preprocessing, place.model.piece_tokens)
+    how = make_preprocessing(place.config.data, spec, place.model.vocab_size)
+    shown, seen = pictures(how, spec), clips(how, spec)
+    ranks = holding_capacity(plan).ranks
+    rooms = []
+    for module in filter(plan.shapes, plan.modules):
+        shapes = plan.shapes(module)
+        only = replace(plan, buckets=tuple(Bucket.of({module: s}) for s in shapes))
+        tokens = max(s.size for s in shapes) * ranks[module], max(s.tokens for s in shapes)
+        own = [_of(module, p) for p in shown], [_of(module, c) for c in seen]
+        rooms.append(SampleRoom(module, *tokens, *(_most(one, only) for one in own)))
+    return [*rooms, SampleRoom(TOGETHER, 0, 0, _most(shown, plan), _most(seen, plan))]
+
+
+def _of(module: str, one: T) -> T:
+    """What a picture or clip asks of one module."""
+    return replace(one, load=Load({module: one.load.lengths(module)}))
+
+
+def _most(rising: Sequence[Picture | LongClip], plan: Plan) -> Most | None:
+    """The last one up to which all fit; None where they ask for nothing."""
+    if not any(any(one.load.pieces.values()) for one in rising):
+        return None
+    large = beyond([one.load for one in rising], plan)
+    if large and large[0] == 0:
+        return Most()
+    last = rising[(large[0] if large else len(rising)) - 1]
+    if isinstance(last, Picture):
+        return Most((last.width, last.height), unlimited=not large)
+    return Most(clip_s=last.seconds, clip_frames=last.frames, unlimited=not large)

@@ -1,0 +1,30 @@
+"""A bucket for the tail of the dataset, where memory has room for it."""
+
+from dataclasses import replace
+
+from dflop_jax.records import Load
+from dflop_jax.schedule.shapes.spare import beyond
+
+from .cases import TILE, data_profile, run
+
+LARGE = Load({"vision": (TILE,) * 40, "llm": (900,)})
+
+
+def test_the_tail_gets_a_bucket_beside_those_that_were_chosen():
+    plain = run().plan
+    data = replace(data_profile(), tail=(data_profile().loads[0], LARGE))
+    plan = run(data=data).plan
+    assert beyond(data.tail, plain) == [1]
+    assert beyond(data.tail, plan) == []
+    assert set(plain.buckets) < set(plan.buckets)
+    assert len(plan.buckets) == len(plain.buckets) + 1
+    assert replace(data, tail=data.tail[:1]).tail
+    assert run(data=replace(data, tail=data.tail[:1])).plan == plain
+
+
+def test_memory_that_is_short_leaves_the_spare_bucket_out():
+    data = replace(data_profile(), tail=(LARGE,))
+    memory_bytes = max(run().plan.predicted.peak_bytes.values()) * 1.05
+    plan = run(data=data, memory_bytes=memory_bytes).plan
+    assert beyond(data.tail, plan) == [0]
+    assert max(plan.predicted.peak_bytes.values()) <= memory_bytes

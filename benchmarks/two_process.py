@@ -1,9 +1,10 @@
 """Two processes pinned to a core each: what asynchronous dispatch and the planner's choice bring.
 
-Command:  python benchmarks/two_process.py [--json FILE] [--steps N]
-Minutes:  about 8 on 2 cores with nothing else running
+Command:  python benchmarks/two_process.py [--json FILE] [--steps N] [--rows NAME ...]
+Minutes:  about 10 on 2 cores with nothing else running
 Expected: dispatch without waiting beats awaiting every task; `auto` beats both blind variants; the
-          order by prices is no slower than the textbook's.
+          order by prices is no slower than the textbook's; kept activations are at least 1.15 times
+          as fast as recomputed ones.
 
 Real wall time: each process computes on a core of its own. All runs train the same model on the
 same batches. Policies:
@@ -15,6 +16,8 @@ The planner's choice (`auto`) is the one that it predicts to be the faster of th
 `dflop` runs three times more: with every task awaited by both processes before the next is
 dispatched, and with its schedules' tasks in either order that the scheduler chooses between: list
 scheduling by textbook durations (a backward is two forwards), and by the prices.
+`kept` and `recomputed` train another model, whose encoder does half of the work, encoder and LLM
+apart by one plan: backward is given what forward computed, or computes it again.
 
 Efficiency is the useful compute time of a step over what two cores offer in it: of every program
 that ran, its calibrated seconds times the share of its tokens that was not padding, divided by
@@ -31,9 +34,10 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -45,15 +49,18 @@ BLIND = ("blind pipeline", "blind data")
 POLICIES = (*BLIND, "dflop", "orch")
 AWAITED = "awaited"
 ORDERS = ("textbook order", "priced order")
+PAIR = {"kept": "none", "recomputed": "segment"}  # what backward computes again
+PAIR_SIZE = "tiny-deep+tiny-short"
+ROWS = (*POLICIES, AWAITED, *ORDERS, *PAIR)
 
 
 def config(name: str, steps: int, batch: int, size: str) -> Config:
-    policy = "dflop" if name in (AWAITED, *ORDERS) else name.split()[0]
+    policy = name.split()[0] if name in POLICIES else "dflop"
     return Config(
-        model=ModelConfig(size=size),
+        model=ModelConfig(size=PAIR_SIZE if name in PAIR else size),
         data=DataConfig(n_samples=8192),
         plan=PlanConfig(policy=policy, max_model=1, max_stage=2, max_microbatches=16),
-        train=TrainConfig(steps=steps, global_batch=batch),
+        train=TrainConfig(steps=steps, global_batch=batch, remat=PAIR.get(name, "auto")),
         checkpoint=CheckpointConfig(every=0),
         run_dir=str(RUNS / name.replace(" ", "_")),
     )
@@ -62,8 +69,8 @@ def config(name: str, steps: int, batch: int, size: str) -> Config:
 # ---- in each of the two processes ----
 
 
-def measure(steps: int, batch: int, size: str, out: Path) -> None:
-    """Train under every policy; process 0 writes what was measured."""
+def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) -> None:
+    """Train as the rows say; process 0 writes what was measured."""
     from dflop_jax.report.run_folder import read_metrics
     from dflop_jax.train import loop, prepare, profiling, timing, trainer
 
@@ -87,14 +94,21 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
             least[program] = max(min(runs), least.get(program, 0.0))
         return result
 
-    place = prepare.set_up(config("dflop", steps, batch, size))
-    source = place.source()
-    profile = profiling.make_profile(place, source)
-    rows, rates = {}, {module: [] for module in profile.model.n_layers}
-    for name in (*POLICIES, AWAITED, *ORDERS):
+    @cache
+    def prepared(like: str):
+        """Where a model trains, and its profile."""
+        place = prepare.set_up(config(like, steps, batch, size))
+        return place, profiling.make_profile(place, place.source())
+
+    @cache
+    def planned(like: str):
+        return choose(like, *prepared(model_of(like)), config(like, steps, batch, size))
+
+    rows = {}
+    for name in names:
         run = config(name, steps, batch, size)
-        given = rows["dflop"]["plan"] if "dflop" in rows else None
-        plan = given if name in (AWAITED, *ORDERS) else choose(name, place, profile, run)
+        place, profile = prepared(model_of(name))
+        plan = planned(name if name in POLICIES else model_of(name))
         with ExitStack() as stack:
             if name in ORDERS:
                 stack.enter_context(patch.object(loop, "Schedules", partial(in_order, name, plan)))
@@ -103,18 +117,28 @@ def measure(steps: int, batch: int, size: str, out: Path) -> None:
                 stack.enter_context(patch.object(module, "compile_and_time", timed))
             trainer.Trainer(run, plan=plan, profile=profile, existing="overwrite").fit()
         if place.peers.is_hub:
-            seconds = calibrated[name]
             steps_run = read_metrics(run.run_dir)[WARMUP:]
-            rows[name] = {"plan": plan, "steps": steps_run, "efficiency": [
-                useful_share(plan, seconds, row) for row in steps_run
-            ]}  # fmt: skip
-            for module in rates:
-                rates[module].append(rate(plan, seconds, module))
-        else:
-            rows[name] = {"plan": plan}
-    if place.peers.is_hub:
-        useful_s = work_s(run, source, {m: min(r) for m, r in rates.items()})
-        out.write_text(json.dumps({n: summary(r, useful_s) for n, r in rows.items()}))
+            share = partial(useful_share, plan, calibrated[name])
+            rows[name] = summary(plan, steps_run, list(map(share, steps_run)))
+    if not prepared("dflop")[0].peers.is_hub:
+        return
+    trained = [name for name in names if name in POLICIES]
+    if trained:
+        place, profile = prepared("dflop")
+        rates = {
+            module: min(rate(planned(n), calibrated[n], module) for n in trained)
+            for module in profile.model.n_layers
+        }
+        useful_s = work_s(config("dflop", steps, batch, size), place.source(), rates)
+        for name in names:
+            if name not in PAIR:
+                rows[name]["best_rate"] = useful_s / 2 / rows[name]["step_s"]
+    out.write_text(json.dumps(rows))
+
+
+def model_of(name: str) -> str:
+    """The first row that trains the same model."""
+    return next(iter(PAIR)) if name in PAIR else "dflop"
 
 
 def in_order(name: str, plan, peers, worker):
@@ -149,6 +173,7 @@ def choose(name: str, place, profile, run: Config):
         n_devices=len(place.devices),
         global_batch=run.train.global_batch,
         config=run.plan,
+        remat=run.train.remat,
         allowed=lambda m: size in (None, m.n_devices),
     ).plan
 
@@ -186,8 +211,7 @@ def work_s(run: Config, source, rates: dict[str, float]) -> float:
     return sum(load.tokens(m) * r for load in loads for m, r in rates.items()) / len(steps)
 
 
-def summary(row: dict, useful_s: float) -> dict:
-    plan, steps = row["plan"], row["steps"]
+def summary(plan, steps: list[dict], efficiency: list[float]) -> dict:
     step_s = [r["step_s"] for r in steps]
     return {
         "plan": " ".join(
@@ -196,10 +220,10 @@ def summary(row: dict, useful_s: float) -> dict:
         "predicted_s": plan.predicted.makespan_s,
         "step_s": statistics.median(step_s),
         "spread_s": [min(step_s), max(step_s)],
+        "scheduled_s": statistics.median(r["makespan_s"] for r in steps),
         "padding": {m: statistics.mean(r["padding_fraction"][m] for r in steps)
                     for m in plan.modules},
-        "efficiency": statistics.median(row["efficiency"]),
-        "best_rate": useful_s / 2 / statistics.median(step_s),
+        "efficiency": statistics.median(efficiency),
         "losses": [r["loss"] for r in steps],
     }  # fmt: skip
 
@@ -208,6 +232,28 @@ def summary(row: dict, useful_s: float) -> dict:
 
 
 def main() -> int:
+    args = arguments()
+    if args.worker:
+        measure(args.rows, args.steps, args.batch, args.size, args.worker)
+        return 0
+    from dflop_jax.cluster.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = ["python", __file__, "--steps", str(args.steps), "--size", args.size]
+        command += ["--batch", str(args.batch), "--worker", str(out), "--rows", *args.rows]
+        code = launch(command, 2, devices_per_process=1, pin=True).exit_code
+        if code:
+            return code
+        rows = json.loads(out.read_text())
+    figures = result(rows)
+    show(rows, figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run (default 12)")
@@ -215,73 +261,83 @@ def main() -> int:
     parser.add_argument(
         "--size", default="tiny+tiny-short", help="of the model; nano for a quick look"
     )
+    parser.add_argument(
+        "--rows", nargs="+", metavar="NAME", choices=ROWS, default=ROWS,
+        help=f"only some of: {', '.join(ROWS)}",
+    )  # fmt: skip
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARMUP:
         parser.error(f"--steps must be above {WARMUP}, which only warm up")
-    if args.worker:
-        measure(args.steps, args.batch, args.size, args.worker)
-        return 0
-    from dflop_jax.cluster.launch import launch
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = ["python", __file__, "--steps", str(args.steps), "--size", args.size]
-        command += ["--batch", str(args.batch), "--worker", str(out)]
-        code = launch(command, 2, devices_per_process=1, pin=True).exit_code
-        if code:
-            return code
-        rows = json.loads(out.read_text())
-    show(rows)
-    if args.json:
-        args.json.write_text(json.dumps(result(rows), indent=1))
-    return 0
+    return args
 
 
 def result(rows: dict[str, dict]) -> dict:
-    policies = {n: {k: rows[n][k] for k in ("step_s", "efficiency", "best_rate")} for n in POLICIES}
-    policies["auto"] = policies[min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])]
-    ratio = rows[AWAITED]["step_s"] / rows["dflop"]["step_s"]
-    orders = {n.split()[0]: {k: rows[n][k] for k in ("step_s", "spread_s")} for n in ORDERS}
-    return {"async_over_awaited": ratio, "policies": policies, "orders": orders}
+    """What is written of the rows that ran."""
+    named = ("step_s", "efficiency", "best_rate")
+    figures: dict = {
+        "policies": {n: {k: rows[n][k] for k in named} for n in POLICIES if n in rows},
+        "orders": {n.split()[0]: {k: rows[n][k] for k in ("step_s", "spread_s")}
+                   for n in ORDERS if n in rows},
+    }  # fmt: skip
+    if {"dflop", "orch"} <= rows.keys():
+        figures["policies"]["auto"] = figures["policies"][chosen(rows)]
+    for key, slow, fast in (
+        ("async_over_awaited", AWAITED, "dflop"),
+        ("kept_over_recomputed", "recomputed", "kept"),
+    ):
+        if {slow, fast} <= rows.keys():
+            figures[key] = rows[slow]["step_s"] / rows[fast]["step_s"]
+    return figures
 
 
-def show(rows: dict[str, dict]) -> None:
+def chosen(rows: dict[str, dict]) -> str:
+    """The planner's choice."""
+    return min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])
+
+
+def show(rows: dict[str, dict], figures: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from dflop_jax.report.compare import compare
 
     console = Console(width=140)
-    figures = result(rows)
-    table = Table("policy", "plan", "step ms (min - max)", "padded tokens %", "efficiency",
-                  "best rate", title="two processes, a core each")  # fmt: skip
-    for name in (*POLICIES, *ORDERS):
-        r = rows[name]
+    table = Table("row", "plan", "step ms (min - max)", "as scheduled", "padded tokens %",
+                  "efficiency", "best rate", title="two processes, a core each")  # fmt: skip
+    for name, r in rows.items():
         low, high = r["spread_s"]
         table.add_row(
             name,
             r["plan"],
             f"{1e3 * r['step_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
+            f"{1e3 * r['scheduled_s']:.0f}",
             ", ".join(f"{100 * p:.1f}" for p in r["padding"].values()),
             f"{r['efficiency']:.3f}",
-            f"{r['best_rate']:.3f}",
+            f"{r['best_rate']:.3f}" if "best_rate" in r else "",
         )
     console.print(table)
-    chosen = min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])
-    best_blind = min(BLIND, key=lambda n: rows[n]["step_s"])
-    step_s = rows[chosen]["step_s"]
-    console.print(
-        f"asynchronous over awaited dispatch (dflop): {figures['async_over_awaited']:.2f} x\n"
-        f"order by prices over the textbook's (dflop): "
-        f"{figures['orders']['priced']['step_s'] / figures['orders']['textbook']['step_s']:.3f}\n"
-        f"the planner chooses {chosen}: {rows['blind pipeline']['step_s'] / step_s:.2f} x the "
-        f"blind pipeline, {rows[best_blind]['step_s'] / step_s:.2f} x the best blind variant "
-        f"({best_blind})"
-    )
-    picture = RUNS / "compare.png"
-    compare([RUNS / n.replace(" ", "_") for n in POLICIES], picture)
-    console.print(f"timelines under one time axis: {picture}")
+    for key, words in (
+        ("async_over_awaited", "asynchronous over awaited dispatch (dflop)"),
+        ("kept_over_recomputed", "kept over recomputed activations (encoder half of the work)"),
+    ):
+        if key in figures:
+            console.print(f"{words}: {figures[key]:.2f} x")
+    if set(ORDERS) <= rows.keys():
+        textbook_s, priced_s = (rows[n]["step_s"] for n in ORDERS)
+        console.print(f"order by prices over the textbook's (dflop): {priced_s / textbook_s:.3f}")
+    if set(POLICIES) <= rows.keys():
+        name = chosen(rows)
+        best_blind = min(BLIND, key=lambda n: rows[n]["step_s"])
+        step_s = rows[name]["step_s"]
+        console.print(
+            f"the planner chooses {name}: {rows['blind pipeline']['step_s'] / step_s:.2f} x the "
+            f"blind pipeline, {rows[best_blind]['step_s'] / step_s:.2f} x the best blind variant "
+            f"({best_blind})"
+        )
+        picture = RUNS / "compare.png"
+        compare([RUNS / n.replace(" ", "_") for n in POLICIES], picture)
+        console.print(f"timelines under one time axis: {picture}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Published sizes are those of the models' `config.json` (the Instruct variants where Qwen2.5's
 differ); `siglip-1b` and `siglip-6b` are the scaled towers of DFLOP's public code
-(arXiv 2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes; `tiny+tiny-short` takes
-about as long in the encoder as in the LLM.
+(arXiv 2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes; `tiny-deep+tiny-short`
+takes about as long in the encoder as in the LLM, `tiny+tiny-short` three quarters of it.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ def _llama3(width: int, n_layers: int, n_heads: int, mlp: int) -> DecoderSize:
 VISION: Mapping[str, VisionSize] = {
     "nano": VisionSize(32, 8, 32, 2, 4, 64, merge=2),
     "tiny": VisionSize(48, 8, 64, 4, 4, 256, merge=2),
+    "tiny-deep": VisionSize(48, 8, 64, 6, 4, 256, merge=2),
     "siglip-so400m": VisionSize(384, 14, 1152, 27, 16, 4304),
     "siglip-1b": VisionSize(384, 14, 1728, 27, 32, 6912),
     "siglip-6b": VisionSize(384, 14, 2304, 40, 48, 8608),

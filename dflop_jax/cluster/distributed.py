@@ -125,8 +125,7 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
       ValueError: they are not as many as the plan's, or some processes have more than others.
     """
     others = jax_ports.listening_ids()
-    with _patient_gloo():
-        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if _joined is not None and _joined.closed_ports is None:
         _joined.closed_ports = _close_ports(devices, others)
     counts = Counter(d.process_index for d in devices)
@@ -242,7 +241,8 @@ def _connect(processes: Processes, meeting: Meeting, config: DistributedConfig) 
             coordinator_bind_address=f"unix:{service}",
         )
     if on_cpu():
-        jax_ports.bind_gloo(own_host)
+        with _patient_gloo():
+            jax_ports.bind_gloo(own_host)
     return relay
 
 
@@ -260,7 +260,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def _patient_gloo() -> Iterator[None]:
-    """Make gloo's thread give way to the others of this process.
+    """Make gloo's thread, which starts meanwhile, give way to the others of this process.
 
     While bytes arrive that nobody has asked for yet, it polls without pause; on a busy core whoever
     would ask waits for the end of its time slice. That costs 4 ms a collective (measured on pinned
@@ -270,9 +270,8 @@ def _patient_gloo() -> Iterator[None]:
     before = {t.name for t in tasks.glob("*")}
     yield
     started = [int(t.name) for t in tasks.glob("*") if t.name not in before]
-    if on_cpu() and started and hasattr(os, "sched_setscheduler"):
+    if started and hasattr(os, "sched_setscheduler"):
         with suppress(OSError):  # not allowed here
-            # Of the threads that the CPU client starts, gloo's is the first.
             os.sched_setscheduler(min(started), os.SCHED_BATCH, os.sched_param(0))
 
 

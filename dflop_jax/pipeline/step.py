@@ -123,13 +123,17 @@ class StepCall:
     # ---- inputs ----
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
+        """What a task reads; nothing where its programs run on other processes only."""
         signature = self.programs.signature(name, self.groups[g].shape)
+        arrived = {kind: self.inbox.pop((name, g, kind), []) for kind in signature.x}
+        if name not in self.programs.local:
+            return {}, {}
         host = self.arrays[g].fields
         fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
-        x = {}
-        for kind, struct in signature.x.items():
-            parts = self.inbox.pop((name, g, kind), [])
-            x[kind] = self.programs.add(name, parts, struct) if parts else self.state.zero(struct)
+        x = {
+            kind: self.programs.add(name, parts, struct) if parts else self.state.zero(struct)
+            for (kind, struct), parts in zip(signature.x.items(), arrived.values(), strict=True)
+        }
         return x, fields
 
     def _fed(self, link: Link, g: int) -> int | None:

@@ -1,21 +1,45 @@
-"""Two kills of `benchmarks/kills.py`: the run goes on as if nothing had happened."""
+"""Two kills of `benchmarks/kills.py`: the run goes on as if nothing had happened, or on one process
+under another ZeRO degree."""
 
+import runpy
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dflop_jax.records import SubmeshPlan
+from dflop_jax.train.trainer import Trainer
+
 from ..benchmarks.scripts import module
-from .many import TWO, Jobs
+from ..plans import NANO, bucket, nano_profile
+from .many import Jobs, losses
 
 STEPS = 24
+ON_BOTH = replace(  # everything split over both processes, parameters too
+    NANO,
+    policy="orch",
+    buckets=(bucket(4, 96),),
+    submeshes=tuple(SubmeshPlan(m, 0, 1, 2, 1) for m in ("vision", "llm")),
+    segments=tuple(replace(s, zero=3) for s in NANO.segments),
+)
+ALONE = replace(
+    NANO,
+    buckets=(bucket(8, 160),),
+    submeshes=tuple(SubmeshPlan(m, 0, 1, 1, 1) for m in ("vision", "llm")),
+)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     kills = module("kills")
-    jobs = Jobs.make(tmp_path, TWO, STEPS, every=2)
+    jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2)
+    as_killed = tmp_path / "as_killed"
 
     def command(run_dir, *more):
+        if more and not as_killed.exists():
+            shutil.copytree(run_dir, as_killed)
         return jobs.command(2, run_dir, *more)
 
     # By this seed process 0 while it saves, then process 1 at a step.
@@ -24,3 +48,9 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert {k.victim for k in done} <= {kills.LAUNCHER, 0, 1}
     assert any(k.rows > 0 for k in done)
     assert kills.table(done, runs, STEPS).row_count >= 2
+
+    assert {s.zero for s in ALONE.segments} == {1}
+    config = replace(runpy.run_path(tmp_path / "small.py")["config"](), run_dir=str(as_killed))
+    resumed = Trainer(config, plan=ALONE, profile=nano_profile(), existing="resume").fit()
+    assert 0 < len(resumed.losses) < STEPS
+    np.testing.assert_allclose(losses(as_killed), losses(tmp_path / "undisturbed"), rtol=1e-5)

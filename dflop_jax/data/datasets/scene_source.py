@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from dflop_jax.data.datasets.compose import blanked, compose
@@ -19,6 +21,7 @@ from dflop_jax.records import Load
 
 STREAMS = {"train": 0, "eval": 1}
 MAX_REDRAWS = 100
+KEPT = 4096  # scenes that were drawn last: loads are asked for several times before pixels are
 UNIT_BLOCKS = 3  # sides of what is drawn in place of a tile, in blocks, at native resolution
 
 
@@ -51,6 +54,7 @@ class SceneSource:
         self._limits, self._blank = limits or Limits(), blank_images
         self._ways = preparations(spec, self._limits, stamp=stamp_of(tokenizer))
         self._unit_px = spec.tile_px or UNIT_BLOCKS * spec.patch_px * spec.merge
+        self._draw = lru_cache(KEPT)(self._drawn)
 
     def __len__(self) -> int:
         return self._n
@@ -83,7 +87,7 @@ class SceneSource:
         )
         return blanked(sample) if self._blank else sample
 
-    def _draw(self, index: int) -> tuple[Scene, tuple[Piece, ...], Fitted]:
+    def _drawn(self, index: int) -> tuple[Scene, tuple[Piece, ...], Fitted]:
         if not 0 <= index < self._n:
             raise IndexError(f"{self.name} holds no sample {index}")
         rng = np.random.default_rng((*self._key, index))

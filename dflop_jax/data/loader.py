@@ -60,9 +60,13 @@ class Loader:
         return len(self._replaced)
 
     def indices(self, step: int) -> list[int]:
-        """Source indices of the batch of a step."""
+        """Source indices of the batch of a step; of a source that varies with the epoch, each has
+        its epoch times the source's length added."""
         places = np.arange(self.global_batch) + step * self.global_batch
-        return shuffled(places, len(self.source), self.seed).tolist()
+        indices = shuffled(places, len(self.source), self.seed)
+        if getattr(self.source, "varies", False):
+            indices += places // len(self.source) * len(self.source)
+        return indices.tolist()
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""

@@ -15,20 +15,24 @@ from __future__ import annotations
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
-CLIPS = "dflop_jax.data.datasets.clips"
+SHUFFLED = "dflop_jax.data.datasets.clips:make_shuffled"
 
 
 def config(shuffled: bool = False) -> Config:
     return Config(
         model=ModelConfig(factory="models.wan:build", size="tiny-short+wan-tiny"),
-        data=DataConfig(
-            factory=f"{CLIPS}:make_shuffled" if shuffled else f"{CLIPS}:make", n_samples=8192
-        ),
+        data=DataConfig(factory=SHUFFLED if shuffled else "", n_samples=8192),
         plan=PlanConfig(
-            devices=2, max_model=1, buckets=2, max_microbatches=4, effort="quick", finalists=1
+            devices=2,
+            max_model=1,
+            max_stage=1,
+            buckets=2,
+            max_microbatches=4,
+            effort="quick",
+            finalists=1,
         ),
         train=TrainConfig(
-            steps=400, global_batch=32, warmup_steps=20, learning_rate=2e-3, eval_samples=256
+            steps=500, global_batch=16, warmup_steps=20, learning_rate=2e-3, eval_samples=256
         ),
         run_dir="runs/t2v/" + ("shuffled" if shuffled else "captions"),
     )

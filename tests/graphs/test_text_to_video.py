@@ -23,7 +23,20 @@ from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.clip import write_clip
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    DataProfile,
+    Group,
+    LayerTiming,
+    ModelProfile,
+    Plan,
+    Profile,
+    Recompute,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 from dflop_jax.report.run_folder import CHECKPOINTS
 from models import wan
 from tests.pipeline import plain
@@ -124,6 +137,12 @@ def make_schedule(plan, n):
     return Schedule(0, tuple(groups))
 
 
+def group_of(path):
+    """Name by which a parameter is frozen."""
+    module, part = path[0].key, path[1].key
+    return MODEL.modules[module].freeze_groups[part]
+
+
 @functools.cache
 def samples_of(path):
     source = clips.make(DataConfig(path=path), MODEL, "train")
@@ -171,8 +190,8 @@ def oracle(folder):
     return samples, params, scale, loss, grads
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_plans_equal_plain_computation(layout, oracle):
+@pytest.mark.parametrize("layout, freeze", [*((name, ()) for name in LAYOUTS), ("apart", ("llm",))])
+def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
     samples, params, scale, want_loss, want = oracle
     loads = [s.load for s in samples]
     plan = make_plan(layout)
@@ -181,7 +200,7 @@ def test_gradients_of_plans_equal_plain_computation(layout, oracle):
     for g in range(len(schedule.groups)):
         packed = pack_group(plan, schedule, g, samples, loads, model=MODEL)
         arrays.append(GroupArrays(packed.fields, packed.places))
-    ex = Executor(MODEL, plan, optax.sgd(1.0))
+    ex = Executor(MODEL, plan, optax.sgd(1.0), freeze=freeze)
     try:
         ex.init(0)
         start = plain.join(plan, ex.state.params)
@@ -192,13 +211,16 @@ def test_gradients_of_plans_equal_plain_computation(layout, oracle):
     finally:
         ex.close()
     assert scale * result.sums["generator.loss_sum"] == pytest.approx(want_loss, rel=1e-5)
-    flat = jax.tree_util.tree_leaves_with_path(want)
+    flat = [
+        (path, np.zeros_like(w) if group_of(path) in freeze else w)
+        for path, w in jax.tree_util.tree_leaves_with_path(want)
+    ]
     norm = np.sqrt(sum(np.square(w).sum() for _, w in flat))
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
     for (path, w), g in zip(flat, jax.tree.leaves(grads), strict=True):
         where = jax.tree_util.keystr(path)
-        assert np.abs(w).max() > 0, where
+        assert (np.abs(w).max() > 0) == (group_of(path) not in freeze), where
         # The update is a difference of float32 parameters of order one.
         assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
 
@@ -223,9 +245,7 @@ def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
 def config(folder, steps=4, **train) -> Config:
     return Config(
         model=ModelConfig(factory="models.wan:build", size="nano+wan-nano"),
-        data=DataConfig(
-            factory="dflop_jax.data.datasets.clips:make", path=str(folder / "clips.json")
-        ),
+        data=DataConfig(path=str(folder / "clips.json")),
         plan=PlanConfig(devices=2, max_model=1, max_stage=1, buckets=1, max_microbatches=2,
                         effort="quick", finalists=1),
         train=TrainConfig(steps=steps, global_batch=4, learning_rate=1e-3, warmup_steps=0,
@@ -236,10 +256,48 @@ def config(folder, steps=4, **train) -> Config:
     )  # fmt: skip
 
 
+PLAN = Plan(
+    "dflop",
+    (SubmeshPlan("llm", 0, 1, 1, 1), SubmeshPlan("generator", 1, 1, 1, 1)),
+    (
+        SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
+        SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
+    ),
+    (Bucket.of({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
+    edges_of(MODEL),
+)
+
+
+def made_up_profile(path):
+    """With times in proportion to size."""
+    sizes = (("llm", 1, 32), ("llm", 2, 32), ("generator", 1, 64), ("generator", 2, 64))
+    timings = tuple(
+        LayerTiming(m, 1, Shape(rows, tokens), *(1e-6 * rows * tokens * k for k in (1, 3, 1, 3)),
+                    recompute={"none": Recompute()})
+        for m, rows, tokens in sizes
+    )  # fmt: skip
+    every = dict.fromkeys(MODEL.modules, 1000)
+    model = ModelProfile(
+        key="k",
+        device="cpu",
+        timings=timings,
+        layer_param_bytes=every,
+        ends_param_bytes=every,
+        n_layers={m: module.n_layers for m, module in MODEL.modules.items()},
+        entry_share=dict.fromkeys(MODEL.modules, 0.5),
+        concurrency=1.0,
+        edges=edges_of(MODEL),
+        tied=(),
+        piece_tokens={},
+    )
+    return Profile(model, DataProfile("made up", 6, tuple(s.load for s in samples_of(path))))
+
+
 @pytest.fixture(scope="module")
 def run(folder):
     """Four steps over six clips, so that the last ones are of the second epoch."""
-    return Trainer(config(folder)).fit()
+    profile = made_up_profile(str(folder / "clips.json"))
+    return Trainer(config(folder), plan=PLAN, profile=profile).fit()
 
 
 def test_a_run_resumes_bit_for_bit_in_another_epoch(run, folder):

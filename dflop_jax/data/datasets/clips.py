@@ -1,4 +1,4 @@
-"""Sources of clips with captions, for `data.factory`: of files, or embedded."""
+"""Sources of clips with captions: of files, or embedded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def make(config: DataConfig, model: Any, split: str) -> ClipSource:
 
 
 def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
-    """Moving scenes with each other's captions, which then say nothing (a control experiment)."""
+    """Moving scenes with each other's captions, which then say nothing: a control experiment, by
+    `data.factory`."""
     if config.path:
         raise ValueError("data.path: captions are shuffled of the embedded clips only; empty it")
     return _source(config, model, split, shuffled=True)

@@ -12,8 +12,8 @@ import numpy as np
 from dflop_jax.data.datasets.clip_samples import STREAMS
 from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, Picture, Shape
 
-SIDE = 24  # pixels
-SIZE = 10  # of a shape
+SIDE = 16  # pixels
+SIZE = 7  # of a shape
 GREY = 128
 SCALE = 2.0  # latents have a variance of about one
 FRAMES = (2, 3, 3, 4, 4, 6)  # of a clip, drawn

@@ -75,7 +75,8 @@ class WeightMap:
     `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
     used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
     are left alone; `copies` gives for a name that may repeat another tensor that tensor's name;
-    `unused` are those of the ignored that a written folder must have.
+    `unused` are those of the ignored that a written folder must have. `stem` begins the names of
+    the files with tensors.
     """
 
     tensors: tuple[Tensor, ...]
@@ -85,6 +86,7 @@ class WeightMap:
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[Unused, ...] = ()
+    stem: str = "model"
 
     def canonical(self, name: str) -> str:
         """The name used here of a name found in a file."""

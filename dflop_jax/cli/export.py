@@ -1,4 +1,4 @@
-"""`dflop export`: a checkpoint of a run as a folder that transformers loads."""
+"""`dflop export`: a checkpoint of a run as a folder that transformers or diffusers loads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from dflop_jax.cli.generate import base_config
 from dflop_jax.cli.terminal import show
+from dflop_jax.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as it began)")
+    parser.add_argument(
+        "--module", metavar="NAME", help="one module alone, such as llm or generator"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -36,17 +40,34 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if config is None:
         raise ValueError(f"{args.run_folder}: no such run folder")
     model: Any = adapted(build_model(config.model), config.train)
-    if not hasattr(model, "weights"):
-        raise ValueError(f"{config.model.factory}: this model has no published form to write")
+    map_, whole = _map(model, config, args.module)
     loaded = load_params(args.run_folder, model, jax.local_devices(backend="cpu")[0])
-    whole = [w for w in config.model.weights if "=" not in w]
-    source = Folder(whole[0], model.weights) if whole else None
+    source = Folder(whole, map_) if whole else None
     params = dict(loaded.params)
     if config.train.lora_rank:
         params["llm"] = model.modules["llm"].merged(params["llm"])
     held = [Held(name, tree) for name, tree in params.items()]
-    write_folder(args.out, model.weights, held, source=source, dtype=args.dtype)
+    write_folder(args.out, map_, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {loaded.step} to {args.out}: {', '.join(files)}")
     return {"folder": args.out, "step": loaded.step, "files": files}
+
+
+def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
+    """Where a folder has the parameters of the model or of one module, and the folder of weights
+    that these began with, "" for none."""
+    began = {w.rpartition("=")[0]: w.rpartition("=")[2] for w in config.model.weights}
+    if module is None:
+        if not hasattr(model, "weights"):
+            raise ValueError(
+                f"{config.model.factory}: this model has no published form to write; --module "
+                "writes a part of it"
+            )
+        return model.weights, began.get("", "")
+    parts = getattr(model, "part_weights", {})
+    if module not in parts:
+        raise ValueError(
+            f"--module {module}: it has no published form; known: {', '.join(parts) or 'none'}"
+        )
+    return parts[module](), began.get(module, "")

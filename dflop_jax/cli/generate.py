@@ -1,4 +1,4 @@
-"""`dflop generate`: the answer of a trained model, shown as it comes."""
+"""`dflop generate`: the answer of a trained model, shown as it comes, or its clip."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dflop_jax.cli.experiment import experiment_config
+from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: dflop generate runs/demo/dflop --image photo.jpg --prompt 'What colour is it?'. "
-        "EXPERIMENT may be a run folder, which knows what it was trained with."
+        "EXPERIMENT may be a run folder, which knows what it was trained with; "
+        "a model of text to video writes its clip as a strip of frames (PNG) and as a GIF."
     )
     parser.add_argument(
         "--checkpoint",
@@ -45,6 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
+    clip.add_argument(
+        "--out", metavar="FOLDER", help="write the clip there (default: RUN/generated)"
+    )
+    clip.add_argument(
+        "--flow-steps", type=int, default=30, help="Euler steps from noise (default: 30)"
+    )
+    clip.add_argument(
+        "--latents",
+        metavar="TIME,ROWS,COLUMNS",
+        help="how large its latents are (default: as the embedded clips)",
+    )
 
 
 def base_config(experiment: str) -> Config | None:
@@ -66,13 +80,16 @@ def base_config(experiment: str) -> Config | None:
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Answer; the text goes to stdout as it comes, unless JSON is asked for."""
+    """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
+    from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import tagged
     from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.prepare import use_cache
 
     config = experiment_config(args, base_config(args.experiment))
+    if generates_clips(config):
+        return _clip(args, config)
     how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
     tagged(args.prompt, len(args.image))  # mistakes show before a model is loaded
     own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
@@ -84,6 +101,37 @@ def run(args: argparse.Namespace) -> Any:
         if not answer.answer.strip():
             print(f"the answer is empty: {_why_empty(answer)}", file=sys.stderr)
     return answer
+
+
+def _clip(args: argparse.Namespace, config: Config) -> Any:
+    from dflop_jax.generate.clip import ClipGenerator
+    from dflop_jax.train.prepare import use_cache
+
+    if args.image:
+        raise ValueError("the model makes clips of a caption; leave out --image")
+    run = args.experiment if Path(args.experiment).is_dir() else config.run_dir
+    use_cache(config.cache_dir)
+    answer = ClipGenerator(config, args.checkpoint or run).make(
+        args.prompt,
+        args.out or Path(run) / "generated",
+        size=_size(args.latents),
+        flow_steps=args.flow_steps,
+        seed=args.seed,
+    )
+    if not args.json:
+        show(f"wrote {', '.join(answer.files)}")
+    return answer
+
+
+def _size(text: str | None) -> tuple[int, int, int] | None:
+    """The numbers of --latents."""
+    if text is None:
+        return None
+    numbers = [part.strip() for part in text.split(",")]
+    if len(numbers) != 3 or not all(n.isdecimal() for n in numbers):
+        raise ValueError(f"--latents {text!r}: write TIME,ROWS,COLUMNS, such as 4,6,6")
+    time, rows, columns = map(int, numbers)
+    return time, rows, columns
 
 
 def _why_empty(answer: Answer) -> str:

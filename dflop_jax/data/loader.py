@@ -97,13 +97,18 @@ class Loader:
         return len(self._replaced)
 
     def indices(self, step: int) -> list[int]:
-        """Source indices of the batch of a step."""
+        """Source indices of the batch of a step; of a source that varies with the epoch, each has
+        its epoch times the source's length added."""
         return self._indices(step)
 
     def _indices_of(self, step: int) -> list[int]:
+        n = len(self.source)
         places = np.arange(self.global_batch) + step * self.global_batch
-        drawn: list[int] = shuffled(places, len(self.source), self.seed).tolist()
-        return self._room.held(drawn) if self._room else drawn
+        drawn: list[int] = shuffled(places, n, self.seed).tolist()
+        held = self._room.held(drawn) if self._room else drawn
+        if not getattr(self.source, "varies", False):
+            return held
+        return [i + k * n for i, k in zip(held, (places // n).tolist())]
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""

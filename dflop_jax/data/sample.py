@@ -107,7 +107,9 @@ class Source(Protocol):
     """A dataset with random access. `sample(i).load == load(i)` for every i.
 
     One that reads other people's files also has `opened_by: OpenedBy`, so that its samples are
-    decoded in processes of their own; any other is decoded in threads.
+    decoded in processes of their own; any other is decoded in threads. One whose samples differ
+    from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
+    epoch k, with the load of sample i.
     """
 
     @property

@@ -84,6 +84,11 @@ class WeightMap(Protocol):
         """Ignored tensors that repeat another one, and that one; they are not written."""
         ...
 
+    @property
+    def stem(self) -> str:
+        """How the names of the files with tensors begin."""
+        ...
+
     def canonical(self, name: str) -> str:
         """The name used in `tensors` of a name found in a file."""
         ...

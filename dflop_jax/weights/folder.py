@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from dflop_jax.weights.contract import WeightMap
 
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # A mapped file counts as memory of the process for as long as it is open.
@@ -33,6 +32,11 @@ class Entry:
     dtype: str
 
 
+def index_name(map_: WeightMap) -> str:
+    """File that says which tensor is in which of a checkpoint's files."""
+    return f"{map_.stem}.safetensors.index.json"
+
+
 class Folder:
     """The weights of one checkpoint, not yet read.
 
@@ -45,9 +49,10 @@ class Folder:
         self.path = Path(path)
         self.map = map_
         self.config = self._read_config()
+        self._index = index_name(map_)
         self.entries: dict[str, Entry] = {}
         for file, names in self._files().items():
-            for entry in _header(file, names):
+            for entry in _header(file, names, self._index):
                 key = map_.canonical(entry.name)
                 if key in self.entries:
                     raise ValueError(
@@ -65,14 +70,14 @@ class Folder:
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Files of the checkpoint and the tensors to take of each, None for all."""
-        if (self.path / INDEX).is_file():
-            index = _read_json(self.path / INDEX).get("weight_map")
+        if (self.path / self._index).is_file():
+            index = _read_json(self.path / self._index).get("weight_map")
             if not isinstance(index, Mapping) or not all(
                 isinstance(f, str) and Path(f).name == f for f in index.values()
             ):
                 raise ValueError(
-                    f"{self.path / INDEX}: weight_map must give the name of a file in the same "
-                    "folder for every tensor; download it again"
+                    f"{self.path / self._index}: weight_map must give the name of a file in the "
+                    "same folder for every tensor; download it again"
                 )
             files: dict[Path, list[str] | None] = {}
             for name, file in index.items():
@@ -82,7 +87,7 @@ class Folder:
             return files
         found = sorted(self.path.glob("*.safetensors"))
         if len(found) != 1:
-            what = "no safetensors" if not found else f"{len(found)} safetensors but no {INDEX}"
+            what = f"{len(found)} safetensors but no {self._index}" if found else "no safetensors"
             raise ValueError(
                 f"{self.path}: {what}; save the model with transformers' save_pretrained, which "
                 "writes safetensors and their index"
@@ -175,7 +180,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _header(file: Path, names: Iterable[str] | None) -> list[Entry]:
+def _header(file: Path, names: Iterable[str] | None, index: str) -> list[Entry]:
     """Entries of a file, nothing of their values."""
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -183,13 +188,13 @@ def _header(file: Path, names: Iterable[str] | None) -> list[Entry]:
             chosen = sorted(here) if names is None else names
             if gone := [n for n in chosen if n not in here]:
                 raise ValueError(
-                    f"{file}: no tensor {_names(gone)}, which {INDEX} says is there; "
+                    f"{file}: no tensor {_names(gone)}, which {index} says is there; "
                     "download both again"
                 )
             slices = [(name, opened.get_slice(name)) for name in chosen]
             return [Entry(file, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices]
     except FileNotFoundError:
-        raise ValueError(f"{file}: no such file, though {INDEX} names it; download it") from None
+        raise ValueError(f"{file}: no such file, though {index} names it; download it") from None
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{file}: no safetensors file ({e}); download it again") from None
 

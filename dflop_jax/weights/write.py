@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from dflop_jax.weights.contract import Tensor, WeightMap
-from dflop_jax.weights.folder import CONFIG, DTYPES, INDEX, Folder
+from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
 NAMES = {np.dtype(ml_dtypes.bfloat16 if d == "bfloat16" else d): n for n, d in DTYPES.items()}
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
@@ -81,7 +81,7 @@ def write_folder(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_files(partial, _by_file(tensors, max_file_bytes))
+        _write_files(partial, _by_file(tensors, max_file_bytes), map_)
         _write_rest(partial, map_, source, dtype)
         os.replace(partial, path)
     finally:
@@ -193,17 +193,18 @@ def _by_file(tensors: Sequence[_Written], max_file_bytes: int) -> list[list[_Wri
     return files
 
 
-def _write_files(folder: Path, files: Sequence[Sequence[_Written]]) -> None:
+def _write_files(folder: Path, files: Sequence[Sequence[_Written]], map_: WeightMap) -> None:
     if len(files) == 1:
-        _write_file(folder / "model.safetensors", files[0])
+        _write_file(folder / f"{map_.stem}.safetensors", files[0])
         return
     index: dict[str, str] = {}
     for i, tensors in enumerate(files, start=1):
-        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        name = f"{map_.stem}-{i:05d}-of-{len(files):05d}.safetensors"
         _write_file(folder / name, tensors)
         index |= {t.name: name for t in tensors}
     total = sum(t.n_bytes for tensors in files for t in tensors)
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    about = {"metadata": {"total_size": total}, "weight_map": index}
+    _write_json(folder / index_name(map_), about)
 
 
 def _write_file(file: Path, tensors: Sequence[_Written]) -> None:
@@ -238,7 +239,7 @@ def _write_rest(folder: Path, map_: WeightMap, source: Folder | None, dtype: str
         return
     for pattern in COPIED:
         for file in source.path.glob(pattern):
-            if file.name not in (CONFIG, INDEX) and not file.name.endswith(".index.json"):
+            if file.name != CONFIG and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
 
 

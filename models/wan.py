@@ -1,0 +1,226 @@
+"""Text to video: an LLM reads a caption, and a diffusion transformer of Wan's form (arXiv
+2503.20314) that its hidden states condition learns the flow from noise to latents of clips.
+
+What the modules read, as samples have to give it:
+
+"llm": a piece is a caption. Of every token: tokens int32.
+
+"generator": a piece is a clip: TIME_TOKENS tokens of its time, then its text, then its patches of
+latents by time, row and column. In attention only patches ask; their own kind and the text answer.
+Of every token:
+- role int32: 1 to TIME_TOKENS in turn for time, then TEXT and CLIP; 0 is padding.
+- time float32: 1000 s for a clip at s between clean (0) and noise (1), alike in the whole piece.
+- latents float32 [values]: a patch (time, row, column, channel) of (1 - s) clip + s noise; zeros
+  where there is none.
+- positions int32 [3]: time, row and column of a patch, counted in patches.
+- target float32 [values]: noise - clip, which the generator is to say; zeros where there is none.
+- weights float32: of the patch's loss, the mean of its squared errors; 0 where there is no patch.
+The LLM's states stand at the tokens TEXT, copied one to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import attend_by
+from models.attention_choice import known_kernel, pair_flops
+from models.composed import known_dtype
+from models.hf_tensors import WeightMap
+from models.layers import apply, axis_names, init_values
+from models.lora import Lora
+from models.text_states import TextStates
+from models.wan_layers import CLIP, TEXT, TIME_TOKENS, Block, Entry, Head
+from models.wan_sizes import TextToVideoSize, WanSize, find_size
+from models.wan_weights import weight_map
+
+Array = jax.Array
+Batch = Mapping[str, Array]
+# Name of a field -> the dims of a token's value ("values" of a patch, "text" states) and its dtype.
+FIELDS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
+    "role": ((), jnp.int32),
+    "time": ((), jnp.float32),
+    "latents": (("values",), jnp.float32),
+    "text": (("text",), None),
+    "positions": ((3,), jnp.int32),
+    "segment_ids": ((), jnp.int32),
+    "target": (("values",), jnp.float32),
+    "weights": ((), jnp.float32),
+}
+
+
+@dataclass(frozen=True)
+class WanModule:
+    """The generator as the engine sees it; its loss is that of flow matching (arXiv 2210.02747)."""
+
+    size: WanSize
+    dtype: jnp.dtype
+    attention_kernel: str = "auto"
+    chip: str = ""
+    loss_weight: float = 1.0
+
+    def on_chip(self, chip: str) -> Self:
+        """See `dflop_jax.contract.on_chip`."""
+        return replace(self, chip=chip)
+
+    @property
+    def working_dtype(self) -> jnp.dtype:
+        """See `dflop_jax.contract`."""
+        return self.dtype
+
+    @property
+    def n_layers(self) -> int:
+        return self.size.n_layers
+
+    @property
+    def tied(self) -> bool:
+        return False
+
+    @property
+    def any_order(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return self.attention_kernel == "cudnn"
+
+    @property
+    def pair_flops(self) -> float:
+        s = self.size
+        kernel, chip = self.attention_kernel, self.chip
+        return pair_flops(kernel, chip, self.dtype, s.n_heads, s.head_dim, causal=False)
+
+    def attention_flops(self, tokens: int) -> float:
+        """FLOPs that a layer's attention needs for one clip: two products for each pair of a patch
+        and a patch or a token of text; a clip has few others."""
+        return 4.0 * tokens**2 * self.size.width
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            "entry": ("latents", "time", "role", "text"),
+            "layers": ("role", "positions", "segment_ids"),
+            "exit": ("segment_ids", "target", "weights"),
+        }
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.inputs, "generator")
+
+    def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """Shape [rows, tokens, ...] and dtype of a field."""
+        if name not in FIELDS:
+            raise ValueError(f"the generator has no field {name!r}; it reads {', '.join(FIELDS)}")
+        dims, dtype = FIELDS[name]
+        sizes = {"values": self.size.patch_values, "text": self.size.text_width}
+        shape = (sizes[d] if isinstance(d, str) else d for d in dims)
+        return jax.ShapeDtypeStruct((rows, tokens, *shape), dtype or self.dtype)
+
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        """The Linen module of a part and what its inputs look like."""
+        hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
+        fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
+        if part == "entry":
+            return Entry(self.size, self.dtype), tuple(fields)
+        if part == "layers":
+            attend = attend_by(self.attention_kernel, self.chip)
+            return Block(self.size, self.dtype, attend), (hidden, *fields)
+        return Head(self.size, self.dtype), (hidden, fields[0])
+
+    def init(self, part: str, key: Array) -> Any:
+        module, args = self._part(part)
+        return init_values(module, key, *args)
+
+    def logical_axes(self, part: str) -> Any:
+        module, args = self._part(part)
+        return axis_names(module, *args)
+
+    def entry(self, params: Any, batch: Batch) -> Array:
+        """See `dflop_jax.contract`, as the rest."""
+        x: Array = apply(self._part("entry")[0], params, *(batch[n] for n in self.inputs["entry"]))
+        return x
+
+    def layer(self, params: Any, x: Array, batch: Batch) -> Array:
+        fields = (batch[name] for name in self.inputs["layers"])
+        after: Array = apply(self._part("layers")[0], params, x, *fields)
+        return after
+
+    def velocity(self, params: Any, x: Array, batch: Batch) -> Array:
+        """Of what hidden states after the last layer say: noise - clip, float32 [rows, tokens,
+        values of a patch]. `params` are those of the exit."""
+        said: Array = apply(self._part("exit")[0], params, x, batch["segment_ids"])
+        return said
+
+    def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
+        """Sum over the microbatch of the patches' weighted losses."""
+        error = self.velocity(params, x, batch) - batch["target"]
+        return {"loss_sum": jnp.sum(jnp.mean(error**2, axis=-1) * batch["weights"])}
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where a checkpoint of diffusers has its parameters."""
+        return weight_map(self)
+
+
+@dataclass(frozen=True)
+class TextToVideo:
+    """LLM and generator as a model of the engine's contract."""
+
+    size: TextToVideoSize
+    dtype: jnp.dtype
+    lora: Lora | None = None
+    attention_kernel: str = "auto"
+
+    @property
+    def llm(self) -> TextStates:
+        width, kernel = self.size.generator.text_width, self.attention_kernel
+        return TextStates(
+            self.size.decoder, self.dtype, self.lora, attention_kernel=kernel, out_width=width
+        )
+
+    @property
+    def generator(self) -> WanModule:
+        return WanModule(self.size.generator, self.dtype, self.attention_kernel)
+
+    @property
+    def modules(self) -> Mapping[str, TextStates | WanModule]:
+        return {"llm": self.llm, "generator": self.generator}
+
+    @property
+    def edges(self) -> tuple[Mapping[str, Any], ...]:
+        return ({"source": "llm", "target": "generator", "name": "text"},)
+
+    @property
+    def piece_tokens(self) -> Mapping[str, int]:
+        """All rows are packed."""
+        return {}
+
+    @property
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        """What clips have to be: see `dflop_jax.data.datasets.clip_samples.ClipForm`."""
+        s = self.size.generator
+        facts = {"channels": s.channels, "patch": s.patch, "shift": s.shift}
+        return {"generator": {**facts, "time_tokens": TIME_TOKENS, "text": TEXT, "clip": CLIP}}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.size.decoder.vocab
+
+    def with_lora(self, rank: int, alpha: float) -> Self:
+        """The model with low-rank adapters on the LLM's matrices."""
+        return replace(self, lora=Lora(rank, alpha))
+
+    @property
+    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+        """Where checkpoints have the parts: of transformers the LLM, of diffusers the generator."""
+        return {"llm": lambda: self.llm.weights, "generator": lambda: self.generator.weights}
+
+
+def build(
+    size: str = "tiny-short+wan-tiny", dtype: str = "float32", attention_kernel: str = "auto"
+) -> TextToVideo:
+    """A model by size, DECODER+GENERATOR; see `models.wan_sizes.find_size`."""
+    kernel = known_kernel(attention_kernel)
+    return TextToVideo(find_size(size), known_dtype(dtype), attention_kernel=kernel)

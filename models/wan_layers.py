@@ -1,0 +1,203 @@
+"""Layers of Wan's diffusion transformer, as Linen modules on packed rows.
+
+A row's tokens have roles (see `models.wan`): those of a clip change from layer to layer, those of
+its time and text stay what the entry made of them and are read by every layer.
+
+Shape suffixes: B rows, T tokens, S pieces a row has at most, W width, N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from models.attention import Attend, attention, masked_attention
+from models.layers import LayerNorm, Linear, RMSNorm, named, normal
+from models.wan_sizes import WanSize
+
+Array = jax.Array
+
+SHIFTS = 6  # shift, scale and gate of a layer's attention, and of its MLP
+TIME_TOKENS = SHIFTS + 1  # of a piece: those, and the time itself, which the head reads
+TEXT, CLIP = TIME_TOKENS + 1, TIME_TOKENS + 2  # roles; time has 1 to TIME_TOKENS, padding 0
+LEAST_PIECE = TIME_TOKENS + 2
+WAVELENGTH = 1e4  # of times
+QUERIES = 512  # of a long row whose scores for the text are held at once
+
+
+def time_waves(time_BT: Array, dim: int) -> Array:
+    """Cosines and sines of times, float32 [B, T, dim]."""
+    half = dim // 2
+    frequencies = WAVELENGTH ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = time_BT[..., None] * frequencies[None, None]
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def turned(x_BTNH: Array, angles: Array) -> Array:
+    """Heads whose neighbouring coordinates are a pair, each turned by an angle [B, T, H / 2]."""
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    both = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return both.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
+
+
+def clip_angles(positions: Array, size: WanSize) -> Array:
+    """Angles [B, T, H / 2] of positions int [B, T, 3]: pairs turn with time, row, then column."""
+    parts = []
+    for axis, pairs in enumerate(size.rotary_pairs):
+        frequencies = size.theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+        parts.append(positions[..., axis, None].astype(jnp.float32) * frequencies[None, None])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def of_piece(x_BTW: Array, segment_ids: Array, first: int, n: int) -> Array:
+    """The tokens `first` to `first + n` of each token's piece: float32 [B, T, n, W].
+
+    They are brought to the piece's tokens by a product, whose gradient adds up in an order that
+    does not change.
+    """
+    B, T, W = x_BTW.shape
+    most = max(1, T // LEAST_PIECE)
+    own_BTS = segment_ids[..., None] == jnp.arange(1, most + 1)[None, None]
+    start_BS = jnp.argmax(own_BTS, axis=1)
+    place = (start_BS[..., None] + first + jnp.arange(n)[None, None]).reshape(B, -1, 1)
+    values = jnp.take_along_axis(x_BTW, jnp.minimum(place, T - 1), axis=1)
+    values = values.reshape(B, most, n, W).astype(jnp.float32)
+    share = own_BTS.astype(jnp.float32)
+    return jnp.einsum("BTS,BSnW->BTnW", share, values, precision=jax.lax.Precision.HIGHEST)
+
+
+def normed(x: Array, eps: float) -> Array:
+    """Mean 0 and variance 1 along the last dim, float32."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps)
+
+
+def read_text(
+    q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, role: Array, segment_ids: Array
+) -> Array:
+    """Attention of a clip's tokens to the text of their piece; for others it means nothing."""
+    asks = jnp.where(role == CLIP, segment_ids, 0)
+    heard = jnp.where(role == TEXT, segment_ids, -1)
+
+    def some(q: Array, asks: Array) -> Array:
+        return masked_attention(q, k_BTNH, v_BTNH, asks[:, :, None] == heard[:, None])
+
+    B, T, N, H = q_BTNH.shape
+    if T <= QUERIES or T % QUERIES:
+        return some(q_BTNH, asks)
+    blocks = jnp.moveaxis(q_BTNH.reshape(B, -1, QUERIES, N, H), 1, 0)
+    ids = jnp.moveaxis(asks.reshape(B, -1, QUERIES), 1, 0)
+    out = jax.lax.map(lambda block: jax.checkpoint(some)(*block), (blocks, ids))
+    return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, N, H), "attention")
+
+
+class Entry(nn.Module):
+    """Patches, times and text as hidden states [B, T, W], each token by its role."""
+
+    size: WanSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, latents: Array, time: Array, role: Array, text: Array) -> Array:
+        s, dtype = self.size, self.dtype
+        width, whole = (s.width,), ("embed",)
+
+        def linear(n: int, out: tuple[int, ...], name: str, *names: str | None) -> Linear:
+            return Linear((n,), out, (None,), names or whole, dtype, bias=True, name=name)
+
+        clip = linear(s.patch_values, width, "patch")(latents.astype(dtype))
+        words = linear(s.text_width, width, "text_hidden")(text.astype(dtype))
+        words = linear(s.width, width, "text_out")(jax.nn.gelu(words))
+        moment = linear(s.freq_dim, width, "time_hidden")(
+            time_waves(time, s.freq_dim).astype(dtype)
+        )
+        moment = linear(s.width, width, "time_out")(jax.nn.silu(moment))
+        shifts = linear(s.width, (SHIFTS, s.width), "shifts", None, "embed")(jax.nn.silu(moment))
+        own = role[..., None] == jnp.arange(1, SHIFTS + 1)[None, None]
+        x = jnp.sum(jnp.where(own[..., None], shifts, jnp.zeros_like(shifts)), axis=2)
+        for kind, values in ((TIME_TOKENS, moment), (TEXT, words), (CLIP, clip)):
+            x = jnp.where((role == kind)[..., None], values, x)
+        return x
+
+
+class Block(nn.Module):
+    """Attention within the clip, attention to its text, MLP; time shifts, scales and gates the
+    first and the last."""
+
+    size: WanSize
+    dtype: jnp.dtype
+    attend: Attend = attention
+
+    @nn.compact
+    def __call__(self, x: Array, role: Array, positions: Array, segment_ids: Array) -> Array:
+        s, dtype = self.size, self.dtype
+        init = named(normal(s.width**-0.5), None, "embed")
+        table = self.param("modulation", init, (SHIFTS, s.width), jnp.float32)
+        by_time = of_piece(x, segment_ids, 0, SHIFTS) + table[None, None]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.moveaxis(by_time, 2, 0)
+        is_clip = role == CLIP
+
+        h = (normed(x, s.norm_eps) * (1.0 + scale) + shift).astype(dtype)
+        angles = clip_angles(positions, s)
+        q, k, v = self._heads("self", h, h)
+        apart = jnp.maximum(2 * segment_ids - (~is_clip).astype(segment_ids.dtype), 0)
+        h = self.attend(turned(q, angles), turned(k, angles), v, apart, causal=False)
+        y = x.astype(jnp.float32) + self._out("self", h).astype(jnp.float32) * gate
+
+        h = LayerNorm(s.norm_eps, name="cross_norm")(y).astype(dtype)
+        h = read_text(*self._heads("cross", h, x), role, segment_ids)
+        y = y + self._out("cross", h).astype(jnp.float32)
+
+        h = (normed(y, s.norm_eps) * (1.0 + mlp_scale) + mlp_shift).astype(dtype)
+        wide, mlp, embed = (s.width,), (s.mlp,), ("embed",)
+        h = jax.nn.gelu(Linear(wide, mlp, embed, ("mlp",), dtype, True, name="up")(h))
+        std = (2 * s.n_layers) ** -0.5 * s.mlp**-0.5
+        h = Linear(mlp, wide, ("mlp",), embed, dtype, True, std, name="down")(h)
+        y = y + h.astype(jnp.float32) * mlp_gate
+        return jnp.where(is_clip[..., None], y.astype(x.dtype), x)
+
+    def _heads(self, name: str, asks: Array, heard: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys and values [B, T, N, H]; the first two are normed over all heads."""
+        s = self.size
+        shape, names = (s.n_heads, s.head_dim), ("heads", None)
+
+        def linear(kind: str, x: Array) -> Array:
+            part = Linear(
+                (s.width,), shape, ("embed",), names, self.dtype, True, name=f"{name}_{kind}"
+            )
+            return part(x)
+
+        q = RMSNorm(s.norm_eps, names, name=f"{name}_query_norm")(linear("query", asks))
+        k = RMSNorm(s.norm_eps, names, name=f"{name}_key_norm")(linear("key", heard))
+        return q, k, linear("value", heard)
+
+    def _out(self, name: str, h: Array) -> Array:
+        s = self.size
+        std = (2 * s.n_layers) ** -0.5 * s.width**-0.5
+        names, heads = ("heads", None), (s.n_heads, s.head_dim)
+        return Linear(
+            heads, (s.width,), names, ("embed",), self.dtype, True, std, name=f"{name}_out"
+        )(h)
+
+
+class Head(nn.Module):
+    """Norm that time shifts and scales, and one linear layer: float32 [B, T, values of a patch]."""
+
+    size: WanSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array, segment_ids: Array) -> Array:
+        s = self.size
+        init = named(normal(s.width**-0.5), None, "embed")
+        table = self.param("modulation", init, (2, s.width), jnp.float32)
+        shift, scale = jnp.moveaxis(of_piece(x, segment_ids, SHIFTS, 1) + table[None, None], 2, 0)
+        h = (normed(x, s.norm_eps) * (1.0 + scale) + shift).astype(self.dtype)
+        values = (s.patch_values,)
+        out = Linear((s.width,), values, ("embed",), (None,), self.dtype, True, 0.02, name="out")
+        return out(h).astype(jnp.float32)

@@ -1,0 +1,337 @@
+"""Text to video under plans: gradients equal the plain computation, runs resume, clips come out."""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+
+from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
+from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cli import main
+from dflop_jax.config import CheckpointConfig
+from dflop_jax.contract import edges_of
+from dflop_jax.data.datasets import clips
+from dflop_jax.data.datasets.moving_scenes import MovingScenes, latents_of
+from dflop_jax.data.packing import pack_group
+from dflop_jax.generate.clip import write_clip
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.programs import GroupArrays
+from dflop_jax.records import (
+    Bucket,
+    DataProfile,
+    Group,
+    LayerTiming,
+    ModelProfile,
+    Plan,
+    Profile,
+    Recompute,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
+from dflop_jax.report.run_folder import CHECKPOINTS
+from models import wan
+from tests.pipeline import plain
+
+MODEL = wan.build("nano+wan-nano")
+SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}
+# By module, of each segment: (last layer + 1, first device, (stage, data, model), recompute).
+LAYOUTS = {
+    "one device": {
+        "llm": [(4, 0, (1, 1, 1), "none")],
+        "generator": [(2, 0, (1, 1, 1), "none")],
+    },
+    "apart": {
+        "llm": [(1, 0, (1, 1, 1), "segment"), (4, 1, (1, 1, 1), "none")],
+        "generator": [(1, 2, (1, 1, 1), "layers"), (2, 3, (1, 1, 1), "dots")],
+    },
+    "stages, ranks, heads": {
+        "llm": [(4, 0, (2, 1, 1), "named")],
+        "generator": [(2, 4, (1, 2, 2), "none")],
+    },
+    "chunks round two": {
+        "llm": [(2, 0, (1, 1, 1), "none"), (4, 1, (1, 1, 1), "none")],
+        "generator": [(1, 0, (1, 1, 1), "named"), (2, 1, (1, 1, 1), "none")],
+    },
+}
+SIZES = ((4, 2, 2, 4), (4, 1, 4, 4))  # of latents; few, so that the oracle compiles few programs
+
+
+def write_clips(folder, n=8, n_eval=2):
+    """A list of clips with random latents, in both kinds of files; returns its path."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    records = []
+    for k in range(n):
+        latents = rng.normal(size=SIZES[k % 2]).astype(np.float32)
+        name = f"{k}.npy" if k % 3 else f"{k}.safetensors"
+        if k % 3:
+            np.save(folder / name, latents)
+        else:
+            save_file({"latents": latents}, folder / name)
+        split = "eval" if k < n_eval else "train"
+        records.append({"caption": "a b" if k % 2 else "abcd", "latents": name, "split": split})
+    (folder / "clips.json").write_text(json.dumps(records))
+    return str(folder / "clips.json")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    jax.devices()  # all 8, before a run asks for fewer: other tests of this process need them
+    found = tmp_path_factory.mktemp("t2v")
+    write_clips(found)
+    return found
+
+
+# ---- gradients ----
+
+
+def make_plan(layout):
+    submeshes, segments = [], []
+    for module, parts in LAYOUTS[layout].items():
+        start = 0
+        for i, (stop, first, (stages, data, model), remat) in enumerate(parts):
+            name = f"{module}{i}"
+            submeshes.append(SubmeshPlan(name, first, stages, data, model))
+            segments.append(
+                SegmentPlan(name, module, start, stop, name, i == 0, i == len(parts) - 1, remat)
+            )
+            start = stop
+    return Plan(
+        "test",
+        tuple(submeshes),
+        tuple(segments),
+        (Bucket.of(SHAPES),),
+        edges_of(MODEL),
+        group_size=max(m.stage for m in submeshes),
+    )
+
+
+def make_schedule(plan, n):
+    """Samples in turn into two microbatches, of one group of each module or of one each."""
+    dealt = []
+    for k in range(2):
+        members, rows = list(range(n))[k::2], {}
+        for module, shape in SHAPES.items():
+            n_rows = plan.data_ranks(module) * shape.rows
+            every = [tuple(members[r::n_rows]) for r in range(n_rows)]
+            rows[module] = tuple(
+                tuple(every[r : r + shape.rows]) for r in range(0, n_rows, shape.rows)
+            )
+        dealt.append(rows)
+    groups = []
+    for first in range(0, 2, plan.group_size):
+        together = dealt[first : first + plan.group_size]
+        for module, shape in SHAPES.items():
+            feeds = (len(groups) + 1,) if module == "llm" else ()
+            groups.append(Group(module, shape, tuple(rows[module] for rows in together), feeds))
+    return Schedule(0, tuple(groups))
+
+
+def group_of(path):
+    """Name by which a parameter is frozen."""
+    module, part = path[0].key, path[1].key
+    return MODEL.modules[module].freeze_groups[part]
+
+
+@functools.cache
+def samples_of(path):
+    source = clips.make(DataConfig(path=path), MODEL, "train")
+    return [source.sample(i) for i in range(len(source))]
+
+
+def plain_loss(params, fields, heard, scale):
+    """The loss of one sample, both modules run plainly on it alone."""
+    states = None
+    for name, module in MODEL.modules.items():
+        batch = {k: jnp.asarray(v)[None] for k, v in fields[name].items()}
+        n = next(iter(batch.values())).shape[1]
+        batch["segment_ids"] = jnp.ones((1, n), jnp.int32)
+        if name == "llm":
+            batch["positions"] = jnp.arange(n, dtype=jnp.int32)[None]
+        else:
+            taken = jnp.where(heard >= 0, states[jnp.maximum(heard[:, 0], 0)], 0.0)
+            batch["text"] = taken[None]
+        x = module.entry(params[name]["entry"], batch)
+        for i in range(module.n_layers):
+            layer = jax.tree.map(lambda a, i=i: a[i], params[name]["layers"])
+            x = module.layer(layer, x, batch)
+        out = module.exit(params[name]["exit"], x, batch)
+        if name == "llm":
+            states = out[0]
+    return scale * out["loss_sum"]
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    """(samples, parameters, scale, loss, gradients), one sample at a time on one device."""
+    samples = samples_of(str(folder / "clips.json"))
+    ex = Executor(MODEL, make_plan("one device"), optax.sgd(1.0))
+    ex.init(0)
+    params = plain.join(ex.plan, ex.state.params)
+    ex.close()
+    scale = 1.0 / sum(float(s.fields["generator"]["weights"].sum()) for s in samples)
+    loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    value_and_grad = jax.jit(jax.value_and_grad(plain_loss))
+    for s in samples:
+        heard = s.places["llm", "generator"].index
+        value, gradient = value_and_grad(params, s.fields, heard, scale)
+        loss += float(value)
+        grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
+    return samples, params, scale, loss, grads
+
+
+@pytest.mark.parametrize(
+    "layout, freeze",
+    [("apart", ()), ("apart", ("llm",)), ("stages, ranks, heads", ()), ("chunks round two", ())],
+)
+def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
+    samples, params, scale, want_loss, want = oracle
+    loads = [s.load for s in samples]
+    plan = make_plan(layout)
+    schedule = make_schedule(plan, len(samples))
+    arrays = []
+    for g in range(len(schedule.groups)):
+        packed = pack_group(plan, schedule, g, samples, loads, model=MODEL)
+        arrays.append(GroupArrays(packed.fields, packed.places))
+    ex = Executor(MODEL, plan, optax.sgd(1.0), freeze=freeze)
+    try:
+        ex.init(0)
+        start = plain.join(plan, ex.state.params)
+        jax.tree.map(np.testing.assert_array_equal, start, params)
+        ex.compile()
+        result = ex.run_step(schedule, arrays, {"generator": scale}).result()
+        after = plain.join(plan, ex.state.params)
+    finally:
+        ex.close()
+    assert scale * result.sums["generator.loss_sum"] == pytest.approx(want_loss, rel=1e-5)
+    flat = [
+        (path, np.zeros_like(w) if group_of(path) in freeze else w)
+        for path, w in jax.tree_util.tree_leaves_with_path(want)
+    ]
+    norm = np.sqrt(sum(np.square(w).sum() for _, w in flat))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
+    for (path, w), g in zip(flat, jax.tree.leaves(grads), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert (np.abs(w).max() > 0) == (group_of(path) not in freeze), where
+        # The update is a difference of float32 parameters of order one.
+        assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
+
+
+# ---- pictures ----
+
+
+def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
+    frames = MovingScenes(4, 0, "train", 48).frames(1)
+    strip, moving = write_clip(tmp_path, latents_of(frames, 4), embedded=True)[1:]
+    side = frames.shape[1]
+    with Image.open(strip) as image:
+        pixels = np.asarray(image)[:: image.height // side, :: image.height // side]
+    np.testing.assert_array_equal(pixels, np.concatenate(frames, axis=1))
+    with Image.open(moving) as image:
+        assert image.n_frames == len(frames)
+
+
+# ---- runs ----
+
+
+def config(folder, steps=4, **train) -> Config:
+    return Config(
+        model=ModelConfig(factory="models.wan:build", size="nano+wan-nano"),
+        data=DataConfig(path=str(folder / "clips.json")),
+        plan=PlanConfig(devices=2, max_model=1, max_stage=1, buckets=1, max_microbatches=2,
+                        effort="quick", finalists=1),
+        train=TrainConfig(steps=steps, global_batch=4, learning_rate=1e-3, warmup_steps=0,
+                          final_lr_fraction=1.0, eval_samples=2, **train),
+        checkpoint=CheckpointConfig(every=1),
+        run_dir=str(folder / "run"),
+        cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+
+
+PLAN = Plan(
+    "dflop",
+    (SubmeshPlan("llm", 0, 1, 1, 1), SubmeshPlan("generator", 1, 1, 1, 1)),
+    (
+        SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
+        SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
+    ),
+    (Bucket.of({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
+    edges_of(MODEL),
+)
+
+
+def made_up_profile(path):
+    """With times in proportion to size."""
+    sizes = (("llm", 1, 32), ("llm", 2, 32), ("generator", 1, 64), ("generator", 2, 64))
+    timings = tuple(
+        LayerTiming(m, 1, Shape(rows, tokens), *(1e-6 * rows * tokens * k for k in (1, 3, 1, 3)),
+                    recompute={"none": Recompute()})
+        for m, rows, tokens in sizes
+    )  # fmt: skip
+    every = dict.fromkeys(MODEL.modules, 1000)
+    model = ModelProfile(
+        key="k",
+        device="cpu",
+        timings=timings,
+        layer_param_bytes=every,
+        ends_param_bytes=every,
+        n_layers={m: module.n_layers for m, module in MODEL.modules.items()},
+        entry_share=dict.fromkeys(MODEL.modules, 0.5),
+        concurrency=1.0,
+        edges=edges_of(MODEL),
+        tied=(),
+        piece_tokens={},
+    )
+    return Profile(model, DataProfile("made up", 6, tuple(s.load for s in samples_of(path))))
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Four steps over six clips, so that the last ones are of the second epoch."""
+    profile = made_up_profile(str(folder / "clips.json"))
+    return Trainer(config(folder), plan=PLAN, profile=profile).fit()
+
+
+def test_a_run_resumes_bit_for_bit_in_another_epoch(run, folder):
+    assert run.compiles_after_warmup == 0
+    assert run.evaluation.loss > 0
+    shutil.copytree(folder / "run", folder / "cut")
+    store = CheckpointStore(folder / "cut" / CHECKPOINTS)
+    for step in store.steps():
+        if step > 2:
+            store.discard(step)
+    cut = replace(config(folder), run_dir=str(folder / "cut"))
+    again = Trainer(cut, existing="resume").fit()
+    assert again.losses == run.losses[2:]
+    assert again.evaluation == run.evaluation
+
+
+def test_a_clip_is_generated_and_the_generator_exported(run, folder, capsys):
+    out = folder / "clip"
+    asked = ["generate", str(folder / "run"), "--prompt", "a b", "--out", str(out), "--json"]
+    assert main([*asked, "--flow-steps", "3", "--latents", "2,4,4"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    latents = np.load(out / "latents.npy")
+    assert latents.shape == tuple(said["shape"]) == (4, 2, 4, 4)
+    assert np.isfinite(latents).all()
+    assert main([*asked, "--flow-steps", "3"]) == 2
+    assert "--latents TIME,ROWS,COLUMNS" in capsys.readouterr().err
+    assert main([*asked, "--latents", "2,3,4"]) == 2
+    assert "in multiples of 1, 2 and 2" in capsys.readouterr().err
+    command = ["export", str(folder / "run"), "--out", str(folder / "out"), "--json"]
+    assert main([*command, "--module", "generator"]) == 0
+    assert (folder / "out" / "diffusion_pytorch_model.safetensors").is_file()
+    capsys.readouterr()
+    assert main([*command[:3], str(folder / "more"), "--module", "vision"]) == 2
+    assert "known: llm, generator" in capsys.readouterr().err

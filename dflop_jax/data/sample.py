@@ -107,7 +107,8 @@ class Source(Protocol):
     """A dataset with random access. `sample(i).load == load(i)` for every i.
 
     One that reads other people's files also has `opened_by: OpenedBy`, so that its samples are
-    decoded in processes of their own; any other is decoded in threads.
+    decoded in processes of their own; any other is decoded in threads. A mixture has
+    `part_of(index)`, which gives the name of the dataset that a sample is from.
     """
 
     @property

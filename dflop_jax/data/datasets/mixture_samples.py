@@ -76,6 +76,10 @@ class MixtureSamples:
     def label(self, index: int) -> str:
         return self._mixture.label(int(self._place[index]))
 
+    def part_of(self, index: int) -> str:
+        """The name of the dataset that the sample is from."""
+        return self._mixture.part_of(int(self._place[index]))
+
     def load(self, index: int) -> Load:
         count = self._counts[index]
         vision = self._ways[int(self._way[index])].vision

@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": RUNTIME,
     "generate": ENGINE,
     "gpu_compile": ENGINE,
-    "cli": ENGINE | {"gpu_compile"},
+    "verify": ENGINE,
+    "cli": ENGINE | {"gpu_compile", "verify"},
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }

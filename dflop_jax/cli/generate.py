@@ -30,14 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run folder, for its newest checkpoint, or one of its checkpoints (default: the "
         "experiment's run_dir)",
     )
-    parser.add_argument(
-        "--image",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="pictures that the prompt is about, in the order of its <image> tags",
-    )
+    for kind, word in (("image", "pictures"), ("video", "clips"), ("audio", "sounds")):
+        parser.add_argument(
+            f"--{kind}",
+            metavar="FILE",
+            nargs="+",
+            action="extend",
+            default=[],
+            help=f"{word} that the prompt is about, in the order of its <{kind}> tags",
+        )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
     parser.add_argument(
@@ -91,11 +92,13 @@ def run(args: argparse.Namespace) -> Any:
     if generates_clips(config):
         return _clip(args, config)
     how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
-    tagged(args.prompt, len(args.image))  # mistakes show before a model is loaded
+    media = {"image": args.image, "video": args.video, "audio": args.audio}
+    # Mistakes show before a model is loaded.
+    tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
     generator = Generator(config, args.checkpoint or own)
-    answer = generator.answer(args.prompt, args.image, how, None if args.json else _write)
+    answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")
         if not answer.answer.strip():

@@ -18,7 +18,18 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from dflop_jax.checkpoint.format import StorageError
-from dflop_jax.cli import compile, export, generate, launch, plan, profile, report, simulate, train
+from dflop_jax.cli import (
+    compile,
+    export,
+    generate,
+    launch,
+    plan,
+    profile,
+    report,
+    simulate,
+    train,
+    verify,
+)
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.cluster.peers import RunFailed
@@ -42,6 +53,7 @@ COMMANDS = (
     Command(train, "profile and plan where needed, then train"),
     Command(generate, "show a trained model's answer to a prompt"),
     Command(export, "write a run's weights for transformers", False),
+    Command(verify, "prove published weights: read, written again, beside transformers", False),
     Command(report, "show one run, or compare several in a table and a page", False),
 )
 

@@ -109,7 +109,8 @@ class Source(Protocol):
     One that reads other people's files also has `opened_by: OpenedBy`, so that its samples are
     decoded in processes of their own; any other is decoded in threads. One whose samples differ
     from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
-    epoch k, with the load of sample i.
+    epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the
+    dataset that a sample is from.
     """
 
     @property

@@ -1,40 +1,36 @@
 """Answers of a trained model, to look at what it has learned: one prompt, one device.
 
-Two programs run an answer: one encodes the tiles and prefills the prompt, one adds a token. Their
+Two programs run an answer: one encodes the media and prefills the prompt, one adds a token. Their
 shapes are padded, so that other prompts of about this length compile nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.contract import (
     Array,
     GeneratingModule,
-    Module,
     MultimodalModel,
     Params,
     chip_of,
-    edges_of,
     on_chip,
-    taps_of,
 )
 from dflop_jax.data import Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.generate.prompt import LLM, VISION, prompt_row, prompt_sample
+from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
+from dflop_jax.generate.row import LLM, row_of, with_features
 from dflop_jax.generate.sampling import Sampling, choose
-from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted
@@ -50,6 +46,8 @@ class Answer:
     Attributes:
       tokens: ids of the answer, without the end token.
       stopped: "end" where the model ended its turn, "length" where `max_tokens` did.
+      tiles, windows: pieces of what is seen (tiles, pictures at native resolution, frames), and
+        windows of sound.
       step: optimizer steps of the checkpoint.
       first_token_s: until the first token was there, compilation included.
       token_s: mean time of each further one, compilation included; 0 without any.
@@ -65,6 +63,7 @@ class Answer:
     checkpoint: str
     first_token_s: float
     token_s: float
+    windows: int = 0
 
 
 class Generator:
@@ -97,18 +96,18 @@ class Generator:
     def answer(
         self,
         prompt: str,
-        images: Sequence[str | Path] = (),
+        media: Media = NO_MEDIA,
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
     ) -> Answer:
-        """Answer a prompt about pictures, or about none; `on_text` gets the text as it comes.
+        """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
 
         Raises:
           ValueError: see `prompt_sample`.
         """
         how = sampling or Sampling()
-        sample = prompt_sample(prompt, images, self._config.data, self._model, self._tokenizer)
-        row = prompt_row(sample, self._model, TOKEN_MULTIPLE)
+        sample = prompt_sample(prompt, media, self._config.data, self._model, self._tokenizer)
+        row = row_of([sample], self._model, TOKEN_MULTIPLE)
         n = row.length
         slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
         key = jax.random.key(how.seed)
@@ -138,7 +137,8 @@ class Generator:
             answer=text.finish(said),
             tokens=tuple(said),
             stopped="end" if ended else "length",
-            tiles=row.tiles,
+            tiles=row.pieces.get("vision", 0),
+            windows=row.pieces.get("audio", 0),
             prompt_tokens=n,
             step=self._loaded.step,
             checkpoint=str(self._loaded.folder),
@@ -151,9 +151,9 @@ def prefill(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
-    media: dict[str, Array],
+    media: Mapping[str, Mapping[str, Array]],
     fields: dict[str, Array],
-    places: tuple[Array, ...],
+    places: Mapping[str, tuple[Array, ...]],
     last: Array,
     key: Array,
     temperature: Array,
@@ -161,35 +161,12 @@ def prefill(
     *,
     slots: int,
 ) -> tuple[Array, Any]:
-    """Return the first token, int32 [1], of the answer to a `PromptRow`'s arrays, and a cache, by
-    what the chip runs best."""
+    """Return the first token, int32 [1], of the answer to a `Row`'s arrays, and a cache, by what
+    the chip runs best."""
     llm: Any = on_chip(model.modules[LLM], chip)
-    batch = dict(fields)
-    for edge in (e for e in edges_of(model) if e.target == LLM):
-        spec = llm.field_spec(edge.name, *fields["tokens"].shape)
-        batch.setdefault(edge.name, jnp.zeros(spec.shape, spec.dtype))
-    if media:
-        outputs = encode(on_chip(model.modules[VISION], chip), params[VISION], media)
-        for edge in (e for e in edges_of(model) if (e.source, e.target) == (VISION, LLM)):
-            features = outputs[edge.tap][None]
-            batch[edge.name] = gather_features(features, *(a[None] for a in places))[0]
+    batch = with_features(model, chip, params, fields, media, places)
     logits, cache = llm.prefill(params[LLM], batch, last, slots)
     return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache
-
-
-def encode(module: Module, params: Params, batch: dict[str, Array]) -> dict[str, Array]:
-    """Features [rows, features, width] that an encoder makes of its fields: by tap, and "" those
-    of its exit."""
-    x, done, outputs = module.entry(params["entry"], batch), 0, {}
-    taps = taps_of(module)
-    for stop in sorted({*taps.values(), module.n_layers}):
-        part = jax.tree.map(lambda a, lo=done, hi=stop: a[lo:hi], params["layers"])
-        x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, batch), None), x, part)
-        done = stop
-        for name in (name for name, n in taps.items() if n == stop):
-            outputs[name] = module.tap(name, params.get(name), x, batch)  # type: ignore[attr-defined]
-    entry = params["entry"] if module.tied else None
-    return {**outputs, "": module.exit(params["exit"], x, batch, entry)}
 
 
 def step(

@@ -1,141 +1,127 @@
-"""One question, with pictures or without, as the arrays that the model was trained on."""
+"""One question, with media or without, as the sample that the model was trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from types import MappingProxyType
 
 from dflop_jax.config import DataConfig
-from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
+from dflop_jax.data.datasets.blob import Medium
 from dflop_jax.data.datasets.compose import compose
+from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
 from dflop_jax.data.datasets.fitting import preprocessing
-from dflop_jax.data.media.decode import NativePictures, Pictures, prepared
-from dflop_jax.data.media.tiling import read_upright
-from dflop_jax.data.packing import pack_group
+from dflop_jax.data.datasets.header_rows import header
+from dflop_jax.data.datasets.llava_records import KINDS, Record
+from dflop_jax.data.datasets.shape_index import RECORDS, ShapeTable, table_of
+from dflop_jax.data.media.decode import DecodedMedium, decode_media
 from dflop_jax.data.sample import Limits
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import TAG, Tokenizer, chat_pieces
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces
+from dflop_jax.data.text.stamps import stamp_of
+from dflop_jax.generate.row import LLM
 
-IMAGE = "<image>"
-VISION, LLM = "vision", "llm"  # the modules that answer about a picture
-
-
-@dataclass(frozen=True, eq=False)
-class PromptRow:
-    """A prompt as one row padded to `t` tokens, its tiles padded to a power of two.
-
-    Attributes:
-      fields: of the LLM's entry and layers, [1, t]; `length` of the tokens are no padding.
-      media: fields of the encoder, a tile a row; empty without a picture. `tiles` rows of them are
-        no padding.
-      places: where features stand (`PackedGroup.places`), [1, t, K] each; empty without a picture.
-    """
-
-    fields: dict[str, np.ndarray]
-    media: dict[str, np.ndarray]
-    places: tuple[np.ndarray, ...]
-    length: int
-    tiles: int
-
-
-def prompt_row(sample: Sample, model: MultimodalModel, token_multiple: int) -> PromptRow:
-    """Return the row of a sample, its tokens padded to a multiple."""
-    length, tiles = sample.load.tokens(LLM), sample.load.lengths(VISION)
-    n = len(tiles)
-    row = Group(LLM, Shape(1, -(-length // token_multiple) * token_multiple), ((((0,),),),))
-    groups: tuple[Group, ...] = (row,)
-    if n:
-        padded = 1 << (n - 1).bit_length()
-        rows = tuple((k,) if k < n else () for k in range(padded))
-        groups = (Group(VISION, Shape(padded, max(tiles)), ((rows,),), feeds=(1,)), row)
-    plan, schedule = _whole(model, groups), Schedule(0, groups)
-    packed = [
-        pack_group(plan, schedule, g, [sample], [sample.load], model=model)
-        for g in range(len(groups))
-    ]
-    fields, media = ({k: a[0] for k, a in p.fields.items()} for p in (packed[-1], packed[0]))
-    places = tuple(a[0] for a in packed[-1].places.get(0, ())) if n else ()
-    return PromptRow(fields, media if n else {}, places, length, n)
-
-
-def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
-    """Return a plan of the whole model on one device, with the shapes of these groups."""
-    segments = (
-        SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
-        for name, module in model.modules.items()
-    )
-    return Plan(
-        "prompt",
-        (SubmeshPlan("all", 0, 1, 1, 1),),
-        tuple(segments),
-        (Bucket.of({g.module: g.shape for g in groups}),),
-        edges_of(model),
-    )
+# Files by kind (image, video, audio), each in the order of its tags.
+Media = Mapping[str, Sequence[str | Path]]
+NO_MEDIA: Media = MappingProxyType({})
+WORDS = {"image": "picture", "video": "clip", "audio": "sound"}
 
 
 def prompt_sample(
     prompt: str,
-    images: Sequence[str | Path],
+    media: Media,
     data: DataConfig,
     model: MultimodalModel,
     tokenizer: Tokenizer | ChatTokenizer,
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
-    Pictures stand where the prompt says <image>, before it where it does not.
+    Media stand where the prompt says <image>, <video> or <audio>, before it where it says none.
 
     Raises:
-      ValueError: an empty prompt, tags unlike the pictures, a model that sees no pictures, a file
-        that is no picture, or more tokens than `data.max_tokens`.
+      ValueError: an empty prompt, tags unlike the media, media that the model does not take, a file
+        that is none or too small, or more tokens than `data.max_tokens`.
     """
-    text = tagged(prompt, len(images))
+    text = tagged(prompt, {kind: len(files) for kind, files in media.items()})
+    spec, limits = MediaSpec.of(model.preprocessing, model.piece_tokens), Limits.of(data)
+    between: tuple[tuple[int, ...], ...] = ()
+    if isinstance(tokenizer, ChatTokenizer):
+        between = tokenizer.between_frames(limits.max_frames)
+    how = preprocessing(spec, limits, between, stamp_of(tokenizer))
+    files = {kind: iter([_file(kind, f, how) for f in media.get(kind, ())]) for kind in KINDS}
+    ordered = tuple((kind, next(files[kind])) for kind in _kinds(text))
+    decoded = _decoded(ordered, how)
     if isinstance(tokenizer, ChatTokenizer):
         pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer)[:-1]
-    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    limits = Limits.of(data)
-    how = preprocessing(spec, limits)
-    media: list[Pictures | NativePictures] = []
-    for image in images:
-        if how.vision is None:
-            raise ValueError("the model sees no pictures; leave out --image")
-        picture = read_upright(_file(image))
-        media.append(prepared(picture, how.vision, alone=len(images) == 1))
-    sample = compose(pieces, media, spec, placeholder=tokenizer.visual_id)
+        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, OMNI_TAG)[:-1]
+    sample = compose(pieces, decoded, spec, placeholder=tokenizer.visual_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
-        seen = int(sample.fields[LLM]["is_visual"].sum() + sample.fields[LLM]["is_newline"].sum())
-        visual = f" (of pictures {seen})" if media else ""
+        of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
         raise ValueError(
-            f"the prompt's {n_tokens} tokens{visual} exceed data.max_tokens="
-            f"{data.max_tokens}; shorten it, lower --data.max_tiles or raise --data.max_tokens"
+            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if ordered else ''} exceed "
+            f"data.max_tokens={data.max_tokens}; shorten it, lower --data.max_tiles or raise "
+            "--data.max_tokens"
         )
     return sample
 
 
-def tagged(prompt: str, n_images: int) -> str:
-    """Return the prompt with one <image> for each picture; ValueError if that cannot be."""
-    tags = TAG.findall(prompt)
-    if not TAG.sub("", prompt).strip():
+def tagged(prompt: str, counts: Mapping[str, int]) -> str:
+    """Return the prompt with a tag for each of its media, of which there are `counts` by kind;
+    ValueError if that cannot be."""
+    if not OMNI_TAG.sub("", prompt).strip():
         raise ValueError("the prompt is empty; ask something with --prompt TEXT")
-    if n_images and not tags:
-        return f"{IMAGE * n_images}\n{prompt}"
-    if tags != [IMAGE] * n_images:
-        needed = "no tag without --image"
-        if n_images:
-            needed = f"one <image> for each of {n_images} pictures, or no tag"
-        raise ValueError(f"the prompt says {' '.join(tags)}; it may have {needed}")
+    wanted = {kind: counts.get(kind, 0) for kind in KINDS if counts.get(kind)}
+    said = _kinds(prompt)
+    if wanted and not said:
+        return "".join(f"<{kind}>" * n for kind, n in wanted.items()) + f"\n{prompt}"
+    if Counter(said) != wanted:
+        each = " and ".join(
+            f"one <{kind}> for each of {n} {WORDS[kind]}s" for kind, n in wanted.items()
+        )
+        needed = f"{each}, or no tag" if wanted else "no tag without --image, --video or --audio"
+        tags = " ".join(f"<{kind}>" for kind in said)
+        raise ValueError(f"the prompt says {tags}; it may have {needed}")
     return prompt
 
 
-def _file(image: str | Path) -> Path:
-    path = Path(image)
+def _kinds(text: str) -> list[str]:
+    """Kinds of the tags of a text, in order."""
+    return [tag[1:-1] for tag in re.findall(OMNI_TAG, text)]
+
+
+def _file(kind: str, file: str | Path, how: Preprocessing) -> Path:
+    word, path = WORDS[kind], Path(file)
+    if (how.sound if kind == "audio" else how.vision) is None:
+        verb = "hears" if kind == "audio" else "sees"
+        raise ValueError(f"the model {verb} no {word}s; leave out --{kind}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such picture; check --image")
+        raise ValueError(f"{path}: no such {word}; check --{kind}")
     return path
+
+
+def _decoded(
+    media: tuple[tuple[str, Medium], ...], how: Preprocessing
+) -> tuple[DecodedMedium, ...]:
+    """Return the media as training prepares them; ValueError: the model cannot take one."""
+    table = _table(media)
+    if not sample_counts(table, how)[1].all():
+        alone = ((m, sample_counts(_table((m,)), how)[1].all()) for m in media)
+        kind, path = next((m for m, usable in alone if not usable), media[0])
+        why = {
+            "image": "too thin a picture; crop it",
+            "video": "too thin or too short a clip; crop it or take a longer one",
+            "audio": "too short a sound; take a longer one",
+        }
+        raise ValueError(f"{path}: the model cannot take {why[kind]}")
+    return decode_media(Record("the prompt", (), media), table, 0, how)
+
+
+def _table(media: Sequence[tuple[str, Medium]]) -> ShapeTable:
+    """Return the headers of media as those of one record."""
+    return table_of([dict.fromkeys(RECORDS, 0)], [[header(*medium) for medium in media]])

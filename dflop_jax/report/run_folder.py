@@ -211,6 +211,34 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
     return rows
 
 
+class HeldOutRow(msgspec.Struct):
+    """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
+
+    step: int
+    loss: float | None
+    accuracy: float | None
+    by_source: dict[str, dict[str, float | None]] = {}
+
+
+def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
+    """The last row of a run's evaluations.jsonl; None without one.
+
+    Raises:
+      ValueError: it is broken, named as file:line.
+    """
+    path = Path(folder) / EVALUATIONS
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    if lines and not _is_whole(lines[-1]):  # a kill cut it short
+        lines.pop()
+    if not lines:
+        return None
+    try:
+        return msgspec.json.decode(lines[-1], type=HeldOutRow)
+    except msgspec.DecodeError as e:
+        where = f"{path}:{len(lines)}"
+        raise ValueError(f"{where}: not a row of evaluations ({e}); remove the line") from None
+
+
 def has_steps(folder: str | Path) -> bool:
     """Whether a run folder holds a row of metrics; ValueError for a broken line."""
     return (Path(folder) / METRICS).exists() and bool(read_metrics(folder, empty_ok=True))

@@ -23,6 +23,7 @@ from dflop_jax.report.run_folder import (
     SUMMARY,
     TIMELINE,
     TRACE,
+    read_last_evaluation,
     read_metrics,
     read_plan,
     read_traces,
@@ -38,7 +39,8 @@ class RunSummary:
     `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
     `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
     `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
-    schedule's makespan over its lower bound.
+    schedule's makespan over its lower bound. `held_out` are loss and token accuracy of the last
+    evaluation: by "" of all held-out samples, and by the name of each dataset of a mixture.
     """
 
     name: str
@@ -65,6 +67,7 @@ class RunSummary:
     loss_first: float
     loss_last: float
     n_bad: int
+    held_out: dict[str, tuple[float, float]]
     submeshes: list[str]
     buckets: list[str]
 
@@ -113,9 +116,25 @@ def summarise(folder: str | Path) -> RunSummary:
         loss_first=losses[0],
         loss_last=losses[-1],
         n_bad=int(np.nansum(column(rows, "n_bad"))),
+        held_out=_held_out(path),
         submeshes=_submesh_texts(plan),
         buckets=[bucket_text(b) for b in plan.buckets],
     )
+
+
+def _held_out(folder: Path) -> dict[str, tuple[float, float]]:
+    row = read_last_evaluation(folder)
+    if row is None:
+        return {}
+    named = {"": {"loss": row.loss, "accuracy": row.accuracy}, **row.by_source}
+    return {
+        name: (_or_nan(own.get("loss")), _or_nan(own.get("accuracy")))
+        for name, own in named.items()
+    }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def shape_text(module: str, shape: Shape) -> str:
@@ -192,6 +211,10 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("schedule solved in", f"{number(s.schedule_s * ms)} ms"),
         ("schedule waited for, total", f"{number(s.schedule_wait_s * ms)} ms"),
         ("loss, first -> last step", f"{number(s.loss_first)} -> {number(s.loss_last)}"),
+        *(
+            (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
+            for name, (a, b) in s.held_out.items()
+        ),
         ("samples replaced", str(s.n_bad)),
     ]
 

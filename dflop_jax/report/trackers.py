@@ -46,7 +46,10 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
 
 def evaluation_scalars(row: Any) -> dict[str, float]:
     """What is tracked of an evaluation (of `train.evaluate`), by name."""
-    return {"held_out/loss": row.loss, "held_out/accuracy": row.accuracy}
+    scalars = {"held_out/loss": row.loss, "held_out/accuracy": row.accuracy}
+    for name, own in row.by_source.items():
+        scalars |= {f"held_out/{name}/loss": own.loss, f"held_out/{name}/accuracy": own.accuracy}
+    return scalars
 
 
 def check_trackers(config: Config) -> None:

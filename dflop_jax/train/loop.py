@@ -208,6 +208,10 @@ class Loop:
         self.progress.log(
             f"after step {done}: held-out loss {row.loss:.4f}, token accuracy {row.accuracy:.3f}"
         )
+        for name, own in row.by_source.items():
+            self.progress.log(
+                f"  {name}: held-out loss {own.loss:.4f}, token accuracy {own.accuracy:.3f}"
+            )
         if self.folder:
             self.folder.append_evaluation(row)
         return row

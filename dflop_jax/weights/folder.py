@@ -48,7 +48,7 @@ class Folder:
     def __init__(self, path: str | Path, map_: WeightMap):
         self.path = Path(path)
         self.map = map_
-        self.config = self._read_config()
+        self.config = read_config(self.path)
         self._index = index_name(map_)
         self.entries: dict[str, Entry] = {}
         for file, names in self._files().items():
@@ -62,11 +62,6 @@ class Folder:
                 self.entries[key] = entry
         self._open: tuple[Path, Any] | None = None
         self._mapped_bytes = 0
-
-    def _read_config(self) -> dict[str, Any]:
-        if not self.path.is_dir():
-            raise ValueError(f"{self.path}: no such folder; give one with {CONFIG} and safetensors")
-        return _read_json(self.path / CONFIG)
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Files of the checkpoint and the tensors to take of each, None for all."""
@@ -166,6 +161,13 @@ class Folder:
     def close(self) -> None:
         """Unmap the file that is open; reading opens it again."""
         self._open, self._mapped_bytes = None, 0
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json; ValueError if there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give one with {CONFIG} and safetensors")
+    return _read_json(folder / CONFIG)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

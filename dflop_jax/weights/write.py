@@ -88,6 +88,15 @@ def write_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_segment(file: Path, map_: WeightMap, held: Held, source: Folder) -> list[str]:
+    """Write the tensors that one piece of the parameters has to a safetensors file, with the names
+    and types of the folder that they came from; return their canonical names."""
+    found = {t.name: (t, _find(t, (held,))) for t in map_.tensors}
+    here = {name: (t, where) for name, (t, where) in found.items() if where}
+    _write_file(file, [_of_parameter(t, *where, source, None) for t, where in here.values()])
+    return list(here)
+
+
 # ---- what is written ----
 
 
@@ -98,15 +107,14 @@ def _tensors(
     names = {name: entry.name for name, entry in entries.items()}
     kept = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
     for t in map_.tensors:
-        leaf, layer = _find(t, held)
-        of_source = DTYPES[entries[t.name].dtype] if t.name in entries else None
-        kind = np.dtype(dtype or of_source or leaf.dtype)
-        yield _Written(
-            names.get(t.name, t.name),
-            t.layout.file_shape,
-            kind,
-            lambda t=t, leaf=leaf, layer=layer, kind=kind: _as_in_file(t, leaf, layer, kind),
-        )
+        found = _find(t, held)
+        if found is None:
+            where = ".".join((t.module, t.part, *t.path))
+            raise ValueError(
+                f"no parameter {where} for the tensor {t.name!r}; give the parameters of every "
+                "segment"
+            )
+        yield _of_parameter(t, *found, source, dtype)
     for name in kept:
         assert source is not None
         shape = entries[name].shape
@@ -126,8 +134,18 @@ def _tensors(
             )
 
 
-def _find(t: Tensor, held: Sequence[Held]) -> tuple[Any, int | None]:
-    """The parameter that has a tensor, and which of its layers it is."""
+def _of_parameter(
+    t: Tensor, leaf: Any, layer: int | None, source: Folder | None, dtype: str | None
+) -> _Written:
+    """A parameter, or a layer of one, under the name and with the type of the source, if any."""
+    entry = source.entries.get(t.name) if source else None
+    kind = np.dtype(dtype or (DTYPES[entry.dtype] if entry else leaf.dtype))
+    name = entry.name if entry else t.name
+    return _Written(name, t.layout.file_shape, kind, lambda: as_in_file(t, leaf, layer, kind))
+
+
+def _find(t: Tensor, held: Sequence[Held]) -> tuple[Any, int | None] | None:
+    """The parameter that has a tensor, and which of its layers it is; None if none does."""
     for h in held:
         leaf: Any = h.params.get(t.part) if h.module == t.module else None
         for key in t.path:
@@ -138,13 +156,11 @@ def _find(t: Tensor, held: Sequence[Held]) -> tuple[Any, int | None]:
             return leaf, None
         if h.start <= t.layer < h.start + leaf.shape[0]:
             return leaf, t.layer - h.start
-    where = ".".join((t.module, t.part, *t.path))
-    raise ValueError(
-        f"no parameter {where} for the tensor {t.name!r}; give the parameters of every segment"
-    )
+    return None
 
 
-def _as_in_file(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
+def as_in_file(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
+    """A parameter, or one layer of a stack, as the array of its tensor in a file."""
     layout = t.layout
     value = _on_host(leaf, layer, t.name)
     transposed = value.reshape([layout.split[i] for i in layout.order])

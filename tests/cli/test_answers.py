@@ -47,6 +47,7 @@ ASKED = {
     "train": [(("nano.py", *PROFILE, *PLAN), 2, "")],
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
     "export": [(("run", "--out", "published"), 0, "published"), (("run", "--out", "run"), 2, "")],
+    "verify": [(("published", "--json"), 0, "")],
     "launch": [(("-n", "1", "--", "python", "-c", "pass"), 0, "")],
 }  # fmt: skip
 
@@ -91,6 +92,8 @@ def changed(left):
 
 @pytest.mark.parametrize("command", [c.module.__name__.rpartition(".")[2] for c in COMMANDS])
 def test_every_command_leaves_a_finished_run_as_it_was(left, capsys, command):
+    if command == "verify":
+        run(capsys, "export", *ASKED["export"][0][0])
     for args, code, wrote in ASKED[command]:
         assert not wrote or not Path(wrote).exists()
         if code:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
-from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource
+from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
 from dflop_jax.data.sample import Limits
 from dflop_jax.generate.generate import Answer, Generator, _Text
 from dflop_jax.generate.prompt import prompt_sample
@@ -23,6 +23,7 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 
+from ..data.media_cases import noise, talk, write_clip, write_wav
 from ..plans import NANO, nano_profile
 
 EXPERIMENT = """
@@ -129,6 +130,13 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
             ["nano.py", "--prompt", "x" * 200, "--image", "red.png"],
             "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
         ),
+        (["nano.py", *ASK, "--video", "gone.mp4"], "gone.mp4: no such clip; check --video"),
+        (["nano.py", *ASK, "--video", "red.png"], "red.png: "),
+        (["nano.py", *ASK, "--audio", "red.png"], "the model hears no sounds; leave out --audio"),
+        (
+            ["nano.py", "--prompt", "<image>?", "--image", "red.png", "--video", "red.png"],
+            "one <image> for each of 1 pictures and one <video> for each of 1 clips, or no tag",
+        ),
         (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
         (["nano.py", *ASK, "--temperature", "nan"], "temperature=nan must be 0"),
         (["nano.py", *ASK, "--temperature", "hot"], "invalid float value: 'hot'"),
@@ -158,8 +166,8 @@ def test_a_model_that_sees_no_pictures_says_so():
     model = build_model(ModelConfig("models.qwen2_audio:build", "qwen2-audio-nano"))
     tokenizer, data = ByteTokenizer(), DataConfig()
     with pytest.raises(ValueError, match="sees no pictures"):
-        prompt_sample("What?", ["red.png"], data, model, tokenizer)
-    assert prompt_sample("What?", (), data, model, tokenizer).load.lengths("vision") == ()
+        prompt_sample("What?", {"image": ["red.png"]}, data, model, tokenizer)
+    assert prompt_sample("What?", {}, data, model, tokenizer).load.lengths("vision") == ()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
@@ -187,7 +195,7 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
         files = [f"scene{i}_{k}.png" for k in range(len(scene.pictures))]
         for file, picture in zip(files, scene.pictures, strict=True):
             picture.render().save(file)
-        prompt = prompt_sample(scene.question, files, data, model, tokenizer)
+        prompt = prompt_sample(scene.question, {"image": files}, data, model, tokenizer)
         n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
         assert prompt.load.tokens("llm") == n
         for name in ("tokens", "is_visual", "is_newline"):
@@ -201,6 +209,71 @@ def test_a_prompt_is_the_beginning_of_a_training_sample():
             np.testing.assert_array_equal(mine, theirs)
         seen.add((len(files), tiles))
     assert {n for n, _ in seen} > {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "factory, size, kinds",
+    [
+        ("models.llava:build", "anyres-nano", ("image", "video", "image")),
+        ("models.internvl:build", "internvl-nano", ("video", "image")),
+        ("models.qwen3_vl:build", "qwen3-vl-nano", ("video", "image", "image")),
+        ("models.qwen2_audio:build", "qwen2-audio-nano", ("audio", "audio")),
+        ("models.omni:build", "omni-nano", ("audio", "image")),
+    ],
+)
+def test_files_are_prepared_as_in_training(tmp_path, factory, size, kinds):
+    """A prompt of several files equals the beginning of the sample of a dataset with them."""
+    model, tokenizer = build_model(ModelConfig(factory, size)), ByteTokenizer()
+    write_clip(tmp_path / "0.mp4", 5)
+    write_wav(tmp_path / "0.wav", np.arange(6000).reshape(1, -1) % 800, 16000)
+    write_wav(tmp_path / "1.wav", np.arange(3000).reshape(1, -1) % 500, 16000)
+    for k in range(2):
+        Image.fromarray(noise(40 + 30 * k, 70)).save(tmp_path / f"{k}.png")
+    ends = {"image": "png", "video": "mp4", "audio": "wav"}
+    media = {kind: [f"{k}.{ends[kind]}" for k in range(kinds.count(kind))] for kind in ends}
+    question = "First " + " then ".join(f"<{kind}>" for kind in kinds) + ": what?"
+    record = {"conversations": talk(question, "That."), **media}
+    (tmp_path / "data.json").write_text(json.dumps([record]))
+    data = DataConfig(
+        path=str(tmp_path / "data.json"), max_tiles=2, max_frames=4, max_tokens=9999,
+        min_pixels=1024, max_pixels=4096, workers=1,
+    )  # fmt: skip
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    sample = make_source(data, spec, index_dir=tmp_path, apart=False).sample(0)
+    files = {kind: [tmp_path / f for f in names] for kind, names in media.items()}
+    prompt = prompt_sample(question, files, data, model, tokenizer)
+    n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
+    assert prompt.load.tokens("llm") == n
+    assert set(prompt.fields) == set(sample.fields)
+    for module, named in sample.fields.items():
+        assert prompt.load.lengths(module) == sample.load.lengths(module) or module == "llm"
+        for name in named.keys() - {"targets", "weights"}:
+            mine, theirs = prompt.fields[module][name], named[name]
+            np.testing.assert_array_equal(mine, theirs[:n] if module == "llm" else theirs)
+    assert prompt.places.keys() == sample.places.keys()
+    for pair, places in sample.places.items():
+        np.testing.assert_array_equal(prompt.places[pair].index, places.index[:n])
+    untagged = prompt_sample("What?", files, data, model, tokenizer)
+    assert untagged.load.lengths("vision") == prompt.load.lengths("vision") or len(kinds) > 2
+
+
+@pytest.mark.parametrize(
+    "factory, size, file, says",
+    [
+        ("models.qwen3_vl:build", "qwen3-vl-nano", "still.mp4", "too thin or too short a clip"),
+        ("models.qwen3_vl:build", "qwen3-vl-nano", "thin.png", "too thin a picture; crop it"),
+        ("models.qwen2_audio:build", "qwen2-audio-nano", "click.wav", "too short a sound"),
+    ],
+)
+def test_files_that_are_too_small_are_named(tmp_path, factory, size, file, says):
+    model = build_model(ModelConfig(factory, size))
+    write_clip(tmp_path / "still.mp4", 1)
+    write_wav(tmp_path / "click.wav", np.ones((1, 90)), 16000)
+    Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
+    kind = {"mp4": "video", "png": "image", "wav": "audio"}[file[-3:]]
+    with pytest.raises(ValueError, match=says) as e:
+        prompt_sample("?", {kind: [tmp_path / file]}, DataConfig(), model, ByteTokenizer())
+    assert str(tmp_path / file) in str(e.value)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -232,13 +305,15 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     config = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
     generator = Generator(config, "run")
     shown = []
-    answer = generator.answer("Is it red?", ["wide.png"], Sampling(4), shown.append)
+    answer = generator.answer("Is it red?", {"image": ["wide.png"]}, Sampling(4), shown.append)
     programs = generator._prefill._cache_size(), generator._step._cache_size()
     assert programs == (1, 1)
     assert "".join(shown) == answer.answer
     model = build_model(config.model)
     params = load_params("run", model, jax.devices()[0]).params
-    sample = prompt_sample("Is it red?", ["wide.png"], config.data, model, ByteTokenizer())
+    sample = prompt_sample(
+        "Is it red?", {"image": ["wide.png"]}, config.data, model, ByteTokenizer()
+    )
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
     prompt, pixels = sample.fields["llm"]["tokens"], sample.fields["vision"]
     place = sample.places["vision", "llm"].index[:, 0]
@@ -248,7 +323,8 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
         assert int(logits.argmax()) == token
     # Another question and another picture of as many tiles.
     counter = CompileCounter()
-    generator.answer("Is this one blue?", ["red.png"], Sampling(9, temperature=0.7, top_p=0.9))
+    sampling = Sampling(9, temperature=0.7, top_p=0.9)
+    generator.answer("Is this one blue?", {"image": ["red.png"]}, sampling)
     assert counter.read() == 0
     counter.close()
 
@@ -258,11 +334,11 @@ def test_the_end_token_ends_the_answer():
     llm = generator._loaded.params["llm"]
     # All logits become 0, of which the first is taken: id 0.
     llm["exit"]["norm"]["scale"] = jnp.zeros_like(llm["exit"]["norm"]["scale"])
-    answer = generator.answer("?", (), Sampling(3))
+    answer = generator.answer("?", {}, Sampling(3))
     assert (answer.tokens, answer.stopped) == ((0, 0, 0), "length")
     generator._tokenizer.im_end_id = 0
     shown = []
-    answer = generator.answer("?", (), Sampling(3), shown.append)
+    answer = generator.answer("?", {}, Sampling(3), shown.append)
     assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])
 
 
@@ -273,8 +349,8 @@ def test_an_empty_answer_is_said_to_be_one(capsys, monkeypatch, tokens, why):
     class Silent:
         def __init__(self, *args): ...
 
-        def answer(self, prompt, images, *args):
-            assert images == ["red.png", "wide.png", "red.png"]
+        def answer(self, prompt, media, *args):
+            assert media["image"] == ["red.png", "wide.png", "red.png"]
             return answer
 
     monkeypatch.setattr("dflop_jax.generate.generate.Generator", Silent)

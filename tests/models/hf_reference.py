@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from model_fields import PARTS, forward
 
+from dflop_jax.verify.compare import gradient_errors
+from dflop_jax.verify.reference import named_gradients
+
 with warnings.catch_warnings():
     # What other people's packages warn of while they are imported is not ours to fix.
     warnings.simplefilter("ignore")
@@ -64,12 +67,8 @@ def parameters(map_, model):
 
 
 def gradients(map_, model):
-    """Those of the last backward pass; zeros for what is not trained or not used."""
-    grads = {
-        n: np.zeros(tuple(p.shape), np.float32) if p.grad is None else p.grad.numpy()
-        for n, p in model.named_parameters()
-    }
-    return to_ours(map_, grads)
+    """Those of the last backward pass, in our layout."""
+    return to_ours(map_, named_gradients(model))
 
 
 def features(module, params, batch):
@@ -126,15 +125,8 @@ def check(map_, model, outputs, ours, name):
     assert found.dtype == jnp.float32
     assert error <= LOGITS, f"{name}: {error}"
 
-    want = gradients(map_, model)
-    assert jax.tree.structure(want) == jax.tree.structure(grads)
-    largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
-    worst = 0.0
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
-    for (path, got), w in zip(leaves, jax.tree.leaves(want), strict=True):
-        # A gradient that is zero in theory (of a key's bias) is rounding on both sides.
-        scale = max(np.abs(w).max(), 1e-2 * largest)
-        relative = np.abs(got - w).max() / scale
-        assert relative <= GRADIENTS, f"{name}: {jax.tree_util.keystr(path)}: {relative}"
-        worst = max(worst, relative)
+    assert jax.tree.structure(gradients(map_, model)) == jax.tree.structure(grads)
+    errors = gradient_errors(map_, grads, named_gradients(model))
+    worst = max(errors.values())
+    assert worst <= GRADIENTS, f"{name}: {errors}"
     print(f"{name}: outputs {error:.1e}, gradients {worst:.1e}")

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.generate import prefill
-from dflop_jax.generate.prompt import prompt_row
+from dflop_jax.generate.row import row_of
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Group, Schedule
@@ -184,7 +184,7 @@ def test_answers_go_on_where_the_row_ends(reference):
     """A prompt that ends with a picture: what follows it takes fewer positions than tokens."""
     samples, model, want, _, _ = reference
     params, llm = parameters(MODEL.weights, model), MODEL.modules["llm"]
-    row, said = prompt_row(samples[2], MODEL, 32), 2
+    row, said = row_of([samples[2]], MODEL, 32), 2
     tokens, n = row.fields["tokens"][0], row.length - said
     fields = {**row.fields, "segment_ids": (np.arange(len(tokens)) < n).astype(np.int32)[None]}
     run = jax.jit(partial(prefill, MODEL, "cpu"), static_argnames="slots")

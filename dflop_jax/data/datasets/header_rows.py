@@ -138,19 +138,20 @@ class _Headers:
 
     def __call__(self, kind: str, source: Medium) -> dict[str, int]:
         if not isinstance(source, Path):
-            return _header(kind, source)
+            return header(kind, source)
         if (kind, source) not in self._known:
-            self._known[kind, source] = _header(kind, source)
+            self._known[kind, source] = header(kind, source)
         return self._known[kind, source]
 
 
-def _header(kind: str, source: Medium) -> dict[str, int]:
-    header = dict.fromkeys(MEDIA, 0) | {"kind": KINDS.index(kind)}
+def header(kind: str, source: Medium) -> dict[str, int]:
+    """Return the columns of a medium; ValueError if it cannot be read."""
+    columns = dict.fromkeys(MEDIA, 0) | {"kind": KINDS.index(kind)}
     if kind == "image":
-        header["width"], header["height"] = picture_size(source)
+        columns["width"], columns["height"] = picture_size(source)
     elif kind == "video":
         clip = clip_header(source)
-        header |= {"frames": clip.count(MANY), **clip.facts._asdict()}
+        columns |= {"frames": clip.count(MANY), **clip.facts._asdict()}
     else:
-        header["samples"] = count_samples(source, SOUND_HZ)
-    return header
+        columns["samples"] = count_samples(source, SOUND_HZ)
+    return columns

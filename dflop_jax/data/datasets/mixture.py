@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -178,3 +179,21 @@ class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
 def names(parts: Sequence[Part]) -> list[str]:
     """Each part's name in an index: parts of one dataset share its table."""
     return ["|".join([p.path, ",".join(p.root), *map("=".join, p.columns)]) for p in parts]
+
+
+def short_names(parts: Sequence[Part]) -> list[str]:
+    """Each part's name for people: its file's or folder's, with as many folders before it as tell
+    it from the others; parts of one path are numbered."""
+    steps = [PurePath(part.path).parts for part in parts]
+    found = []
+    for own in steps:
+        others = [s for s in steps if s != own]
+        n = next((k for k in range(1, len(own)) if all(s[-k:] != own[-k:] for s in others)), 0)
+        found.append("/".join(own[-n:]) if n else str(PurePath(*own)))
+    times = Counter(found)
+    seen: Counter[str] = Counter()
+    for k, name in enumerate(found):
+        seen[name] += 1
+        if times[name] > 1:
+            found[k] = f"{name} ({seen[name]})"
+    return found

@@ -84,6 +84,10 @@ class MixtureSamples:
         asks = [self._llm_tokens, counts.tiles, counts.windows, counts.visual_tokens]
         return most_demanding(np.stack([*asks, counts.longest_piece], 1), MAX_TAIL)
 
+    def part_of(self, index: int) -> str:
+        """The name of the dataset that the sample is from."""
+        return self._mixture.part_of(int(self._place[index]))
+
     def load(self, index: int) -> Load:
         count = self._counts[index]
         vision = self._ways[int(self._way[index])].vision

@@ -22,7 +22,7 @@ from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.located import Located, Reader
-from dflop_jax.data.datasets.mixture import Mixture, chosen, names, shown
+from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
 from dflop_jax.data.media.decode import DecodedMedium, decode_media
@@ -112,6 +112,8 @@ class MixtureSource:
             else:
                 parts.append(shown(part, rows[~held], seed))
         self._rows = np.concatenate(parts)
+        self._part_names = short_names(mixture.parts)
+        self._part_ends = np.cumsum([len(rows) for rows in parts])
         self._place = np.cumsum(usable) - 1  # row of the table -> row of the counts
         if not len(self._rows):
             raise ValueError("the mixture shows no sample; check subsets, weights and split")
@@ -144,6 +146,10 @@ class MixtureSource:
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
         return self._name(int(self._rows[index]))
+
+    def part_of(self, index: int) -> str:
+        """The name of the part that shows the sample (see `mixture.short_names`)."""
+        return self._part_names[int(np.searchsorted(self._part_ends, index, side="right"))]
 
     def record(self, index: int) -> Record:
         """Return the sample's turns and where its media are; ValueError when it changed since."""

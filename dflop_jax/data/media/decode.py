@@ -136,15 +136,6 @@ def native_clip(
     return NativePictures(native.patches(frames), grids, np.concatenate(parts).astype(np.int64))
 
 
-def prepared(
-    image: Image.Image, vision: VisionLayout | Native, *, alone: bool
-) -> Pictures | NativePictures:
-    """An upright RGB picture; `alone`: it is the only one of its sample."""
-    if isinstance(vision, Native):
-        return native_picture(image, vision)
-    return Pictures(vision.cut(image, alone), vision.place(*image.size, alone))
-
-
 def native_picture(image: Image.Image, native: Native) -> NativePictures:
     """An upright RGB picture at native resolution. ValueError: it is too thin."""
     grid = native.grid(*image.size)

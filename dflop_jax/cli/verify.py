@@ -1,0 +1,63 @@
+"""`dflop verify`: published weights read into shards, written again, and beside transformers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from dflop_jax.cli.terminal import show, ticker
+
+if TYPE_CHECKING:
+    from dflop_jax.verify.results import Verified
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "dflop verify FOLDER [--plan-file FILE] [--json]"
+    parser.epilog = (
+        "Every tensor must come back bit by bit; with torch and transformers installed, logits and "
+        "gradients on pictures, clips, sounds and text must be theirs. Exit code 1 if not."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="published weights and their config.json")
+    parser.add_argument(
+        "--plan-file", metavar="FILE", help="read into this plan's shards (default: a plan that "
+        "cuts every module and splits its tensors)"
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> Verified:
+    """Verify, and show a table by groups of tensors."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
+    from dflop_jax.verify.verify import verify
+
+    plan = load(Plan, args.plan_file) if args.plan_file else None
+    result = verify(Path(args.folder), plan, ticker("segments"))
+    if not args.json:
+        show(_table(result))
+        show(_verdict(result))
+    return result
+
+
+def _table(result: Verified) -> Table:
+    table = Table("tensors", title=f"{result.folder} ({result.model_type})")
+    for name in ("number", "MB", "bit-identical", "largest gradient error"):
+        table.add_column(name, justify="right")
+    for g in result.groups:
+        same = "all" if g.identical == g.tensors else f"{g.identical} of {g.tensors}"
+        error = "" if g.max_grad_error is None else f"{g.max_grad_error:.1e}"
+        table.add_row(g.name, str(g.tensors), f"{g.n_bytes / 1e6:.2f}", same, error)
+    return table
+
+
+def _verdict(result: Verified) -> str:
+    word = "verified" if result.exit_code == 0 else "NOT verified"
+    if result.not_compared:
+        return f"{word}; logits and gradients were not compared: {result.not_compared}"
+    return (
+        f"{word}; logits differ from transformers' by {result.max_logit_error:.1e} at most (the "
+        f"largest is {result.largest_logit:.1f}), gradients by {result.max_grad_error:.1e} of "
+        "their tensor's largest entry"
+    )

@@ -1,0 +1,124 @@
+"""Samples as one row of the LLM, with what its encoders take, and the fields that the LLM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflop_jax.contract import Array, Module, MultimodalModel, Params, edges_of, on_chip, taps_of
+from dflop_jax.data import Sample
+from dflop_jax.data.packing import pack_group
+from dflop_jax.pipeline.exchange import gather_features
+from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+
+LLM = "llm"  # the module that answers
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Samples one after the other in a row padded to `t` tokens; their pieces of each encoder, a
+    piece a row, padded to a power of two.
+
+    Attributes:
+      fields: of the LLM's entry, layers and exit, [1, t]; `length` of the tokens are no padding.
+      media: by encoder, its fields; without those that nothing is given to.
+      places: by encoder, where its features stand (`PackedGroup.places`), [1, t, K] each.
+      pieces: by encoder, how many rows of its fields are no padding.
+    """
+
+    fields: dict[str, np.ndarray]
+    media: dict[str, dict[str, np.ndarray]]
+    places: dict[str, tuple[np.ndarray, ...]]
+    length: int
+    pieces: dict[str, int]
+
+
+def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> Row:
+    """Return the row of some samples, its tokens padded to a multiple."""
+    loads = [s.load for s in samples]
+    lengths = {m: [n for load in loads for n in load.lengths(m)] for m in model.modules}
+    encoders = [m for m in model.modules if m != LLM and lengths[m]]
+    groups = []
+    for m in encoders:
+        n, at = len(lengths[m]), len(encoders)
+        padded = 1 << (n - 1).bit_length()
+        rows = tuple((k,) if k < n else () for k in range(padded))
+        groups.append(Group(m, Shape(padded, max(lengths[m])), ((rows,),), feeds=(at,)))
+    length = sum(lengths[LLM])
+    tokens = -(-length // token_multiple) * token_multiple
+    groups.append(Group(LLM, Shape(1, tokens), (((tuple(range(len(samples))),),),)))
+    plan, schedule = _whole(model, groups), Schedule(0, tuple(groups))
+    packed = [
+        pack_group(plan, schedule, g, samples, loads, model=model) for g in range(len(groups))
+    ]
+    fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
+    return Row(
+        fields=fields[-1],
+        media=dict(zip(encoders, fields, strict=False)),
+        places={m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)},
+        length=length,
+        pieces={m: len(lengths[m]) for m in encoders},
+    )
+
+
+def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
+    """Return a plan of the whole model on one device, with the shapes of these groups."""
+    segments = (
+        SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
+        for name, module in model.modules.items()
+    )
+    return Plan(
+        "prompt",
+        (SubmeshPlan("all", 0, 1, 1, 1),),
+        tuple(segments),
+        (Bucket.of({g.module: g.shape for g in groups}),),
+        edges_of(model),
+    )
+
+
+def encode(module: Module, params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Features [rows, features, width] that an encoder makes of its fields: by tap, and "" those
+    of its exit."""
+    x, done, outputs = module.entry(params["entry"], batch), 0, {}
+    taps = taps_of(module)
+    for stop in sorted({*taps.values(), module.n_layers}):
+        x, done = run_layers(module, params, x, batch, done, stop), stop
+        for name in (name for name, n in taps.items() if n == stop):
+            outputs[name] = module.tap(name, params.get(name), x, batch)  # type: ignore[attr-defined]
+    entry = params["entry"] if module.tied else None
+    return {**outputs, "": module.exit(params["exit"], x, batch, entry)}
+
+
+def run_layers(
+    module: Module, params: Params, x: Array, batch: Mapping[str, Array], start: int, stop: int
+) -> Array:
+    """Hidden states after the layers from `start` to before `stop`."""
+    part = jax.tree.map(lambda a: a[start:stop], params["layers"])
+    return jax.lax.scan(lambda x, p: (module.layer(p, x, batch), None), x, part)[0]
+
+
+def with_features(
+    model: MultimodalModel,
+    chip: str,
+    params: Mapping[str, Params],
+    fields: Mapping[str, Array],
+    media: Mapping[str, Mapping[str, Array]],
+    places: Mapping[str, tuple[Array, ...]],
+) -> dict[str, Array]:
+    """Return the fields of a `Row`'s LLM, those that edges bring among them: features of its media
+    at their places, by what the chip runs best."""
+    llm, batch = model.modules[LLM], dict(fields)
+    edges = [e for e in edges_of(model) if e.target == LLM]
+    for edge in edges:
+        spec = llm.field_spec(edge.name, *fields["tokens"].shape)
+        batch[edge.name] = jnp.zeros(spec.shape, spec.dtype)
+    for encoder, given in media.items():
+        outputs = encode(on_chip(model.modules[encoder], chip), params[encoder], given)
+        for edge in (e for e in edges if e.source == encoder):
+            at = (a[None] for a in places[encoder])
+            batch[edge.name] += gather_features(outputs[edge.tap][None], *at)[0]
+    return batch

@@ -1,0 +1,1 @@
+"""Published weights put to the proof: read into shards, written again, run beside transformers."""

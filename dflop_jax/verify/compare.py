@@ -1,0 +1,138 @@
+"""The same samples through a folder's weights here and in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflop_jax.contract import Array, Module, MultimodalModel, Params, chip_of, edges_of, on_chip
+from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
+from dflop_jax.pipeline.held import part_struct
+from dflop_jax.verify.reference import Reference
+from dflop_jax.verify.samples import MixedSample
+from dflop_jax.weights import Folder, as_in_file, read_params
+from dflop_jax.weights.contract import WeightMap
+
+TOKEN_MULTIPLE = 8
+# A gradient that is zero in theory (of a key's bias) is rounding on both sides: of a tensor whose
+# largest entry is below this share of the largest of all, that is what errors are a share of.
+SMALL = 1e-2
+# Compiled for seconds and run for milliseconds: no optimisation.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+MEMORY = Path("/proc/meminfo")
+COPIES = 3  # parameters and their gradients here, then gradients here and both there
+FLOAT_BYTES = 4
+GB = 1e9
+
+
+def too_large(folder: Folder) -> str:
+    """Why there is no memory to run both sides; "" if there is, or if nobody says how much."""
+    n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)
+    needed = COPIES * FLOAT_BYTES * n
+    if not MEMORY.exists():
+        return ""
+    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    if needed <= free:
+        return ""
+    return f"it takes {needed / GB:.0f} GB of memory, {free / GB:.0f} are free"
+
+
+def run_here(
+    folder: Folder, model: MultimodalModel, samples: Sequence[MixedSample]
+) -> tuple[np.ndarray, dict[str, Params]]:
+    """Run the samples packed in one row, on the CPU.
+
+    Returns:
+      Logits float32 [tokens, vocab] of the samples one after the other, and the gradient of the sum
+      of their losses, as parameters lie.
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    params = {m: _read(folder, m, module, device) for m, module in model.modules.items()}
+    row = row_of([s.sample for s in samples], model, TOKEN_MULTIPLE)
+    # Numpy's arrays go where the parameters are.
+    run = jax.jit(partial(_loss, model, chip_of(device)), compiler_options=QUICKLY)
+    gradients, logits = run(params, row.fields, row.media, row.places)
+    return np.asarray(logits[0, : row.length]), gradients
+
+
+def _read(folder: Folder, name: str, module: Module, device: jax.Device) -> Params:
+    where = jax.sharding.SingleDeviceSharding(device)
+
+    def struct(part: str) -> Any:
+        lead = (module.n_layers,) if part == "layers" else ()
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=where),
+            part_struct(module, part),
+        )
+
+    return read_params(folder, name, {part: struct(part) for part in module.inputs})
+
+
+def _loss(
+    model: MultimodalModel,
+    chip: str,
+    params: dict[str, Params],
+    fields: Mapping[str, Array],
+    media: Mapping[str, Mapping[str, Array]],
+    places: Mapping[str, tuple[Array, ...]],
+) -> tuple[dict[str, Params], Array]:
+    """The gradients of a row's loss, and its logits."""
+    llm: Any = on_chip(model.modules[LLM], chip)
+    inlets = {e.name: e.enters for e in edges_of(model) if e.target == LLM and e.enters >= 0}
+
+    def objective(params: dict[str, Params]) -> tuple[Array, Array]:
+        own = params[LLM]
+        batch = with_features(model, chip, params, fields, media, places)
+        x = llm.entry(own["entry"], batch)
+        for start, stop in pairwise(sorted({0, *inlets.values(), llm.n_layers})):
+            x = run_layers(llm, own, x, batch, start, stop)
+            for name in (name for name, n in inlets.items() if n == stop):
+                x = llm.inlet(name, x, batch[name], batch)
+        entry = own["entry"] if llm.tied else None
+        sums = llm.exit(own["exit"], x, batch, entry)
+        return sums["loss_sum"], llm.logits(own["exit"], x, entry)
+
+    return jax.grad(objective, has_aux=True)(params)
+
+
+def logit_errors(here: np.ndarray, there: Reference) -> tuple[float, float]:
+    """(largest difference, largest logit of the reference)."""
+    wanted = np.concatenate(there.logits)
+    return float(np.abs(here - wanted).max()), float(np.abs(wanted).max())
+
+
+def gradient_errors(
+    map_: WeightMap, here: Mapping[str, Params], there: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """By group of tensors ("llm.layers") the largest difference to the reference's gradient, as a
+    share of the largest entry of its tensor.
+
+    Args:
+      there: by the names that transformers gives its parameters.
+
+    Raises:
+      ValueError: the reference has no gradient for a tensor of the model.
+    """
+    wanted = {map_.canonical(name): a for name, a in there.items()}
+    largest = max(float(np.abs(a).max()) for a in wanted.values())
+    errors: dict[str, float] = {}
+    for t in map_.tensors:
+        if t.name not in wanted:
+            raise ValueError(f"transformers has no parameter {t.name!r}; take version 5")
+        leaf = here[t.module][t.part]
+        for key in t.path:
+            leaf = leaf[key]
+        found = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
+        scale = max(float(np.abs(wanted[t.name]).max()), SMALL * largest)
+        error = float(np.abs(found - wanted[t.name]).max()) / scale
+        group = f"{t.module}.{t.part}"
+        # An error that is no number stays one.
+        errors[group] = float(np.maximum(errors.get(group, 0.0), error))
+    return errors

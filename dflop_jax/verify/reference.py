@@ -1,0 +1,185 @@
+"""Logits and gradients of transformers; needs torch, which nothing else here does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.data.datasets.fitting import GRID
+from dflop_jax.data.media.decode import NativePictures, Pictures, Sound
+from dflop_jax.verify.samples import MAX_TILES, Drawn, MixedSample
+
+# How the published processors normalise pixels, as (mean, standard deviation).
+HALF = (0.5, 0.5)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+VIDEO = 1  # stands for a clip's token, 0 for those of other media
+
+
+@dataclass(frozen=True)
+class Family:
+    """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
+    the configuration how the samples were made, where it is asked for that."""
+
+    arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
+    video: int = VIDEO
+    prepare: Callable[[Any], None] = lambda config: None
+
+
+def missing() -> str:
+    """Why there is no reference; "" if there is."""
+    for package in ("torch", "transformers"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                __import__(package)
+        except ImportError:
+            return f"{package} is not installed"
+    return ""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """By sample the logits [tokens, vocab], and the gradient of the sum of all losses by the name
+    of its tensor; both float32."""
+
+    logits: list[np.ndarray]
+    gradients: Mapping[str, np.ndarray]
+
+
+def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> Reference:
+    """Run the folder's weights as the class `name` of transformers does.
+
+    Raises:
+      ValueError: transformers cannot load the folder.
+    """
+    import torch
+
+    model = _loaded(folder, name)
+    config, family = model.config, FAMILIES[kind]
+    config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
+    family.prepare(config)
+    logits = []
+    for mixed in samples:
+        llm = mixed.sample.fields["llm"]
+        ids = llm["tokens"].astype(np.int64)
+        ids[np.array(mixed.kinds) == "video"] = family.video
+        given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
+        given |= family.arguments(mixed.media)
+        if kind == "qwen3_vl":
+            types = {"": 0, "image": 1, "video": 2}
+            given["mm_token_type_ids"] = np.array([[types[k] for k in mixed.kinds]])
+        out = model(**{k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}).logits[0]
+        targets = torch.from_numpy(llm["targets"].astype(np.int64))
+        losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
+        (losses * torch.from_numpy(llm["weights"])).sum().backward()
+        logits.append(out.detach().numpy())
+    return Reference(logits, named_gradients(model))
+
+
+def named_gradients(model: Any) -> dict[str, np.ndarray]:
+    """What a torch model's backward passes added up, by name; zeros for what they did not reach."""
+    return {
+        n: np.zeros(tuple(p.shape), np.float32) if p.grad is None else p.grad.numpy()
+        for n, p in model.named_parameters()
+    }
+
+
+def _loaded(folder: Path, name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+
+        log = transformers.utils.logging
+        level = log.get_verbosity()
+        log.set_verbosity_error()
+        log.disable_progress_bar()
+        try:
+            return getattr(transformers, name).from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as e:
+            raise ValueError(f"{folder}: transformers cannot load it ({e})") from None
+        finally:
+            log.set_verbosity(level)
+            log.enable_progress_bar()
+
+
+# ---- media as each family is given them ----
+
+
+def _normalized(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
+    """uint8 [n, height, width, 3] as float32 [n, 3, height, width]."""
+    scaled = (pixels.astype(np.float64) / 255 - mean) / std
+    return scaled.astype(np.float32).transpose(0, 3, 1, 2)
+
+
+def _pictures(media: Sequence[Drawn], kind: str) -> list[tuple[Drawn, np.ndarray]]:
+    """The media of a kind and their tiles."""
+    found = []
+    for drawn in media:
+        if drawn.kind == kind:
+            assert isinstance(drawn.medium, Pictures)
+            found.append((drawn, drawn.medium.tiles))
+    return found
+
+
+def _llava_onevision(media: Sequence[Drawn]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if images := _pictures(media, "image"):
+        tiles = [_normalized(t, *HALF) for _, t in images]
+        most = max(map(len, tiles))
+        padded = [np.pad(t, ((0, most - len(t)), *[(0, 0)] * 3)) for t in tiles]
+        given["pixel_values"] = np.stack(padded)
+        given["image_sizes"] = np.array([drawn.size[::-1] for drawn, _ in images])
+        given["batch_num_images"] = np.array([len(images)])
+    if clips := _pictures(media, "video"):
+        given["pixel_values_videos"] = np.stack([_normalized(t, *HALF) for _, t in clips])
+    return given
+
+
+def _as_drawn(config: Any) -> None:
+    """LLaVA-OneVision's grids and the most tiles of a picture."""
+    px = config.vision_config.image_size
+    config.image_grid_pinpoints = [[px * rows, px * columns] for rows in GRID for columns in GRID]
+    config.vision_aspect_ratio = f"anyres_max_{MAX_TILES}"
+
+
+def _internvl(media: Sequence[Drawn]) -> dict[str, Any]:
+    tiles = [drawn.medium.tiles for drawn in media if isinstance(drawn.medium, Pictures)]
+    return {"pixel_values": _normalized(np.concatenate(tiles), *IMAGENET)} if tiles else {}
+
+
+def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
+    sounds = [drawn.medium for drawn in media if isinstance(drawn.medium, Sound)]
+    if not sounds:
+        return {}
+    mel = np.concatenate([s.mel for s in sounds])
+    used = np.array([s.frames for s in sounds])[:, None] > np.arange(mel.shape[-1])
+    return {"input_features": mel, "feature_attention_mask": used.astype(np.int64)}
+
+
+def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for kind, field in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        shown = [m.medium for m in media if m.kind == kind]
+        if not shown:
+            continue
+        natives = [m for m in shown if isinstance(m, NativePictures)]
+        patches = np.concatenate([m.patches for m in natives])
+        given[field] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
+        given[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
+    return given
+
+
+FAMILIES = {
+    "llava_onevision": Family(_llava_onevision, prepare=_as_drawn),
+    "internvl": Family(_internvl, video=0),
+    "qwen2_audio": Family(_qwen2_audio),
+    "qwen3_vl": Family(_qwen3_vl),
+}

@@ -1,0 +1,61 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Largest errors that count as equal. Both sides compute in float32 and add in other orders: logits
+# differ by this share of the largest one (of 1 at least), gradients by this share of the largest
+# entry of their tensor.
+LOGITS, GRADIENTS = 1e-4, 1e-3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of a part of a module, such as "llm.layers".
+
+    Attributes:
+      n_bytes: in the folder's files.
+      identical: how many of them were written as they are there, bit by bit.
+      max_grad_error: see `Verified`; None where gradients were not compared.
+    """
+
+    name: str
+    tensors: int
+    n_bytes: int
+    identical: int
+    max_grad_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a folder's weights are worth here.
+
+    Attributes:
+      bit_identical: whether every tensor was written as it is in the folder.
+      max_logit_error: largest difference to the logits of transformers; None: not compared.
+      largest_logit: of transformers.
+      max_grad_error: largest difference to a gradient of transformers, as a share of the largest
+        entry of its tensor; None: not compared.
+      not_compared: why there are no errors; "" if there are.
+    """
+
+    folder: str
+    model_type: str
+    bit_identical: bool
+    max_logit_error: float | None
+    max_grad_error: float | None
+    largest_logit: float | None
+    not_compared: str
+    groups: tuple[Group, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all that was compared is equal."""
+        equal = self.bit_identical
+        if self.max_logit_error is not None and self.max_grad_error is not None:
+            assert self.largest_logit is not None
+            # Written so that an error that is no number counts as one.
+            equal &= self.max_logit_error <= LOGITS * max(1.0, self.largest_logit)
+            equal &= self.max_grad_error <= GRADIENTS
+        return 0 if equal else 1

@@ -1,0 +1,94 @@
+"""All that is asked of a folder of published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from dflop_jax.config import ModelConfig
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.records import Plan
+from dflop_jax.train.prepare import build_model, use_devices
+from dflop_jax.verify import compare, reference
+from dflop_jax.verify.results import Group, Verified
+from dflop_jax.verify.round_trip import round_trip, spread
+from dflop_jax.verify.samples import mixed_samples
+from dflop_jax.weights import Folder, read_config
+
+FACTORIES = {
+    "llava_onevision": "models.llava:build",
+    "internvl": "models.internvl:build",
+    "qwen2_audio": "models.qwen2_audio:build",
+    "qwen3_vl": "models.qwen3_vl:build",
+}
+DEVICES = 4  # at most; pretended where only the CPU is there
+
+
+def verify(
+    path: Path, plan: Plan | None = None, tick: Callable[[int, int], None] = lambda *_: None
+) -> Verified:
+    """Read a folder into shards and write it again; where transformers is installed and the memory
+    suffices, compare its logits and gradients on pictures, clips, sounds and text.
+
+    Args:
+      plan: whose shards; one that cuts every module and splits its tensors if not given.
+      tick: is told how many of how many segments are read and written.
+
+    Raises:
+      ValueError: no such folder, of a model that is not known, or one that does not hold it; a plan
+        of another model.
+    """
+    kind = read_config(path).get("model_type")
+    if not isinstance(kind, str) or kind not in FACTORIES:
+        raise ValueError(
+            f"{path}: model_type is {kind!r}; known: {', '.join(FACTORIES)}; for another model "
+            "write a factory with `weights`"
+        )
+    # Before anything else asks for devices, which fixes how many there are.
+    devices = use_devices(plan.n_devices) if plan else _some_devices()
+    model: MultimodalModel = build_model(ModelConfig(FACTORIES[kind], str(path), "float32"))
+    folder = Folder(path, model.weights)  # type: ignore[attr-defined]
+    folder.check()
+    plan = plan or spread(model, len(devices), folder.map.tensors)
+    groups = round_trip(folder, model, plan, devices, tick)
+    result = Verified(
+        folder=str(path),
+        model_type=kind,
+        bit_identical=all(g.identical == g.tensors for g in groups),
+        max_logit_error=None,
+        max_grad_error=None,
+        largest_logit=None,
+        not_compared=reference.missing() or compare.too_large(folder),
+        groups=tuple(groups),
+    )
+    return result if result.not_compared else _compared(result, folder, model)
+
+
+def _some_devices() -> list[jax.Device]:
+    try:
+        return use_devices(DEVICES)
+    except ValueError:  # fewer GPUs
+        return jax.devices()
+
+
+def _compared(result: Verified, folder: Folder, model: MultimodalModel) -> Verified:
+    samples = mixed_samples(model)
+    logits, gradients = compare.run_here(folder, model, samples)
+    name = folder.map.config["architectures"][0]
+    there = reference.run(folder.path, result.model_type, name, samples)
+    error, largest = compare.logit_errors(logits, there)
+    errors = compare.gradient_errors(folder.map, gradients, there.gradients)
+
+    def with_error(group: Group) -> Group:
+        return replace(group, max_grad_error=errors.get(group.name))
+
+    return replace(
+        result,
+        max_logit_error=error,
+        largest_logit=largest,
+        max_grad_error=max(errors.values()),
+        groups=tuple(map(with_error, result.groups)),
+    )

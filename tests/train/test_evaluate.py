@@ -1,0 +1,167 @@
+"""Held-out loss by dataset: which samples, and sums that a count by hand gives."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data.datasets.mixture import Part, short_names
+from dflop_jax.data.packing import Ranks
+from dflop_jax.record_files import save
+from dflop_jax.records import Prices
+from dflop_jax.report.run_folder import RunFolder, read_last_evaluation
+from dflop_jax.report.summary import figures, summarise
+from dflop_jax.report.trackers import evaluation_scalars
+from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss, held_out_samples
+from dflop_jax.train.feed import Packer
+from dflop_jax.train.prepare import build_model
+from tests.plans import NANO, programs
+from tests.report.runs import make_plan, make_row
+
+MODEL = build_model(ModelConfig(size="nano"))
+NAMES = ("a/long.json", "b/long.json", "short.json")
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """60, 15 and 2 conversations of different lengths; the configuration."""
+    for name, n, words in zip(NAMES, (60, 15, 2), (3, 9, 5), strict=True):
+        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "word " * words}]
+        rows = [{"id": f"{name}{k}", "conversations": turns} for k in range(n)]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(rows))
+    text = "".join(f"- {name}\n" for name in NAMES)
+    (tmp_path / "mix.yaml").write_text(text)
+    return Config(
+        model=ModelConfig(size="nano"),
+        data=DataConfig(path=str(tmp_path / "mix.yaml"), workers=1),
+        train=TrainConfig(global_batch=8, eval_samples=20),
+        cache_dir=str(tmp_path),
+    )
+
+
+def opened(config):
+    spec = MediaSpec.of(MODEL.preprocessing, MODEL.piece_tokens)
+    options = {"vocab_size": MODEL.vocab_size, "index_dir": config.cache_dir}
+    return make_source(config.data, spec, apart=False, **options)
+
+
+class Counted:
+    """In place of an executor: the sums of a batch are made of its arrays, so that a count by hand
+    gives them too."""
+
+    model, trainable = MODEL, frozenset({"llm"})
+
+    def run_evaluation(self, schedule, groups):
+        sums = {"llm.loss_sum": 0.0, "llm.correct": 0.0}
+        for group, arrays in zip(schedule.groups, groups, strict=True):
+            if group.module == "llm":
+                weights, tokens = arrays.fields["weights"], arrays.fields["tokens"]
+                sums["llm.loss_sum"] += float((weights * np.sqrt(1.0 + tokens)).sum())
+                sums["llm.correct"] += float((weights * (tokens % 3 == 0)).sum())
+        return SimpleNamespace(local=lambda: SimpleNamespace(sums=sums))
+
+
+def by_hand(samples):
+    fields = [s.fields["llm"] for s in samples]
+    weights, tokens = (np.concatenate([f[n] for f in fields]) for n in ("weights", "tokens"))
+    loss = (weights * np.sqrt(1.0 + tokens)).sum() / weights.sum()
+    return loss, (weights * (tokens % 3 == 0)).sum() / weights.sum()
+
+
+def test_every_dataset_has_a_loss_of_its_own(mixture):
+    source = opened(mixture)
+    packer = Packer(NANO, MODEL, Ranks.all(NANO), Peers(), {"llm": float, "vision": float})
+    held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
+    row = held_out.run(5)
+    chosen = held_out_samples(source, 20)
+    assert {name: len(which) for name, which in chosen.items()} == dict(zip(NAMES, (16, 3, 1)))
+    samples = {name: [source.sample(i) for i in which] for name, which in chosen.items()}
+    assert list(row.by_source) == list(NAMES)
+    for name, own in row.by_source.items():
+        assert (own.loss, own.accuracy) == pytest.approx(by_hand(samples[name]), rel=1e-5)
+        assert source.label(chosen[name][0]).startswith(mixture.cache_dir)
+    whole = by_hand([s for group in samples.values() for s in group])
+    assert (row.step, row.loss, row.accuracy) == (5, *map(pytest.approx, whole))
+    assert len({own.loss for own in row.by_source.values()}) == 3
+
+
+class Named:
+    """A mixture of datasets of so many samples."""
+
+    def __init__(self, sizes):
+        self.names = [name for name, n in sizes.items() for _ in range(n)]
+
+    def __len__(self):
+        return len(self.names)
+
+    def part_of(self, index):
+        return self.names[index]
+
+
+@pytest.mark.parametrize(
+    "sizes, n, counts",
+    [
+        ({"a": 10}, 4, {"": 4}),
+        ({"a": 6, "b": 6}, 4, {"a": 2, "b": 2}),
+        ({"a": 100, "b": 1, "c": 1}, 10, {"a": 8, "b": 1, "c": 1}),
+        ({"a": 100, "b": 1, "c": 1}, 102, {"a": 100, "b": 1, "c": 1}),
+        ({"a": 50, "b": 50, "c": 1}, 2, {"a": 1, "b": 1}),
+    ],
+)
+def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
+    source = Named(sizes)
+    chosen = held_out_samples(source, n)
+    assert {name: len(which) for name, which in chosen.items()} == counts
+    assert sum(counts.values()) == n
+    for name, which in chosen.items():
+        assert len(set(which)) == len(which)
+        assert not name or {source.part_of(i) for i in which} == {name}
+
+
+def test_without_names_the_first_are_held_out():
+    assert held_out_samples(range(9), 3) == {"": [0, 1, 2]}
+
+
+def test_names_of_datasets_tell_them_apart():
+    paths = ("x/a/long.json", "x/b/long.json", "x/b/other", "x/b/other", "hf://me/set")
+    assert short_names([Part(p) for p in paths]) == [
+        "a/long.json",
+        "b/long.json",
+        "other (1)",
+        "other (2)",
+        "set",
+    ]
+
+
+def test_what_was_evaluated_is_reported(tmp_path):
+    by_source = {"a": HeldOutLoss(1.0, 0.75), "b": HeldOutLoss(3.0, 0.25)}
+    row = Evaluation(2, 2.0, 0.5, by_source)
+    assert evaluation_scalars(row) == {
+        "held_out/loss": 2.0,
+        "held_out/accuracy": 0.5,
+        "held_out/a/loss": 1.0,
+        "held_out/a/accuracy": 0.75,
+        "held_out/b/loss": 3.0,
+        "held_out/b/accuracy": 0.25,
+    }
+    assert read_last_evaluation(tmp_path) is None
+    save(make_plan(), tmp_path / "plan.json")
+    with RunFolder(tmp_path, existing="overwrite") as folder:
+        save(make_plan(), tmp_path / "plan.json")
+        folder.append(make_row(0))
+        folder.append_evaluation(Evaluation(1, 9.0, 0.1))
+        folder.append_evaluation(row)
+    cells = dict(figures(summarise(tmp_path)))
+    assert cells["held out: loss / accuracy"] == "2.00 / 50.0%"
+    assert cells["held out, b: loss / accuracy"] == "3.00 / 25.0%"
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert read_last_evaluation(tmp_path).by_source["a"] == {"loss": 1.0, "accuracy": 0.75}
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 3, "loss": "x"}\n')
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl:1: not a row of evaluations"):
+        read_last_evaluation(tmp_path)

@@ -1,0 +1,244 @@
+"""`dflop verify` on small random folders of every family, and what it says of bad ones."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.cli import main
+from dflop_jax.config import ModelConfig
+from dflop_jax.record_files import save
+from dflop_jax.train.prepare import build_model
+from dflop_jax.verify import compare, reference, round_trip
+from dflop_jax.verify.results import Verified
+from dflop_jax.verify.round_trip import spread
+from dflop_jax.verify.verify import FACTORIES
+from dflop_jax.weights import Folder, Held, write_folder
+
+SIZES = {
+    "llava_onevision": "anyres-nano",
+    "internvl": "internvl-nano",
+    "qwen2_audio": "qwen2-audio-nano",
+    "qwen3_vl": "qwen3-vl-nano",
+}
+NOTHING_INSTALLED = "torch is not installed"
+
+
+def small_model(kind):
+    return build_model(ModelConfig(FACTORIES[kind], SIZES[kind], "float32"))
+
+
+def random_params(model, seed):
+    """Every parameter random, of a size that keeps activations near 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, spec):
+        fan_in = np.prod(spec.shape[:-1]) if len(spec.shape) > 1 else 25
+        noise = rng.normal(size=spec.shape) / np.sqrt(fan_in)
+        return (noise + (path[-1].key == "scale")).astype(np.float32)
+
+    def part(module, name):
+        one = jax.eval_shape(lambda key: module.init(name, key), jax.random.key(0))
+        if name != "layers":
+            return jax.tree_util.tree_map_with_path(draw, one)
+        layers = [jax.tree_util.tree_map_with_path(draw, one) for _ in range(module.n_layers)]
+        return jax.tree.map(lambda *a: np.stack(a), *layers)
+
+    return {
+        name: {p: part(module, p) for p in module.inputs} for name, module in model.modules.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By kind, a folder in several files of bfloat16."""
+    jax.devices()  # started with conftest's 8
+    made = {}
+    for kind in SIZES:
+        model = small_model(kind)
+        held = [Held(name, tree) for name, tree in random_params(model, 1).items()]
+        made[kind] = tmp_path_factory.mktemp("verify") / kind
+        write_folder(made[kind], model.weights, held, dtype="bfloat16", max_file_bytes=150_000)
+    return made
+
+
+def verify(capsys, *args):
+    """(exit code, answer as JSON, stderr)."""
+    capsys.readouterr()
+    code = main(["verify", *map(str, args), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else None, err
+
+
+@pytest.fixture
+def no_reference(monkeypatch):
+    monkeypatch.setattr(reference, "missing", lambda: NOTHING_INSTALLED)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_folder_of_every_family(folders, capsys, kind):
+    code, answer, err = verify(capsys, folders[kind])
+    assert (code, err, answer["bit_identical"]) == (0, "", True)
+    groups = {g["name"]: g for g in answer["groups"]}
+    assert sum(g["tensors"] for g in groups.values()) == len(small_model(kind).weights.tensors)
+    assert groups["llm.layers"]["n_bytes"] > groups["llm.exit"]["n_bytes"] > 0
+    if reason := reference.missing():
+        assert answer["not_compared"] == reason
+        assert answer["max_logit_error"] is answer["max_grad_error"] is None
+        return
+    assert answer["not_compared"] == ""
+    assert 0 < answer["max_logit_error"] <= 1e-5
+    assert 0 < answer["max_grad_error"] <= 1e-4
+    assert all(0 < g["max_grad_error"] <= 1e-4 for g in groups.values())
+
+
+def test_the_shards_are_cut_and_split(folders):
+    model = small_model("qwen3_vl")
+    plan = spread(model, 4, model.weights.tensors)
+    assert {s.module: len(plan.segments_of(s.module)) for s in plan.segments} == {
+        "vision": 2,
+        "llm": 2,
+    }
+    assert {m.model for m in plan.submeshes} == {2}
+    assert plan.n_devices == 4
+    assert spread(model, 1, model.weights.tensors).n_devices == 1
+
+
+def test_the_shards_of_a_plan_and_a_table(folders, capsys, tmp_path, no_reference):
+    model = small_model("internvl")
+    save(spread(model, 1, model.weights.tensors), tmp_path / "plan.json")
+    assert main(["verify", str(folders["internvl"]), "--plan-file", f"{tmp_path}/plan.json"]) == 0
+    out = capsys.readouterr().out
+    assert "vision.layers" in out
+    assert "verified; logits and gradients were not compared: torch is not" in " ".join(out.split())
+    save(spread(small_model("qwen2_audio"), 1, []), tmp_path / "plan.json")
+    code, _, err = verify(capsys, folders["internvl"], "--plan-file", tmp_path / "plan.json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the model lacks" in err
+
+
+def test_a_tensor_that_is_read_wrongly_is_found(folders, capsys, monkeypatch, no_reference):
+    read = round_trip.read_segment
+
+    def off_by_one_bit(folder, segment):
+        params = read(folder, segment)
+        if segment.name == "llm0":
+            scale = params["layers"]["mlp_norm"]["scale"]
+            params["layers"]["mlp_norm"]["scale"] = scale.at[1, 3].multiply(1 + 2**-7)
+        return params
+
+    monkeypatch.setattr(round_trip, "read_segment", off_by_one_bit)
+    code, answer, _ = verify(capsys, folders["qwen3_vl"])
+    assert (code, answer["bit_identical"]) == (1, False)
+    wrong = {g["name"]: g["tensors"] - g["identical"] for g in answer["groups"]}
+    assert {name: n for name, n in wrong.items() if n} == {"llm.layers": 1}
+
+
+def test_a_model_that_computes_something_else_is_found(folders, capsys, monkeypatch):
+    if reference.missing():
+        pytest.skip(reference.missing())
+    run = reference.run
+
+    def other(folder, kind, name, samples):
+        there = run(folder, kind, name, samples)
+        changed = {n: a * 1.01 if "mlp.up_proj" in n else a for n, a in there.gradients.items()}
+        return replace(there, gradients=changed)
+
+    monkeypatch.setattr(reference, "run", other)
+    code, answer, _ = verify(capsys, folders["qwen3_vl"])
+    assert (code, answer["bit_identical"]) == (1, True)
+    assert answer["max_grad_error"] == pytest.approx(0.01, rel=0.1)
+    errors = {g["name"]: g["max_grad_error"] for g in answer["groups"]}
+    assert [name for name, e in errors.items() if e > 1e-3] == ["llm.layers"]
+
+
+@pytest.mark.parametrize(
+    "logit, grad, code",
+    [(None, None, 0), (9e-4, 1e-4, 0), (1.1e-3, 1e-4, 1), (1e-5, 2e-3, 1), (float("nan"), 0.0, 1)],
+)
+def test_errors_that_fail(logit, grad, code):
+    largest = None if logit is None else 10.0
+    assert Verified("", "", True, logit, grad, largest, "", ()).exit_code == code
+    assert Verified("", "", False, logit, grad, largest, "", ()).exit_code == 1
+
+
+def test_too_little_memory_is_said(folders, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(reference, "missing", lambda: "")
+    monkeypatch.setattr(compare, "MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       3 kB\n")
+    code, answer, _ = verify(capsys, folders["internvl"])
+    assert (code, answer["max_logit_error"]) == (0, None)
+    assert answer["not_compared"].endswith("GB of memory, 0 are free")
+
+
+def damaged(folder, name):
+    """A copy of a folder, damaged in one of several ways."""
+    file = sorted(folder.glob("*.safetensors"))[0]
+    config, index = (folder / n for n in ("config.json", "model.safetensors.index.json"))
+    if name == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif name == "no header":
+        file.write_bytes(b"\xff" * 64)
+    elif name == "gone":
+        file.unlink()
+    elif name == "missing tensor":
+        known = json.loads(index.read_text())
+        del known["weight_map"][sorted(known["weight_map"])[0]]
+        index.write_text(json.dumps(known))
+    elif name == "unknown":
+        config.write_text('{"model_type": "bert"}')
+    elif name == "no json":
+        config.write_text("{")
+    elif name == "no config":
+        config.unlink()
+    elif name == "no type":
+        config.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        ("cut", "no safetensors file"),
+        ("no header", "no safetensors file"),
+        ("gone", "no such file, though"),
+        ("missing tensor", "no tensor 'language_model"),
+        ("unknown", "model_type is 'bert'; known: llava_onevision, internvl, qwen2_audio, qwen3"),
+        ("no json", "cannot be read as JSON"),
+        ("no config", "config.json: no such file"),
+        ("no type", "model_type is None"),
+    ],
+)
+def test_bad_folders_end_in_one_line(folders, capsys, tmp_path, damage, says):
+    shutil.copytree(folders["internvl"], tmp_path / "copy")
+    damaged(tmp_path / "copy", damage)
+    code, answer, err = verify(capsys, tmp_path / "copy")
+    assert (code, answer, err.count("\n")) == (2, None, 1)
+    assert says in err
+
+
+def test_no_folder(capsys, tmp_path):
+    code, _, err = verify(capsys, tmp_path / "none")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no such folder" in err
+
+
+def test_copies_of_a_tied_tensor_are_compared_whole(folders, tmp_path, capsys, no_reference):
+    """The folder repeats the head; what differs lies beyond what opening a folder looks at."""
+    from safetensors.numpy import load_file, save_file
+
+    model = small_model("llava_onevision")
+    held = [Held(name, tree) for name, tree in random_params(model, 2).items()]
+    write_folder(tmp_path / "tied", model.weights, held)
+    file = tmp_path / "tied" / "model.safetensors"
+    arrays = load_file(file)
+    head = arrays["language_model.model.embed_tokens.weight"].copy()
+    for last, code in ((head[-1], 0), (head[-1] + 1, 1)):
+        head[-1] = last
+        save_file({**arrays, "language_model.lm_head.weight": head}, file)
+        Folder(tmp_path / "tied", model.weights).check()
+        found, answer, _ = verify(capsys, tmp_path / "tied")
+        assert (found, answer["bit_identical"]) == (code, code == 0)
+        assert answer["groups"][-1]["name"] == "copies of tied tensors"

@@ -18,7 +18,7 @@ from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
     experiment_config,
-    given_profile,
+    profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.gpu_compile.reports import GIB
@@ -69,14 +69,12 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
-    from dflop_jax.train import planning, prepare, profiling
+    from dflop_jax.train import planning, prepare
 
     if args.plan_file:
         return load(Plan, args.plan_file)
     place = prepare.set_up(config)
-    profile = given_profile(args) or profiling.make_profile(
-        place, place.source(), ticker("profiling")
-    )
+    profile = profile_of(args, place)
     return planning.make_plan(place, profile, ticker("planning")).plan
 
 

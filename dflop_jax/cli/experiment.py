@@ -15,6 +15,7 @@ from dflop_jax.config import Config, Field, fields, override
 
 if TYPE_CHECKING:
     from dflop_jax.records import Profile
+    from dflop_jax.train.prepare import Workplace
 
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
@@ -128,4 +129,19 @@ def given_profile(args: argparse.Namespace) -> Profile | None:
     from dflop_jax.record_files import load
     from dflop_jax.records import Profile
 
-    return load(Profile, args.profile_file) if args.profile_file else None
+    file = getattr(args, "profile_file", None)
+    return load(Profile, file) if file else None
+
+
+def profile_of(args: argparse.Namespace, place: Workplace) -> Profile:
+    """The profile of --profile-file, else a new one, measured here or predicted for
+    `plan.hardware`."""
+    from dflop_jax.cli.terminal import note, ticker
+    from dflop_jax.gpu_compile.chip_profile import predicted_profile
+    from dflop_jax.train import profiling
+
+    if given := given_profile(args):
+        return given
+    if place.hardware:
+        return predicted_profile(place, ticker("compiling"), note)
+    return profiling.make_profile(place, place.source(), ticker("profiling"))

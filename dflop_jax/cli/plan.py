@@ -15,8 +15,8 @@ from dflop_jax.cli.experiment import (
     add_out,
     add_profile_file,
     experiment_config,
-    given_profile,
     out_folder,
+    profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
 
@@ -41,14 +41,12 @@ def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
-    from dflop_jax.train import planning, prepare, profiling
+    from dflop_jax.train import planning, prepare
     from dflop_jax.train.room import sample_room
 
     config = experiment_config(args)
     place = prepare.set_up(config)
-    profile = given_profile(args) or profiling.make_profile(
-        place, place.source(), ticker("profiling")
-    )
+    profile = profile_of(args, place)
     shown = {"shown": planning.SHOWN} if args.explain else {}
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []

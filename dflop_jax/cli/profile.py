@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import add_out, experiment_config, out_folder
-from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.cli.experiment import add_out, experiment_config, out_folder, profile_of
+from dflop_jax.cli.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +20,11 @@ def run(args: argparse.Namespace) -> Any:
     """Write profile.json; shows a table of times and what a sample holds on average."""
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PROFILE
-    from dflop_jax.train import prepare, profiling
+    from dflop_jax.train import prepare
 
     config = experiment_config(args)
     place = prepare.set_up(config)
-    profile = profiling.make_profile(place, place.source(), ticker("profiling"))
+    profile = profile_of(args, place)
     out = out_folder(args, config) / PROFILE
     save(profile, out)
     if not args.json:

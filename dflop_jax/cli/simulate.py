@@ -10,8 +10,8 @@ from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
     experiment_config,
-    given_profile,
     out_folder,
+    profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
 
@@ -35,13 +35,11 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.sim.pipeline import simulate_schedules
-    from dflop_jax.train import planning, prepare, profiling
+    from dflop_jax.train import planning, prepare
 
     config = experiment_config(args)
     place = prepare.set_up(config)
-    profile = given_profile(args) or profiling.make_profile(
-        place, place.source(), ticker("profiling")
-    )
+    profile = profile_of(args, place)
     if args.plan_file:
         plan = load(Plan, args.plan_file)
     else:

@@ -21,6 +21,11 @@ def show(what: Any) -> None:
     Console().print(what)
 
 
+def note(line: str) -> None:
+    """Print a line to stderr, beside the answer."""
+    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+
+
 def ticker(name: str) -> Callable[[int, int], None]:
     """A function that shows progress (done, total) as one rewritten line of a terminal."""
     console = Console(stderr=True)

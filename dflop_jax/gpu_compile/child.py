@@ -21,11 +21,14 @@ import msgspec
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
+from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
+from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import Link, in_flight_limit, resources
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.segment import EVALUATE
+from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
@@ -90,7 +93,8 @@ def compile_jobs(request: Request) -> Iterator[Line]:
             if place > request.skip:
                 head = described(programs, key)
                 yield Line(i, begun=head)
-                yield Line(i, done=compiled(programs, key, head, lower, known))
+                done = compiled(programs, key, head, lower, known, job.config.plan.hardware)
+                yield Line(i, done=done)
 
 
 def plan_programs(job: Job) -> Programs:
@@ -138,6 +142,7 @@ def compiled(
     head: ProgramReport,
     lower: Callable[[], jax.stages.Lowered],
     known: dict[bytes, ProgramReport],
+    hardware: str,
 ) -> ProgramReport:
     """Compile a program and read what it takes; `known` gets it by its text."""
     try:
@@ -154,17 +159,25 @@ def compiled(
     if head.kind == FORWARD:
         programs.learn(key, executable)
     needed, seen = _needed(programs, head, key)
-    cost = hlo_cost(executable.as_text() or "", seen)
+    optimized = executable.as_text() or ""
+    cost = hlo_cost(optimized, seen)
     report = replace(
         head,
         compile_s=took,
         needed_flops=needed,
         executed_over_needed=cost.flops / needed if needed else None,
+        modelled_s=modelled_s(optimized, seen, hardware),
         **_bytes(executable.memory_analysis()),
         **_figures(cost),
     )
     known[text] = report
     return report
+
+
+def modelled_s(optimized: str, seen_pairs: float, hardware: str) -> float:
+    """Seconds of a program on a chip under the roofline, from its text."""
+    table = Table.of([hlo_kernels(optimized, seen_pairs)], [1], find_hardware(hardware))
+    return float(table.seconds(Efficiency())[0])
 
 
 def _of_head(head: ProgramReport) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def compile_plans(
             if process.wait() == 0:
                 assert n_told == len(jobs), (n_told, len(jobs))
                 return
-            died = _last_words(said, process.returncode)
+            died = last_words(said, process.returncode)
         if begun is None:
             raise RuntimeError(died)
         known[begun[0]].programs.append(replace(begun[1], error=died))
@@ -139,7 +139,7 @@ def _note(known: _Known, line: Line) -> None:
         known.programs.append(line.done)
 
 
-def _last_words(said: IO[bytes], code: int) -> str:
+def last_words(said: IO[bytes], code: int) -> str:
     """The last line that a process wrote before it died."""
     said.seek(0)
     lines = [t for t in said.read().decode(errors="replace").splitlines() if t.strip()]

@@ -17,7 +17,7 @@ from math import prod
 
 from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, HloModule, Instruction, parse_hlo
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -26,7 +26,7 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 # Products of the attention kernels of `models`, by the names that they give themselves: of queries
 # with keys, of weights with values, and their gradients.
 _ATTENTION_PRODUCTS = {
@@ -119,8 +119,8 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
         total = HloCost(attention_gathers=_attention_gathers(module, computation))
         for instruction in computation.values():
             own = _own_cost(computation, instruction, seen_pairs)
-            times, unknown = _runs(instruction)
-            inside = [of(c) for c in _bodies(instruction)]
+            times, unknown = runs(instruction)
+            inside = [of(c) for c in bodies(instruction)]
             if instruction.opcode == "conditional" and inside:
                 inside = [max(inside, key=lambda c: c.flops)]
             for cost in inside:
@@ -131,7 +131,7 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
     return of(module.entry)
 
 
-def _bodies(instruction: Instruction) -> Iterator[str]:
+def bodies(instruction: Instruction) -> Iterator[str]:
     """Computations that an instruction runs as a whole; those that it applies to single elements
     (of a reduction, a sort) hold no product. The end of an asynchronous call names its beginning's.
     """
@@ -148,7 +148,7 @@ def _bodies(instruction: Instruction) -> Iterator[str]:
         yield from instruction.called.get(role, ())
 
 
-def _runs(instruction: Instruction) -> tuple[float, bool]:
+def runs(instruction: Instruction) -> tuple[float, bool]:
     """How often an instruction's computations run, and whether that is a guess."""
     if instruction.opcode != "while":
         return 1.0, False
@@ -159,28 +159,28 @@ def _runs(instruction: Instruction) -> tuple[float, bool]:
 def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: float) -> HloCost:
     """Cost of an instruction without what it calls."""
     opcode = instruction.opcode.removesuffix("-start")
-    if opcode in _COLLECTIVES:
-        return HloCost(collectives={opcode: Traffic(1.0, _moved_bytes(computation, instruction))})
+    if opcode in COLLECTIVES:
+        return HloCost(collectives={opcode: Traffic(1.0, moved_bytes(computation, instruction))})
     if opcode not in ("dot", "convolution", "custom-call"):
         return HloCost()
-    flops = _product_flops(computation, instruction, seen_pairs)
+    flops = product_flops(computation, instruction, seen_pairs)
     if flops is None:
         target = instruction.custom_call_target
         known = opcode == "custom-call" and _NO_PRODUCT.search(target)
         return HloCost(unknown_kernels={} if known else {target or opcode: 1.0})
-    is_wide = any(a.dtype in ("f32", "f64") for a in _operands(computation, instruction)[:2])
-    is_kernel = opcode == "custom-call" and instruction.custom_call_target not in _CUBLAS
+    is_wide = any(a.dtype in ("f32", "f64") for a in operands(computation, instruction)[:2])
+    is_kernel = opcode == "custom-call" and instruction.custom_call_target not in CUBLAS
     return HloCost(flops, flops if is_wide else 0.0, flops if is_kernel else 0.0)
 
 
-def _product_flops(
+def product_flops(
     computation: Computation, instruction: Instruction, seen_pairs: float
 ) -> float | None:
     """FLOPs of a product or of a kernel that is known; None of others."""
     target = instruction.custom_call_target
-    if instruction.opcode == "dot" or target in _CUBLAS:
-        lhs = _operands(computation, instruction)[0]
-        depth = prod(lhs.shape[i] for i in _dims(instruction, "contracting"))
+    if instruction.opcode == "dot" or target in CUBLAS:
+        lhs = operands(computation, instruction)[0]
+        depth = prod(lhs.shape[i] for i in dims(instruction, "contracting"))
         return 2.0 * instruction.arrays[0].size * depth
     if target.startswith("__cudnn$fmha"):
         # Scores of all pairs, and of them the products: two, and in backward five with the scores
@@ -190,24 +190,24 @@ def _product_flops(
         if pairs is None:
             return None
         n_pairs = prod(int(n) for n in re.findall(r"\d+", pairs.group(1)))
-        head_dim = _operands(computation, instruction)[0].shape[-1]
+        head_dim = operands(computation, instruction)[0].shape[-1]
         seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) else 1.0
         products = 5.0 if "Backward" in target else 2.0
         return 2.0 * products * seen * n_pairs * head_dim
     for name, n_products in _ATTENTION_PRODUCTS.items():
         if name in instruction.attributes:
-            rows, tokens, heads, head_dim = _operands(computation, instruction)[0].shape
+            rows, tokens, heads, head_dim = operands(computation, instruction)[0].shape
             return 2.0 * n_products * seen_pairs * rows * tokens**2 * heads * head_dim
     return None
 
 
-def _operands(computation: Computation, instruction: Instruction) -> list[ArrayType]:
+def operands(computation: Computation, instruction: Instruction) -> list[ArrayType]:
     """Arrays that an instruction reads, the first of each operand."""
     found = (computation[name].arrays for name in instruction.operands if name in computation)
     return [arrays[0] for arrays in found if arrays]
 
 
-def _dims(instruction: Instruction, kind: str) -> list[int]:
+def dims(instruction: Instruction, kind: str) -> list[int]:
     """Dims of the left side of a product: "contracting" or "batch"."""
     text = instruction.attributes
     found = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
@@ -216,7 +216,7 @@ def _dims(instruction: Instruction, kind: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
 
 
-def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
+def moved_bytes(computation: Computation, instruction: Instruction) -> float:
     """Bytes of the larger side of a collective on one device."""
     read = sum(
         a.n_bytes
@@ -260,20 +260,20 @@ def _is_attention(module: HloModule, computation: Computation, instruction: Inst
     attention kernel."""
     if instruction.opcode == "fusion":
         return any(
-            i.opcode == "dot" and bool(_dims(i, "batch"))
-            for name in _bodies(instruction)
+            i.opcode == "dot" and bool(dims(i, "batch"))
+            for name in bodies(instruction)
             for i in module.computations.get(name, {}).values()
         )
     if instruction.opcode not in ("dot", "custom-call"):
         return False
-    if instruction.opcode == "dot" or instruction.custom_call_target in _CUBLAS:
-        return bool(_dims(instruction, "batch"))
-    return _product_flops(computation, instruction, 1.0) is not None
+    if instruction.opcode == "dot" or instruction.custom_call_target in CUBLAS:
+        return bool(dims(instruction, "batch"))
+    return product_flops(computation, instruction, 1.0) is not None
 
 
 def _holds_product(module: HloModule, instruction: Instruction) -> bool:
     return any(
         i.opcode == "dot"
-        for name in _bodies(instruction)
+        for name in bodies(instruction)
         for i in module.computations.get(name, {}).values()
     )

@@ -27,6 +27,8 @@ class ProgramReport:
       same_as: program of equal text that was compiled before it, in this plan or another.
       compile_s: seconds of XLA; 0 where `same_as` is given.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
+      modelled_s: seconds of its kernels under the roofline (`dflop_jax.profile.efficiency`), one
+        after another, every row full of one piece.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
     """
@@ -44,6 +46,7 @@ class ProgramReport:
     temp_bytes: float = 0.0
     flops: float = 0.0
     needed_flops: float = 0.0
+    modelled_s: float = 0.0
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
     collectives: tuple[Sent, ...] = ()

@@ -1,4 +1,7 @@
-"""Seconds of kernels on a device: the roofline, and what is reached of it, in one record."""
+"""Seconds of kernels on a device: the roofline, and what is reached of it, in one record.
+
+Kernels come from programs that were compiled for the chip, or else from traces.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dflop_jax.hardware import Hardware
-from dflop_jax.profile.collectives import LINK_REACH, all_reduce_s
-from dflop_jax.profile.kernels import ATTENTION, LOOKUP, REDUCE, Kernel
+from dflop_jax.profile.collectives import LINK_REACH, all_gather_s, all_reduce_s, send_s
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_BACK,
+    GATHER,
+    LOOKUP,
+    REDUCE,
+    SEND,
+    Kernel,
+)
+
+_COLLECTIVES = (REDUCE, GATHER, SEND)
 
 
 @dataclass(frozen=True)
@@ -17,21 +30,24 @@ class Efficiency:
     """What kernels reach of the hardware.
 
     The defaults are assumptions for GPUs: with them a bfloat16 product of n x n x n reaches 48%,
-    70% and 76% of an A100's peak at n = 1024, 2048 and 4096, about what cuBLAS does. `LINK_REACH`
-    is NCCL's own.
+    63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention kernels reach what is
+    published of Triton's on an H100 at 4,096 tokens, 379 and 267 of 989 TFLOP/s. `LINK_REACH` is
+    NCCL's own.
     """
 
-    matmul: float = 0.8
+    matmul: float = 0.72
     "share of the peak that a large matrix product reaches"
-    attention: float = 0.6
+    attention: float = 0.38
     "the same for the products of attention, batched over heads"
+    attention_back: float = 0.27
+    "the same for those of its gradient"
     half_dim: float = 64.0
     "a product that has this many rows, columns or depth reaches half, for each of them"
-    bandwidth: float = 0.75
+    bandwidth: float = 0.85
     "share of the memory bandwidth, elementwise work and products alike"
     lookup: float = 0.3
     "the same for gathers and scatters by row"
-    launch_s: float = 4e-6
+    launch_s: float = 3e-6
     "seconds that a kernel takes beside its work: launch, first loads, last stores"
     link: float = LINK_REACH
     "share of the links' bandwidth that collectives reach"
@@ -54,10 +70,10 @@ class Table:
     kind: np.ndarray
     flops: np.ndarray
     n_bytes: np.ndarray
-    dims: np.ndarray  # [kernels, 3]: rows, columns and depth of products
+    dims: np.ndarray  # [kernels, 3]: rows, columns and depth of products, else 0
     peak: np.ndarray
     repeats: np.ndarray
-    ways: np.ndarray
+    group: np.ndarray  # [kernels, 2]: devices that a collective joins, and their distance
     hardware: Hardware
 
     @staticmethod
@@ -74,18 +90,29 @@ class Table:
             dims=np.array([(a.rows, a.cols, a.depth) for a in kernels]).reshape(-1, 3),
             peak=np.array([hardware.peak_flops(a.dtype) for a in kernels]),
             repeats=np.array([a.repeats for a in kernels]),
-            ways=np.array([ways[i] for i, _ in flat], int),
+            group=np.array([(a.group or ways[i], a.stride) for i, a in flat], int).reshape(-1, 2),
             hardware=hardware,
         )
 
     def seconds(self, e: Efficiency) -> np.ndarray:
         """Seconds of each program, [n_rows]."""
-        share = np.where(self.kind == ATTENTION, e.attention, e.matmul)
-        reach = (self.dims / (self.dims + e.half_dim)).prod(axis=1)
+        share = np.select(
+            [self.kind == ATTENTION, self.kind == ATTENTION_BACK],
+            [e.attention, e.attention_back],
+            e.matmul,
+        )
+        reached = self.dims / (self.dims + e.half_dim)
+        reach = np.where(self.dims > 0, reached, 1.0).prod(axis=1)
         compute = self.flops / (self.peak * share * reach)
         band = np.where(self.kind == LOOKUP, e.lookup, e.bandwidth) * self.hardware.memory_bandwidth
         seconds = np.maximum(compute, self.n_bytes / band) + e.launch_s
-        for i in np.flatnonzero(self.kind == REDUCE):
-            n, group = float(self.n_bytes[i]), int(self.ways[i])
-            seconds[i] = all_reduce_s(n, group, self.hardware, reach=e.link)
+        for i in np.flatnonzero(np.isin(self.kind, _COLLECTIVES)):
+            seconds[i] = self._collective_s(i, e.link)
         return np.bincount(self.row, seconds * self.repeats, self.n_rows)
+
+    def _collective_s(self, i: int, reach: float) -> float:
+        n_bytes, (group, stride) = float(self.n_bytes[i]), self.group[i].tolist()
+        if self.kind[i] == SEND:
+            return send_s(n_bytes, self.hardware, reach=reach)
+        collective = all_reduce_s if self.kind[i] == REDUCE else all_gather_s
+        return float(collective(n_bytes, group, self.hardware, stride=stride, reach=reach))

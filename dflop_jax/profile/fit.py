@@ -8,25 +8,24 @@ that were timed: the split of one noisy difference of two programs is never beli
 only the number of rows varies (a module that takes one piece a row), what the fit of whole programs
 misses is interpolated between the timings: caches make large shapes dearer.
 
-Fitted numbers keep 24 bits (seven digits): the last bits of a least-squares fit differ from one
-linear algebra library to the next, and no plan may hang on them.
-
 Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import get_args
 
 import numpy as np
 
+from dflop_jax.profile.least_squares import least_squares, rounded
 from dflop_jax.profile.state import (
     Array,
     Mesh,
     Moved,
     SegmentBytes,
+    end_bytes,
     state_bytes,
     whole_bytes,
 )
@@ -41,13 +40,6 @@ from dflop_jax.records import (
 )
 
 DEPTHS = (1, 3)  # layers of the programs that are timed
-_KEPT_BITS = 24
-
-
-def rounded(values: Array) -> Array:
-    """The values with their first 24 bits, the same on every machine."""
-    mantissa, exponent = np.frexp(np.asarray(values, float))
-    return np.ldexp(np.rint(mantissa * 2.0**_KEPT_BITS), exponent - _KEPT_BITS)
 
 
 def _features(rows: Array, tokens: Array) -> np.ndarray:
@@ -64,31 +56,6 @@ def _terms(timings: Sequence[LayerTiming]) -> list[int]:
     if len(shapes) < 2:
         return [1]
     return [0, 1, 2] if len(shapes) > 2 and len(lengths) > 1 else [0, 1]
-
-
-def least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """x of least |matrix x - values| with no entry below zero, by the active sets of Lawson and
-    Hanson; scipy's takes half a second to load, which is long for the start of a run."""
-    x, free = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
-    least = 1e-13 * max(np.abs(matrix.T @ values).max(), 1e-300)
-    for _ in range(3 * len(x)):
-        gain = np.where(free, 0.0, matrix.T @ (values - matrix @ x))
-        if gain.max() <= least:
-            break
-        free[gain.argmax()] = True
-        while True:
-            wanted = np.zeros_like(x)
-            wanted[free] = np.linalg.lstsq(matrix[:, free], values, rcond=None)[0]
-            below = free & (wanted <= 0)
-            if not below.any():
-                break
-            # As far as the first entry that would fall below zero, which then is out.
-            step = (x[below] / np.maximum(x[below] - wanted[below], 1e-300)).min()
-            x += step * (wanted - x)
-            free &= x > 1e-14 * x.max()
-            x[~free] = 0.0
-        x = wanted
-    return x
 
 
 def _nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -118,7 +85,7 @@ class Figures:
 
     def __init__(self, costs: CostModel, module: str, model: int, rows: Array, tokens: Array):
         self.is_there = np.asarray(rows) > 0
-        self._predict = cache(lambda kind: costs.predict(module, model, rows, tokens, kind))
+        self._predict = cache(partial(costs.predict, module, model, rows, tokens))
 
     def __getitem__(self, kind: str) -> Array:
         return self._predict(kind)
@@ -348,17 +315,22 @@ class CostModel:
         inputs = figures["hidden"] * group_size * self.inputs_kept(segment)
         kept = ticks * layers * figures[f"{again}.layer_bytes"]
         kept = kept + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        whole = whole_bytes(segment, mesh, self.profile, trained=trained)
-        temporaries = figures[f"{again}.temp_bytes"] + whole
+        temporaries = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
+        temporaries = temporaries + whole_bytes(segment, mesh, self.profile, trained=trained)
         if not backward:
             kept = np.zeros_like(inputs)
         elif FORWARD in self.loops(segment, BACKWARD):
             temporaries = temporaries + kept + 2 * ticks * figures["hidden"]
+            if not self.hands_over(segment):
+                temporaries = temporaries + figures[f"{again}.loss_bytes"]
             kept = np.zeros_like(inputs)
+        temporaries = np.where(figures.is_there, temporaries, 0.0)
+        if trained:
+            temporaries = np.maximum(temporaries, end_bytes(segment, mesh, self.profile))
         return SegmentBytes(
             state=state_bytes(segment, mesh, self.profile, trained=trained),
             kept=inputs + kept,
-            temporaries=np.where(figures.is_there, temporaries, 0.0),
+            temporaries=temporaries,
         )
 
 

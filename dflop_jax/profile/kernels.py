@@ -15,8 +15,7 @@ from math import prod
 
 from dflop_jax.profile.sharded_trace import LAYOUT, Op, Region, Value
 
-MATMUL, ATTENTION, ELEMENTWISE, LOOKUP, REDUCE = range(5)
-KINDS = ("matmul", "attention", "elementwise", "lookup", "reduce")
+MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND = range(8)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 _OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
@@ -27,18 +26,23 @@ _ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_OPAQUE)
 class Kernel:
     """`repeats` launches on one device: FLOPs and bytes of each.
 
-    `rows`, `cols` and `depth` are those of a product on this device. For `REDUCE` the bytes are
-    those that each device of the group adds up.
+    `rows`, `cols` and `depth` are those of a product on this device, 0 of what reaches its rate at
+    any size. Collectives join `group`
+    devices `stride` apart, 0: the tensor-parallel group. The bytes of `REDUCE` are those that each
+    device adds up, those of `GATHER` (which stands for its inverse, too) what all devices have
+    together.
     """
 
     kind: int
     flops: float
     n_bytes: float
-    rows: float = 1.0
-    cols: float = 1.0
-    depth: float = 1.0
+    rows: float = 0.0
+    cols: float = 0.0
+    depth: float = 0.0
     dtype: str = "float32"
     repeats: int = 1
+    group: int = 0
+    stride: int = 1
 
 
 def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:

@@ -26,34 +26,33 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh
 
 from dflop_jax.contract import (
-    Module,
     MultimodalModel,
     chip_of,
     edges_of,
     on_chip,
     pair_flops_of,
-    taps_of,
     working_dtype_of,
 )
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.pieces import ADAPTER
-from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment, parts_of
+from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
-from dflop_jax.profile.parts import ENDS, forward_flops, part_names
+from dflop_jax.profile.parts import ENDS, forward_flops, param_dims, part_names
 from dflop_jax.profile.recompute import Predictor, entry_fields
+from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.state import float32_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
     ModelProfile,
+    ParamDims,
     Recompute,
-    SegmentPlan,
     Shape,
 )
 
@@ -88,7 +87,7 @@ def profile_key(
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
     and what else the caller says."""
     programs = [
-        _segment(model, m, 1, devices, (1, 1, 1)).lower(shapes[m][0], BACKWARD).as_text()
+        shallow_segment(model, m, 1, devices, (1, 1, 1)).lower(shapes[m][0], BACKWARD).as_text()
         for m in model.modules
     ]
     facts = (
@@ -169,22 +168,22 @@ def assembled(
     task_overhead_s: float,
 ) -> ModelProfile:
     """A profile of timings from anywhere, with the model's sizes."""
-    layer_bytes, ends_bytes, entry_share = {}, {}, {}
+    entry_share: dict[str, float] = {}
+    layer_dims: dict[str, tuple[ParamDims, ...]] = {}
+    ends_dims: dict[str, tuple[ParamDims, ...]] = {}
     for name, module in model.modules.items():
         largest = shapes[name][-1]
         entry, exit_ = (forward_flops(module, p, largest) for p in ENDS)
         entry_share[name] = entry / max(entry + exit_, 1.0)
-        sizes = {p: _part_bytes(module, p) for p in part_names(module)}
-        layer_bytes[name] = sizes.pop("layers")
-        if ADAPTER in module.freeze_groups:
-            layer_bytes[name] += _part_bytes(module, ADAPTER)
-        ends_bytes[name] = sum(sizes.values())
+        adapter = (ADAPTER,) if ADAPTER in module.freeze_groups else ()
+        layer_dims[name] = param_dims(module, ("layers", *adapter))
+        ends_dims[name] = param_dims(module, [p for p in part_names(module) if p != "layers"])
     return ModelProfile(
         key=key,
         device=device,
         timings=tuple(timings),
-        layer_param_bytes=layer_bytes,
-        ends_param_bytes=ends_bytes,
+        layer_param_bytes={m: float32_bytes(dims) for m, dims in layer_dims.items()},
+        ends_param_bytes={m: float32_bytes(dims) for m, dims in ends_dims.items()},
         n_layers={n: m.n_layers for n, m in model.modules.items()},
         entry_share=entry_share,
         concurrency=concurrency,
@@ -193,6 +192,8 @@ def assembled(
         tied=tuple(n for n, m in model.modules.items() if m.tied),
         piece_tokens=dict(model.piece_tokens),
         halved=tuple(n for n, m in model.modules.items() if working_dtype_of(m).itemsize == 2),
+        layer_dims=layer_dims,
+        ends_dims=ends_dims,
     )
 
 
@@ -215,52 +216,8 @@ def seconds_of(runs: Sequence[Run], clock: Callable[[], float] = time.perf_count
     return [median(mine) for mine in took]
 
 
-def _part_bytes(module: Module, part: str) -> int:
-    return _nbytes(jax.eval_shape(partial(module.init, part), jax.random.key(0)))
-
-
 def _nbytes(tree: Any) -> int:
     return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-
-@dataclass(frozen=True)
-class _Shallow:
-    """A module whose taps all leave after the first layer at the latest."""
-
-    module: Module
-
-    @property
-    def taps(self) -> dict[str, int]:
-        return {name: min(leaves, 1) for name, leaves in taps_of(self.module).items()}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
-def _segment(
-    model: MultimodalModel,
-    module: str,
-    depth: int,
-    devices: Sequence[jax.Device],
-    mesh_shape: tuple[int, int, int],
-) -> Segment:
-    """The first `depth` layers of a module with all that leaves and enters it."""
-    # What lies deeper is moved to the first layer, so that every depth runs it once.
-    edges = tuple(
-        replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
-    )
-    plan = SegmentPlan(module, module, 0, depth, module, True, True)
-    spec: Any = on_chip(model.modules[module], chip_of(devices[0]))
-    spec = _Shallow(spec) if taps_of(spec) else spec
-    return Segment(
-        plan=plan,
-        module=spec,
-        mesh=Mesh(np.array(devices[: prod(mesh_shape)]).reshape(mesh_shape), AXES),
-        microbatches=1,
-        trainable=frozenset(parts_of(plan, spec)),
-        wants_gradient=frozenset(e.name for e in edges if plan.reads(e)),
-        edges=tuple(e for e in edges if plan.reads(e) or plan.sends(e)),
-    )
 
 
 def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
@@ -319,10 +276,8 @@ def _time_layer(
 ) -> LayerTiming:
     skips = pair_flops_of(on_chip(model.modules[module], chip_of(devices[0]))) > 0
     pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
-    low, high = (
-        _programs(_segment(model, module, d, devices, (1, 1, tp)), shape, model.vocab_size, pieces)
-        for d in DEPTHS
-    )
+    segments = (shallow_segment(model, module, d, devices, (1, 1, tp)) for d in DEPTHS)
+    low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     took_s = iter(seconds_of([run for depths in by_filling for runs in depths for run in runs]))
     split = []  # forward's and backward's (layer, ends) of each filling
@@ -388,7 +343,7 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     fewer than there are where pretended CPU devices share cores.
     """
     last, n = list(model.modules)[-1], len(devices)
-    segment = _segment(model, last, 1, devices, (1, n, 1))
+    segment = shallow_segment(model, last, 1, devices, (1, n, 1))
     ((_, backward),) = _programs(segment, shape, model.vocab_size, [_PACKED]).runs
     return n / seconds_of([backward])[0]
 

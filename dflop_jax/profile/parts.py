@@ -9,6 +9,7 @@ is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +24,7 @@ from dflop_jax.pipeline.pieces import ADAPTER, PARTS, layer_params
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import Region, Value, trace
-from dflop_jax.records import BACKWARD, FORWARD, Remat, Shape
+from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape
 
 Tree = Any
 ENDS = ("entry", "exit")
@@ -259,6 +260,16 @@ def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]
     """(struct, logical axes) of each parameter."""
     axes = jax.tree.leaves(module.logical_axes(part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
+
+
+def param_dims(module: Module, parts: Sequence[str]) -> tuple[ParamDims, ...]:
+    """Every parameter of some parts, of one layer for "layers"."""
+    leaves = [leaf for part in parts for leaf in _leaves(module, part)]
+    split = (split_dim(leaf.shape, names, 1) for leaf, names in leaves)
+    return tuple(
+        ParamDims(tuple(leaf.shape), -1 if dim is None else dim)
+        for (leaf, _), dim in zip(leaves, split, strict=True)
+    )
 
 
 def divides(module: Module, ways: int) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 from dflop_jax.contract import Module, MultimodalModel, edges_of
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
-from dflop_jax.profile.fit import rounded
 from dflop_jax.profile.kernels import ATTENTION
+from dflop_jax.profile.least_squares import rounded
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
 from dflop_jax.records import BACKWARD, FORWARD, Direction, LayerTiming, Recompute, Remat, Shape

@@ -93,6 +93,7 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
     pads rows then costs as much, so attention is in the layers' seconds."""
     costs, found = p.at(shapes), []
     again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
+    back = _PAIR_BACKWARD * p.efficiency.attention / p.efficiency.attention_back
     for shape in shapes:
         pair_s = _pair_s(p, shape)
         pairs, own_s = (shape.size * shape.tokens, 0.0) if alone else (0, pair_s)
@@ -104,19 +105,18 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
             )
             for remat, cost in costs[shape].items()
         }
-        back_s = _PAIR_BACKWARD * pair_s
         found.append(
             LayerTiming(
                 module=name,
                 model=p.ways,
                 shape=shape,
                 layer_forward_s=p.part_s("layers", FORWARD, shape) + pairs * pair_s,
-                layer_backward_s=p.part_s("layers", BACKWARD, shape) + pairs * back_s,
+                layer_backward_s=p.part_s("layers", BACKWARD, shape) + pairs * back * pair_s,
                 ends_forward_s=p.ends_s(FORWARD, shape),
                 ends_backward_s=p.ends_s(BACKWARD, shape),
                 hidden_bytes=hidden_bytes(p.module, shape),
                 pair_forward_s=own_s,
-                pair_backward_s=_PAIR_BACKWARD * own_s,
+                pair_backward_s=back * own_s,
                 recompute=recompute,
             )
         )

@@ -3,12 +3,14 @@ state, and what data ranks bring each other (ZeRO)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from dflop_jax.records import ModelProfile, SegmentPlan
+from dflop_jax.records import ModelProfile, ParamDims, SegmentPlan
 
 Array = Any  # a float array, or one number
 Mesh = tuple[int, Array, int]  # (stage, data, model)
@@ -59,26 +61,69 @@ class Moved:
     ends_scatter_s: Array = 0.0
 
 
+def float32_bytes(parameters: Sequence[ParamDims]) -> int:
+    """Bytes of parameters in float32."""
+    return 4 * sum(prod(p.sizes) for p in parameters)
+
+
+def shared_share(parameters: Sequence[ParamDims], data: Array) -> Array:
+    """Share of parameters' elements that the data ranks split among them: of those with a dim that
+    is not tensor parallelism's and that their number divides (`pipeline.shards`)."""
+    data = np.asarray(data)
+    shared, total = np.zeros(data.shape), 0
+    for p in parameters:
+        whole = [n for i, n in enumerate(p.sizes) if i != p.split]
+        divides = np.any([n % data == 0 for n in whole], axis=0) if whole else False
+        shared = shared + prod(p.sizes) * np.where(divides, 1.0, 0.0)
+        total += prod(p.sizes)
+    return shared / total if total else np.ones(data.shape)
+
+
+def split_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> tuple[Array, Array]:
+    """(bytes of a segment's parameters that one data rank has of what they split, float32; bytes of
+    those that every rank holds whole)."""
+    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh[0]
+    ends = ends_bytes(segment, mesh, profile)
+    shares = (shared_share(d.get(segment.module, ()), mesh[1])
+              for d in (profile.layer_dims, profile.ends_dims))  # fmt: skip
+    shared = sum(size * share for size, share in zip((layers, ends), shares, strict=True))
+    return shared / np.asarray(mesh[1]), layers + ends - shared
+
+
 def state_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool) -> Array:
     """Bytes of parameters, gradients and AdamW's moments on one device; of masters too where the
     parameters are not float32. `trained`: whether the segment has trainable parameters."""
-    size, data = parameter_bytes(segment, mesh, profile), np.asarray(mesh[1])
+    size, own = parameter_bytes(segment, mesh, profile), sum(split_bytes(segment, mesh, profile))
     working = profile.working_share(segment.module)
-    state = size * working / (data if segment.zero == 3 else 1)
+    state = working * (own if segment.zero == 3 else size)
     if not trained:
-        return state
-    gradients = size / (data if segment.zero >= 2 else 1)
-    return state + gradients + size * (2 + (working < 1.0)) / data
+        return state + np.zeros_like(own)
+    gradients = own if segment.zero >= 2 else size
+    return state + gradients + own * (2 + (working < 1.0))
 
 
 def whole_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool) -> Array:
     """Bytes of what a program has whole that is split between programs: parameters of two layers
     (the next one's come early) and of the ends; and what is on its way: a layer's parameters, and
-    float32 gradients of a layer or of the ends, which come in one piece and are taken apart."""
+    its float32 gradients, which come in one piece and are taken apart."""
     layer, ends = (of(segment, mesh, profile) for of in (layer_bytes, ends_bytes))
     whole = 0.0
     if segment.zero == 3:
         whole += profile.working_share(segment.module) * (3 * layer + ends)
     if segment.zero >= 2 and trained:
-        whole += 2 * max(layer, ends)
+        whole += layer
     return np.where(np.asarray(mesh[1]) > 1, whole, 0.0)
+
+
+# What the step's end takes in reduced gradients, as compiled: the gradients and parts of copies of
+# them, more where updated parameters are gathered.
+_REDUCED, _UPDATED = 1.7, 2.5
+
+
+def end_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> Array:
+    """Bytes beside its state while a trained segment is reduced or updated: the rank's own reduced
+    gradients with what is made of them, and all new parameters where ranks gather them."""
+    own = sum(split_bytes(segment, mesh, profile))
+    gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
+    gathers = (np.asarray(mesh[1]) > 1) & (segment.zero < 3)
+    return np.where(gathers, _UPDATED * own + gathered, _REDUCED * own)

@@ -29,7 +29,7 @@ from dflop_jax.records.plan import (
     with_remat,
 )
 from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId
-from dflop_jax.records.profile import LayerTiming, ModelProfile, Profile, Recompute
+from dflop_jax.records.profile import LayerTiming, ModelProfile, ParamDims, Profile, Recompute
 from dflop_jax.records.schedule import (
     BACKWARD,
     FORWARD,
@@ -66,6 +66,7 @@ __all__ = [
     "LayerTiming",
     "Load",
     "ModelProfile",
+    "ParamDims",
     "Plan",
     "Predicted",
     "Price",

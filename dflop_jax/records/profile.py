@@ -18,7 +18,9 @@ class Recompute:
         gradient from everything that forward computed.
       pair_s: the same of a layer for each pair of tokens of one piece.
       layer_bytes, ends_bytes: kept from forward to backward, of one microbatch.
-      temp_bytes: temporaries of the backward program, however many layers it has.
+      temp_bytes: temporaries of the backward program beside what was kept, however many layers it
+        has; `layer_temp_bytes`: more of them for each layer; `loss_bytes`: more where the program
+        ends in a loss.
     """
 
     layer_s: float = 0.0
@@ -27,6 +29,8 @@ class Recompute:
     layer_bytes: float = 0.0
     ends_bytes: float = 0.0
     temp_bytes: float = 0.0
+    layer_temp_bytes: float = 0.0
+    loss_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,14 @@ class LayerTiming:
 
 
 @dataclass(frozen=True)
+class ParamDims:
+    """Sizes of a parameter's dims, and which of them tensor parallelism splits; -1: none."""
+
+    sizes: tuple[int, ...]
+    split: int = -1
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """Times and bytes of a model's modules on one kind of device; `key` names what was measured.
 
@@ -67,6 +79,8 @@ class ModelProfile:
     order. `piece_tokens` holds the modules whose rows take one piece each, and its tokens; the
     others pack pieces of any length into a row. `halved` names the modules whose programs work on
     bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
+    `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks share only those
+    with a dim that their number divides; where they are not said all are shared.
     """
 
     key: str
@@ -82,6 +96,8 @@ class ModelProfile:
     tied: tuple[str, ...] = ()
     piece_tokens: dict[str, int] = field(default_factory=dict)
     halved: tuple[str, ...] = ()
+    layer_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
+    ends_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")

@@ -6,18 +6,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
+from dflop_jax.contract import SAVED_NAMES
 from dflop_jax.hardware import USABLE_MEMORY
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan import search
 from dflop_jax.plan.explain import Saving
 from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
+from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.records import (
     LayerTiming,
     ModelProfile,
     Plan,
     Profile,
     SegmentPlan,
+    Shape,
     SubmeshPlan,
 )
 from dflop_jax.train.prepare import Workplace
@@ -55,6 +58,7 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
             f"the profile is of a model with layers {profile.model.n_layers}, this one has "
             f"{layers}; profile again"
         )
+    _check_names(place)
     frozen = place.trained.frozen
 
     def trains(s: SegmentPlan) -> bool:
@@ -76,6 +80,20 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
         "trains": trains,
         "allowed": allowed,
     }
+
+
+def _check_names(place: Workplace) -> None:
+    """ValueError where values are to be kept by name and a module's layers name none."""
+    if place.config.train.remat != "named":
+        return
+    for name, module in place.model.modules.items():
+        shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
+        kept = [kept_bytes(module, shape, 1, remat)[0] for remat in ("named", "layers")]
+        if kept[0] <= kept[1]:
+            raise ValueError(
+                f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
+                f"dots, or have them name one ({', '.join(SAVED_NAMES)})"
+            )
 
 
 def _memory_bytes(place: Workplace) -> float:

@@ -191,6 +191,7 @@ def set_up(config: Config) -> Workplace:
 
 def _set_up_elsewhere(config: Config) -> Workplace:
     """Return a workplace for planning only; no device is touched."""
+    jax.config.update("jax_platforms", "cpu")  # a GPU's plugin asks for a driver else
     hardware = find_hardware(config.plan.hardware)
     if config.plan.devices < 1:
         raise ValueError(

@@ -39,6 +39,17 @@ def profile_data(config: PlanConfig, source: Source) -> DataProfile:
     return DataProfile(source.name, len(source), loads, tail)
 
 
+def tensor_degrees(place: Workplace) -> list[int]:
+    """Degrees of tensor parallelism to profile: it stays inside a process, of devices that are not
+    here inside a node."""
+    here = place.hardware.devices_per_node if place.hardware else max(len(_local(place)), 1)
+    return [d for d in DEGREES if d <= min(place.config.plan.max_model, here)]
+
+
+def _local(place: Workplace) -> list[jax.Device]:
+    return [d for d in place.devices if d.process_index == place.peers.process]
+
+
 def profile_model(
     place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
@@ -49,14 +60,10 @@ def profile_model(
     devices compute at once is measured by all together.
     """
     config, model, peers = place.config, place.model, place.peers
-    shapes = shapes_to_time(data, model, place.token_multiple)
+    shapes, degrees = shapes_to_time(data, model, place.token_multiple), tensor_degrees(place)
     if place.hardware:
-        largest = min(config.plan.max_model, place.hardware.devices_per_node)
-        degrees = [d for d in DEGREES if d <= largest]
         return roofline_profile(model, place.hardware, shapes, degrees, n_devices=place.n_devices)
-    devices = [d for d in place.devices if d.process_index == peers.process]
-    # Tensor parallelism stays inside a process.
-    degrees = [d for d in DEGREES if d <= min(config.plan.max_model, max(len(devices), 1))]
+    devices = _local(place)
     known = b""
     if peers.is_hub:
         n = len(place.devices)

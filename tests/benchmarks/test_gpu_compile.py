@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 
+from dflop_jax.gpu_compile.reports import ProgramReport
+from dflop_jax.records import LayerTiming, ModelProfile, Recompute, Shape
 from tests.benchmarks import scripts
 
 script = scripts.module("gpu_compile")
@@ -41,6 +44,8 @@ def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
         yield from (f"{job.config.model.size} {job.config.plan.hardware}" for job in jobs)
 
     monkeypatch.setattr(script, "compile_plans", refuse)
+    monkeypatch.setattr(script, "costs_of", lambda job, degrees: degrees)
+    monkeypatch.setattr(script, "with_peaks", lambda job, costs: job)
     small, audio = "LLaVA-OneVision-0.5B", "Qwen2-Audio-7B"
     cases = [script.Case(m, "blind", t, 1, a) for t in (1, 2)
              for m, a in ((small, "sm_90"), (audio, "sm_80"))]  # fmt: skip
@@ -64,6 +69,56 @@ def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
 def test_what_is_wrong_is_told(change, complaint):
     found = script.problems({"case": {"rows": [GOOD | change]}})
     assert found == ([f"case: p: {complaint}"] if complaint else [])
+
+
+def test_how_far_predictions_are_off_is_told():
+    """Equal programs count once, programs without a prediction not at all."""
+
+    def program(name, predicted, same_as=""):
+        return {"program": name, "predicted_bytes": predicted, "actual_bytes": 100.0,
+                "same_as": same_as}  # fmt: skip
+
+    rows = [program("a", 104.0), program("b", 97.0), program("c", None), program("d", 50.0, "a")]
+    peaks = [{"submesh": "m", "predicted_bytes": 90.0, "actual_bytes": 100.0}]
+    told = dict(script.accuracy({"case": {"rows": rows, "peaks": peaks}, "none": {"rows": []}}))
+    (programs, good), (peak, bad) = told.items()
+    assert "2 of shapes" in programs
+    assert "3.5% (median), +4.0% (worst: case: a)" in programs
+    assert "-10.0% (worst: case: m)" in peak
+    assert good
+    assert not bad
+
+
+def test_a_file_of_a_row_has_what_is_predicted_and_modelled():
+    case = script.Case("LLaVA-OneVision-0.5B", "dflop", 1, 1, "sm_90")
+    plan = case.job().plan
+    timings = tuple(
+        LayerTiming(m, 1, s, 1.0, 2.0, 1.0, 2.0, 10.0 * s.size,
+                    recompute={r: Recompute(layer_bytes=s.size, temp_bytes=5.0 * s.size)
+                               for r in ("none", "layers")})
+        for m, s in (("vision", Shape(8, 729)), ("llm", Shape(1, 4096)))
+    )  # fmt: skip
+    layers = {m: plan.segments_of(m)[-1].stop for m in plan.modules}
+    profile = ModelProfile(
+        "k", "h100", timings, dict.fromkeys(layers, 400), dict.fromkeys(layers, 400), layers,
+        dict.fromkeys(layers, 0.5), 8.0, edges=plan.edges, piece_tokens={"vision": 729},
+    )  # fmt: skip
+    costs = script.CostModel(profile)
+    report = ProgramReport(
+        "vision backward 8x729", "vision", "vision", "backward", (1, 4, 1), needed_flops=4e12,
+        modelled_s=0.01, temp_bytes=7.0, output_bytes=5.0, aliased_bytes=4.0,
+    )  # fmt: skip
+    row = script.row(case, report, plan, costs)
+    assert row["modelled_mfu"] == pytest.approx(4e12 / 0.01 / 989.4e12)
+    assert row["actual_bytes"] == 8.0
+    assert row["predicted_bytes"] == pytest.approx(5.0 * 8 * 729)
+    ahead = script.row(case, replace(report, kind="forward"), plan, costs)
+    assert ahead["actual_bytes"] == 5.0
+    assert ahead["predicted_bytes"] == pytest.approx(layers["vision"] * 8 * 729)
+    other = script.row(case, replace(report, kind="reduce", needed_flops=0.0), plan, costs)
+    assert other["predicted_bytes"] is other["modelled_mfu"] is None
+    peaks = script.with_peaks(case.job(), costs).plan.predicted.peak_bytes
+    assert set(peaks) == set(plan.modules)
 
 
 def test_an_unknown_case_is_refused():

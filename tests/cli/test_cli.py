@@ -294,3 +294,18 @@ def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
 
     # A run in the folder is only replaced when told so.
     assert "another run" in refused(capsys, "train", "nano.py", *files)
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("--plan.zero", "4"), "plan.zero='4' is not one of auto, 1, 2, 3"),
+        (("--train.remat", "some"), "train.remat='some' is not one of"),
+        (("--train.remat", "named"), "no price of the recompute policy 'named'"),
+        (("--plan.memory_bytes", "1e4"), "into 0.00 GiB per device: the smallest (vision=1x1x1@0"),
+    ],
+)
+def test_what_cannot_save_memory_is_refused_in_a_line(capsys, flags, says):
+    """A degree and a policy that there is not, one that the profile does not know, and too little
+    memory for any of them, where the nearest is named."""
+    assert says in refused(capsys, "plan", "nano.py", "--profile-file", "nano_profile.json", *flags)

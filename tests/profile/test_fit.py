@@ -9,7 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dflop_jax.profile.fit import CostModel, rounded
+from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.least_squares import rounded
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -347,19 +348,27 @@ def test_peak_bytes_by_hand(remat, zero, half):
     more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
     own = tuple(getattr(more, f"{name}_bytes") / llm for name in ("layer", "ends", "temp"))
 
-    def one(forward, layers, ticks, flying, fused, ranks):
-        """Bytes of a segment: the input is 100 forwards of a layer."""
+    def one(forward, layers, ticks, flying, fused, ranks, params):
+        """Bytes of a segment: the input is 100 forwards of a layer. At the step's end it has its
+        reduced gradients, and all new parameters where ranks gather them."""
         kept = ticks * forward * (layers * own[0] + own[1])
         work = own[2] * forward
         if fused or again:
             work += kept + 2 * ticks * 100 * forward
             kept = 0.0
-        whole = (zero == 3) * (0.5 if half else 1.0) * (3 * layer + ends) + (zero > 1) * 2 * layer
+        whole = (zero == 3) * (0.5 if half else 1.0) * (3 * layer + ends) + (zero > 1) * layer
         work += whole * (ranks > 1)
+        gathers = ranks > 1 and zero < 3
+        end = (2.5 if gathers else 1.7) * params / ranks
+        work = max(work, end + gathers * (0.5 if half else 1.0) * params)
         return flying * (4 * 100 * forward + kept) + work
 
-    vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(tiles, 4, 4, 2, False, 1)
-    text = state_by_hand(2 * layer + ends, 2, zero, half) + one(llm, 2, 5, 1, True, 2)
+    vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(
+        tiles, 4, 4, 2, False, 1, 4 * layer + ends
+    )
+    text = state_by_hand(2 * layer + ends, 2, zero, half) + one(
+        llm, 2, 5, 1, True, 2, 2 * layer + ends
+    )
     peak = peak_bytes(plan, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
 
@@ -382,7 +391,8 @@ def test_frozen_segments_hold_their_parameters_only():
     free = peak_bytes(plan, CostModel(profile()), flying, ["l0"])
     whole = peak_bytes(plan, CostModel(profile()), flying)
     assert free["l0"] == whole["l0"]
-    assert free["vision"] == pytest.approx(whole["vision"] - 3 * 4600, abs=1.0)
+    # Nor gradients and moments, nor what is made of gradients at the step's end.
+    assert free["vision"] == pytest.approx(whole["vision"] - (3 + 1.7) * 4600, abs=1.0)
 
 
 def test_segments_on_one_submesh_add_their_bytes():

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.optimize import nnls
 
-from dflop_jax.profile.fit import least_squares
+from dflop_jax.profile.least_squares import least_squares
 
 
 def problem(seed):

@@ -6,10 +6,20 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile import roofline
-from dflop_jax.profile.collectives import all_reduce_s
+from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.fit import CostModel
-from dflop_jax.profile.kernels import ATTENTION, ELEMENTWISE, LOOKUP, MATMUL, REDUCE, Kernel
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_BACK,
+    ELEMENTWISE,
+    GATHER,
+    LOOKUP,
+    MATMUL,
+    REDUCE,
+    SEND,
+    Kernel,
+)
 from dflop_jax.profile.recompute import Predictor
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.record_files import load, save
@@ -23,6 +33,8 @@ from dflop_jax.records import (
 from models.llava import build
 
 A100 = find_hardware("a100-80")
+# Seconds of attention's gradient over forward's: five products for two, at a rate of their own.
+BACK = 2.5 * Efficiency().attention / Efficiency().attention_back
 NANO = build("nano", "bfloat16")
 SHAPES = {
     "vision": [Shape(n, 16) for n in (1, 4, 16, 64)],
@@ -51,6 +63,14 @@ def test_each_kind_of_kernel_by_hand():
     moved = 1e9 / 2039e9
     assert seconds(Kernel(ELEMENTWISE, 0, 1e9)) == pytest.approx(moved / e.bandwidth + e.launch_s)
     assert seconds(Kernel(LOOKUP, 0, 1e9)) == pytest.approx(moved / e.lookup + e.launch_s)
+    back = seconds(product(n, ATTENTION_BACK)) - e.launch_s
+    assert back == pytest.approx(compute * e.matmul / e.attention_back)
+    known = Kernel(ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")  # its rate holds at any size
+    want = 2 * n**3 / (312e12 * e.attention) + e.launch_s
+    assert seconds(known) == pytest.approx(want)
+    gathered = seconds(Kernel(GATHER, 0, 1e9, group=8, stride=2))
+    assert gathered == pytest.approx(all_gather_s(1e9, 8, A100, stride=2, reach=e.link))
+    assert seconds(Kernel(SEND, 0, 1e9, group=2)) == pytest.approx(send_s(1e9, A100, reach=e.link))
     reduced = seconds(Kernel(REDUCE, 0, 1e9), ways=4)
     assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100, reach=e.link))
     assert Table.of([[], [product(8)]], [1, 1], A100).seconds(e)[0] == 0.0
@@ -68,7 +88,7 @@ def test_few_rows_are_bound_by_the_parameters_they_read():
 
 
 def test_products_reach_what_the_docstring_says_of_the_defaults():
-    for n, share in ((1024, 0.48), (2048, 0.70), (4096, 0.76)):
+    for n, share in ((1024, 0.48), (2048, 0.63), (4096, 0.68)):
         reached = 2 * n**3 / 312e12 / seconds(product(n))
         assert reached == pytest.approx(share, abs=0.01)
 
@@ -168,7 +188,7 @@ def test_attention_that_skips_costs_by_pairs():
     want = flops / (312e12 * Efficiency().attention)
     for t in by_pairs:
         assert t.pair_forward_s == pytest.approx(want)
-        assert t.pair_backward_s == pytest.approx(2.5 * want)
+        assert t.pair_backward_s == pytest.approx(BACK * want)
     for t, like in zip(by_pairs[1:], by_rows[1:], strict=True):
         assert t.layer_forward_s < like.layer_forward_s
         assert t.layer_backward_s < like.layer_backward_s
@@ -197,7 +217,7 @@ def test_kernels_of_our_models_are_not_free():
         flops = 4 * t.shape.rows * 16**2 * size.vision.width
         parts = [opaque["vision"].part_s("layers", d, t.shape) for d in (FORWARD, BACKWARD)]
         assert t.layer_forward_s == pytest.approx(parts[0] + flops / speed)
-        assert t.layer_backward_s == pytest.approx(parts[1] + 2.5 * flops / speed)
+        assert t.layer_backward_s == pytest.approx(parts[1] + BACK * flops / speed)
         assert t.pair_forward_s == t.pair_backward_s == 0
     assert text.pair_forward_s == pytest.approx(2 * size.decoder.width / speed)  # causal: half
 

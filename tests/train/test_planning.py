@@ -1,5 +1,7 @@
 """Planning for devices that are not here, and what would help."""
 
+import dataclasses
+
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
@@ -68,3 +70,13 @@ def test_one_device_and_prime_numbers_of_them(place_and_profile, n):
     place, profile = place_and_profile
     result = planning.make_plan(place, profile, n_devices=n)
     assert result.plan.n_devices == n
+
+
+def test_values_that_no_layer_names_cannot_be_kept(place_and_profile, monkeypatch):
+    place, profile = place_and_profile
+    named = dataclasses.replace(place.config.train, remat="named")
+    place = dataclasses.replace(place, config=dataclasses.replace(place.config, train=named))
+    assert planning.make_plan(place, profile, refine=False, shown=1)
+    monkeypatch.setattr(planning, "kept_bytes", lambda *_: (64.0, 0.0))
+    with pytest.raises(ValueError, match=r"named: the layers of 'vision' name no value .* dots"):
+        planning.make_plan(place, profile)

@@ -1,0 +1,261 @@
+"""The profile of a model on a chip that is not here, from programs compiled for it.
+
+Of every module a few layers are compiled (`probes`), two depths, whose difference is a layer: at a
+small and a large shape, and with every recompute policy at the large one. Seconds are those of the
+compiled kernels under the roofline, bytes the compiler's own. What no program tells comes from
+traces: how much of attention is computed again, and what a segment that runs forward and backward
+in one task would hand over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, on_chip
+from dflop_jax.gpu_compile.chips import find_chip
+from dflop_jax.gpu_compile.probes import Found, Probe
+from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
+from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.hardware import Hardware
+from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.profile.parts import has_loss
+from dflop_jax.profile.recompute import POLICIES
+from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.records import (
+    DataProfile,
+    LayerTiming,
+    ModelProfile,
+    Profile,
+    Recompute,
+    Remat,
+    Shape,
+)
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
+
+_SPREAD = 4  # the large shape over the small one
+# Layers of the programs: the compiler takes loops that run twice or so apart.
+_DEPTHS = (10, 20)
+# Of a program's `_Cost`.
+_FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
+
+
+def predicted_profile(
+    place: Workplace, on_progress: OnProgress | None = None, say: Callable[[str], None] = print
+) -> Profile:
+    """The profile for `plan.hardware`: from programs compiled for it, or from data sheets where
+    these cannot be had, which `say` is told in a line."""
+    assert place.hardware is not None, "it is for a chip that is not here"
+    try:
+        find_chip(place.hardware.name)
+        compiler_environment()
+    except ValueError as e:
+        say(f"prices come from data sheets, not from compiled programs: {e}")
+        return make_profile(place, place.source())
+    data = profile_data(place.config.plan, place.source())
+    return Profile(chip_profile(place, data, on_progress), data)
+
+
+def chip_profile(
+    place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
+) -> ModelProfile:
+    """A profile like a measured one, for the chip that `plan.hardware` names.
+
+    Raises:
+      ValueError: the compiler is not installed, or a module does not compile for the chip at any
+        tensor-parallel degree.
+    """
+    assert place.hardware is not None, "it is for a chip that is not here"
+    model, hardware = place.model, place.hardware
+    shapes = {m: _shapes(data, m, model, place.token_multiple) for m in model.modules}
+    return profile_at(
+        place.config, model, hardware, shapes, tensor_degrees(place), place.n_devices, on_progress
+    )
+
+
+def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: int) -> list[Shape]:
+    """A small and a large shape, of up to twice or four times the largest sample: powers of two, so
+    that other data ask for the same ones."""
+    if module in model.piece_tokens:
+        most = max(len(load.lengths(module)) for load in data.loads)
+        rows = 2 * _power_of_two(most)
+        return [Shape(max(1, rows // _SPREAD), model.piece_tokens[module]),
+                Shape(rows, model.piece_tokens[module])]  # fmt: skip
+    tokens = 2 * _power_of_two(max(load.tokens(module) for load in data.loads))
+    tokens = max(tokens, multiple * _SPREAD)
+    return [Shape(1, tokens // _SPREAD), Shape(1, tokens)]
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def profile_at(
+    config: Config,
+    model: MultimodalModel,
+    hardware: Hardware,
+    shapes: Mapping[str, Sequence[Shape]],
+    degrees: Sequence[int],
+    n_devices: int,
+    on_progress: OnProgress | None = None,
+) -> ModelProfile:
+    """`chip_profile` from programs of these per-rank shapes, two of each module, the small first,
+    and tensor-parallel degrees."""
+    traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
+    remat = config.train.remat
+    remats = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
+    compiled = tuple(r for r in remats if r != "segment")  # which follows from none
+    modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
+    ladders = [
+        Ladder(module, ways, (small, large), compiled, has_loss(modules[module], small))
+        for module, ways in dict.fromkeys((t.module, t.model) for t in traced.timings)
+        for small, large in [shapes[module]]
+    ]
+    asked = [p for ladder in ladders for p in ladder.probes]
+    found = compiled_probes(config, model, asked, on_progress)
+    kept = _that_compile(ladders, found, hardware)
+    costs = _costs(found, hardware)
+    hidden = {(k, p.shape): found[p].hidden_bytes for k in kept for p in k.probes}
+    by_key = {(t.module, t.model, t.shape): t for t in traced.timings}
+    timings = [
+        ladder.timing(by_key[ladder.module, ladder.ways, shape], costs, hidden[ladder, shape])
+        for ladder in kept
+        for shape in ladder.shapes
+    ]
+    facts = [traced.key, *(sorted(map(repr, costs.items())))]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return replace(traced, key=f"compiled-{digest}", timings=tuple(timings))
+
+
+def _that_compile(
+    ladders: Sequence[Ladder], found: Mapping[Probe, Found], hardware: Hardware
+) -> list[Ladder]:
+    """Those whose programs all compile; ValueError where a module has none."""
+    errors = {
+        ladder: next((found[p].error for p in ladder.probes if found[p].error), "")
+        for ladder in ladders
+    }
+    kept = [ladder for ladder, error in errors.items() if not error]
+    for ladder, error in errors.items():
+        if not any(k.module == ladder.module for k in kept):
+            raise ValueError(f"{ladder.module} cannot be compiled for {hardware.name}: {error}")
+    return kept
+
+
+_Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
+
+
+def _costs(found: Mapping[Probe, Found], hardware: Hardware) -> dict[Probe, _Cost]:
+    """What every probe that compiles costs."""
+    good = {p: f for p, f in found.items() if f.backward}
+    programs = [
+        (p.ways, program.kernels if program else ())
+        for p, f in good.items()
+        for program in (f.forward, f.backward)
+    ]
+    table = Table.of([kernels for _, kernels in programs], [w for w, _ in programs], hardware)
+    seconds = table.seconds(Efficiency()).reshape(-1, 2)
+    return {
+        p: np.array([*both, f.residual_bytes, f.backward.work_bytes if f.backward else 0.0])
+        for (p, f), both in zip(good.items(), seconds.tolist(), strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Probes of a module at a tensor-parallel degree: two depths, a small and a large shape.
+
+    A module that ends in a loss runs forward and backward in one program where it is whole, so its
+    layers are compiled without the ends, too (`has_loss`): once, as there is nothing but layers.
+    """
+
+    module: str
+    ways: int
+    shapes: tuple[Shape, Shape]
+    remats: tuple[Remat, ...]
+    has_loss: bool
+    depths: tuple[int, int] = _DEPTHS
+
+    @property
+    def probes(self) -> list[Probe]:
+        points = [(s, "none") for s in self.shapes]
+        points += [(self.shapes[1], r) for r in self.remats if r != "none"]
+        kinds = [(d, True) for d in self.depths] + [(self.depths[1], False)] * self.has_loss
+        return [self._probe(s, r, d, ends) for s, r in points for d, ends in kinds]
+
+    def _probe(self, shape: Shape, remat: Remat, depth: int, ends: bool) -> Probe:
+        forward = remat == "none" and not (ends and self.has_loss)
+        return Probe(self.module, self.ways, shape, depth, remat, ends, forward)
+
+    def _split(
+        self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
+    ) -> tuple[_Cost, _Cost]:
+        """What (one layer, all else) of programs with the module's ends, or without, costs. Of
+        policies only the large shape was compiled: what they change grows with the size."""
+        if remat != "none" and shape != self.shapes[1]:
+            none, there = (
+                self._split(costs, self.shapes[1], r, ends=ends) for r in ("none", remat)
+            )
+            here = self._split(costs, shape, "none", ends=ends)
+            ratio = shape.size / self.shapes[1].size
+            layer, rest = (h + ratio * (t - n) for h, t, n in zip(here, there, none, strict=True))
+            return layer, rest
+        if not ends:
+            whole = costs[self._probe(shape, remat, self.depths[1], ends)]
+            shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
+            return (whole - shared) / self.depths[1], shared
+        low, high = (costs[self._probe(shape, remat, d, ends)] for d in self.depths)
+        layer = np.maximum(0.0, high - low) / (self.depths[1] - self.depths[0])
+        return layer, high - self.depths[1] * layer
+
+    def timing(
+        self, traced: LayerTiming, costs: Mapping[Probe, _Cost], hidden_bytes: float
+    ) -> LayerTiming:
+        """A timing of the compiled programs at the shape of one that was traced."""
+        shape = traced.shape
+        layer, ends = self._split(costs, shape, "none")
+        forward_s, backward_s = layer[:2].tolist()
+        ends_s = np.maximum(0.0, ends[:2]).tolist()
+        if self.has_loss:
+            forward_s = float(self._split(costs, shape, "none", ends=False)[0][_FORWARD_S])
+            backward_s -= forward_s
+            # A loss is computed where its gradient is; of each product it has three.
+            ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
+        recompute = {}
+        for remat in self.remats:
+            pair_s = traced.recompute[remat].pair_s
+            cost = self._recompute(costs, shape, remat, hidden_bytes)
+            recompute[remat] = replace(cost, pair_s=pair_s)
+        return replace(
+            traced,
+            layer_forward_s=forward_s,
+            layer_backward_s=backward_s,
+            ends_forward_s=float(ends_s[0]),
+            ends_backward_s=float(ends_s[1]),
+            hidden_bytes=hidden_bytes,
+            recompute=recompute,
+        )
+
+    def _recompute(
+        self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, hidden_bytes: float
+    ) -> Recompute:
+        """What a policy costs; seconds over those of none."""
+        layer, ends = self._split(costs, shape, remat)
+        none = self._split(costs, shape, "none")
+        more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]
+        loss_bytes = 0.0
+        if self.has_loss:
+            whole_bytes = ends[_WORK] + self.depths[1] * layer[_WORK]
+            layer, ends = self._split(costs, shape, remat, ends=False)
+            kept = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
+            loss_bytes = whole_bytes - ends[_WORK] - kept
+        figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
+        layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
+        names = ("layer_bytes", "ends_bytes", "temp_bytes", "layer_temp_bytes", "loss_bytes")
+        return Recompute(layer_s, ends_s, **dict(zip(names, held, strict=True)))

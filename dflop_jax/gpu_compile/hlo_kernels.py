@@ -1,0 +1,220 @@
+"""Kernels that a compiled program launches on one device, read from its optimized HLO: what the
+roofline prices (`dflop_jax.profile.efficiency`), in place of what a trace lets expect.
+
+A fusion reads of each operand what it uses (a slice of a stack, rows that it looks up) and writes
+its results, of an update in place the part that it changes. Loops count as often as they run.
+Collectives count by themselves, though some run beside other kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import numpy as np
+
+from dflop_jax.gpu_compile import hlo_cost
+from dflop_jax.gpu_compile.hlo_text import Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_BACK,
+    ELEMENTWISE,
+    GATHER,
+    LOOKUP,
+    MATMUL,
+    REDUCE,
+    SEND,
+    Kernel,
+)
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
+_COLLECTIVES = {"all-reduce": REDUCE, "collective-permute": SEND}  # all others gather or scatter
+# Instructions that launch nothing.
+_FREE = frozenset({
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
+})  # fmt: skip
+_RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start"})
+_WORKSPACE = ("s8", "u8")  # what libraries are lent
+_SLICES = ("dynamic-slice", "slice")
+_BACKWARD = re.compile(r"Backward|gradient")
+
+
+def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> tuple[Kernel, ...]:
+    """Kernels of the program that `compiled.as_text()` shows, equal ones as one.
+
+    Args:
+      seen_pairs: as for `hlo_cost.hlo_cost`.
+      content: whether attention kernels count what they compute; without, only what they move.
+
+    Raises:
+      ValueError: the text is not that of an HLO module.
+    """
+    module = parse_hlo(text)
+
+    @cache
+    def of(name: str) -> Counter[Kernel]:
+        computation = module.computations.get(name, {})
+        found: Counter[Kernel] = Counter()
+        for instruction in computation.values():
+            if instruction.opcode in _RUNS_OTHERS:
+                times, _ = hlo_cost.runs(instruction)
+                # A loop whose length is known asks no condition; of branches one runs.
+                names = instruction.called.get("body") or tuple(hlo_cost.bodies(instruction))
+                one = instruction.opcode == "conditional"
+                for c in names[:1] if one else names:
+                    found.update({k: round(n * times) for k, n in of(c).items()})
+            elif kernel := _kernel(module, computation, instruction, seen_pairs):
+                bare = kernel.kind in (ATTENTION, ATTENTION_BACK) and not content
+                found[replace(kernel, flops=0.0) if bare else kernel] += 1
+        return found
+
+    return tuple(replace(k, repeats=n) for k, n in of(module.entry).items())
+
+
+def _kernel(
+    module: HloModule, computation: Computation, i: Instruction, seen_pairs: float
+) -> Kernel | None:
+    """The kernel of an instruction, if it launches any."""
+    opcode = i.opcode.removesuffix("-start")
+    if opcode in hlo_cost.COLLECTIVES:
+        group, stride = _group(i)
+        n_bytes = hlo_cost.moved_bytes(computation, i)
+        kind = _COLLECTIVES.get(opcode, GATHER)
+        return Kernel(kind, 0.0, n_bytes, group=group, stride=stride) if group > 1 else None
+    if i.opcode in _FREE or i.opcode.endswith("-done"):
+        return None
+    if i.opcode == "fusion":
+        return _fusion(module, computation, i)
+    if i.opcode == "dot" or i.custom_call_target in hlo_cost.CUBLAS:
+        return _product(computation, i)
+    n_bytes = _read(computation, i) + sum(
+        a.n_bytes for a in i.arrays if a.dtype not in ("s8", "u8")
+    )
+    if i.opcode == "custom-call":
+        flops = hlo_cost.product_flops(computation, i, seen_pairs)
+        if flops is None:
+            return Kernel(ELEMENTWISE, 0.0, n_bytes)
+        back = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
+        dtype = _DTYPES.get(hlo_cost.operands(computation, i)[0].dtype, "float32")
+        return Kernel(ATTENTION_BACK if back else ATTENTION, flops, n_bytes, dtype=dtype)
+    if i.opcode in _SLICES:
+        return Kernel(ELEMENTWISE, 0.0, 2 * i.arrays[0].n_bytes)
+    if i.opcode in ("gather", "scatter"):
+        moved = i.arrays[0] if i.opcode == "gather" else hlo_cost.operands(computation, i)[-1]
+        return Kernel(LOOKUP, 0.0, 2 * moved.n_bytes)
+    return Kernel(ELEMENTWISE, 0.0, n_bytes)
+
+
+def _read(computation: Computation, i: Instruction) -> float:
+    names = (name for name in dict.fromkeys(i.operands) if name in computation)
+    return sum(a.n_bytes for name in names for a in computation[name].arrays)
+
+
+def _product(computation: Computation, i: Instruction) -> Kernel:
+    """A matrix product; one of two activations, with a batch dim, counts as attention."""
+    lhs, rhs = hlo_cost.operands(computation, i)[:2]
+    out = i.arrays[0]
+    batch = prod(lhs.shape[d] for d in hlo_cost.dims(i, "batch"))
+    depth = prod(lhs.shape[d] for d in hlo_cost.dims(i, "contracting"))
+    rows = lhs.size / max(batch * depth, 1)
+    cols = out.size / max(batch * rows, 1)
+    dtypes = {_DTYPES.get(a.dtype, "float32") for a in (lhs, rhs)}
+    return Kernel(
+        ATTENTION if batch > 1 else MATMUL,
+        2.0 * out.size * depth,
+        lhs.n_bytes + rhs.n_bytes + out.n_bytes,
+        rows,
+        cols,
+        depth,
+        dtypes.pop() if len(dtypes) == 1 else "float32",
+    )
+
+
+def _fusion(module: HloModule, computation: Computation, i: Instruction) -> Kernel:
+    """A fused kernel: elementwise work, a lookup, or a product with what hangs on it."""
+    (name,) = i.called["calls"]
+    body = module.computations[name]
+    n_bytes = _fused_bytes(body)
+    for inner in body.values():
+        if inner.opcode == "dot":
+            return replace(_product(body, inner), n_bytes=n_bytes)
+    looks_up = any(inner.opcode in ("gather", "scatter") for inner in body.values())
+    return Kernel(LOOKUP if looks_up else ELEMENTWISE, 0.0, n_bytes)
+
+
+def _fused_bytes(body: Computation) -> float:
+    """Bytes that a fusion reads and writes."""
+    users: dict[str, list[Instruction]] = {}
+    for inner in body.values():
+        for name in inner.operands:
+            users.setdefault(name, []).append(inner)
+    parameters = [inner for inner in body.values() if inner.opcode == "parameter"]
+    return sum(_used_bytes(p, users) for p in parameters) + _written_bytes(body)
+
+
+def _used_bytes(source: Instruction, users: dict[str, list[Instruction]]) -> float:
+    """Bytes that are read of a fusion's operand."""
+    whole = sum(a.n_bytes for a in source.arrays)
+    used = 0.0
+    for user in users.get(source.name, ()):
+        if user.opcode == "bitcast":
+            used += _used_bytes(user, users)
+        elif user.opcode in (*_SLICES, "gather") and user.operands[0] == source.name:
+            used += user.arrays[0].n_bytes
+        elif user.opcode not in ("dynamic-update-slice", "scatter") or (
+            user.operands[0] != source.name
+        ):
+            return whole
+    return min(whole, used)
+
+
+def _written_bytes(body: Computation) -> float:
+    """Bytes that a fusion writes; where it updates an array in place, those of the update."""
+    *_, root = body.values()
+    outs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(_result_bytes(body, out) for out in outs)
+
+
+def _result_bytes(body: Computation, out: Instruction) -> float:
+    made = out
+    while made.opcode == "bitcast" and made.operands[0] in body:
+        made = body[made.operands[0]]
+    if made.opcode == "dynamic-update-slice":
+        return body[made.operands[1]].arrays[0].n_bytes
+    if made.opcode == "scatter":
+        return 2 * body[made.operands[-1]].arrays[0].n_bytes
+    return sum(a.n_bytes for a in out.arrays)
+
+
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+
+
+def _group(i: Instruction) -> tuple[int, int]:
+    """(devices that a collective joins, their distance in the numbering)."""
+    if i.opcode.startswith("collective-permute"):
+        return 2, 1
+    text = i.attributes
+    if found := _MESH.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+        mine = re.findall(r"'(\w+)'", found.group(2))
+        last = list(sizes).index(mine[-1])
+        return prod(sizes[name] for name in mine), prod(list(sizes.values())[last + 1 :])
+    if found := _IOTA.search(text):
+        shape, tiles, order = (_numbers(found.group(n) or "") for n in (1, 2, 3))
+        ids = np.arange(prod(tiles)).reshape(tiles)
+        first = (ids.transpose(order) if order else ids).reshape(shape)[0].tolist()
+    elif found := _LIST.search(text):
+        first = _numbers(found.group(1))
+    else:
+        return 1, 1
+    return len(first), max(1, first[1] - first[0]) if len(first) > 1 else 1
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]

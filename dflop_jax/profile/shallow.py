@@ -1,0 +1,64 @@
+"""A few layers of a module as a segment: what is timed, or compiled, to know what a layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dflop_jax.contract import Module, MultimodalModel, chip_of, edges_of, on_chip, taps_of
+from dflop_jax.pipeline.segment import AXES, Segment, parts_of
+from dflop_jax.records import Remat, SegmentPlan
+
+
+@dataclass(frozen=True)
+class _Shallow:
+    """A module whose taps all leave after the first layer at the latest."""
+
+    module: Module
+
+    @property
+    def taps(self) -> dict[str, int]:
+        return {name: min(leaves, 1) for name, leaves in taps_of(self.module).items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def shallow_segment(
+    model: MultimodalModel,
+    module: str,
+    depth: int,
+    devices: Sequence[jax.Device],
+    mesh_shape: tuple[int, int, int],
+    remat: Remat = "none",
+    *,
+    ends: bool = True,
+) -> Segment:
+    """`depth` layers of a module: the first, with all that leaves and enters it, or, without
+    `ends`, layers between others.
+
+    What leaves or enters deeper is moved to the first layer, so that every depth runs it once.
+    """
+    edges = tuple(
+        replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
+    )
+    first = 0 if ends else 2  # behind what enters after the first layer
+    plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
+    spec: Any = on_chip(model.modules[module], chip_of(devices[0]))
+    spec = _Shallow(spec) if taps_of(spec) else spec
+    received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
+    return Segment(
+        plan=plan,
+        module=spec,
+        mesh=Mesh(np.array(devices[: prod(mesh_shape)]).reshape(mesh_shape), AXES),
+        microbatches=1,
+        trainable=frozenset(parts_of(plan, spec)),
+        wants_gradient=frozenset(received),
+        edges=tuple(e for e in edges if plan.reads(e) or plan.sends(e)),
+    )

@@ -1,0 +1,70 @@
+"""What data ranks share of parameters, against the shardings of segments, and the step's end."""
+
+import dataclasses
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from dflop_jax.pipeline.segment import AXES, Segment, parts_of
+from dflop_jax.profile.measure import assembled
+from dflop_jax.profile.state import end_bytes, shared_share, split_bytes, state_bytes
+from dflop_jax.records import LayerTiming, ParamDims, SegmentPlan, Shape
+from models.llava import build
+
+MODEL = build("nano")
+SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 128)]}
+TIMINGS = [LayerTiming(m, 1, s[0], 1.0, 1.0, 1.0, 1.0) for m, s in SHAPES.items()]
+PROFILE = assembled(
+    MODEL, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0
+)
+
+
+def held(module: str, mesh: tuple[int, int, int], zero: int) -> tuple[float, float]:
+    """(bytes of parameters, of gradients) on one device, by their shardings."""
+    spec = MODEL.modules[module]
+    plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True, "none", zero)
+    devices = np.array(jax.devices()[: prod(mesh)]).reshape(mesh)
+    segment = Segment(plan, spec, Mesh(devices, AXES), 1, frozenset(parts_of(plan, spec)))
+
+    def n_bytes(structs):
+        leaves = jax.tree.leaves(structs)
+        return 4.0 * sum(prod(s.sharding.shard_shape(s.shape)) for s in leaves)
+
+    return n_bytes(segment.program_structs()), n_bytes(segment.grad_structs())
+
+
+@pytest.mark.parametrize("module", MODEL.modules)
+@pytest.mark.parametrize("data", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_is_held_is_what_shardings_say(module, data, zero):
+    """Also of 3, 5 or 7 ranks, which divide few dims or none."""
+    mesh, n_layers = (1, data, 1), MODEL.modules[module].n_layers
+    plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
+    params, grads = held(module, mesh, zero)
+    size = sum(split_bytes(plan, (1, 1, 1), PROFILE))
+    own, whole = split_bytes(plan, mesh, PROFILE)
+    moments = 2 * (own + whole)
+    got = state_bytes(plan, mesh, PROFILE, trained=True)
+    assert got == pytest.approx(params + grads + moments)
+    assert params == pytest.approx(own + whole if zero == 3 else size)
+    assert state_bytes(plan, mesh, PROFILE, trained=False) == pytest.approx(params)
+
+
+def test_the_share_that_ranks_divide_by_hand():
+    many = (ParamDims((6, 10), split=1), ParamDims((7,)), ParamDims((4, 4), split=0))
+    got = shared_share(many, np.array([1, 2, 3, 4, 5, 7, 11]))
+    np.testing.assert_allclose(got, np.array([83, 76, 60, 16, 0, 7, 0]) / 83)
+    assert shared_share((), 5) == 1.0
+
+
+def test_only_gathered_parameters_are_whole_at_the_end():
+    plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
+    one, three = (dataclasses.replace(plan, zero=z) for z in (1, 3))
+    own = sum(split_bytes(plan, (1, 4, 1), PROFILE))
+    size = sum(split_bytes(plan, (1, 1, 1), PROFILE))
+    assert end_bytes(three, (1, 4, 1), PROFILE) == pytest.approx(1.7 * own)
+    assert end_bytes(one, (1, 4, 1), PROFILE) == pytest.approx(2.5 * own + size)
+    assert end_bytes(one, (1, 1, 1), PROFILE) == end_bytes(three, (1, 1, 1), PROFILE)

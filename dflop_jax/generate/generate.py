@@ -34,7 +34,7 @@ from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.prompt import LLM, VISION, prompt_row, prompt_sample
 from dflop_jax.generate.sampling import Sampling, choose
-from dflop_jax.pipeline.exchange import gather_features
+from dflop_jax.pipeline.gather import gather_features
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted

@@ -60,8 +60,8 @@ def joined(
                     weight = np.where(moved >= 0, joins.weight[piece.tokens], 0)
                     places[feeder][1][piece.row][piece.room] = weight
         for feeder in feeders:
-            shape = schedule.groups[feeder].shape
-            per_rank = shape.rows * features_per_row(model.modules[source], edges[0], shape)
+            low = schedule.groups[feeder].shape
+            per_rank = low.rows * features_per_row(model.modules[source], edges[0], low)
             ranks = plan.data_ranks(source), plan.data_ranks(target.module)
             reads[feeder] = _reads(places[feeder][0], *ranks, per_rank)
     return Joined(places, reads)

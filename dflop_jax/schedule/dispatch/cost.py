@@ -38,7 +38,7 @@ class PhaseCost:
             return np.bincount(ranks, each, n)
         longest = np.zeros(n)
         np.maximum.at(longest, ranks, each)
-        return np.bincount(ranks, minlength=n) * longest
+        return longest * np.bincount(ranks, minlength=n)
 
 
 # What a program costs of its content where its attention kernel skips what is not of one piece;

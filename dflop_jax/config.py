@@ -113,6 +113,9 @@ class PlanConfig:
     hardware: Annotated[
         str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
     ] = ""
+    node: Annotated[
+        NonNegativeInt, "devices that share a node; 0: as many as their data sheet says"
+    ] = 0
     buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[PositiveInt, "largest tensor-parallel degree tried"] = 2
     max_stage: Annotated[PositiveInt, "largest pipeline degree tried (of dip: ranks)"] = 4

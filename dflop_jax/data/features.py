@@ -1,4 +1,4 @@
-"""How many features a module gives for a row, read off its functions without running them."""
+"""The features that a module gives, read off its functions without running them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 from dflop_jax.records import Edge, Shape
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
+    import jax
+
     from dflop_jax.contract import Module
 
 
-@lru_cache(maxsize=256)
 def features_per_row(module: Module, edge: Edge, shape: Shape) -> int:
     """Return the features that an edge takes from each row of a module at a shape."""
+    return int(features_struct(module, edge, shape).shape[1])
+
+
+@lru_cache(maxsize=256)
+def features_struct(module: Module, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
+    """Return what an edge takes from a module at a shape, [rows, features, width]."""
     import jax
 
     def parameters(part: str) -> Any:
@@ -30,5 +37,4 @@ def features_per_row(module: Module, edge: Edge, shape: Shape) -> int:
     parts = {"entry", end} & {"entry", "exit", *module.inputs}
     names = {name for part in parts for name in module.inputs.get(part, ())}
     batch = {name: module.field_spec(name, shape.rows, shape.tokens) for name in names}
-    features = jax.eval_shape(outputs, batch, {part: parameters(part) for part in parts})
-    return int(features.shape[1])
+    return jax.eval_shape(outputs, batch, {part: parameters(part) for part in parts})

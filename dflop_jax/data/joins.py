@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,18 +17,27 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
 
 
-def places_of(
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """`PackedGroup.places` and `PackedGroup.reads` of a group."""
+
+    places: dict[int, tuple[np.ndarray, ...]]
+    reads: dict[int, np.ndarray]
+
+
+def joined(
     plan: Plan,
     schedule: Schedule,
     group: int,
     pieces: Sequence[Held],
     loads: Sequence[Load],
     model: MultimodalModel,
-) -> dict[int, tuple[np.ndarray, ...]]:
-    """Return `PackedGroup.places` of a group that holds these pieces."""
+) -> Joined:
+    """Return where the features stand that a group with these pieces reads."""
     target = schedule.groups[group]
     rows = (len(target.rows), plan.data_ranks(target.module) * target.shape.rows)
     places: dict[int, tuple[np.ndarray, ...]] = {}
+    reads: dict[int, np.ndarray] = {}
     for source in plan.sources(target.module):
         pair = source, target.module
         edges = [e for e in plan.edges if (e.source, e.target) == pair]
@@ -49,7 +59,23 @@ def places_of(
                     assert joins.weight is not None, f"places of {pair} have no weights"
                     weight = np.where(moved >= 0, joins.weight[piece.tokens], 0)
                     places[feeder][1][piece.row][piece.room] = weight
-    return places
+        for feeder in feeders:
+            low = schedule.groups[feeder].shape
+            per_rank = low.rows * features_per_row(model.modules[source], edges[0], low)
+            ranks = plan.data_ranks(source), plan.data_ranks(target.module)
+            reads[feeder] = _reads(places[feeder][0], *ranks, per_rank)
+    return Joined(places, reads)
+
+
+def _reads(index: np.ndarray, low: int, high: int, per_rank: int) -> np.ndarray:
+    """Return how many features each of `high` ranks reads from each of `low`, int64 [high, low];
+    each counts once for a rank that reads it."""
+    microbatches, rows, *_ = index.shape
+    total = low * per_rank
+    microbatch, row, *_ = at = np.nonzero(index >= 0)
+    read = np.unique((row // (rows // high) * microbatches + microbatch) * total + index[at])
+    pairs = read // (microbatches * total) * low + read % total // per_rank
+    return np.bincount(pairs, minlength=high * low).reshape(high, low)
 
 
 class _Features:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.joins import places_of
+from dflop_jax.data.joins import joined
 from dflop_jax.data.placement import Held, Samples, held, placement
 from dflop_jax.records import Load, Plan, Schedule, first_pieces
 
@@ -48,6 +48,8 @@ class PackedGroup:
     places: by the place in the schedule of each group that feeds it, (index int32 [M, D*R, L, K],)
       into that group's features of the same microbatch, flattened over its ranks and rows; -1 where
       there are fewer or none; with weights float32 of the same shape where K > 1.
+    reads: by the same, how many features each rank of this group reads from each of that group's,
+      int64 [D, ranks of the source].
     lengths: tokens of each of its pieces; the rest is padding.
     loss_weight: sum of the field "weights", 0 without one.
 
@@ -56,6 +58,7 @@ class PackedGroup:
 
     fields: dict[str, np.ndarray]
     places: dict[int, tuple[np.ndarray, ...]]
+    reads: dict[int, np.ndarray]
     lengths: tuple[int, ...]
     loss_weight: float
 
@@ -118,9 +121,11 @@ def pack_group(
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
+    join = joined(plan, schedule, group, pieces, loads, model)
     return PackedGroup(
         fields=fields,
-        places=places_of(plan, schedule, group, pieces, loads, model),
+        places=join.places,
+        reads=join.reads,
         lengths=tuple(p.length for p in pieces if p.rank in counts),
         loss_weight=float(counted.sum(dtype=np.float64)),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from dflop_jax.contract import Array, Module, MultimodalModel, Params, edges_of, on_chip, taps_of
 from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
-from dflop_jax.pipeline.exchange import gather_features
+from dflop_jax.pipeline.gather import gather_features
 from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 
 LLM = "llm"  # the module that answers

@@ -1,22 +1,24 @@
 """What an edge carries: outputs of the source module move to the rows that read them, and back.
 
-Where the pieces of a sample lie on the ranks of the two modules is independent, so the exchange is
-one gather by an index from the packer; its gradient is the matching sum over the places that read a
-feature. Output rows are the target's, with zeros where a place reads nothing.
+Where the pieces of a sample lie on the ranks of the two modules is independent. Every data rank of
+the target has a home among the source's data ranks (`routes`), which asks the others for what the
+target's rows read: one all-to-all between the source's ranks carries these features and nothing
+else, and home puts them where they are read. Gradients go back by the inverse. Output rows are the
+target's, with zeros where a place reads nothing.
 
-The two sides may have any data parallelism, V and D ranks. With g = gcd(V, D) the source's side
-holds the rows as c = D / g blocks, each split g ways: piece i of block j belongs to the target's
-rank i * c + j. So every device receives its own rows by plain buffer copies, which stay
-asynchronous; resharding between meshes of different size would go through the host and stop the
-dispatch.
+The two sides may have any data parallelism, V and D ranks: with g = gcd(V, D) the source's side
+holds the rows as c = D / g blocks, of which home has one each. So every device receives its own
+rows by plain buffer copies, which stay asynchronous; resharding between meshes of different size
+would go through the host and stop the dispatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from math import ceil, gcd, log, prod
+from functools import cached_property
+from math import ceil, gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,171 +26,173 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array
+from dflop_jax.contract import Array, chip_of
 from dflop_jax.pipeline.communicator import Route, find_route, move, pieces_of
+from dflop_jax.pipeline.gather import gather_features, scatter_gradient
+from dflop_jax.pipeline.routes import Arrays, Routes
+from dflop_jax.records import home_rank
 
-_AT_ONCE = 8  # rows that are added in one pass over all
-
-
-def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
-    """features [M, rows, tokens, width], index [M, places, length, sources] ->
-    [M, places, length, width].
-
-    `index` counts over the flattened (rows, tokens) of its microbatch; -1 gives zeros. A place
-    with several sources is their sum, each times its `weight` (float32, of the index's shape).
-    """
-    flat = features.reshape(features.shape[0], -1, features.shape[-1])
-    parts: list[Array] = []
-    for k in range(index.shape[-1]):
-        at = index[..., k]
-        rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, at)
-        if weight is not None:
-            rows = rows * weight[..., k, None].astype(rows.dtype)
-        parts.append(jnp.where((at >= 0)[..., None], rows, jnp.zeros_like(rows)))
-    return reduce(jnp.add, parts)
-
-
-def scatter_gradient(
-    like: jax.ShapeDtypeStruct, dplaced: Array, index: Array, weight: Array | None = None
-) -> Array:
-    """Transpose of `gather_features` for features of shape `like`, summed in float32.
-
-    The same to the bit in every run: a scatter would add in the order in which a GPU's threads
-    come. What a place reads with weight 0 gets nothing from it.
-    """
-    m, rows, tokens, width = like.shape
-    n, sources = rows * tokens, index.shape[-1]
-
-    def of_microbatch(dplaced: Array, index: Array, weight: Array | None) -> Array:
-        reads = index >= 0 if weight is None else (index >= 0) & (weight != 0)
-        read = jnp.where(reads, index, n)
-        order = jnp.argsort(read)
-        terms = dplaced[order // sources].astype(jnp.float32)
-        if weight is not None:
-            terms = terms * weight[order][:, None]
-        read = read[order]
-        # Who reads nothing stands at the end, for features that do not exist.
-        first = jnp.searchsorted(read, jnp.arange(n))
-        found = read.at[first].get(mode="clip") == jnp.arange(n)
-        sums = _run_sums(read, terms).astype(like.dtype).at[first].get(mode="clip")
-        return jnp.where(found[:, None], sums, jnp.zeros_like(sums))
-
-    flat = index.reshape(m, -1), None if weight is None else weight.reshape(m, -1)
-    return jax.vmap(of_microbatch)(dplaced.reshape(m, -1, width), *flat).reshape(like.shape)
-
-
-def _run_sums(keys: Array, rows: Array) -> Array:
-    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum."""
-    n = keys.shape[0]
-    place = jnp.arange(n)
-
-    def widen(rows: Array, step: Array) -> tuple[Array, None]:
-        """From sums over up to `step` rows of a run to sums over up to _AT_ONCE times as many."""
-        total = rows
-        for ahead in range(1, _AT_ONCE):
-            other = jnp.minimum(place + ahead * step, n)
-            same = keys.at[other].get(mode="fill", fill_value=-1) == keys
-            more = rows.at[other].get(mode="clip")
-            total = total + jnp.where(same[:, None], more, jnp.zeros_like(more))
-        return total, None
-
-    n_steps = ceil(log(max(n, 2), _AT_ONCE))
-    return jax.lax.scan(widen, rows, _AT_ONCE ** jnp.arange(n_steps))[0]
+_SPARE = 1.5  # times an even share is the room of a round where the plan says none
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Between a source's `features` and the `placed` input of its target, at fixed shapes.
 
-    `sources`: how many of the features a place is made of, with weights if several.
+    `sources`: how many of the features a place is made of, with weights if several. `room`: share
+    of a data rank's features that can go to one other rank in one round; None: an even share, and
+    half as many more.
     """
 
     features: jax.ShapeDtypeStruct
     placed: jax.ShapeDtypeStruct
     sources: int = 1
+    room: float | None = None
 
     @property
     def _source(self) -> Mesh:
         return self.features.sharding.mesh
 
     @property
-    def _ranks(self) -> tuple[int, int]:
-        """(g, c): pieces of a block, and blocks."""
-        low, high = self._source.shape["data"], self.placed.sharding.mesh.shape["data"]
-        g = gcd(low, high)
-        return g, high // g
+    def _is_ragged(self) -> bool:
+        """Whether ranks send as many rows as are asked for, and not as many as there is room."""
+        return chip_of(self._source.devices.flat[0]).startswith("sm_")
+
+    @cached_property
+    def routes(self) -> Routes:
+        m, rows, tokens, _ = self.features.shape
+        stages, low, _ = self._source.devices.shape
+        per_microbatch = rows // low * tokens
+        own = m // stages * per_microbatch
+        share = _SPARE / low if self.room is None else self.room
+        capacity = max(1, min(ceil(share * own - 1e-6), own))
+        high = self.placed.sharding.mesh.shape["data"]
+        return Routes(low, high, stages, m, per_microbatch, capacity)
+
+    def _at_home(self, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Of an array [n, target's ranks, ...] what each rank of the source has of it."""
+        r = self.routes
+        n, rows, *rest = struct.shape
+        sharding = NamedSharding(self._source, P(None, "data"))
+        shape = n, rows // r.high * r.low, *rest
+        return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding)
 
     @cached_property
     def block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The rows on the source's submesh: blocks [M, rows / c, length, width]."""
-        g, c = self._ranks
-        stage, data, model = self._source.devices.shape
-        split = self._source.devices.reshape(stage, g, data // g, model)
-        sharding = NamedSharding(Mesh(split, ("stage", "piece", "copy", "model")), P(None, "piece"))
-        m, rows, *rest = self.placed.shape
-        one = jax.ShapeDtypeStruct((m, rows // c, *rest), self.placed.dtype, sharding=sharding)
-        return (one,) * c
-
-    def _sources_of(self, rows: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """(index,) or (index, weight) of rows of features."""
-        shape = (*rows.shape[:3], self.sources)
-        kinds = (jnp.int32, jnp.float32) if self.sources > 1 else (jnp.int32,)
-        return tuple(jax.ShapeDtypeStruct(shape, k, sharding=rows.sharding) for k in kinds)
+        """The rows on the source's submesh: blocks [M, V * rows of a target's rank, length,
+        width]."""
+        return (self._at_home(self.placed),) * self.routes.blocks
 
     @cached_property
     def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The packer's index (and weight) on the target's submesh, each data rank its own rows."""
-        return self._sources_of(self.placed)
+        """One round's arrays on the target's submesh, each data rank its own rows."""
+        r, sharding = self.routes, self.placed.sharding
+        shape = (*self.placed.shape[:3], self.sources)
+        structs = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)]
+        if self.sources > 1:
+            structs.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+        if r.received:
+            asked = r.stages, r.high, r.low * r.capacity
+            structs.insert(0, jax.ShapeDtypeStruct(asked, jnp.int32, sharding=sharding))
+        return tuple(structs)
 
     @cached_property
     def source_block_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """The same as they arrive on the source's submesh: blocks of each."""
-        return tuple(zip(*map(self._sources_of, self.block_structs), strict=True))
+        return tuple((self._at_home(s),) * self.routes.blocks for s in self.source_structs)
 
-    def stand_in_sources(self) -> tuple[np.ndarray, ...]:
-        """The packer's arrays where every place reads, the features one after the other."""
-        n_features = self.features.shape[1] * self.features.shape[2]
-        index, *weight = self.source_structs
-        read = np.arange(prod(index.shape[1:]), dtype=np.int32) % n_features
-        every = np.broadcast_to(read.reshape(index.shape[1:]), index.shape)
-        return every, *(np.full(a.shape, 1 / self.sources, a.dtype) for a in weight)
+    def stand_in_places(self) -> Arrays:
+        """The packer's arrays where every place reads and one round brings it all."""
+        shape = (*self.placed.shape[:3], self.sources)
+        index = self.routes.stand_in(shape)
+        if self.sources == 1:
+            return (index,)
+        return index, np.full(shape, 1 / self.sources, np.float32)
 
-    def _blocks(self, placed: Array) -> tuple[Array, ...]:
-        g, c = self._ranks
-        m, rows, *rest = placed.shape
-        parts = placed.reshape(m, g, c, rows // (g * c), *rest)
-        return tuple(parts[:, :, j].reshape(m, rows // c, *rest) for j in range(c))
-
-    def _joined(self, blocks: Sequence[Array]) -> Array:
-        g, c = self._ranks
-        m, rows, *rest = blocks[0].shape
-        parts = [b.reshape(m, g, rows // g, *rest) for b in blocks]
-        return jnp.stack(parts, axis=2).reshape(m, rows * c, *rest)
+    # ---- the programs: on each device, what it has of the arrays ----
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
         """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
-        -> dfeatures; all on the source's submesh."""
-        sources = self.source_block_structs
-        if backward:
-            # Any place may read any feature, so devices share the sums by columns, where these
-            # divide: XLA of jax 0.12 aborts at a gather of uneven ones.
-            mesh, axes = self.block_structs[0].sharding.mesh, ("piece", "copy", "model")
-            is_even = self.features.shape[-1] % prod(mesh.shape[a] for a in axes) == 0
-            columns = NamedSharding(mesh, P("stage", None, None, axes if is_even else None))
-
-            def scatter(blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]) -> Array:
-                dplaced = jax.lax.with_sharding_constraint(self._joined(blocks), columns)
-                return scatter_gradient(self.features, dplaced, *map(self._joined, sources))
-
-            program = jax.jit(scatter, out_shardings=self.features.sharding)
-            return program.lower(self.block_structs, sources)
-        gather = jax.jit(
-            lambda features, sources: self._blocks(
-                gather_features(features, *map(self._joined, sources))
-            ),
-            out_shardings=tuple(b.sharding for b in self.block_structs),
+        -> dfeatures; all on the source's submesh, for the sources of one round."""
+        first = self.block_structs if backward else self.features
+        out: Any = self.features.sharding
+        if not backward:
+            out = tuple(b.sharding for b in self.block_structs)
+        own = P("stage", "data")
+        program = jax.shard_map(
+            self._scatter if backward else self._gather,
+            mesh=self._source,
+            in_specs=own,
+            out_specs=own,
+            check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
         )
-        return gather.lower(self.features, sources)
+        return jax.jit(program, out_shardings=out).lower(first, self.source_block_structs)
+
+    def _gather(self, features: Array, sources: tuple[tuple[Array, ...], ...]) -> tuple[Array, ...]:
+        table = features.reshape(-1, features.shape[-1])
+        asked, *places = self._opened(sources)
+        if asked is not None:
+            wanted = _swapped(asked)
+            like = wanted.reshape(1, 1, -1, 1)
+            (rows,) = gather_features(table[None, None], like)[0]
+            table = jnp.concatenate([self._moved(rows, wanted, asked), table])
+        placed = gather_features(table[None, None], *places)
+        m, _, *rest = self.block_structs[0].shape
+        blocks = jnp.split(placed[0], self.routes.blocks)
+        return tuple(b.reshape(m // self.routes.stages, -1, *rest) for b in blocks)
+
+    def _scatter(self, blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]) -> Array:
+        r, width, dtype = self.routes, self.features.shape[-1], self.features.dtype
+        asked, slots, *weights = self._opened(sources)
+        if asked is not None:  # of the ranks that got the same rows one gives the gradient
+            slots = jnp.where(self._is_home(), slots, -1)
+        rows = jnp.concatenate([b.reshape(-1, *b.shape[2:]) for b in blocks])[None]
+        like = jax.ShapeDtypeStruct((1, 1, r.table_rows, width), dtype)
+        dtable = scatter_gradient(like, rows, slots, *weights)[0, 0]
+        total = dtable[r.received :]
+        if asked is not None:
+            wanted = _swapped(asked)
+            came = self._moved(dtable[: r.received], asked, wanted)
+            like = jax.ShapeDtypeStruct((1, 1, r.own_features, width), dtype)
+            index = wanted.reshape(1, 1, -1, 1)
+            more = scatter_gradient(like, came[None, None], index, most=r.high)[0, 0]
+            total = (total.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
+        m, n, tokens, _ = self.features.shape
+        return total.reshape(m // r.stages, n // r.low, tokens, width)
+
+    def _opened(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
+        """What this device asks of each rank [V, blocks, capacity] or None, and its slots and
+        weights [1, rows of all blocks, tokens, sources]."""
+        r, asked, places = self.routes, None, sources
+        if r.received:
+            lists = [a.reshape(r.low, r.capacity) for a in sources[0]]
+            asked = jnp.where(self._is_home(), jnp.stack(lists, axis=1), -1)
+            places = sources[1:]
+        joined = [jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in kind]) for kind in places]
+        return asked, *(p[None] for p in joined)
+
+    def _is_home(self) -> Array:
+        """Whether this device's rank takes in what ranks of the target read; others, which may
+        stand for the same ranks, ask for nothing."""
+        alike = self.routes.low // gcd(self.routes.low, self.routes.high)
+        return jax.lax.axis_index("data") % alike == 0
+
+    def _moved(self, rows: Array, sent: Array, received: Array) -> Array:
+        """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
+        that came from rank 0 first. `sent` and `received`, [V, blocks, capacity], say where there
+        is a row: they are at the start of each list."""
+        if not self._is_ragged:
+            return jax.lax.all_to_all(rows, "data", 0, 0, tiled=True)
+        r = self.routes
+        begins = jnp.arange(r.low * r.blocks, dtype=jnp.int32) * r.capacity
+        mine = jax.lax.axis_index("data") * r.blocks + jnp.arange(r.blocks, dtype=jnp.int32)
+        there = jnp.tile(mine.astype(jnp.int32) * r.capacity, r.low)
+        n_sent, n_received = (
+            (a >= 0).sum(axis=2, dtype=jnp.int32).reshape(-1) for a in (sent, received)
+        )
+        return jax.lax.ragged_all_to_all(
+            rows, jnp.zeros_like(rows), begins, n_sent, there, n_received, axis_name="data"
+        )
 
     # ---- moving the blocks ----
 
@@ -197,19 +201,24 @@ class Exchange:
     @cached_property
     def _deliveries(self) -> list[Route]:
         """Of each block, from the source's side to the target's."""
-        g, c = self._ranks
-        holders = _by_rank(self._source, self._source.shape["data"] // g)
+        r, holders = self.routes, _by_rank(self._source)
         ranks = _data_ranks(self.placed.sharding.mesh)
-        return [find_route(holders, {d: r // c for d, r in ranks if r % c == j}) for j in range(c)]
+        homes = [(d, t, home_rank(t, r.low, r.high)) for d, t in ranks]
+        return [
+            find_route(holders, {d: home for d, t, home in homes if t % r.blocks == j})
+            for j in range(r.blocks)
+        ]
 
     @cached_property
     def _collections(self) -> list[Route]:
         """Of each block, from the target's side to the source's."""
-        g, c = self._ranks
-        per_piece = self._source.shape["data"] // g
-        holders, ranks = _by_rank(self.placed.sharding.mesh, 1), _data_ranks(self._source)
-        return [find_route(holders, {d: r // per_piece * c + j for d, r in ranks})
-                for j in range(c)]  # fmt: skip
+        r, ranks = self.routes, _data_ranks(self._source)
+        holders = _by_rank(self.placed.sharding.mesh)
+        alike = r.low // gcd(r.low, r.high)  # ranks of the source that stand for the same ranks
+        return [
+            find_route(holders, {d: v // alike * r.blocks + j for d, v in ranks})
+            for j in range(r.blocks)
+        ]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
         """Blocks on the source's side -> `placed` on the target's side; does not wait."""
@@ -253,9 +262,14 @@ def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
     return list(zip(mesh.devices.flat, (int(r) for r in ranks.flat), strict=True))
 
 
-def _by_rank(mesh: Mesh, per_piece: int) -> dict[int, list[jax.Device]]:
-    """Devices by the number of the piece that they hold, each of so many data ranks."""
+def _by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
+    """Devices of each data rank."""
     found: dict[int, list[jax.Device]] = {}
     for device, rank in _data_ranks(mesh):
-        found.setdefault(rank // per_piece, []).append(device)
+        found.setdefault(rank, []).append(device)
     return found
+
+
+def _swapped(lists: Array) -> Array:
+    """What each rank has for the others [V, ...], as each gets it."""
+    return jax.lax.all_to_all(lists, "data", 0, 0, tiled=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -34,10 +34,12 @@ PIECES = 4  # in a row, where programs are timed
 class GroupArrays:
     """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and by the place in the
     schedule of every group that feeds it where its outputs stand, `places[group]`: index, or index
-    and weight, [M, ranks * rows, tokens, sources]."""
+    and weight, [M, ranks * rows, tokens, sources]. `most[group]` is what `Routes.route` asks for
+    where not all ranks' places are here."""
 
     fields: Mapping[str, np.ndarray]
     places: Mapping[int, tuple[np.ndarray, ...]]
+    most: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Programs:
             self.segments[link.source].output_struct(link.edge, low),
             self.signature(link.target, high).x[link.edge.name],
             link.edge.sources,
+            self.plan.exchange_room(link.edge, low, high),
         )
 
     def kinds(self, name: str) -> tuple[Kind, ...]:
@@ -234,21 +237,27 @@ class Programs:
         return {k: job for name in self.segments for k, job in self._jobs_of(name).items()}
 
     def _summed(self, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
-        """What comes to a segment in several parts: an input that several modules, or several
-        groups of one, may bring, and the gradient of an output that several edges carry."""
+        """What comes to a segment in several parts: an input that several modules, several groups
+        of one or several rounds may bring, and the gradient of an output that several edges carry,
+        or one in rounds."""
         segment = self.segments[name]
         x = self.signature(name, shape).x
         inputs = [k.edge.name for k in self.into[name] if k.edge]
         found = [x[n] for n in dict.fromkeys(inputs) if self._in_parts(name, n)]
         carried = [k.edge for k in self.out_of[name] if k.edge]
         taps = [e.tap for e in carried]
-        found += [segment.output_struct(e, shape) for e in carried if taps.count(e.tap) > 1]
+        in_rounds = segment.data_ranks > 1
+        found += [
+            segment.output_struct(e, shape) for e in carried if in_rounds or taps.count(e.tap) > 1
+        ]
         return list(dict.fromkeys(found))
 
     def _in_parts(self, name: str, field: str) -> bool:
-        """Whether more than one group may bring an input."""
+        """Whether more than one group, or more than one round of an exchange, may bring an
+        input."""
         sources = {k.edge.source for k in self.into[name] if k.edge and k.edge.name == field}
-        return len(sources) > 1 or self.plan.fan_in > 1
+        in_rounds = any(self.plan.data_ranks(m) > 1 for m in sources)
+        return len(sources) > 1 or self.plan.fan_in > 1 or in_rounds
 
     # A program on devices of other processes only is not run here: its outputs are arrays of which
     # this process holds nothing.
@@ -321,7 +330,7 @@ class Programs:
                 if link.edge is None or link.edge.source not in place:
                     continue
                 exchange = self.exchange(link, shapes[link.edge.source], shapes[module])
-                places[place[link.edge.source]] = exchange.stand_in_sources()
+                places[place[link.edge.source]] = exchange.stand_in_places()
         return GroupArrays(fields, places)
 
 

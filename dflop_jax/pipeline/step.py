@@ -99,7 +99,7 @@ class StepCall:
         self.inbox: dict[tuple[str, int, str], list[jax.Array]] = {}
         self.returned: dict[tuple[Link, int], Tree] = {}
         self.kept: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
-        self.places: dict[tuple[str, str, int], Tree] = {}
+        self.places: dict[tuple[str, str, int], list[Tree]] = {}  # by round
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
         self.norms: list[jax.Array] = []
@@ -153,13 +153,13 @@ class StepCall:
             if link.edge is None or fed is None or key in self.places:
                 continue
             exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
-            packed = [
-                place(host, struct.sharding)
-                for host, struct in zip(
-                    self.arrays[fed].places[g], exchange.source_structs, strict=True
+            arrays, structs = self.arrays[fed], exchange.source_structs
+            self.places[key] = [
+                exchange.collect_sources(
+                    [place(host, s.sharding) for host, s in zip(one, structs, strict=True)]
                 )
+                for one in exchange.routes.route(arrays.places[g], arrays.most.get(g))
             ]
-            self.places[key] = exchange.collect_sources(packed)
 
     # ---- tasks of groups ----
 
@@ -185,10 +185,11 @@ class StepCall:
             shapes = group.shape, self.groups[fed].shape
             features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
             gather = programs.of_exchange(link, *shapes, backward=False)
-            blocks = gather(features, self.places[name, link.target, g])
-            arrived = programs.exchange(link, *shapes).deliver(blocks)
-            self._deliver(link.target, fed, link.edge.name, arrived)
-            sent.append(blocks)
+            for one in self.places[name, link.target, g]:
+                blocks = gather(features, one)
+                arrived = programs.exchange(link, *shapes).deliver(blocks)
+                self._deliver(link.target, fed, link.edge.name, arrived)
+                sent.append(blocks)
         return sent
 
     def _deliver(self, name: str, g: int, kind: str, array: jax.Array) -> None:
@@ -236,8 +237,8 @@ class StepCall:
                 dy["next"] = received
                 continue
             scatter = programs.of_exchange(link, shape, self.groups[fed].shape, backward=True)
-            part = scatter(received, self.places[name, link.target, g])
-            by_output.setdefault(link.edge.tap, []).append(part)
+            parts = [scatter(received, one) for one in self.places[name, link.target, g]]
+            by_output.setdefault(link.edge.tap, []).extend(parts)
         for key in [k for k in self.places if k[0] == name and k[2] == g]:
             del self.places[key]
         structs = programs.signature(name, shape).y

@@ -60,7 +60,7 @@ class Rules:
     volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
     memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
     or values of `SegmentPlan`. hardware: links and memory of the devices; None: what crosses them
-    takes no time.
+    takes no time. node_devices: of a node; 0: as `hardware` says, or all.
     """
 
     costs: CostModel
@@ -72,6 +72,7 @@ class Rules:
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
     hardware: Hardware | None = None
+    node_devices: int = 0
 
     @property
     def profile(self) -> ModelProfile:
@@ -97,7 +98,8 @@ class Rules:
 
     def node(self, n_devices: int) -> int:
         """Devices of a node."""
-        return self.hardware.devices_per_node if self.hardware else n_devices
+        usual = self.hardware.devices_per_node if self.hardware else n_devices
+        return self.node_devices or usual
 
     def trusted_tokens(self, module: str) -> float:
         """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
@@ -139,6 +141,7 @@ class Rules:
             edges=self.profile.edges,
             group_size=placement.group_size,
             tied=self.profile.tied,
+            node=self.node(0),
         )
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:

@@ -48,6 +48,7 @@ from dflop_jax.schedule import (
 )
 from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.costs import directions
+from dflop_jax.schedule.dispatch.traffic import exchange_rooms
 from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim import memory
@@ -306,6 +307,7 @@ class Evaluator:
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.batches)
         ]
+        plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.batches))
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():

@@ -194,6 +194,7 @@ def _prepared(
         remat=spec.remat,
         zero=spec.zero,
         hardware=spec.hardware,
+        node_devices=spec.config.node,
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
 

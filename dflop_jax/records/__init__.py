@@ -19,6 +19,7 @@ from dflop_jax.records.plan import (
     REMAT,
     ZERO,
     Edge,
+    ExchangeRoom,
     Grouping,
     Plan,
     Predicted,
@@ -26,6 +27,7 @@ from dflop_jax.records.plan import (
     SegmentPlan,
     SubmeshPlan,
     Zero,
+    home_rank,
     with_remat,
 )
 from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId
@@ -61,6 +63,7 @@ __all__ = [
     "Direction",
     "Edge",
     "Event",
+    "ExchangeRoom",
     "Group",
     "Grouping",
     "LayerTiming",
@@ -88,6 +91,7 @@ __all__ = [
     "Trace",
     "Zero",
     "first_pieces",
+    "home_rank",
     "numbered",
     "piece_tokens",
     "with_remat",

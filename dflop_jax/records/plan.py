@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Literal, get_args
 
 from dflop_jax.records.check import require
@@ -131,6 +131,21 @@ class SegmentPlan:
 
 
 @dataclass(frozen=True)
+class ExchangeRoom:
+    """What one round of the exchange between a group of `source` and one of `target`, of these
+    shapes, has room for from one data rank to another: a share of the features of a rank."""
+
+    source: str
+    target: str
+    low: Shape
+    high: Shape
+    share: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, f"a room is a share above 0 and at most 1, got {self}")
+
+
+@dataclass(frozen=True)
 class Predicted:
     """What the planner expects of a plan: seconds of a mean step, share of it in which each
     submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
@@ -155,7 +170,9 @@ class Plan:
     other (`divided`), a microbatch's pieces then go through in several groups of one small shape.
     The exits of `tied` modules read the parameters of their entries. `work_budget` bounds the
     solver of one batch in units of work (pairs of rows priced), so that the step hides it; 0: the
-    scheduler's default. `predicted` holds the planner's figures.
+    scheduler's default. Every `node` devices, counted from the first, share a node; 0: all do.
+    `exchange_rooms` are what batches that the planner saw move between data ranks. `predicted`
+    holds the planner's figures.
     """
 
     policy: str
@@ -170,6 +187,8 @@ class Plan:
     fan_in: int = 1
     tied: tuple[str, ...] = ()
     work_budget: int = 0
+    exchange_rooms: tuple[ExchangeRoom, ...] = ()
+    node: int = 0
     predicted: Predicted = Predicted()
 
     def __post_init__(self) -> None:
@@ -179,6 +198,7 @@ class Plan:
         require(self.group_size >= 1, f"group_size {self.group_size} must be at least 1")
         require(self.fan_in >= 1, f"fan_in {self.fan_in} must be at least 1")
         require(self.lookahead >= 0, f"lookahead {self.lookahead} must not be negative")
+        require(self.node >= 0, f"node {self.node} must not be negative")
         require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
         require(
             self.grouping in get_args(Grouping),
@@ -257,6 +277,17 @@ class Plan:
         require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
         return ranks.pop()
 
+    def exchange_room(self, edge: Edge, low: Shape, high: Shape) -> float | None:
+        """Share of a rank's features that one round takes to another rank; None: not known."""
+        joined = (edge.source, edge.target, low, high)
+        rooms = (r for r in self.exchange_rooms if (r.source, r.target, r.low, r.high) == joined)
+        return next((r.share for r in rooms), None)
+
+    def devices(self, module: str) -> tuple[int, ...]:
+        """The first device of each of a module's data ranks, where its exit lies."""
+        mesh = self.submesh(self.segments_of(module)[-1].submesh)
+        return tuple(mesh.first + rank * mesh.model for rank in range(mesh.data))
+
     def shapes(self, module: str) -> tuple[Shape, ...]:
         """The module's compiled shapes, in the order of the buckets."""
         found = (b.shape(module) for b in self.buckets)
@@ -282,3 +313,11 @@ def with_remat(plan: Plan, remat: Remat) -> Plan:
     """The plan with every segment's `remat` replaced."""
     segments = tuple(dataclasses.replace(s, remat=remat) for s in plan.segments)
     return dataclasses.replace(plan, segments=segments)
+
+
+def home_rank(rank: int, low: int, high: int) -> int:
+    """The data rank of a source of `low` ranks that takes in what rank `rank` of `high` ranks of a
+    target reads: one that shares a device with it where both lie on the same devices, as far as
+    these can."""
+    common = gcd(low, high)
+    return rank // (high // common) * (low // common)

@@ -31,7 +31,9 @@ class StepMetrics:
     `overhead_s` of the last sample. `model_flops` are the FLOPs that the batch needs, without
     padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that over the peak of
     all devices of the run, null where no peak is known. A module's `mfu_by_module` is over the peak
-    of the devices that hold it.
+    of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes of features that
+    went to another data rank for each pair of modules ("source > target"), forward; as many bytes
+    of gradients came back.
     """
 
     step: int
@@ -60,6 +62,8 @@ class StepMetrics:
     flops_per_s_by_module: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     mfu_by_module: Mapping[str, float] = field(default_factory=dict)
+    moved_in_node: Mapping[str, float] = field(default_factory=dict)
+    moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

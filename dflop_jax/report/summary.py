@@ -55,6 +55,8 @@ class RunSummary:
     mfu: float
     mfu_by_module: dict[str, float]
     padding_fraction: dict[str, float]
+    moved_in_node: dict[str, float]
+    moved_across_nodes: dict[str, float]
     busy_predicted: dict[str, float]
     busy_measured: dict[str, float]
     makespan_chosen_by_s: float
@@ -103,6 +105,8 @@ def summarise(folder: str | Path) -> RunSummary:
         mfu=median("mfu"),
         mfu_by_module=medians("mfu_by_module"),
         padding_fraction=medians("padding_fraction"),
+        moved_in_node=medians("moved_in_node"),
+        moved_across_nodes=medians("moved_across_nodes"),
         busy_predicted=plan.predicted.busy_fraction,
         busy_measured=medians("busy_fraction"),
         makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
@@ -198,6 +202,9 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         *((f"MFU, {m}", percent(v)) for m, v in s.mfu_by_module.items()),
     ]
     rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
+    for name, n_bytes in s.moved_in_node.items():
+        both = (f"{number(v / 1e6)} MB" for v in (n_bytes, s.moved_across_nodes[name]))
+        rows.append((f"features moved {name}, in nodes / across", " / ".join(both)))
     for name in dict.fromkeys([*s.busy_predicted, *s.busy_measured]):
         both = (percent(d.get(name, math.nan)) for d in (s.busy_predicted, s.busy_measured))
         rows.append((f"busy {name}, predicted / measured", " / ".join(both)))

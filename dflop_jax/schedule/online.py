@@ -15,6 +15,8 @@ from dflop_jax.records import Load, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.dispatch.nodes import rename_ranks
+from dflop_jax.schedule.dispatch.swaps import bring_home
 from dflop_jax.schedule.groups import (
     Room,
     Together,
@@ -87,6 +89,9 @@ def schedule_batch(
         check_fits(batch, wide.buckets, capacity_of(plan))
     order_budget = Budget(_ORDER_SHARE * work)
     solution = solve(batch, plan, prices, trainable, work - order_budget.left, seed)
+    if plan.grouping == "balanced":
+        rename_ranks(solution.room, solution.answer, plan)
+        bring_home(solution.room, solution.answer, plan)
     outline = solution.outline
     if plan.grouping == "balanced" and plan.order == "1f1b":
         outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)

@@ -18,10 +18,10 @@ import numpy as np
 
 from dflop_jax.records import Bucket, RankRows, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.dispatch.ranks import deal
 from dflop_jax.schedule.packing import Microbatch
 from dflop_jax.schedule.solver.balance import pack_within_limits
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.improve import Improver
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import Ints, Problem, make_problem
@@ -62,21 +62,21 @@ def place(
 
 
 def _fitted(length_P: Ints, ranks: int, shape: Shape, budget: Budget) -> Ints | None:
-    """Rows of pieces: of equal ones dealt out over ranks, of others by LPT or, if that fails, first
-    fit decreasing or a search."""
+    """Rows of pieces: of equal ones dealt out over ranks, of others by `deal` or, if that fails,
+    first fit decreasing or a search."""
     n, a_row = len(length_P), shape.tokens // int(length_P.max())
     if length_P.min() == length_P.max():
         slot, rank = np.divmod(np.arange(n), ranks)
         return rank * shape.rows + slot // a_row if n <= ranks * shape.rows * a_row else None
-    problem = _problem(length_P, ranks, shape)
     budget.spend(n / 20)
-    bins = lpt(problem)
+    bins = deal(length_P, ranks, shape)
     if (bins >= 0).all():
         return bins
     bins = _first_fit(length_P, ranks * shape.rows, shape.tokens)
     if (bins >= 0).all():
         return bins
     rng = np.random.default_rng(n)
+    problem = _problem(length_P, ranks, shape)
     return pack_within_limits(problem, budget.part(_REPAIR_WORK), rng)
 
 

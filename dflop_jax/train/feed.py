@@ -21,6 +21,7 @@ from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.losses import BatchLoss, modules_with_loss
+from dflop_jax.train.moved import Moved, moved
 
 _FEED = "feed/"  # begins the keys of what is sent ahead of the steps
 
@@ -44,6 +45,7 @@ class ReadyBatch:
     padding_fraction: dict[str, float]
     groups_run: dict[str, int]
     n_bad: int
+    moved: Moved
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class _Counts:
     used_tokens: dict[str, int]
     flops: dict[str, float]
     loss_weights: dict[str, float]
+    moved: Moved
 
 
 def own_ranks(programs: Programs) -> Ranks:
@@ -114,7 +117,10 @@ class Packer:
             step=schedule.step,
             loads=tuple(loads),
             schedule=schedule,
-            groups=tuple(GroupArrays(p.fields, p.places) for p in packed),
+            groups=tuple(
+                GroupArrays(p.fields, p.places, total.moved.of_group(g, p.places))
+                for g, p in enumerate(packed)
+            ),
             loss=BatchLoss.of(self.model, total.loss_weights),
             used_tokens=total.used_tokens,
             flops=total.flops,
@@ -123,6 +129,7 @@ class Packer:
             },
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
             n_bad=total.n_bad,
+            moved=total.moved,
         )
 
     def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
@@ -134,7 +141,8 @@ class Packer:
             flops[group.module] += sum(map(self.needed[group.module], arrays.lengths))
             if group.module in weights:
                 weights[group.module] += arrays.loss_weight
-        return _Counts(n_bad, used, flops, weights)
+        own = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
+        return _Counts(n_bad, used, flops, weights, own)
 
 
 def digest(schedule: Schedule) -> str:
@@ -160,6 +168,7 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
             {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
             {m: sum(c.flops[m] for c in every) for m in counts.flops},
             {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
+            Moved.total([c.moved for c in every]),
         )
     shared = peers.share(f"{key}/total", msgspec.json.encode(total))
     return msgspec.json.decode(shared, type=_Counts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.contract import SAVED_NAMES
-from dflop_jax.hardware import USABLE_MEMORY
+from dflop_jax.hardware import USABLE_MEMORY, hardware_like
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan import search
@@ -68,10 +68,13 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
     def allowed(m: SubmeshPlan) -> bool:
         return not devices or can_join(devices[m.first : m.devices.stop])
 
+    node = config.plan.node
+    if devices and not node:
+        node = hardware_like(devices[0].device_kind).devices_per_node
     return {
         "n_devices": place.n_devices,
         "global_batch": config.train.global_batch,
-        "config": config.plan,
+        "config": replace(config.plan, node=node),
         "memory_bytes": config.plan.memory_bytes or _memory_bytes(place),
         "hardware": place.hardware,
         "remat": config.train.remat,

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,8 @@ def _set_up_elsewhere(config: Config) -> Workplace:
             f"plan.devices=0 on {hardware.name}: say how many devices to plan for (a node has "
             f"{hardware.devices_per_node})"
         )
+    if config.plan.node:
+        hardware = replace(hardware, devices_per_node=config.plan.node)
     model = _model_on(hardware.chip, config)
     return Workplace(config, model, [], _peers(Membership(), 30.0), hardware)
 

@@ -140,6 +140,8 @@ class StepLog:
             makespan_s=batch.schedule.makespan_s,
             lower_bound_s=batch.schedule.lower_bound_s,
             n_bad=batch.n_bad,
+            moved_in_node=batch.moved.in_node,
+            moved_across_nodes=batch.moved.across_nodes,
             correction=self._corrector.report if self._corrector else {},
             **utilisation(batch.flops, step_s, self._peaks),
         )

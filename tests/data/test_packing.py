@@ -111,10 +111,26 @@ def check_places(case, group, packed):
                         t += case.loads[s].lengths(g.module)[order]
         for f in feeders:
             assert (left[f] == -1).all()
+            check_reads(case, case.schedule.groups[f], g, packed, f)
             assert len(packed.places[f]) == 1 + (edge.sources > 1)
             if edge.sources > 1:
                 index, weight = packed.places[f]
                 assert not weight[index < 0].any()
+
+
+def check_reads(case, source, target, packed, feeder):
+    """Each rank of the target counts every feature that it reads once, by the rank that has it."""
+    low, high = (case.plan.data_ranks(g.module) for g in (source, target))
+    per_rank = source.shape.rows * features_of(source.module, source.shape.tokens)
+    read = {
+        (r // target.shape.rows, m, int(flat))
+        for (m, r, _, _), flat in np.ndenumerate(packed.places[feeder][0])
+        if flat >= 0
+    }
+    counts = np.zeros((high, low), int)
+    for rank, _, flat in read:
+        counts[rank, flat // per_rank] += 1
+    np.testing.assert_array_equal(packed.reads[feeder], counts)
 
 
 @pytest.mark.parametrize("smaller", [0.0, 0.5])

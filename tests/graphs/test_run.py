@@ -14,7 +14,7 @@ from dflop_jax.plan.evaluate import sample_batches
 from dflop_jax.plan.predict import simulate
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
-from dflop_jax.report.run_folder import CHECKPOINTS, TRACE
+from dflop_jax.report.run_folder import CHECKPOINTS, TRACE, read_metrics
 from dflop_jax.report.trace import read_trace
 
 
@@ -53,6 +53,11 @@ def test_any_policy_gives_the_same_losses(run):
     profile = load(Profile, folder / "dflop/profile.json")
     other = Trainer(config(folder, "orch", devices=2), profile=profile).fit()
     np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
+    rows = read_metrics(folder / "orch")
+    plan = load(Plan, folder / "orch/plan.json")
+    assert any(plan.data_ranks(e.source) > 1 for e in plan.edges)
+    assert sum(v for r in rows for v in r["moved_in_node"].values()) > 0
+    assert not any(v for r in rows for v in r["moved_across_nodes"].values())
 
 
 @pytest.fixture(scope="module")

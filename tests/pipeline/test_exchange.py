@@ -1,5 +1,7 @@
 """The exchange against loops over positions, on one device and between shardings."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.exchange import Exchange, gather_features, scatter_gradient
+from dflop_jax.pipeline.exchange import Exchange
+from dflop_jax.pipeline.gather import gather_features, scatter_gradient
 
 gather = jax.jit(gather_features)
 scatter = jax.jit(scatter_gradient, static_argnums=0)
@@ -114,6 +117,38 @@ def test_no_program_scatters(sources):
         assert "scatter(" not in program.compile().as_text()
 
 
+def collectives(text):
+    """Bytes that each device hands to each collective of a compiled program, by kind."""
+    found = []
+    for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        for line in text.splitlines():
+            if f" {kind}(" in line or f" {kind}-start(" in line:
+                sizes = re.findall(r"(f32|bf16|s32)\[([\d,]*)\]", line.split(f" {kind}")[0])
+                size = {"f32": 4, "bf16": 2, "s32": 4}
+                n = sum(size[t] * int(np.prod([int(x) for x in d.split(",") if x] or [1]))
+                        for t, d in sizes)  # fmt: skip
+                found.append((kind, n))
+    return found
+
+
+@pytest.mark.parametrize("low, high", [((1, 4, 1), (1, 4, 1)), ((1, 4, 1), (1, 2, 2))])
+def test_one_all_to_all_carries_what_is_asked_for(low, high):
+    """And one the requests: 4 bytes for a row. Nothing is gathered on all devices."""
+    source, target = mesh_of(0, low), mesh_of(0, high)
+    structs = (
+        jax.ShapeDtypeStruct((M, 8, 16, 64), jnp.float32,
+                             sharding=NamedSharding(source, P("stage", "data"))),
+        jax.ShapeDtypeStruct((M, 4, 32, 64), jnp.float32,
+                             sharding=NamedSharding(target, P(None, "data"))),
+    )  # fmt: skip
+    exchange = Exchange(*structs, room=0.25)
+    per_pair = M * 2 * 16 // 4
+    for backward in (False, True):
+        text = exchange.lower(backward=backward).compile().as_text()
+        moved = sorted(collectives(text))
+        assert moved == [("all-to-all", 4 * per_pair * 4), ("all-to-all", 4 * per_pair * 64 * 4)]
+
+
 def test_no_index_gives_zeros_and_no_gradient():
     features, (index,), dvisual = arrays(2, 3)
     nowhere = np.full_like(index, -1)
@@ -142,8 +177,9 @@ def mesh_of(first, shape):
 
 
 @pytest.mark.parametrize("low, first, high", MESHES)
-@pytest.mark.parametrize("rows_per_rank, sources", [(1, 1), (2, 4)])
-def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, sources):
+@pytest.mark.parametrize("rows_per_rank, sources, room", [(1, 1, None), (2, 4, 0.1)])
+def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, sources, room):
+    """In one round, or in several where there is little room."""
     items = ITEMS * low[1]
     rows = rows_per_rank * high[1]
     features, held, dvisual = arrays(rows, 5, items=items, sources=sources)
@@ -156,24 +192,34 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, source
         jax.ShapeDtypeStruct(features.shape, jnp.float32, sharding=feature_sharding),
         jax.ShapeDtypeStruct(visual.shape, jnp.float32, sharding=visual_sharding),
         sources,
+        room,
     )
     structs = exchange.source_structs
-    assert [s.shape for s in structs] == [a.shape for a in held]
-    where = exchange.collect_sources(
-        [place(a, s.sharding) for a, s in zip(held, structs, strict=True)]
-    )
-    blocks = exchange.lower(backward=False).compile()(place(features, feature_sharding), where)
-    assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]
-    got = exchange.deliver(blocks)
-    np.testing.assert_allclose(got, visual, **loose)
-    assert got.sharding.is_equivalent_to(visual_sharding, got.ndim)
-    for shard in got.addressable_shards:  # every copy, not only the one that is read
-        np.testing.assert_allclose(shard.data, visual[shard.index], **loose)
+    rounds = exchange.routes.route(held)
+    assert room is None or low[1] == 1 or len(rounds) > 1
+    gather, scatter = (exchange.lower(backward=b).compile() for b in (False, True))
+    source_features, dplaced = place(features, feature_sharding), place(dvisual, visual_sharding)
+    got, back = [], []
+    for arrays_of_round in rounds:
+        assert [s.shape for s in structs] == [a.shape for a in arrays_of_round]
+        where = exchange.collect_sources(
+            [place(a, s.sharding) for a, s in zip(arrays_of_round, structs, strict=True)]
+        )
+        blocks = gather(source_features, where)
+        assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]
+        got.append(exchange.deliver(blocks))
+        came = exchange.collect(dplaced)
+        expected = zip(came, exchange.block_structs, strict=True)
+        assert all(b.sharding == s.sharding for b, s in expected)
+        back.append(scatter(came, where))
+    assert_adds_up(got, visual, visual_sharding, loose)
+    assert_adds_up(back, dfeatures, feature_sharding, loose)
 
-    back = exchange.collect(place(dvisual, visual_sharding))
-    assert all(b.sharding == s.sharding for b, s in zip(back, exchange.block_structs, strict=True))
-    got = exchange.lower(backward=True).compile()(back, where)
-    np.testing.assert_allclose(got, dfeatures, **loose)
-    assert got.sharding.is_equivalent_to(feature_sharding, got.ndim)
-    for shard in got.addressable_shards:
-        np.testing.assert_allclose(shard.data, dfeatures[shard.index], **loose)
+
+def assert_adds_up(parts, expected, sharding, loose):
+    """The parts are the expected array, in every copy of it."""
+    for part in parts:
+        assert part.sharding.is_equivalent_to(sharding, part.ndim)
+    for shards in zip(*(p.addressable_shards for p in parts), strict=True):
+        total = sum(np.asarray(s.data) for s in shards)
+        np.testing.assert_allclose(total, expected[shards[0].index], **loose)

@@ -14,8 +14,8 @@ from dflop_jax.contract import edges_of
 from dflop_jax.data.features import features_per_row
 from dflop_jax.data.packing import pack_group
 from dflop_jax.data.sample import Places, Sample
-from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.gather import gather_features
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,

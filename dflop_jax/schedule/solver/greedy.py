@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heapreplace
+
 import numpy as np
 
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
@@ -21,6 +23,8 @@ def lpt(
     sizes_RN, c = problem.sizes_RN, problem.n_costs
     if order is None:
         order = by_size(sizes_RN[:c])
+    if start is None and only is None and _is_plain(problem):
+        return _to_lightest(sizes_RN[0], order, problem.n_bins)
     bins = np.full(problem.n, -1) if start is None else start.copy()
     loads_RB = problem.loads(bins)
     closed_B = np.zeros(problem.n_bins)
@@ -54,6 +58,24 @@ def lpt(
         for r, grouped in enumerate(problem.grouped_R):
             where = slice(first, first + problem.group) if grouped else slice(j, j + 1)
             loads_RB[r, where] = after_RB[r, j]
+    return bins
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether bins are alike and only one cost counts."""
+    one = len(problem.sizes_RN) == problem.n_costs == 1
+    return one and problem.alike and not (problem.grouped_R[0] and problem.group > 1)
+
+
+def _to_lightest(size_N: Floats, order: Ints, n_bins: int) -> Ints:
+    """The same for one cost and bins alike, of which the lightest is kept at the top of a heap."""
+    bins = np.empty(len(size_N), np.int64)
+    lightest = [(0.0, j) for j in range(n_bins)]
+    sizes = size_N[order].tolist()
+    for i, size in zip(order.tolist(), sizes):
+        load, j = lightest[0]
+        bins[i] = j
+        heapreplace(lightest, (load + size, j))
     return bins
 
 

@@ -1,0 +1,152 @@
+"""Which device takes what was dealt to a data rank, so that least crosses nodes.
+
+After balancing, ranks are alike but for what they hold: renaming them changes no load (OrchMLLM,
+arXiv 2503.23830, node-wise all-to-all). The best names are an assignment problem, solved exactly
+for one module given where the others are; modules take turns until nothing moves less. Of names
+under which as much crosses nodes, those are taken under which least moves inside them.
+
+Shape suffixes: R ranks of the module that is renamed, Q ranks of another, P places for the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from dflop_jax.records import Edge, Plan, home_rank
+from dflop_jax.schedule.dispatch.traffic import traffic
+from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.placing import Placed, moved_to
+from dflop_jax.schedule.solver.problem import Floats, Ints
+
+_TURNS = 4  # of all modules, at most
+
+
+@dataclass(frozen=True, eq=False)
+class Devices:
+    """The device of each rank; every `node` of them, counted from 0, are a node."""
+
+    of_rank: Ints
+    node: int
+
+    def far(self, other: Devices) -> np.ndarray:
+        """[ranks, ranks of the other]: whether two are in different nodes."""
+        return self.of_rank[:, None] // self.node != other.of_rank // self.node
+
+
+def kept(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
+    """[R, P]: what would not cross nodes, and second what would not move at all, if what rank R
+    holds lay at place P; `moved_RQ` is between it and the ranks of another module."""
+    total = float(moved_RQ.sum())
+    in_node_RN = _grouped(moved_RQ, there.of_rank // there.node, here.of_rank // here.node)
+    on_device_RP = _grouped(moved_RQ, there.of_rank, here.of_rank)
+    return in_node_RN * (total + 1) + on_device_RP
+
+
+def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
+    """[R, P]: sums over the columns whose label is the one wanted."""
+    labels = np.union1d(label_Q, wanted_P)
+    sums = np.zeros((len(moved_RQ), len(labels)))
+    np.add.at(sums.T, np.searchsorted(labels, label_Q), moved_RQ.T)
+    return sums[:, np.searchsorted(labels, wanted_P)]
+
+
+def best_names(kept_RP: Floats) -> Ints:
+    """[P]: the rank whose content goes to each place so that most is kept; as they are where that
+    is no worse."""
+    same = np.arange(len(kept_RP))
+    rank, place = linear_sum_assignment(kept_RP, maximize=True)
+    if kept_RP[rank, place].sum() <= kept_RP[same, same].sum() * (1 + 1e-12):
+        return same
+    names = np.empty_like(same)
+    names[place] = rank
+    return names
+
+
+def rename_ranks(room: Room, answer: Sequence[Together], plan: Plan) -> None:
+    """Move what ranks hold to other ranks, in place, so that least crosses nodes and then devices.
+
+    Every microbatch has names of its own, but of a module whose programs cost something by their
+    content: there ranks were matched over the step, and all microbatches have the same.
+    """
+    sample_of = {m: np.repeat(np.arange(room.batch.n), room.batch.count[m])
+                 for m in room.batch.modules}  # fmt: skip
+    names = _Names(room, plan, sample_of)
+    for _ in range(_TURNS):
+        changed = False
+        for module in plan.modules:
+            if room.capacity.ranks[module] > 1:
+                for together in names.alike(answer, module):
+                    changed |= names.rename(module, together)
+        if not changed:
+            break
+
+
+Place = tuple[Together, int]  # a microbatch
+
+
+@dataclass(frozen=True, eq=False)
+class _Names:
+    room: Room
+    plan: Plan
+    sample_of: dict[str, Ints]
+
+    def alike(self, answer: Sequence[Together], module: str) -> Iterator[list[Place]]:
+        """Microbatches whose ranks have the same names."""
+        every = [(t, k) for t in answer for k in range(len(t.placed.get(module, ())))]
+        if module in self.room.priced:
+            yield every
+        else:
+            yield from ([place] for place in every)
+
+    def rename(self, module: str, together: Sequence[Place]) -> bool:
+        """Give the ranks of a module the best names; whether any changed."""
+        n = self.room.capacity.ranks[module]
+        kept_RP = np.zeros((n, n))
+        for edge in self.plan.edges:
+            if module in (edge.source, edge.target):
+                moved = sum((self._moved(edge, *place) for place in together),
+                            np.zeros(self._ranks(edge), np.int64))  # fmt: skip
+                source, home = self._devices(edge)
+                if module == edge.source:
+                    kept_RP += kept(moved, source, home)
+                else:
+                    kept_RP += kept(moved.T, home, source)
+        names = best_names(kept_RP)
+        if (names == np.arange(n)).all():
+            return False
+        for t, k in together:
+            shape = self.room.buckets[t.bucket].shape(module)
+            assert shape is not None, "pieces are placed in a shape"
+            moved_to(t.placed[module][k], names, shape)
+        return True
+
+    def _ranks(self, edge: Edge) -> tuple[int, int]:
+        ranks = self.room.capacity.ranks
+        return ranks[edge.source], ranks[edge.target]
+
+    def _devices(self, edge: Edge) -> tuple[Devices, Devices]:
+        """Of the source's ranks, and of the homes of the target's."""
+        low, high = self._ranks(edge)
+        of_rank = np.array(self.plan.devices(edge.source))
+        homes = [home_rank(rank, low, high) for rank in range(high)]
+        node = self.plan.node or self.plan.n_devices
+        return Devices(of_rank, node), Devices(of_rank[homes], node)
+
+    def _moved(self, edge: Edge, together: Together, k: int) -> Ints:
+        if edge.source not in together.placed or edge.target not in together.placed:
+            return np.zeros(self._ranks(edge), np.int64)
+        source, target = (self._ranks_of(m, together, k) for m in (edge.source, edge.target))
+        pieces = together.placed[edge.source][k].pieces
+        amount = self.room.batch.lengths[edge.source][pieces]
+        return traffic(*source, amount, *target, self._ranks(edge))
+
+    def _ranks_of(self, module: str, together: Together, k: int) -> tuple[Ints, Ints]:
+        """Sample and rank of every piece."""
+        placed: Placed = together.placed[module][k]
+        shape = self.room.buckets[together.bucket].shape(module)
+        assert shape is not None, "pieces are placed in a shape"
+        return self.sample_of[module][placed.pieces], placed.rows_P // shape.rows

@@ -1,0 +1,200 @@
+"""Names of ranks against every permutation, and what a run's schedules move between nodes."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import (
+    Bucket,
+    Edge,
+    Load,
+    Plan,
+    Price,
+    Prices,
+    ProgramId,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+    home_rank,
+)
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept
+from dflop_jax.schedule.dispatch.swaps import nearest_places
+from dflop_jax.schedule.dispatch.traffic import exchange_rooms, moved_between, traffic
+
+EDGE = Edge("sight", "words", "seen")
+
+
+def crossing(moved, names, here, there):
+    """(between nodes, between devices of a node) by loops."""
+    far = near = 0
+    for p, r in enumerate(names):
+        for q in range(moved.shape[1]):
+            a, b = here.of_rank[p], there.of_rank[q]
+            far += moved[r, q] * (a // here.node != b // here.node)
+            near += moved[r, q] * (a // here.node == b // here.node and a != b)
+    return far, near
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_names_are_the_best_of_all_permutations(seed):
+    rng = np.random.default_rng(seed)
+    low, high, node = (int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(1, 4)))
+    moved = rng.integers(0, 9, (low, high)) * (rng.random((low, high)) < 0.6)
+    here = Devices(np.arange(low), node)
+    there = Devices(rng.integers(0, low, high), node)
+    names = best_names(kept(moved, here, there))
+    assert sorted(names) == list(range(low))
+    every = [crossing(moved, p, here, there) for p in permutations(range(low))]
+    assert crossing(moved, names, here, there) == min(every)
+
+
+def test_names_stay_where_no_other_is_better():
+    moved = np.zeros((4, 4), int)
+    devices = Devices(np.arange(4), 2)
+    assert best_names(kept(moved, devices, devices)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_traffic_is_what_loops_count(seed):
+    rng = np.random.default_rng(seed)
+    low, high, n = 3, 4, int(rng.integers(0, 9))
+    n_p, n_q = (int(k) for k in rng.integers(0, 3 * n + 1, 2))
+    sample_P, sample_Q = (rng.integers(0, max(n, 1), k) for k in (n_p, n_q))
+    rank_P, rank_Q = rng.integers(0, low, n_p), rng.integers(0, high, n_q)
+    amount_P = rng.integers(1, 50, n_p)
+    expected = np.zeros((low, high), int)
+    for s, v, amount in zip(sample_P, rank_P, amount_P, strict=True):
+        for d in {int(d) for t, d in zip(sample_Q, rank_Q, strict=True) if t == s}:
+            expected[v, d] += amount
+    got = traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, (low, high))
+    np.testing.assert_array_equal(got, expected)
+
+
+def plan_of(low, high, node=0, devices=8):
+    """Two modules on the same devices with so many data ranks."""
+    meshes = (
+        SubmeshPlan("s", 0, 1, low, devices // low),
+        SubmeshPlan("w", 0, 1, high, devices // high),
+    )
+    segments = (
+        SegmentPlan("s", "sight", 0, 1, "s", True, True),
+        SegmentPlan("w", "words", 0, 1, "w", True, True),
+    )
+    bucket = Bucket.of({"sight": Shape(16 // low, 16), "words": Shape(8 // high, 128)})
+    return Plan("test", meshes, segments, (bucket,), (EDGE,), node=node)
+
+
+def batch(seed, n=12):
+    rng = np.random.default_rng(seed)
+    tiles, text = rng.integers(0, 4, n), rng.integers(50, 128, n)
+    return [Load({"sight": (16,) * int(k), "words": (int(t),)}) for k, t in zip(tiles, text)]
+
+
+def prices_of(plan, pair_s):
+    both = ("forward", "backward")
+    programs = {
+        ProgramId(s.name, shape, d): Price(1.0, pair_s if s.module == "words" else 0.0)
+        for s in plan.segments
+        for shape in plan.shapes(s.module)
+        for d in both
+    }
+    return Prices(programs)
+
+
+def moved_by(plan, schedule, loads):
+    """[nodes crossed, moved at all] in tokens."""
+    total = np.zeros(2)
+    low, high = plan.data_ranks("sight"), plan.data_ranks("words")
+    device = np.array(plan.devices("sight"))
+    node = device // (plan.node or 8)
+    homes = [home_rank(d, low, high) for d in range(high)]
+    for g in schedule.groups:
+        for f in g.feeds:
+            moved = moved_between(g, schedule.groups[f], loads, (low, high))
+            total += moved[node[:, None] != node[homes]].sum(), moved.sum()
+    return total
+
+
+@pytest.mark.parametrize("low, high", [(4, 4), (8, 2), (2, 8)])
+@pytest.mark.parametrize("pair_s", [0.0, 1e-6])
+def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monkeypatch):
+    plan = plan_of(low, high, node=4)
+    names = tuple(s.name for s in plan.segments)
+    near, plain = np.zeros(2), np.zeros(2)
+    for seed in range(4):
+        loads, prices = batch(seed), prices_of(plan, pair_s)
+        one = schedule_batch(loads, plan, prices, names, work=200)
+        with monkeypatch.context() as patch:
+            for name in ("rename_ranks", "bring_home"):
+                patch.setattr(f"dflop_jax.schedule.online.{name}", lambda *_: None)
+            other = schedule_batch(loads, plan, prices, names, work=200)
+        assert one.makespan_s == other.makespan_s
+        assert [g.pairs for g in one.groups] == [g.pairs for g in other.groups]
+        near, plain = near + moved_by(plan, one, loads), plain + moved_by(plan, other, loads)
+    assert near[0] < plain[0]
+    assert near[1] <= plain[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_pieces_lie_where_they_are_read_as_far_as_places_go(seed):
+    rng = np.random.default_rng(seed)
+    n, n_ranks, node = int(rng.integers(0, 30)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    rank, home = rng.integers(0, n_ranks, n), rng.integers(-1, n_ranks, n)
+    node_of = np.arange(n_ranks) // node
+    places = nearest_places(rank, home, node_of)
+    assert sorted(places) == list(range(n))
+    got, read = rank[places], home >= 0
+    for label in (np.arange(n_ranks), node_of):
+        kept = (label[got] == label[home])[read].sum()
+        most = sum(
+            min((label[rank] == v).sum(), (label[home[read]] == v).sum()) for v in set(label)
+        )
+        assert kept == most
+
+
+def test_what_cannot_stay_goes_to_all_ranks_alike():
+    home = np.zeros(16, int)  # all is read on rank 0
+    rank = np.repeat(np.arange(4), 4)
+    got = rank[nearest_places(rank, home, np.zeros(4, int))]
+    assert np.bincount(got[:4]).tolist() == [4]
+    assert np.bincount(got[4:7], minlength=4).tolist() == [0, 1, 1, 1]
+
+
+def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
+    """Text only; a node that no rank fills, one smaller than a rank, one of every device."""
+    texts = [Load({"words": (20,)}) for _ in range(5)]
+    for node in (0, 1, 3, 64):
+        plan = plan_of(4, 4, node=node)
+        names = tuple(s.name for s in plan.segments)
+        for loads in (texts, batch(0)):
+            schedule = schedule_batch(loads, plan, prices_of(plan, 0.0), names, work=50)
+            assert sorted(p for g in schedule.groups if g.module == "words" for p in g.pieces) == (
+                list(range(len(loads)))
+            )
+    with pytest.raises(ValueError, match="node"):
+        replace(plan, node=-1)
+
+
+def test_rooms_take_most_groups_in_one_round():
+    plan = plan_of(4, 4)
+    names = tuple(s.name for s in plan.segments)
+    batches = [batch(seed) for seed in range(6)]
+    prices = prices_of(plan, 0.0)
+    schedules = [schedule_batch(b, plan, prices, names, work=50) for b in batches]
+    (room,) = exchange_rooms(plan, schedules, batches)
+    assert (room.source, room.target) == ("sight", "words")
+    needs = []
+    for schedule, loads in zip(schedules, batches, strict=True):
+        for g in schedule.groups:
+            for f in g.feeds:
+                moved = moved_between(g, schedule.groups[f], loads, (4, 4))
+                needs.append(moved.max() / (g.shape.size * len(g.rows)))
+    rounds = [max(1, int(np.ceil(need / room.share - 1e-9))) for need in needs]
+    assert np.mean(np.array(rounds) > 1) <= 0.5
+    assert room.share <= max(needs)
+    assert plan.exchange_room(EDGE, room.low, room.high) is None
+    known = replace(plan, exchange_rooms=(room,))
+    assert known.exchange_room(EDGE, room.low, room.high) == room.share

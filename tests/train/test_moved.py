@@ -1,0 +1,47 @@
+"""What a batch moves between ranks, counted by processes that each have some of the ranks."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflop_jax.records import Bucket, Edge, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.train import moved as module
+from dflop_jax.train.moved import Moved, moved
+
+LOW, HIGH = Shape(2, 4), Shape(1, 8)
+WIDTH = 3
+
+
+def plan_of(node):
+    """Four data ranks of "a" and of "b" on the same devices."""
+    return Plan(
+        "test",
+        (SubmeshPlan("a", 0, 1, 4, 1), SubmeshPlan("b", 0, 1, 4, 1)),
+        tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in "ab"),
+        (Bucket.of({"a": LOW, "b": HIGH}),),
+        (Edge("a", "b", "in"),),
+        node=node,
+    )
+
+
+@pytest.mark.parametrize("node, in_node, across", [(0, 22, 0), (2, 12, 10), (3, 15, 7)])
+def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
+    struct = jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.bfloat16)
+    monkeypatch.setattr(module, "features_struct", lambda *_: struct)
+    groups = (Group("a", LOW, ((((),) * 2,) * 4,), (1,)), Group("b", HIGH, ((((),),) * 4,)))
+    reads = np.array([[9, 5, 0, 1], [7, 9, 0, 0], [3, 0, 9, 0], [0, 6, 0, 9]])
+    parts = []
+    for ranks in ({0, 1}, {2, 3}):
+        own = np.where(np.isin(np.arange(4), list(ranks))[:, None], reads, 0)
+        packed = [SimpleNamespace(reads={}), SimpleNamespace(reads={0: own})]
+        counts = {"a": ranks, "b": ranks}
+        model = SimpleNamespace(modules={"a": None, "b": None})
+        parts.append(moved(plan_of(node), model, Schedule(0, groups), packed, counts))
+    total = Moved.total(parts)
+    assert total.most == {"1/0": 7}
+    assert total.of_group(1, [0]) == {0: 7}
+    assert total.in_node == {"a > b": in_node * WIDTH * 2}
+    assert total.across_nodes == {"a > b": across * WIDTH * 2}

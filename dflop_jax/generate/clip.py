@@ -27,7 +27,8 @@ from dflop_jax.data.datasets.clip_samples import (
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
 from dflop_jax.data.sample import Limits
-from dflop_jax.generate.generate import TOKEN_MULTIPLE, encode
+from dflop_jax.generate.generate import TOKEN_MULTIPLE
+from dflop_jax.generate.row import encode
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted

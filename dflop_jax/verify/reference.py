@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,17 @@ def missing() -> str:
     """Why there is no reference; "" if there is."""
     for package in ("torch", "transformers"):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                __import__(package)
+            _package(package)
         except ImportError:
             return f"{package} is not installed"
     return ""
+
+
+def _package(name: str) -> Any:
+    """What other people's packages warn of while they are imported is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,7 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
     Raises:
       ValueError: transformers cannot load the folder.
     """
-    import torch
-
+    torch = _package("torch")
     model = _loaded(folder, name)
     config, family = model.config, FAMILIES[kind]
     config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
@@ -90,24 +95,22 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 
 
 def _loaded(folder: Path, name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        import transformers
-
-        log = transformers.utils.logging
-        level = log.get_verbosity()
-        log.set_verbosity_error()
-        log.disable_progress_bar()
-        try:
+    torch, transformers = _package("torch"), _package("transformers")
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return getattr(transformers, name).from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as e:
-            raise ValueError(f"{folder}: transformers cannot load it ({e})") from None
-        finally:
-            log.set_verbosity(level)
-            log.enable_progress_bar()
+    except (OSError, ValueError, RuntimeError, KeyError) as e:
+        raise ValueError(f"{folder}: transformers cannot load it ({e})") from None
+    finally:
+        log.set_verbosity(level)
+        log.enable_progress_bar()
 
 
 # ---- media as each family is given them ----

@@ -45,8 +45,9 @@ class Drawn:
         """int [t]: ids of what is text among its tokens, -1 of the others."""
         if isinstance(self.medium, NativePictures):
             return self.medium.text
-        heard = isinstance(self.medium, Sound)
-        return np.full(self.medium.tokens if heard else len(self.medium.tokens), -1)
+        if isinstance(self.medium, Sound):
+            return np.full(self.medium.tokens, -1)
+        return np.full(len(self.medium.tokens), -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,14 @@
 """Text to video: does the generator listen? The same run with captions and with shuffled captions.
 
 Command:  python experiments/t2v.py      (one of the runs: dflop train experiments/t2v.py)
-Minutes:  TODO
-Expected: TODO
+Minutes:  not timed on free cores yet; 1,000 steps of about 1,700 tokens in all
+Expected: the held-out flow loss with captions is clearly below the one with shuffled captions
 
 Two shapes cross a small picture; the caption says which, above and below, and which way. What is
 held out are pairs that training never shows together. Captions of other clips say nothing, so the
 second run learns what clips look like in general. The flow loss is the mean squared error of the
-velocity from noise to clip. Then look: dflop generate runs/t2v/captions --prompt
+velocity from noise to clip; without captions no model can bring it below 0.21 (all scenes of three
+frames enumerated), with them 0 is the floor. Then look: dflop generate runs/t2v/captions --prompt
 "red circle right over blue square left".
 """
 

@@ -1,12 +1,13 @@
 """Time and memory to index Parquet datasets: headers and text alone, tokenized, nothing decoded.
 
-    python benchmarks/index_parquet.py
+Command:  python benchmarks/index_parquet.py --json index_parquet.json
+Minutes:  under 2 on 2 cores
+Expected: at most 120 s and 1 GB for each dataset, of all processes together
 
 Two datasets are written here: a million rows of messages whose pictures are file names, and 20,000
 rows with a picture of 50 kB in each. The index is made in two processes, as runs do it; then 200
 records are read again in random order. Tokenizing is included, by bytes or, with --tokenizer
-FOLDER, by a published one. Wanted on two cores: at most 120 s and 1 GB for each, of all processes
-together.
+FOLDER, by a published one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import tempfile
 import threading
@@ -148,7 +150,13 @@ def main() -> None:
             if n_rows := int(numbers[f"{name}_rows"]):
                 folder = Path(made) / name
                 folder.mkdir()
-                write(folder, n_rows)
+                # in a process of its own: what it has freed would count as the index's memory
+                writer = multiprocessing.get_context("spawn").Process(
+                    target=write, args=(folder, n_rows)
+                )
+                writer.start()
+                writer.join()
+                assert writer.exitcode == 0
                 index(folder, args.tokenizer, numbers, name)
     table = Table("", "value")
     for key, value in numbers.items():

@@ -174,6 +174,7 @@ NOT_NEGATIVE = [
     "train.eval_samples",
     "train.peak_flops",
     "plan.devices",
+    "plan.node",
     "plan.finalists",
     "plan.memory_bytes",
     "data.max_bad_fraction",

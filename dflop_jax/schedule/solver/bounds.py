@@ -147,6 +147,8 @@ def shared_bin_bound(costs_RN: Floats, problem: Problem) -> float:
     if len(largest_N) <= bins:
         return float(largest_N.max())
     top = np.argsort(-largest_N, kind="stable")[: bins + 1]
+    if len(costs_RN) == 1:  # the two smallest of them
+        return float(max(largest_N[top[-2:]].sum(), largest_N.max()))
     pair = np.add.outer(costs_RN[0, top], costs_RN[0, top])
     for cost_N in costs_RN[1:]:
         np.maximum(pair, np.add.outer(cost_N[top], cost_N[top]), out=pair)

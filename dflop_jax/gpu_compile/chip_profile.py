@@ -184,7 +184,7 @@ class Ladder:
 
     @property
     def probes(self) -> list[Probe]:
-        points = [(s, "none") for s in self.shapes]
+        points: list[tuple[Shape, Remat]] = [(s, "none") for s in self.shapes]
         points += [(self.shapes[1], r) for r in self.remats if r != "none"]
         kinds = [(d, True) for d in self.depths] + [(self.depths[1], False)] * self.has_loss
         return [self._probe(s, r, d, ends) for s, r in points for d, ends in kinds]

@@ -118,6 +118,7 @@ def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -
 
 def _program(executable: jax.stages.Compiled, *, content: bool) -> Program:
     stats = executable.memory_analysis()
+    assert stats is not None, "XLA tells what its programs for GPUs take"
     own_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
     work_bytes = float(stats.temp_size_in_bytes + own_bytes)
     return Program(hlo_kernels(executable.as_text() or "", content=content), work_bytes)

@@ -107,7 +107,7 @@ class Table:
         band = np.where(self.kind == LOOKUP, e.lookup, e.bandwidth) * self.hardware.memory_bandwidth
         seconds = np.maximum(compute, self.n_bytes / band) + e.launch_s
         for i in np.flatnonzero(np.isin(self.kind, _COLLECTIVES)):
-            seconds[i] = self._collective_s(i, e.link)
+            seconds[i] = self._collective_s(int(i), e.link)
         return np.bincount(self.row, seconds * self.repeats, self.n_rows)
 
     def _collective_s(self, i: int, reach: float) -> float:

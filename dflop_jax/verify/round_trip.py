@@ -37,7 +37,8 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
     n_bytes: dict[str, int] = defaultdict(int)
     for t in tensors:
         n_bytes[t.module] += 4 * math.prod(t.layout.file_shape)
-    submeshes, segments = [], []
+    submeshes: list[SubmeshPlan] = []
+    segments: list[SegmentPlan] = []
     for name, module in model.modules.items():
         n = min(module.n_layers, max(WAYS, -(-n_bytes[name] // SEGMENT_BYTES)))
         ends = [module.n_layers * i // n for i in range(n + 1)]

@@ -105,10 +105,8 @@ def _draw(kind: str, how: Preprocessing, alone: bool, rng: np.random.Generator) 
         return Drawn(kind, (0, 0), _sound(how.sound, rng))
     assert how.vision is not None
     if isinstance(how.vision, Native):
-        size, medium = _native(kind, how, how.vision, rng)
-    else:
-        size, medium = _tiles(kind, how.vision, alone, rng)
-    return Drawn(kind, size, medium)
+        return Drawn(kind, *_native(kind, how, how.vision, rng))
+    return Drawn(kind, *_tiles(kind, how.vision, alone, rng))
 
 
 def _sound(spec: MelSpec, rng: np.random.Generator) -> Sound:

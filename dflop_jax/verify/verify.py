@@ -49,7 +49,7 @@ def verify(
         )
     # Before anything else asks for devices, which fixes how many there are.
     devices = use_devices(plan.n_devices) if plan else _some_devices()
-    model: MultimodalModel = build_model(ModelConfig(FACTORIES[kind], str(path), "float32"))
+    model: MultimodalModel = build_model(ModelConfig(FACTORIES[kind], str(path), dtype="float32"))
     folder = Folder(path, model.weights)  # type: ignore[attr-defined]
     folder.check()
     plan = plan or spread(model, len(devices), folder.map.tensors)

@@ -86,7 +86,7 @@ class ClipForm:
         positions [tokens, 3], weights [tokens]."""
         n = int(np.prod(grid))
         roles = [np.arange(1, self.time_tokens + 1), np.full(n_text, self.text)]
-        places = np.stack(np.indices(grid), axis=-1).reshape(n, 3)
+        places = np.indices(grid).reshape(3, n).T
         before = self.time_tokens + n_text
         return {
             "role": np.concatenate([*roles, np.full(n, self.clip)]).astype(np.int32),

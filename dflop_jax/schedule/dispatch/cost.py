@@ -35,10 +35,11 @@ class PhaseCost:
         """[n]: what each of n ranks costs, where each piece lies on the rank named beside it."""
         each = self.each(lengths)
         if not self.padded:
-            return np.bincount(ranks, each, n)
+            return np.bincount(ranks, each, n).astype(float)
         longest = np.zeros(n)
         np.maximum.at(longest, ranks, each)
-        return longest * np.bincount(ranks, minlength=n)
+        counts = np.bincount(ranks, minlength=n).astype(float)
+        return longest * counts
 
 
 # What a program costs of its content where its attention kernel skips what is not of one piece;

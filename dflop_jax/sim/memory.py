@@ -59,9 +59,9 @@ def peak_bytes(
     backward = set(with_backward(plan, trains))
     needs: list[SegmentBytes] = []
     for s in plan.segments:
-        shapes = plan.shapes(s.module)
-        rows = np.array([shape.rows for shape in shapes])
-        tokens = np.array([shape.tokens for shape in shapes])
+        # A module that no data reaches is still reduced and updated.
+        shapes = [(shape.rows, shape.tokens) for shape in plan.shapes(s.module)] or [(0, 0)]
+        rows, tokens = np.array(shapes).T
         mesh = plan.submesh(s.submesh).shape
         each = costs.segment_bytes(
             s, mesh, plan.group_size, rows, tokens,

@@ -18,17 +18,20 @@ from dflop_jax.verify.samples import MAX_TILES, Drawn, MixedSample
 # How the published processors normalise pixels, as (mean, standard deviation).
 HALF = (0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+POSITIONS = "audio_tower.embed_positions.weight"  # of sound: sines
 VIDEO = 1  # stands for a clip's token, 0 for those of other media
 
 
 @dataclass(frozen=True)
 class Family:
     """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
-    the configuration how the samples were made, where it is asked for that."""
+    the configuration how the samples were made, where it is asked for that. A tensor whose name ends in `fixed`
+    is never trained: transformers says so of a new model, and forgets it of one that it loads."""
 
     arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
     video: int = VIDEO
     prepare: Callable[[Any], None] = lambda config: None
+    fixed: str = ""
 
 
 def missing() -> str:
@@ -68,6 +71,9 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
     config, family = model.config, FAMILIES[kind]
     config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
     family.prepare(config)
+    for name, parameter in model.named_parameters():
+        if family.fixed and name.endswith(family.fixed):
+            parameter.requires_grad_(False)
     logits = []
     for mixed in samples:
         llm = mixed.sample.fields["llm"]
@@ -183,6 +189,6 @@ def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
 FAMILIES = {
     "llava_onevision": Family(_llava_onevision, prepare=_as_drawn),
     "internvl": Family(_internvl, video=0),
-    "qwen2_audio": Family(_qwen2_audio),
+    "qwen2_audio": Family(_qwen2_audio, fixed=POSITIONS),
     "qwen3_vl": Family(_qwen3_vl),
 }

@@ -119,7 +119,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["broken", *ASK], "broken/config.json: not a configuration"),
         (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
         (["nano.py", *ASK, "--image", "run"], "run: no such picture"),
-        (["nano.py", *ASK, "--image", "nano.py"], "nano.py: cannot be decoded"),
+        (["nano.py", *ASK, "--image", "nano.py"], "nano.py: not a readable picture"),
         (["nano.py", *ASK, "--image", "cut.png"], "cut.png: "),
         (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
         (

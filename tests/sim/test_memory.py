@@ -220,10 +220,12 @@ def test_the_table_of_a_profile_matches_its_peak():
         most = max(table.kept[name, shape] for shape in SHAPES)
         assert table.constant[name] + n * most == pytest.approx(whole[name])
         assert table.kept[name, TWO] == 2 * table.kept[name, ONE] == 8.0 * TWO.size
-    # Parameters, gradients and two moments of a layer and of the ends; hidden states and their
-    # gradients in the task that ends the chain.
+    # Parameters, gradients and two moments of a layer and of the ends; beside them what reducing
+    # gradients takes, or hidden states and their gradients in the task that ends the chain.
     ends = 2 * 8.0 * TWO.size
-    assert table.constant == pytest.approx({"a0": 8000.0, "b0": 6000.0, "b1": 6000.0 + ends})
+    reduced = {"a0": 1.7 * 2000.0, "b0": 1.7 * 1500.0, "b1": max(1.7 * 1500.0, ends)}
+    state = {"a0": 8000.0, "b0": 6000.0, "b1": 6000.0}
+    assert table.constant == pytest.approx({s: state[s] + reduced[s] for s in state})
 
 
 def test_a_segment_that_nothing_says_is_in_flight_holds_no_input():

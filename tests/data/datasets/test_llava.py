@@ -131,7 +131,7 @@ def test_an_unusable_file_is_one_line(folder, content, reason):
 
 def test_nothing_usable_is_fatal_whatever_the_fraction(folder):
     heard = record(0, image=None, audio="a.wav", conversations=turns("<audio>", "noise"))
-    with pytest.raises(ValueError, match="shows no sample"):
+    with pytest.raises(ValueError, match="no record is usable: the model cannot take their media"):
         load(folder, [heard])
     with pytest.raises(ValueError, match=r"1 of 1 records are unusable .*none\.png"):
         load(folder, [record(0, image="none.png")])

@@ -25,8 +25,9 @@ VIDEO = 1  # stands for a clip's token, 0 for those of other media
 @dataclass(frozen=True)
 class Family:
     """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
-    the configuration how the samples were made, where it is asked for that. A tensor whose name ends in `fixed`
-    is never trained: transformers says so of a new model, and forgets it of one that it loads."""
+    the configuration how the samples were made, where it is asked for that. A tensor whose name
+    ends in `fixed` is never trained: transformers says so of a new model, and forgets it of one
+    that it loads."""
 
     arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
     video: int = VIDEO

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, named
@@ -59,6 +60,7 @@ class ParquetFile:
         ]
         self._windows: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._kept_bytes = 0
+        self._one_at_a_time = Lock()  # threads decode samples, too
         self._group, self._next = -1, 0  # what is being decoded
         self._rest: Iterator[Any] = iter(())
 
@@ -72,7 +74,8 @@ class ParquetFile:
         group = bisect_right(self._starts, number) - 1
         window, at = divmod(number - self._starts[group], self._at_once[group])
         with named("its row group cannot be decoded"):
-            found = self._window(group, window)
+            with self._one_at_a_time:
+                found = self._window(group, window)
             if at >= found.num_rows:
                 raise ValueError(f"it ends before row {number}")
             values = found.slice(at, 1).to_pylist()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -16,6 +17,7 @@ from dflop_jax.data.datasets import arrow_library, parquet_file
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.pool.processes import ForkServer
 from tests.data.media_cases import made_dataset, talk
 
 pa = pytest.importorskip("pyarrow")
@@ -110,7 +112,11 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
     assert not list(tmp_path.glob("d/**/*.npz"))
 
 
-def test_rows_are_read_in_processes_of_their_own(made, tmp_path):
+def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
+    """As few of them as ask at once: none retires for what a library reserves."""
+    monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK", 3)
+    start, started = ForkServer.started, []
+    monkeypatch.setattr(ForkServer, "started", lambda self: started.append(1) or start(self))
     bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
     save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
     config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)
@@ -121,6 +127,7 @@ def test_rows_are_read_in_processes_of_their_own(made, tmp_path):
         assert source.counts["unusable"] == 2
         indexes.append([file.read_bytes() for file in folder.iterdir()])
     assert indexes[0] == indexes[1]
+    assert len(started) <= config.workers
 
 
 @pytest.mark.parametrize("save", [save_parquet, save_arrow])
@@ -271,6 +278,17 @@ def test_rows_that_the_pages_lack_are_an_error(made, tmp_path):
             read.row(number)
     with pytest.raises(ValueError, match="there are 50 rows now"):
         read.row(50)
+
+
+def test_threads_read_one_file_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_file, "WINDOW_ROWS", 3)
+    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 1)  # so that every read decodes
+    n = 120
+    file = save_parquet([{"id": k} for k in range(n)], tmp_path / "a.parquet", row_group_size=40)
+    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(n), 5)).tolist()
+    with ThreadPoolExecutor(8) as threads:
+        assert [row["id"] for row in threads.map(read.row, order)] == order
 
 
 def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):

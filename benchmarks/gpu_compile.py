@@ -1,7 +1,7 @@
 """Programs of published models compiled for GPUs that are not here.
 
 Command:  python benchmarks/gpu_compile.py [--json FILE] [--quick] [--only TEXT ...]
-Minutes:  about 90 on 2 cores; --quick under 3
+Minutes:  about 90 on 2 cores; --quick, which predicts nothing, under 3
 Needs:    the extra gpu-compile
 Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
           a program's FLOPs, and no gather of whole queries, keys or values at any tensor degree;
@@ -204,7 +204,7 @@ def _cases() -> tuple[Case, ...]:
 CASES = _cases()
 
 
-def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel) -> dict[str, Any]:
+def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None) -> dict[str, Any]:
     """What one program came to."""
     peak = find_hardware(CHIPS[case.arch]).peak_flops("bfloat16")
     actual = program.work_bytes if program.kind == BACKWARD else program.output_bytes
@@ -220,7 +220,9 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel) -> dic
         "same_as": program.same_as,
         "temp_bytes": program.temp_bytes,
         "actual_bytes": actual,
-        "predicted_bytes": None if program.error else predicted_bytes(plan, program, costs),
+        "predicted_bytes": predicted_bytes(plan, program, costs)
+        if costs and not program.error
+        else None,
         "modelled_s": program.modelled_s,
         "modelled_mfu": program.needed_flops / program.modelled_s / peak
         if program.needed_flops and program.modelled_s
@@ -235,7 +237,7 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel) -> dic
 
 
 def outcome(
-    case: Case, answer: CompileReport | str, plan: Plan, costs: CostModel
+    case: Case, answer: CompileReport | str, plan: Plan, costs: CostModel | None
 ) -> dict[str, Any]:
     """A case's rows and verdict, or why it is refused."""
     if isinstance(answer, str):
@@ -252,7 +254,9 @@ def outcome(
     }
 
 
-def compile_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+def compile_cases(
+    cases: Sequence[Case], *, predicts: bool = True
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Cases and their outcomes as they are known. A process compiles all cases of a model and a
     chip, so that equal programs are compiled once."""
     batches: dict[tuple[str, str], list[Case]] = {}
@@ -260,8 +264,9 @@ def compile_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]
         batches.setdefault((c.model, c.arch), []).append(c)
     for batch in batches.values():
         jobs = [c.job() for c in batch]
-        costs = costs_of(jobs[0], sorted({1, *(c.tensor for c in batch)}))
-        jobs = [with_peaks(job, costs) for job in jobs]
+        costs = costs_of(jobs[0], sorted({1, *(c.tensor for c in batch)})) if predicts else None
+        if costs:
+            jobs = [with_peaks(job, costs) for job in jobs]
         answers = compile_plans(jobs)
         for c, job, answer in zip(batch, jobs, answers, strict=True):
             yield c, outcome(c, answer, job.plan, costs)
@@ -352,7 +357,7 @@ def main() -> int:
         "--json", type=Path, help="write the outcomes to this file, and go on by it"
     )
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
-    parser.add_argument("--quick", action="store_true", help="two cases of the smallest model")
+    parser.add_argument("--quick", action="store_true", help="two small cases, no predictions")
     args = parser.parse_args()
     cases = [Case(*c) for c in QUICK] if args.quick else list(CASES)
     for text in args.only:
@@ -367,7 +372,7 @@ def main() -> int:
         outcomes = json.loads(args.json.read_text())["cases"]
     left = [c for c in chosen if c.name not in outcomes]
     try:
-        for i, (case, told) in enumerate(compile_cases(left)):
+        for i, (case, told) in enumerate(compile_cases(left, predicts=not args.quick)):
             outcomes[case.name] = told
             print(f"{i + 1}/{len(left)} {case.name}", file=sys.stderr, flush=True)
             if args.json:

@@ -24,40 +24,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from gpu_predictions import accuracy, costs_of, predicted_bytes, with_peaks
 from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of
 from dflop_jax.gpu_compile.child import Job
-from dflop_jax.gpu_compile.chip_profile import profile_at
 from dflop_jax.gpu_compile.compiling import compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.profile.fit import CostModel
 from dflop_jax.records import (
     BACKWARD,
-    FORWARD,
     Bucket,
     Plan,
-    Predicted,
     Remat,
     SegmentPlan,
     Shape,
     SubmeshPlan,
     Zero,
 )
-from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.train.prepare import build_model
 
 GIB = 2**30
@@ -82,9 +76,6 @@ SAVES: dict[str, tuple[Remat, Zero]] = {
     "orch": ("none", 3),
     "blind": ("dots", 2),
 }
-# Whose programs are compiled for the prediction, the small shape and the large one.
-TOLD_TOKENS, TOLD_PIECES = (3072, 12288), (4, 16)
-MEDIAN, WORST = 0.05, 0.12
 
 
 @dataclass(frozen=True)
@@ -153,41 +144,6 @@ def _segment(
 ) -> SegmentPlan:
     whole = model.modules[module].n_layers
     return SegmentPlan(mesh, module, start, stop, mesh, start == 0, stop == whole, *saves)
-
-
-def costs_of(job: Job, degrees: Sequence[int]) -> CostModel:
-    """What the planner knows of a case's model on its chip."""
-    model, hardware = build_model(job.config.model), find_hardware(job.config.plan.hardware)
-    alone = model.piece_tokens
-    *encoders, last = model.modules
-    shapes = {m: [Shape(n, alone[m]) for n in TOLD_PIECES] if m in alone else
-              [Shape(1, n) for n in TOLD_TOKENS] for m in encoders}  # fmt: skip
-    shapes[last] = [Shape(1, n) for n in TOLD_TOKENS]
-    ticks = partial(print, "compiling for the prediction:", file=sys.stderr, flush=True)
-    return CostModel(profile_at(job.config, model, hardware, shapes, degrees, 8, ticks))
-
-
-def with_peaks(job: Job, costs: CostModel) -> Job:
-    """The job whose plan says what the planner expects of its peak memory; as it is where the model
-    does not divide over its degrees, which compiling refuses."""
-    try:
-        peaks = peak_bytes(job.plan, costs, in_flight_limit(job.plan))
-    except ValueError:
-        return job
-    return replace(job, plan=replace(job.plan, predicted=Predicted(peak_bytes=peaks)))
-
-
-def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> float | None:
-    """What the planner expects of a program's bytes, and of which of them: see above."""
-    if program.kind not in (FORWARD, BACKWARD):
-        return None
-    segment, mesh = plan.segment(program.segment), plan.submesh(program.submesh).shape
-    (shape,) = plan.shapes(segment.module)
-    needs = costs.segment_bytes(segment, mesh, plan.group_size, shape.rows, shape.tokens)
-    if program.kind == BACKWARD:
-        return float(needs.temporaries)
-    inputs = costs.predict(segment.module, mesh[2], shape.rows, shape.tokens, "hidden")
-    return float(needs.kept - inputs * plan.group_size * costs.inputs_kept(segment)) or None
 
 
 def _cases() -> tuple[Case, ...]:
@@ -270,33 +226,6 @@ def compile_cases(
         answers = compile_plans(jobs)
         for c, job, answer in zip(batch, jobs, answers, strict=True):
             yield c, outcome(c, answer, job.plan, costs)
-
-
-def errors(outcomes: dict[str, dict[str, Any]], kind: str) -> dict[str, float]:
-    """Of every prediction ("rows" or "peaks") how far it is off, by name; of equal programs of a
-    model and a chip the first."""
-    found = {}
-    for name, case in outcomes.items():
-        for r in case.get(kind, ()):
-            if r["predicted_bytes"] and r["actual_bytes"] and not r.get("same_as"):
-                what = r["program"] if kind == "rows" else r["submesh"]
-                found[f"{name}: {what}"] = r["predicted_bytes"] / r["actual_bytes"] - 1
-    return found
-
-
-def accuracy(outcomes: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Lines about the predictions, and whether they are as good as expected."""
-    for kind in ("rows", "peaks"):
-        if off := errors(outcomes, kind):
-            size = {name: abs(e) for name, e in off.items()}
-            worst = max(size, key=size.__getitem__)
-            median = statistics.median(size.values())
-            words = "programs' bytes" if kind == "rows" else "peak bytes"
-            yield (
-                f"{words}, {len(off)} of shapes and depths not compiled for the prediction: off "
-                f"by {median:.1%} (median), {off[worst]:+.1%} (worst: {worst})",
-                median <= MEDIAN and size[worst] <= WORST,
-            )
 
 
 def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:

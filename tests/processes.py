@@ -17,6 +17,18 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests
 
 
+def runs(pid: int) -> bool:
+    """Whether a process runs. One that has ended but was not waited for does not: the first process
+    of some containers waits for nobody."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()  # ended just now, unless nothing says
+
+
 def run_processes(
     module: str, n: int, devices: int, args: Sequence[str] = (), *, timeout_s: float = 400
 ) -> list[str]:

@@ -19,7 +19,7 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.cluster import launch as module
 from dflop_jax.cluster.launch import core_shares, resolve
-from tests.processes import descendants
+from tests.processes import descendants, runs
 
 LIMIT_S = 60.0  # nothing here takes more than a few seconds
 
@@ -119,14 +119,6 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- output and environment ----
@@ -287,10 +279,10 @@ def test_nobody_outlives_a_killed_launcher(program, tmp_path, signum):
     process = subprocess.Popen(launcher("-n", "2", "--", *program("family")))
     pids = family(tmp_path)
     assert len(pids) == 6
-    assert all(map(alive, pids))
+    assert all(map(runs, pids))
     process.send_signal(signum)
     assert process.wait(LIMIT_S) == -signum
-    wait_for(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not any(map(runs, pids)))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -298,7 +290,7 @@ def test_a_failure_leaves_nobody(program, tmp_path):
     done = run("-n", "2", "--", *program("family", "then fail"))
     assert done.returncode == 5
     pids = family(tmp_path)
-    wait_for(lambda: not any(map(alive, pids)))  # they were killed; the kernel takes its time
+    wait_for(lambda: not any(map(runs, pids)))  # they were killed; the kernel takes its time
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -306,12 +298,12 @@ def test_a_launch_inside_a_launch_ends_with_it(program, tmp_path):
     inner = ["dflop", "launch", "-n", "2", "--", *program("family")]
     process = subprocess.Popen(launcher("-n", "1", "--", *inner))
     pids = family(tmp_path)
-    assert all(map(alive, pids))
+    assert all(map(runs, pids))
     others = descendants(process.pid) - set(pids)
     assert others  # the inner launcher, at least
     process.kill()
     assert process.wait(LIMIT_S) == -signal.SIGKILL
-    wait_for(lambda: not any(map(alive, [*others, *pids])))
+    wait_for(lambda: not any(map(runs, [*others, *pids])))
 
 
 # ---- cores ----

@@ -14,6 +14,7 @@ import pytest
 from dflop_jax.records import REDUCE, UPDATE, Load, Prices, SendId, Shape, Task
 from dflop_jax.schedule import ScheduleWorker, schedule_batch
 from dflop_jax.schedule.worker_main import PriceList
+from tests.processes import runs
 from tests.schedule.conftest import make_batch, make_prices
 
 WORK = 200
@@ -44,14 +45,6 @@ def wait_until(condition):
     raise AssertionError("did not happen within 30 s")
 
 
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_answers_equal_the_inline_ones(small_plan):
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, first_step=5, stop_step=9) as worker:
@@ -62,7 +55,7 @@ def test_answers_equal_the_inline_ones(small_plan):
         assert worker.fallbacks == worker.deaths == 0
         pid = worker.pid
     assert pid is not None
-    assert gone(pid)
+    assert not runs(pid)
     worker.close()  # a second close does nothing
 
 
@@ -161,6 +154,6 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path):
         [sys.executable, str(script), os.getcwd()], stdout=subprocess.PIPE
     ) as parent:
         child = int(parent.stdout.readline())
-        assert not gone(child)
+        assert runs(child)
         parent.kill()
-    wait_until(lambda: gone(child))
+    wait_until(lambda: not runs(child))

@@ -66,11 +66,13 @@ def main() -> None:
                 _send(control, Answer(ended=_ended(order.end) if known else "with its parent"))
                 continue
             channel = socket.socket(fileno=files[0])
+            parent = os.getpid()
             pid = os.fork()
             if pid == 0:
                 status = 1
                 try:
                     control.close()
+                    _end_with(parent)
                     _serve(answer, channel, setup.memory_bytes)
                     status = 0
                 finally:
@@ -93,12 +95,18 @@ def _ended(pid: int) -> str:
     return f"exit {os.WEXITSTATUS(status)}"
 
 
+def _end_with(parent: int) -> None:
+    """Have this process end when its parent does; the parent may have ended before it was asked."""
+    with suppress(AttributeError, OSError):  # Linux alone
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _serve(
     answer: Callable[[bytes, Segment], Reply], channel: socket.socket, memory_bytes: int
 ) -> None:
     """Answer what is asked for, until the parent closes the channel."""
-    with suppress(AttributeError, OSError):  # Linux alone
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     start_bytes = _data_bytes()
     if start_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + memory_bytes,) * 2)

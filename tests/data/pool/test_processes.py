@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
 from dflop_jax.data.sample import OpenedBy
 from tests.data.media_cases import made_dataset
 from tests.data.pool.hostile_source import Hostile
+from tests.processes import runs
 
 LONG_S = 300.0  # longer than anything takes on a busy machine
 MEMORY = 256 << 20
@@ -48,11 +49,9 @@ def same(a, b):
 def gone(pid):
     """Whether a process has ended, or soon does."""
     for _ in range(600):
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            time.sleep(0.1)
-            continue
-        return True
+        if not runs(pid):
+            return True
+        time.sleep(0.1)
     return False
 
 

@@ -27,6 +27,9 @@ OPTIONS = {
     "max_pixels": str(MAX_PIXELS),
 }
 
+# A title may be in any encoding. Since 19 PyAV replaces what is not UTF-8 by itself.
+LENIENT = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+
 
 @contextmanager
 def opened(source: Medium, what: str) -> Iterator[InputContainer]:
@@ -34,7 +37,7 @@ def opened(source: Medium, what: str) -> Iterator[InputContainer]:
     with (
         named(f"{source}: not a readable {what}"),
         open_media(source) as file,
-        av.open(file, "r", options=OPTIONS, metadata_errors="replace") as container,
+        av.open(file, "r", options=OPTIONS, **LENIENT) as container,
     ):
         yield container
 

@@ -44,8 +44,10 @@ class Stack:
         shapes = [shape for shape, _ in self.shapes[part].values()]
         flat = jax.random.normal(key, (sum(map(_size, shapes)),))
         made, start = {}, 0
+        # Smaller in deep stacks, which would make much of the last bits of a float.
+        scale = 3 * max(1, self.n_layers / 4)
         for name, shape in zip(self.shapes[part], shapes, strict=True):
-            made[name] = flat[start : start + _size(shape)].reshape(shape) / 3
+            made[name] = flat[start : start + _size(shape)].reshape(shape) / scale
             start += _size(shape)
         return made
 

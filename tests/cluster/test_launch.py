@@ -38,6 +38,10 @@ def forever():
     while True:
         time.sleep(60)
 
+def wait_for(name):
+    while not os.path.exists(os.path.join(folder, name)):
+        time.sleep(0.02)
+
 if what == "speak":
     # A line is one write: process 0 has the launcher's own output, and writes as it likes.
     sys.stdout.write(f"out {index}\\n")
@@ -57,9 +61,8 @@ elif what == "die":
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(f"ready{index}")
-    while index == 1 and not os.path.exists(os.path.join(folder, "ready0")):
-        time.sleep(0.02)
     if index == 1:
+        wait_for("ready0")
         sys.exit(3)
     forever()
 elif what == "save":
@@ -80,6 +83,7 @@ elif what == "family":
     away = subprocess.Popen(["sleep", "600"], start_new_session=True)
     note(f"pids{index}", f"{os.getpid()} {own.pid} {away.pid}")
     if len(sys.argv) > 3 and index == 1:
+        wait_for("pids0")
         sys.exit(5)
     forever()
 elif what == "cores":

@@ -1,16 +1,26 @@
-"""What one GPU makes of packed attention and of full-width layers, forward and backward.
+"""What one GPU makes of products, attention, the engine's programs and whole steps, against what
+was predicted of it.
 
-Command:  python benchmarks/gpu_step.py [--json FILE] [--tiny]
-Minutes:  under 8 on one GPU; --tiny under 1 on a CPU, to try the script
-Needs:    jax (with CUDA), flax, numpy; not dflop_jax
-Expected: attention within bf16 rounding of the reference; layers at half of the chip's peak or more
+Command:  python benchmarks/gpu_step.py [--json FILE] [--parts NAME ...]
+          python benchmarks/gpu_step.py --compile-only [h100|h200]    without a GPU
+          python benchmarks/gpu_step.py --tiny                        toy sizes, on any device
+Minutes:  at most 10 on one H100 or H200; --compile-only about 15 on 2 cores; --tiny under 1
+Needs:    jax[cuda13] or jax[cuda12], flax, optax, msgspec, numpy; on a machine without a network
+          carry the wheels of those that it lacks. --compile-only: the extra gpu-compile
+Expected: products at 70% of the chip's peak or more on random values; segments within 15% of
+          predicted_ms
 
-Attention: the shapes of Qwen2.5-7B (28 heads, 4 kv heads of 128), one row of samples with
-heavy-tailed lengths. Layers: a stack of Qwen2.5-7B's and of
-SigLIP-400M's, bf16 with float32 parameters, the gradients of parameters and inputs taken. FLOPs
-count what must be computed: matrix products, and attention over pairs of tokens of one sample, of
-which the causal half; a backward counts two forwards. Times are medians after compilation;
-compilations are counted, and none may happen later.
+A JSON line per result, as it is found. Every part has a deadline, and says what it left out. The
+programs of a part are timed in turns: `ms` is a median, `ms_p10` and `ms_p90` its spread.
+`peak_bytes` is what the compiler says of a program with its arguments. `predicted_ms` follows from
+its HLO and the roofline of plans (`dflop_jax/profile/efficiency.py`), `predicted` says what takes
+it; `flat_ms` has all products, attention's too, at 70% of the peak. A table of segments stands at
+the end. FLOPs are those needed: products, attention over pairs of tokens of one piece, of which the
+causal half.
+
+Segments are layers of Qwen2.5-7B between two others (inner) or with its head and loss (last), and
+of SigLIP-400M with its ends (encoder); the step is that of LLaVA-OneVision-0.5B
+(SigLIP-400M before Qwen2-0.5B) on one device, bfloat16 with float32 masters.
 """
 
 from __future__ import annotations
@@ -18,87 +28,143 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import flax
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.attention import attention
-from models.decoder import DecoderModule
-from models.sizes import DECODERS, VISION, DecoderSize, VisionSize
-from models.vit import VisionModule
+from gpu_cases import attention_cases, ceilings, head, packed_row
+from gpu_engine import (
+    encoder_segment,
+    inner_segment,
+    last_segment,
+    segment_cases,
+    step_programs,
+    whole_steps,
+)
+from gpu_measure import Bench, Deadline, Line, hardware_of, measure
+from gpu_tables import segment_table
 
-BF16 = jnp.dtype("bfloat16")
-# Dense bf16 peak in TFLOP/s by what jax calls the chip: the longest name that is part of it counts.
-PEAKS = {
-    "A100": 312.0,
-    "A10": 125.0,
-    "A40": 149.7,
-    "L4": 121.0,
-    "L40S": 362.0,
-    "H100": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H200": 989.4,
-    "H200 NVL": 835.0,
-    "GH200": 989.4,
-    "H800": 989.4,
-    "B200": 2250.0,
-    "GB200": 2500.0,
-    "RTX A6000": 154.8,
-    "RTX 3090": 71.0,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
-}
+from dflop_jax.gpu_compile.chips import absent_devices, find_chip
+from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import Remat, Shape
+from models.sizes import DECODERS, VISION, DecoderSize, VisionSize
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
+CHILD = "--compiling"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: token counts of packed rows, layers of a stack, and their shapes."""
+    """What is measured."""
 
-    tokens: Sequence[int]
-    sample_tokens: int  # median length of a sample
-    layers: int
+    product: int
+    depths: Sequence[int]
+    copied_bytes: int
+    tokens: Sequence[int]  # of attention's rows, the first also as a single piece
+    sample_tokens: int  # median length of a piece
+    tiles: int
+    layers: Sequence[int]
+    rows: Sequence[int]  # of segments, in tokens
     decoder: DecoderSize
     vision: VisionSize
-    repeat_s: float  # time that the calls of a measurement take together
-    budget_s: float  # nothing is begun later
+    model: str
+    groups: int
 
 
 FULL = Sizes(
-    (8192, 16384, 32768), 700, 4, DECODERS["qwen2.5-7b"], VISION["siglip-so400m"], 1.0, 400.0
+    8192, (1024, 8192), 2**31, (8192, 32768), 700, 16, (2, 4), (2048, 8192),
+    DECODERS["qwen2.5-7b"], VISION["siglip-so400m"], "llava-ov-0.5b", 8,
+)  # fmt: skip
+TINY = Sizes(
+    64, (32,), 2**12, (128,), 24, 2, (2,), (32,), DECODERS["nano"], VISION["nano"], "nano", 2
 )
-TINY = Sizes((128,), 24, 2, DECODERS["nano"], VISION["nano"], 0.0, math.inf)
 
 
-def packed_row(tokens: int, median: int, seed: int = 0) -> tuple[np.ndarray, list[int]]:
-    """Segment ids int32 [1, tokens] of a row of whole samples and a little padding at its end, and
-    the samples' lengths (log-normal)."""
-    rng = np.random.default_rng(seed)
-    ids, lengths, start = np.zeros((1, tokens), np.int32), [], 0
-    while start < tokens * 0.98:
-        length = min(tokens - start, max(4, int(median * math.exp(rng.normal()))))
-        lengths.append(length)
-        ids[0, start : start + length] = len(lengths)
-        start += length
-    return ids, lengths
+def run_ceilings(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    cases = ceilings(bench, sizes.product, sizes.depths, sizes.copied_bytes)
+    yield from measure(bench, list(cases), deadline)
 
 
-# ---- measuring ----
+def run_attention(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    d, v = sizes.decoder, sizes.vision
+    first = sizes.tokens[0]
+    for tokens in sizes.tokens:
+        _, lengths = packed_row(tokens, sizes.sample_tokens)
+        shape = (1, tokens, d.n_heads, d.head_dim)
+        checked = tokens == first
+        packed = attention_cases(
+            bench, "packed", shape, d.n_kv_heads, lengths, causal=True, checked=checked
+        )
+        yield from measure(bench, list(packed), deadline)
+        single = attention_cases(bench, "single", shape, d.n_kv_heads, None, causal=True)
+        yield from measure(bench, list(single), deadline)
+    shape = (sizes.tiles, v.tokens_in_tower, v.n_heads, v.head_dim)
+    tiles = attention_cases(bench, "tiles", shape, v.n_heads, None, causal=False)
+    yield from measure(bench, list(tiles), deadline)
+
+
+def run_segments(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    """Of each kind, all kept."""
+    most, decoder, vision = max(sizes.layers), sizes.decoder, sizes.vision
+    for tokens in sizes.rows:
+        for name, segment in (("inner", inner_segment), ("last", last_segment)):
+            make = partial(segment, bench, decoder, most)
+            cases = segment_cases(bench, name, make, Shape(1, tokens), ("none",))
+            yield from measure(bench, list(cases), deadline)
+    make = partial(encoder_segment, bench, vision, most, decoder.width)
+    tiles = Shape(sizes.tiles, vision.tokens_in_tower)
+    yield from measure(
+        bench, list(segment_cases(bench, "encoder", make, tiles, ("none",))), deadline
+    )
+
+
+def run_policies(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    """Inner segments under every recompute policy, but for what `run_segments` has."""
+    for layers in sizes.layers:
+        remats = [r for r in get_args(Remat) if r != "none" or layers < max(sizes.layers)]
+        for tokens in sizes.rows:
+            make = partial(inner_segment, bench, sizes.decoder, layers)
+            cases = segment_cases(bench, "inner", make, Shape(1, tokens), remats)
+            yield from measure(bench, list(cases), deadline)
+
+
+def run_head(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    for tokens in sizes.rows:
+        yield from measure(bench, list(head(bench, sizes.decoder, tokens)), deadline)
+
+
+def run_step(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    args = bench, sizes.model, sizes.tiles, sizes.rows[-1]
+    if bench.runs:
+        folder = Path("runs") / f"gpu_step-{int(time.time())}"
+        yield from whole_steps(*args, sizes.groups, folder, deadline)
+    else:
+        yield from step_programs(*args)
+
+
+# Parts by name, with the seconds that each may take.
+PARTS: dict[str, tuple[Callable[[Bench, Sizes, Deadline], Iterator[Line]], float]] = {
+    "ceilings": (run_ceilings, 30.0),
+    "step": (run_step, 170.0),
+    "head": (run_head, 30.0),
+    "attention": (run_attention, 100.0),
+    "segments": (run_segments, 80.0),
+    "policies": (run_policies, 160.0),
+}
 
 
 class Compiles:
-    """Compilations since it was made."""
+    """Programs compiled since it was made."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -108,230 +174,115 @@ class Compiles:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    seconds: float | None  # None: out of memory
-    late_compiles: int = 0
-    result: Any = None
-
-
-def measure(fn: Callable[..., Any], args: tuple[Any, ...], repeat_s: float, c: Compiles) -> Timing:
-    """Median time of a call of jitted `fn` after two that warm it up."""
-    try:
-        result = jax.block_until_ready(fn(*args))
+def run_parts(bench: Bench, sizes: Sizes, names: Sequence[str]) -> Iterator[Line]:
+    """Lines of the parts; of one that fails the reason, and the others go on."""
+    for name in names:
+        part, seconds = PARTS[name]
+        deadline = Deadline(seconds if bench.runs else float("inf"))
         start = time.perf_counter()
-        jax.block_until_ready(fn(*args))
-        n = max(3, min(50, int(repeat_s / (time.perf_counter() - start))))
-        compiled, times = c.count, []
-        for _ in range(n):
-            start = time.perf_counter()
-            jax.block_until_ready(fn(*args))
-            times.append(time.perf_counter() - start)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e) and "out of memory" not in str(e).lower():
-            raise
-        return Timing(None)
-    return Timing(float(np.median(times)), c.count - compiled, result)
+        try:
+            for line in part(bench, sizes, deadline):
+                yield {"part": name, **line}
+        except Exception as e:  # of one part
+            yield {"part": name, "error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
+        jax.clear_caches()
+        yield {"part": name, "name": "part", "seconds": time.perf_counter() - start}
 
 
-# ---- what is measured ----
+def show(line: Line) -> str:
+    """A line with figures of four digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.4g}")
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        return [short(v) for v in value] if isinstance(value, list) else value
+
+    return json.dumps(short(line))
 
 
-def draw(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.jit(lambda k: jax.random.normal(k, shape, jnp.float32).astype(dtype))(
-        jax.random.key(key)
-    )
+def versions() -> dict[str, str]:
+    """Of the packages that matter, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
-def chip() -> str:
-    """What the first device is compiled for, as the models want it."""
+def compile_elsewhere(arguments: Sequence[str]) -> int:
+    """Run this script again where jax finds the GPU's compiler and no GPU."""
+    command = [sys.executable, __file__, *arguments, CHILD]
+    return subprocess.run(command, env=compiler_environment(), check=False).returncode
+
+
+def the_bench(args: argparse.Namespace) -> Bench:
+    rounds = 3 if args.tiny else 12
+    if args.compile_only:
+        hardware = find_hardware(args.compile_only)
+        return Bench(absent_devices(hardware.name, hardware, 1)[0], hardware, False)
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        return "cpu"
-    return f"sm_{device.compute_capability.replace('.', '')}"
+    return Bench(device, hardware_of(device), True, rounds)
 
 
-def attention_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str, Any]]:
-    """Forward, and forward with backward, by each kernel; errors against float32."""
-    s = sizes.decoder
-    ids, lengths = packed_row(tokens, sizes.sample_tokens)
-    q = draw(0, (1, tokens, s.n_heads, s.head_dim), BF16)
-    k, v = (draw(i, (1, tokens, s.n_kv_heads, s.head_dim), BF16) for i in (1, 2))
-    wave = draw(3, q.shape, BF16)
-    flops = sum(2.0 * n * (n + 1) * s.n_heads * s.head_dim for n in lengths)
-
-    def forward(kernel: str, q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, jnp.asarray(ids), causal=True, kernel=kernel, chip=chip())
-
-    def both(kernel: str, q: Any, k: Any, v: Any, wave: Any) -> Any:
-        out, pull = jax.vjp(partial(forward, kernel), q, k, v)
-        return out, *pull(wave)
-
-    exact = None
-    if tokens == sizes.tokens[0]:
-        with jax.default_matmul_precision("highest"):
-            wide = [x.astype(jnp.float32) for x in (q, k, v, wave)]
-            exact = jax.device_get(jax.jit(partial(both, "xla"))(*wide))
-    rows = []
-    for kernel in ("pallas", "xla") if chip() == "cpu" else ("cudnn", "pallas", "xla"):
-        ahead = measure(jax.jit(partial(forward, kernel)), (q, k, v), sizes.repeat_s, compiles)
-        whole = measure(jax.jit(partial(both, kernel)), (q, k, v, wave), sizes.repeat_s, compiles)
-        errors = None
-        if exact is not None and whole.result is not None:
-            errors = [
-                float(np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max())
-                for a, b in zip(whole.result, exact, strict=True)
-            ]
-        found = zip(("forward", "forward+backward"), (ahead, whole), (flops, 3 * flops))
-        rows += [
-            row(f"attention {kernel}", what, tokens, t, f, errors if t is whole else None)
-            for what, t, f in found
-        ]
-    return rows
-
-
-def decoder_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str, Any]]:
-    """A stack of decoder layers over one packed row."""
-    s = dataclasses.replace(sizes.decoder, n_layers=sizes.layers)
-    ids, lengths = packed_row(tokens, sizes.sample_tokens)
-    positions = np.concatenate([*map(np.arange, lengths), np.zeros(tokens - sum(lengths))])
-    batch = {
-        "positions": jnp.asarray(positions[None], jnp.int32),
-        "segment_ids": jnp.asarray(ids),
-    }
-    pairs = sum(2.0 * n * (n + 1) * s.n_heads * s.head_dim for n in lengths)
-    kv = s.n_kv_heads * s.head_dim
-    products = 2.0 * tokens * (2 * s.width**2 + 2 * s.width * kv + 3 * s.width * s.mlp)
-    x = draw(0, (1, tokens, s.width), BF16)
-    flops = s.n_layers * (pairs + products)
-    module = DecoderModule(s, BF16).on_chip(chip())
-    return stack_rows("decoder", module, x, batch, tokens, flops, sizes, compiles)
-
-
-def vision_rows(sizes: Sizes, tokens: int, compiles: Compiles) -> list[dict[str, Any]]:
-    """A stack of tower layers over about as many patches."""
-    s = dataclasses.replace(sizes.vision, n_layers=sizes.layers)
-    n = s.tokens_in_tower
-    tiles = max(1, round(tokens / n))
-    per_tile = 4.0 * n**2 * s.width + 2.0 * n * (4 * s.width**2 + 2 * s.width * s.mlp)
-    x = draw(0, (tiles, n, s.width), BF16)
-    flops = s.n_layers * tiles * per_tile
-    module = VisionModule(s, s.width, BF16).on_chip(chip())
-    return stack_rows("vision", module, x, {}, tiles * n, flops, sizes, compiles)
-
-
-def stack_rows(
-    name: str,
-    module: Any,
-    x: jax.Array,
-    batch: dict[str, jax.Array],
-    tokens: int,
-    flops: float,
-    sizes: Sizes,
-    compiles: Compiles,
-) -> list[dict[str, Any]]:
-    keys = jax.random.split(jax.random.key(0), module.n_layers)
-    params = jax.jit(jax.vmap(partial(module.init, "layers")))(keys)
-
-    def forward(params: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda x, p: (module.layer(p, x, batch), None), x, params)[0]
-
-    def both(params: Any, x: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            return jnp.mean(jnp.square(forward(params, x).astype(jnp.float32)))
-
-        return jax.grad(loss, argnums=(0, 1))(params, x)
-
-    rows = []
-    for what, fn, n in (("forward", forward, 1), ("forward+backward", both, 3)):
-        timing = measure(jax.jit(fn), (params, x), sizes.repeat_s, compiles)
-        rows.append(row(f"{module.n_layers} {name} layers", what, tokens, timing, n * flops))
-    return rows
-
-
-def row(
-    name: str, what: str, tokens: int, t: Timing, flops: float, errors: Any = None
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "direction": what,
-        "tokens": tokens,
-        "ms": None if t.seconds is None else 1e3 * t.seconds,
-        "tflops": None if t.seconds is None else flops / t.seconds / 1e12,
-        "errors": errors,  # of the output and the gradients of q, k and v, over the largest value
-        "late_compiles": t.late_compiles,
-    }
-
-
-# ---- the table ----
-
-
-def peak_tflops(kind: str) -> float | None:
-    """Dense bf16 peak of a chip by its name, None where it is not known."""
-    words = kind.replace("-", " ")
-    names = [n for n in PEAKS if all(part in words.split() for part in n.split())]
-    return PEAKS[max(names, key=len)] if names else None
-
-
-def show(rows: Sequence[dict[str, Any]], peak: float | None) -> None:
-    line = "{:<18} {:<17} {:>7} {:>10} {:>9} {:>7}  {}"
-    print(line.format("what", "direction", "tokens", "ms", "TFLOP/s", "peak", "error"))
-    for r in rows:
-        ms, tflops, share = "no memory", "-", "-"
-        if r["ms"] is not None:
-            ms, tflops = f"{r['ms']:.2f}", f"{r['tflops']:.1f}"
-            share = f"{r['tflops'] / peak:.0%}" if peak else "?"
-        error = f"{max(r['errors']):.1e}" if r["errors"] else ""
-        print(line.format(r["name"], r["direction"], r["tokens"], ms, tflops, share, error))
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, on any device")
+    parser.add_argument("--compile-only", nargs="?", const="h100", metavar="CHIP",
+                        help="compile all of it for a chip that is not here (h100)")  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines there")
+    parser.add_argument(CHILD, action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        if args.compile_only:
+            find_chip(args.compile_only)
+            if not args.compiling:
+                sys.exit(compile_elsewhere(sys.argv[1:]))
+    except ValueError as e:
+        parser.error(str(e))
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One GPU's times of attention and layers.")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, on any device")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers there")
-    args = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        print(f"No GPU: jax sees only {device.platform}. Times below say nothing of one.")
-        if not args.tiny:
-            print("Install jax[cuda12] or jax[cuda13] on a machine with a GPU, or give --tiny.")
-            return 2
+    args = parsed()
+    platform = jax.devices()[0].platform
+    if platform != "gpu" and not (args.tiny or args.compile_only):
+        print(f"No GPU: jax sees only {platform}. Times of it say nothing of one.")
+        print("Install jax[cuda12] or jax[cuda13] on a machine with a GPU, or give --compile-only "
+              "or --tiny.")  # fmt: skip
+        return 2
+    # Autotuning and cuDNN's plans would be written and read again: every program is compiled here.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compiles, start, failed = Compiles(), time.perf_counter(), 0
+    bench = the_bench(args)
     sizes = TINY if args.tiny else FULL
-    start, compiles = time.perf_counter(), Compiles()
-    rows: list[dict[str, Any]] = []
-    skipped = []
-    for tokens in sizes.tokens:
-        for part in (attention_rows, decoder_rows, vision_rows):
-            if time.perf_counter() - start > sizes.budget_s:
-                skipped.append(f"{part.__name__.split('_')[0]} of {tokens}")
-            else:
-                rows += part(sizes, tokens, compiles)
-    peak = peak_tflops(device.device_kind)
-    late = sum(r["late_compiles"] for r in rows)
-    versions = {m.__name__: m.__version__ for m in (jax, flax, np)}
-    elapsed_s = time.perf_counter() - start
-    show(rows, peak)
-    print(
-        f"{device.device_kind}, dense bf16 peak {peak or 'unknown'} TFLOP/s; "
-        + ", ".join(f"{k} {v}" for k, v in versions.items())
-    )
-    print(f"{compiles.count} programs compiled, {late} while measuring; {elapsed_s:.0f} s in all")
-    if skipped:
-        print(f"left out for lack of time: {', '.join(skipped)}")
     if args.json:
-        record = {
-            "device": device.device_kind,
-            "platform": device.platform,
-            "versions": versions,
-            "peak_tflops": peak,
-            "rows": rows,
-            "compiles": compiles.count,
-            "late_compiles": late,
-            "elapsed_s": elapsed_s,
-            "skipped": skipped,
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+        args.json.write_text("")
+
+    lines: list[Line] = []
+
+    def tell(line: Line) -> None:
+        lines.append(line)
+        print(show(line), flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    tell({"name": "device", "kind": bench.device.device_kind, "runs": bench.runs,
+          "predicted_for": bench.hardware.name if bench.hardware else None,
+          "versions": versions()})  # fmt: skip
+    for line in run_parts(bench, sizes, args.parts):
+        failed += "error" in line
+        tell(line)
+    elapsed_s = time.perf_counter() - start
+    if bench.hardware:
+        print(segment_table(lines), file=sys.stderr)
+    tell({"name": "end", "compiles": compiles.count, "errors": failed, "seconds": elapsed_s})
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

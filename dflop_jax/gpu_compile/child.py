@@ -21,14 +21,13 @@ import msgspec
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
-from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
+from dflop_jax.gpu_compile.modelled import modelled_terms
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import Link, in_flight_limit, resources
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.segment import EVALUATE
-from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
@@ -166,18 +165,12 @@ def compiled(
         compile_s=took,
         needed_flops=needed,
         executed_over_needed=cost.flops / needed if needed else None,
-        modelled_s=modelled_s(optimized, seen, hardware),
+        modelled_s=sum(modelled_terms(optimized, seen, find_hardware(hardware)).values()),
         **_bytes(executable.memory_analysis()),
         **_figures(cost),
     )
     known[text] = report
     return report
-
-
-def modelled_s(optimized: str, seen_pairs: float, hardware: str) -> float:
-    """Seconds of a program on a chip under the roofline, from its text."""
-    table = Table.of([hlo_kernels(optimized, seen_pairs)], [1], find_hardware(hardware))
-    return float(table.seconds(Efficiency())[0])
 
 
 def _of_head(head: ProgramReport) -> dict[str, Any]:

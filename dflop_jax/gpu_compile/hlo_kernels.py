@@ -21,6 +21,7 @@ from dflop_jax.gpu_compile.hlo_text import Computation, HloModule, Instruction, 
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
+    COPY,
     ELEMENTWISE,
     GATHER,
     LOOKUP,
@@ -40,6 +41,12 @@ _FREE = frozenset({
 _RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start"})
 _WORKSPACE = ("s8", "u8")  # what libraries are lent
 _SLICES = ("dynamic-slice", "slice")
+# Operations that move an array and compute nothing of it.
+_MOVES = frozenset({
+    "parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice",
+    "pad", "dynamic-update-slice", "concatenate", "broadcast", "tuple", "convert",
+    "get-tuple-element",
+})  # fmt: skip
 _BACKWARD = re.compile(r"Backward|gradient")
 
 
@@ -102,11 +109,13 @@ def _kernel(
         dtype = _DTYPES.get(hlo_cost.operands(computation, i)[0].dtype, "float32")
         return Kernel(ATTENTION_BACK if back else ATTENTION, flops, n_bytes, dtype=dtype)
     if i.opcode in _SLICES:
-        return Kernel(ELEMENTWISE, 0.0, 2 * i.arrays[0].n_bytes)
+        return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
+    if i.opcode == "dynamic-update-slice":
+        return Kernel(COPY, 0.0, 2 * computation[i.operands[1]].arrays[0].n_bytes)
     if i.opcode in ("gather", "scatter"):
         moved = i.arrays[0] if i.opcode == "gather" else hlo_cost.operands(computation, i)[-1]
         return Kernel(LOOKUP, 0.0, 2 * moved.n_bytes)
-    return Kernel(ELEMENTWISE, 0.0, n_bytes)
+    return Kernel(COPY if opcode in _MOVES else ELEMENTWISE, 0.0, n_bytes)
 
 
 def _read(computation: Computation, i: Instruction) -> float:
@@ -135,7 +144,7 @@ def _product(computation: Computation, i: Instruction) -> Kernel:
 
 
 def _fusion(module: HloModule, computation: Computation, i: Instruction) -> Kernel:
-    """A fused kernel: elementwise work, a lookup, or a product with what hangs on it."""
+    """A fused kernel: a copy, elementwise work, a lookup, or a product with what hangs on it."""
     (name,) = i.called["calls"]
     body = module.computations[name]
     n_bytes = _fused_bytes(body)
@@ -143,7 +152,9 @@ def _fusion(module: HloModule, computation: Computation, i: Instruction) -> Kern
         if inner.opcode == "dot":
             return replace(_product(body, inner), n_bytes=n_bytes)
     looks_up = any(inner.opcode in ("gather", "scatter") for inner in body.values())
-    return Kernel(LOOKUP if looks_up else ELEMENTWISE, 0.0, n_bytes)
+    # Scalars, such as places in a stack, are computed beside.
+    only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _MOVES
+    return Kernel(LOOKUP if looks_up else COPY if only_moves else ELEMENTWISE, 0.0, n_bytes)
 
 
 def _fused_bytes(body: Computation) -> float:

@@ -6,8 +6,8 @@ place of the stack, so that no gradients of all layers stand beside them. Accumu
 leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction, or, if
 accumulators are split over data ranks, added up as they come.
 
-Layers whose parameters are split over data ranks are gathered one ahead of their use, forward and
-backward; the ends are whole here.
+Layers run in a loop, or unrolled where the segment says so. Those whose parameters are split over
+data ranks are gathered one ahead of their use, forward and backward; the ends are whole here.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ def _own(segment: Segment, grads: Tree) -> Tree:
     return shards.scatter(segment.mesh, {part: specs[part] for part in grads}, grads)
 
 
-def _added_at(segment: Segment, grads: Tree, layer: Array, more: Tree) -> Tree:
+def _added_at(segment: Segment, grads: Tree, layer: int | Array, more: Tree) -> Tree:
     """Stacked `grads` plus a layer's, in place."""
 
     def one(stack: Array, g: Array) -> Array:
-        so_far = lax.dynamic_index_in_dim(stack, layer, 1, keepdims=False)
-        added = so_far + g[None].astype(stack.dtype)
-        return lax.dynamic_update_index_in_dim(stack, added, layer, 1)
+        # With its two leading dims of 1: without them the compiler would copy what is read first.
+        so_far = lax.dynamic_slice_in_dim(stack, layer, 1, axis=1)
+        added = so_far + g[None, None].astype(stack.dtype)
+        return lax.dynamic_update_slice_in_dim(stack, added, layer, axis=1)
 
     return jax.tree.map(one, grads, _own(segment, more))
 
@@ -90,6 +91,7 @@ class Pieces:
         self, segment: Segment, params: Params, x: Tree, fields: Tree, h: Array, *, records: bool
     ):
         self.segment, self.records = segment, records
+        self.unrolled = records and segment.unrolls
         plan, wanted = segment.plan, segment.wants_gradient
         n_layers = jax.tree.leaves(params["layers"])[0].shape[0]
         self.runs = tuple(_runs(segment, n_layers))
@@ -105,7 +107,7 @@ class Pieces:
             return
         if plan.first:
             self._record("entry", params, None, x, fields)
-        self._record("layer", self._whole_layer(_one_layer(params)), h, x, fields)
+        self._record("layer", self._layer(_stacks(params), 0), h, x, fields)
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
                 self._record(name, params, h, x, fields)
@@ -117,14 +119,35 @@ class Pieces:
         specs = self.segment.held_specs()
         return shards.gather(self.segment.mesh, {part: specs[part] for part in layer}, layer)
 
-    def _scan_layers(
-        self, visit: Any, carry: Any, params: Params, run: Run, xs: Any, *, reverse: bool = False
+    def _over_layers(
+        self, visit: Any, carry: Any, params: Params, run: Run, kept: Any, *, reverse: bool = False
     ) -> tuple[Any, Any]:
-        """`lax.scan` of `visit(carry, a layer's whole parameters, x)` over a run's layers."""
-        layers = _stacked(params, run)
+        """Visit a run's layers by `visit(carry, a layer's whole parameters, (its place, what is
+        kept of it))`: (carry, what the visits gave). That and `kept` are lists by layer where
+        layers are unrolled, else stacked as `lax.scan` does it."""
+        places, stacks = range(run.start, run.stop), _stacks(params)
+        if self.unrolled:
+            given: dict[int, Any] = {}
+            for i in reversed(places) if reverse else places:
+                own = None if kept is None else kept[i - run.start]
+                # Else the compiler would begin early what a later layer needs, such as what is to
+                # be computed again, and merge that with what forward computed.
+                carry, own, stacks = lax.optimization_barrier((carry, own, stacks))
+                carry, given[i] = visit(carry, self._layer(stacks, i), (i, own))
+            return carry, [given[i] for i in places]
+        xs = jnp.arange(run.start, run.stop), kept
         if self.segment.plan.zero == 3:
+            layers = jax.tree.map(lambda a: a[run.start : run.stop], stacks)
             return shards.scan_layers(self._whole_layer, visit, carry, layers, xs, reverse=reverse)
-        return lax.scan(lambda c, now: visit(c, *now), carry, (layers, xs), reverse=reverse)
+        # By place: pieces of the stacks would be copied first.
+        return lax.scan(
+            lambda c, now: visit(c, self._layer(stacks, now[0]), now), carry, xs, reverse=reverse
+        )
+
+    def _layer(self, stacks: Params, i: int | Array) -> Params:
+        """The whole parameters of a layer of the stage."""
+        own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacks)
+        return self._whole_layer(own)
 
     def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
@@ -186,11 +209,11 @@ class Pieces:
         kept: dict[str, Any] = {}
         for run in self.runs:
 
-            def one(h: Array, layer: Params, _: None) -> tuple[Array, list[Array]]:
+            def one(h: Array, layer: Params, _: Any) -> tuple[Array, list[Array]]:
                 return self.forward("layer", layer, h, {}, fields)
 
             if run.stop > run.start:
-                h, kept[f"layers {run.start}"] = self._scan_layers(one, h, params, run, None)
+                h, kept[f"layers {run.start}"] = self._over_layers(one, h, params, run, None)
             for name in run.taps:
                 tapped[name], kept[name] = self.forward(name, params, h, x, fields)
             for name in run.inlets:
@@ -235,15 +258,14 @@ class Pieces:
         trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
 
         def one(
-            carry: tuple[Array, Tree], layer: Params, now: tuple[Array, list[Array]]
+            carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, list[Array]]
         ) -> tuple[tuple[Array, Tree], None]:
             (dh, totals), (i, own) = carry, now
             args = self._split("layer", layer, {}, fields)
             dfree, dh, _ = self._recorded["layer"].backward(own, *args, dh)
             return (dh, _added_at(self.segment, totals, i, dfree)), None
 
-        now = jnp.arange(run.start, run.stop), kept
-        (dh, totals), _ = self._scan_layers(one, (dh, trained), params, run, now, reverse=True)
+        (dh, totals), _ = self._over_layers(one, (dh, trained), params, run, kept, reverse=True)
         return dh, {**grads, **totals}
 
 
@@ -256,12 +278,6 @@ def _runs(segment: Segment, n_layers: int) -> Iterator[Run]:
         start = stop
 
 
-def _stacked(params: Params, run: Run) -> Params:
-    """Parameters of a run's layers, stacked."""
-    parts = {k: v for k, v in params.items() if k in STACKED}
-    return jax.tree.map(lambda a: a[run.start : run.stop], parts)
-
-
-def _one_layer(params: Params) -> Params:
-    """The stacked parts, of the first layer."""
-    return {k: jax.tree.map(lambda a: a[0], v) for k, v in params.items() if k in STACKED}
+def _stacks(params: Params) -> Params:
+    """The stacked parts."""
+    return {k: v for k, v in params.items() if k in STACKED}

@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflop_jax.contract import (
-    Module,
-    taps_of,
-)
+from dflop_jax.contract import Module, chip_of, taps_of
 from dflop_jax.pipeline.held import HeldParameters, part_struct
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.pieces import ADAPTER
@@ -24,6 +21,12 @@ Tree = Any
 Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 AXES = ("stage", "data", "model")
+
+
+def unrolled_layers(chip: str) -> int:
+    """Most layers of a stage that are unrolled: on GPUs as many as compile in a minute or so. On a
+    CPU, where copies cost little beside products, none."""
+    return 8 if chip.startswith("sm_") else 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,15 @@ class Segment(HeldParameters):
     @property
     def splits_tensors(self) -> bool:
         return self.mesh.shape["model"] > 1
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether programs with a gradient have the layers of a stage one by one. A loop compiles
+        in the time of one layer, but copies what it keeps of each into stacks and out of them."""
+        if self.plan.zero == 3:  # gathered one ahead by a loop of their own
+            return False
+        chip = chip_of(self.mesh.devices.flat[0])
+        return self.plan.n_layers // self.stages <= unrolled_layers(chip)
 
     @property
     def has_loss(self) -> bool:

@@ -15,14 +15,24 @@ from dflop_jax.profile.collectives import LINK_REACH, all_gather_s, all_reduce_s
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
+    COPY,
+    ELEMENTWISE,
     GATHER,
     LOOKUP,
+    MATMUL,
     REDUCE,
     SEND,
     Kernel,
 )
 
 _COLLECTIVES = (REDUCE, GATHER, SEND)
+_TERMS = {
+    "products": (MATMUL,),
+    "attention": (ATTENTION, ATTENTION_BACK),
+    "elementwise": (ELEMENTWISE, LOOKUP),
+    "copies": (COPY,),
+    "collectives": _COLLECTIVES,
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,23 @@ class Table:
 
     def seconds(self, e: Efficiency) -> np.ndarray:
         """Seconds of each program, [n_rows]."""
+        each = (self._work_s(e) + self._launch_s(e)) * self.repeats
+        return np.bincount(self.row, each, self.n_rows)
+
+    def terms(self, e: Efficiency) -> dict[str, np.ndarray]:
+        """Those seconds by what takes them, [n_rows] each."""
+        work_s, launch_s = self._work_s(e) * self.repeats, self._launch_s(e) * self.repeats
+        found = {
+            name: np.bincount(self.row, np.where(np.isin(self.kind, kinds), work_s, 0), self.n_rows)
+            for name, kinds in _TERMS.items()
+        }
+        return {**found, "launches": np.bincount(self.row, launch_s, self.n_rows)}
+
+    def _launch_s(self, e: Efficiency) -> np.ndarray:
+        return np.where(np.isin(self.kind, _COLLECTIVES), 0.0, e.launch_s)
+
+    def _work_s(self, e: Efficiency) -> np.ndarray:
+        """Seconds of one run of each kernel beside its launch."""
         share = np.select(
             [self.kind == ATTENTION, self.kind == ATTENTION_BACK],
             [e.attention, e.attention_back],
@@ -105,10 +132,10 @@ class Table:
         reach = np.where(self.dims > 0, reached, 1.0).prod(axis=1)
         compute = self.flops / (self.peak * share * reach)
         band = np.where(self.kind == LOOKUP, e.lookup, e.bandwidth) * self.hardware.memory_bandwidth
-        seconds = np.maximum(compute, self.n_bytes / band) + e.launch_s
+        seconds = np.maximum(compute, self.n_bytes / band)
         for i in np.flatnonzero(np.isin(self.kind, _COLLECTIVES)):
             seconds[i] = self._collective_s(int(i), e.link)
-        return np.bincount(self.row, seconds * self.repeats, self.n_rows)
+        return seconds
 
     def _collective_s(self, i: int, reach: float) -> float:
         n_bytes, (group, stride) = float(self.n_bytes[i]), self.group[i].tolist()

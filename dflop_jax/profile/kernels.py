@@ -15,7 +15,7 @@ from math import prod
 
 from dflop_jax.profile.sharded_trace import LAYOUT, Op, Region, Value
 
-MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND = range(8)
+MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 _OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
@@ -30,7 +30,7 @@ class Kernel:
     any size. Collectives join `group`
     devices `stride` apart, 0: the tensor-parallel group. The bytes of `REDUCE` are those that each
     device adds up, those of `GATHER` (which stands for its inverse, too) what all devices have
-    together.
+    together. `COPY` moves arrays and computes nothing; traces, which know no layouts, have none.
     """
 
     kind: int

@@ -1,90 +1,96 @@
 """`benchmarks/gpu_step.py` on toy sizes without a GPU, and what it knows by itself."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from .scripts import BENCHMARKS, module, refusal
-
-SCRIPT = BENCHMARKS / "gpu_step.py"
-# Runs a script and says which packages it needed.
-RUN = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    print(*sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr)
-"""
+from .scripts import module, refusal, run
 
 
 @pytest.fixture(scope="module")
-def script():
-    return module("gpu_step")
+def cases():
+    return module("gpu_cases")
 
 
 def test_a_tiny_run_without_a_gpu(tmp_path):
-    arguments = ["--tiny", "--json", str(tmp_path / "out.json")]
-    out = subprocess.run(
-        [sys.executable, "-c", RUN, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert out.returncode == 0, out.stderr
-    assert "dflop_jax" not in out.stderr.splitlines()[-1].split()
-    record = json.loads((tmp_path / "out.json").read_text())
-    rows = record["rows"]
-    assert out.stdout.startswith("No GPU: jax sees only cpu.")
-    assert record["compiles"] > 0
-    assert record["late_compiles"] == 0
-    assert record["skipped"] == []
-    assert {(r["name"], r["direction"]) for r in rows} == {
-        (name, direction)
-        for name in ("attention pallas", "attention xla", "2 decoder layers", "2 vision layers")
-        for direction in ("forward", "forward+backward")
+    out = run("gpu_step", "--tiny", "--json", tmp_path / "out.jsonl", cwd=tmp_path)
+    assert out.returncode == 0, out.stdout + out.stderr
+    lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [json.loads(text)["name"] for text in out.stdout.splitlines()] == [
+        line["name"] for line in lines
+    ]
+    assert lines[0]["kind"] == "cpu"
+    assert lines[-1]["errors"] == 0
+    assert lines[-1]["compiles"] > 0
+    assert not [line for line in lines if "skipped" in line]
+    found = {(line["part"], line["name"]) for line in lines if "part" in line}
+    assert found >= {
+        ("ceilings", "product"),
+        ("ceilings", "copy"),
+        ("attention", "attention packed"),
+        ("attention", "attention single"),
+        ("attention", "attention tiles"),
+        ("segments", "segment forward"),
+        ("segments", "segment backward"),
+        ("head", "head"),
+        ("step", "task llm backward"),
+        ("step", "task vision forward"),
+        ("step", "task llm update"),
+        ("step", "step"),
+        ("step", "trace"),
     }
-    assert all(r["ms"] > 0 and r["tflops"] > 0 for r in rows)
-    errors = [r["errors"] for r in rows if r["errors"]]
-    assert len(errors) == 2  # of the shortest row, both kernels: output, gradients of q, k and v
-    assert all(0 < e < 0.03 for each in errors for e in each)
-    assert out.stdout.count("attention pallas") == sum(r["name"] == rows[0]["name"] for r in rows)
+    timed = [line for line in lines if "ms" in line]
+    assert all(line["ms"] > 0 for line in timed)
+    segments = [line for line in lines if line["name"] == "segment backward"]
+    assert {line["of"] for line in segments} == {"inner", "last", "encoder"}
+    remats = [line["remat"] for line in segments if line["of"] == "inner"]
+    assert sorted(remats) == ["dots", "layers", "named", "none", "segment"]
+    errors = [e for line in lines[:-1] for e in line.get("errors", ())]
+    assert len(errors) == 8  # output and gradients of q, k and v, by both kernels
+    assert all(0 < e < 0.03 for e in errors)
+    (step,) = (line for line in lines if line["name"] == "step")
+    assert step["dispatch_ms"] <= step["ms"]
+    assert step["tokens_per_s"] == pytest.approx(2 * 32 / step["ms"] * 1e3)
 
 
 def test_without_a_gpu_it_says_so():
     said = refusal("gpu_step")
     assert said.startswith("No GPU: jax sees only cpu.")
-    assert "give --tiny" in said
+    assert "--compile-only" in said
 
 
-@pytest.mark.parametrize(
-    "kind, peak",
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA H200", 989.4),
-        ("cpu", None),
-        ("", None),
-    ],
-)
-def test_peaks(script, kind, peak):
-    assert script.peak_tflops(kind) == peak
+def test_a_chip_must_be_known():
+    assert "h100, h200" in refusal("gpu_step", "--compile-only", "gtx")
 
 
 @pytest.mark.parametrize("tokens", [128, 8192])
-def test_rows_are_packed(script, tokens):
-    ids, lengths = script.packed_row(tokens, 100)
+def test_rows_are_packed(cases, tokens):
+    ids, lengths = cases.packed_row(tokens, 100)
     assert ids.shape == (1, tokens)
     assert 0.98 * tokens <= sum(lengths) <= tokens
     np.testing.assert_array_equal(np.bincount(ids[0])[1:], lengths)
     assert (np.diff(ids[0][: sum(lengths)]) >= 0).all()
     assert not ids[0][sum(lengths) :].any()
+
+
+def test_gaps_between_kernels():
+    gaps = module("gpu_engine").gaps
+    assert gaps([]) == {}
+    found = gaps([(6e6, 10e6), (0.0, 4e6), (1e6, 5e6)])  # two overlap
+    assert found == {"ms": 10.0, "idle": 0.1, "longest_gap_ms": 1.0}
+
+
+def test_the_table_of_segments():
+    """A row for a segment's two tasks; lines of other cases have none."""
+    task = {"of": "inner", "layers": 2, "rows": 1, "tokens": 64, "remat": "none"}
+    task |= {"predicted_ms": 2.0, "flat_ms": 1.0, "peak_ms": 0.5, "peak_bytes": 2**30}
+    names = ("products", "attention", "elementwise", "copies", "launches")
+    task["predicted"] = dict(zip(names, (1.0, 0.5, 0.25, 0.125, 0.125), strict=True))
+    back = task | {"predicted_ms": 6.0, "flat_ms": 3.0, "peak_ms": 1.5, "peak_bytes": 2**31}
+    table = module("gpu_tables").segment_table([task, {"name": "head", "predicted_ms": 1.0}, back])
+    _, row = table.splitlines()
+    assert row.split() == [
+        "inner", "2", "1", "64", "none", "8.0", "25.0%", "2.0", "1.0", "0.5", "0.2", "0.2",
+        "4.0", "50.0%", "-", "2.0",
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
+    COPY,
     ELEMENTWISE,
     GATHER,
     LOOKUP,
@@ -88,7 +89,7 @@ def test_each_kernel_by_hand():
         Kernel(ELEMENTWISE, 0.0, 4 + 3 * small),
         Kernel(ELEMENTWISE, 0.0, 4 + 3 * wide),
         Kernel(LOOKUP, 0.0, 32 + 2 * wide),
-        Kernel(ELEMENTWISE, 0.0, 2 * small),
+        Kernel(COPY, 0.0, 2 * small),
         Kernel(ATTENTION, 2 * attention, 2 * queries, dtype="bfloat16"),
         Kernel(ATTENTION_BACK, 3 * attention, 2 * queries, dtype="bfloat16"),
         Kernel(REDUCE, 0.0, 400.0, group=4, stride=2),

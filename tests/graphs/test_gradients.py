@@ -9,6 +9,7 @@ import pytest
 
 from dflop_jax.contract import edges_of
 from dflop_jax.data.packing import pack_group
+from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
@@ -140,11 +141,12 @@ def oracle(n=8):
 
 
 @pytest.mark.parametrize(
-    "layout, fan_in, n_groups",
-    [("one device", 1, 2), ("all apart", 1, 3), ("all apart", 3, 2),
-     ("two ranks each, shared", 2, 2)],
+    "layout, fan_in, n_groups, unrolled",
+    [("one device", 1, 2, 8), ("all apart", 1, 3, 0), ("all apart", 3, 2, 0),
+     ("two ranks each, shared", 2, 2, 0)],
 )  # fmt: skip
-def test_step_equals_plain_computation(layout, fan_in, n_groups):
+def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monkeypatch):
+    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
     samples, params, scales, want_loss, want = oracle()
     loads = [s.load for s in samples]
     plan = make_plan(layout, fan_in)

@@ -12,8 +12,9 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.gpu_compile.child import device_bytes
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
+from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.residuals import REMAT
-from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.pipeline.segment import AXES, Segment, unrolled_layers
 from dflop_jax.records import BACKWARD, FORWARD, Edge, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
@@ -32,7 +33,9 @@ MIXED = {  # layout -> policies of its segments; tests of gradients have "none" 
 @pytest.mark.parametrize(
     "m, name", list(zip((Small(), Small(), NANO), MIXED, strict=True)), ids=MIXED
 )
-def test_gradients_are_those_of_the_plain_computation(m, name):
+def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
+    """Of segments of a module the first is a loop over layers, the others are unrolled."""
+    monkeypatch.setattr(Segment, "unrolls", property(lambda s: s.plan.start > 0))
     vision, llm, options = PLANS[name]
     samples, _, want_loss, want = oracle(m)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
@@ -102,6 +105,43 @@ def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, 
         executed += hlo_cost(s.lower(shape, kind).compile().as_text(), seen).flops
         needed += needed_flops(s, shape, kind, with_forward=False)
     assert least <= executed / needed <= most
+
+
+def ends_in_a_loss(remat: Remat) -> Segment:
+    """The last layers of a decoder, whose backward task is also its forward task."""
+    module = NANO.modules["llm"]
+    n = module.n_layers
+    plan = SegmentPlan("llm1", "llm", n - 2, n, "all", False, True, remat)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    parts = frozenset(("layers", "exit"))
+    return Segment(plan, module, mesh, 1, parts, frozenset(("hidden",)), shares_entry=True)
+
+
+@pytest.mark.parametrize("remat", ["none", "layers"])
+def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
+    """Nothing that is to be computed again is merged with what forward computed."""
+    inner, last, shape = inner_layers(remat), ends_in_a_loss(remat), Shape(1, 32)
+    kept = device_bytes(inner.residual_structs(shape))
+    flops = [
+        hlo_cost(s.lower(shape, BACKWARD).compile().as_text(), seen_pairs(s.module, 32)).flops
+        for s in (inner, last)
+    ]
+    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: 2)
+    inner, last = inner_layers(remat), ends_in_a_loss(remat)
+    structs = inner.residual_structs(shape)
+    assert inner.unrolls
+    assert last.unrolls
+    assert device_bytes(structs) == kept
+    assert len(structs["ticks"]["layers 0"]) == 2  # of each layer its own
+    for s, want in zip((inner, last), flops, strict=True):
+        text = s.lower(shape, BACKWARD).compile().as_text()
+        assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want
+
+
+def test_layers_are_unrolled_where_that_pays():
+    assert unrolled_layers("cpu") == 0
+    assert unrolled_layers("sm_80") == unrolled_layers("sm_90") >= 8
+    assert not inner_layers("none").unrolls
 
 
 def test_the_configuration_knows_the_policies():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import av
 from av.container import InputContainer
@@ -28,7 +29,9 @@ OPTIONS = {
 }
 
 # A title may be in any encoding. Since 19 PyAV replaces what is not UTF-8 by itself.
-LENIENT = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+LENIENT: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+)
 
 
 @contextmanager

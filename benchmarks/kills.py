@@ -50,13 +50,15 @@ from dflop_jax import Config
 from dflop_jax import DataConfig
 from dflop_jax import ModelConfig
 from dflop_jax import PlanConfig
+from dflop_jax import ScheduleConfig
 from dflop_jax import TrainConfig
 
 def config():
     return Config(
         model=ModelConfig(size="nano"),
         data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
-        plan=PlanConfig(max_model=1, buckets=2, effort="quick", max_microbatches=4),
+        plan=PlanConfig(policy="dflop", max_model=1, buckets=2, effort="quick", max_microbatches=4),
+        schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4),
         checkpoint=CheckpointConfig(every=2, keep=2),
         run_dir={run_dir!r},

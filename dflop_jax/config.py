@@ -108,7 +108,7 @@ class DataConfig:
 class PlanConfig:
     policy: Annotated[
         Policy, "dflop, orch, auto (the faster of both), dip, or a baseline; see the README"
-    ] = "dflop"
+    ] = "auto"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
     hardware: Annotated[
         str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
@@ -147,8 +147,10 @@ class ScheduleConfig:
     ] = 0
     ahead: Annotated[PositiveInt, "global batches scheduled ahead"] = 4
     correct: Annotated[
-        bool, "correct predictions by observed times; schedules then depend on the clock"
-    ] = False
+        bool,
+        "correct predictions by observed times while that pays; what is decided is saved, so that "
+        "a resumed run decides alike",
+    ] = True
 
 
 @dataclass(frozen=True)

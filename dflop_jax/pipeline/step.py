@@ -12,7 +12,7 @@ import numpy as np
 from dflop_jax.pipeline.communicator import place, send, zeros
 from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.pipeline.watcher import Observation, to_events
+from dflop_jax.pipeline.watcher import Observation, own_seconds, to_events
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
 
 Tree = Any
@@ -369,3 +369,9 @@ class StepHandle:
         trace = Trace(self._step, "measured", events)
         norm = max((part.grad_norm for part in parts), default=0.0)
         return StepResult(sums, norm, trace, origin, origin + trace.makespan_s)
+
+    def own_seconds(self, parts: Sequence[LocalResult]) -> tuple[dict[Task, float], ...]:
+        """What every process took for its tasks, by process (see `watcher.own_seconds`)."""
+        spans = [part.spans for part in parts]
+        resources = self._call.programs.resource
+        return own_seconds(self._order, spans, resources, self._graph.waits_for)

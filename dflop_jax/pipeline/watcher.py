@@ -92,3 +92,33 @@ def to_events(
         for t, s, e in spans
     )
     return origin, events
+
+
+def own_seconds(
+    order: Sequence[Task],
+    parts: Sequence[Sequence[tuple[int, float, float]]],
+    resource_of: dict[str, int],
+    waits_for: dict[Task, tuple[Task, ...]],
+) -> tuple[dict[Task, float], ...]:
+    """What every process took for its tasks of a step, from (place in the order, dispatched, ended)
+    of each in one clock. A resource's first task is left out: it may have waited for the step
+    before."""
+    last_end: dict[Task, float] = {}
+    for spans in parts:
+        for i, _, end_s in spans:
+            last_end[order[i]] = max(end_s, last_end.get(order[i], end_s))
+    found = []
+    for spans in parts:
+        own_end = {order[i]: end_s for i, _, end_s in spans}
+        took: dict[Task, float] = {}
+        free_s: dict[int, float] = {}
+        for i, dispatched_s, end_s in spans:
+            task = order[i]
+            resource = resource_of[task.segment]
+            if resource in free_s:
+                inputs = [own_end.get(t, last_end[t]) for t in waits_for[task]]
+                start_s = max(dispatched_s, free_s[resource], *inputs)
+                took[task] = max(end_s - start_s, 0.0)
+            free_s[resource] = end_s
+        found.append(took)
+    return tuple(found)

@@ -33,7 +33,8 @@ class StepMetrics:
     all devices of the run, null where no peak is known. A module's `mfu_by_module` is over the peak
     of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes of features that
     went to another data rank for each pair of modules ("source > target"), forward; as many bytes
-    of gradients came back.
+    of gradients came back. `slowness` is how many times longer a process takes than it should
+    (median of the last steps, by process; empty in a run of one).
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepMetrics:
     mfu_by_module: Mapping[str, float] = field(default_factory=dict)
     moved_in_node: Mapping[str, float] = field(default_factory=dict)
     moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
+    slowness: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

@@ -28,12 +28,14 @@ from dflop_jax.report.trackers import (
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
+SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 _LOCK = "lock"
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
-_OUTPUTS = (METRICS, EVALUATIONS, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES)
+_OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _NUMBERS = {f.name for f in fields(StepMetrics)}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
@@ -108,9 +110,9 @@ class RunFolder:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
         cut short."""
         self._metrics.close()
-        _keep_rows(self.path / METRICS, lambda row: row["step"] < start_step)
+        keep_rows(self.path / METRICS, lambda row: row["step"] < start_step)
         # An evaluation is numbered by the steps before it.
-        _keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
+        keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
         self._metrics = (self.path / METRICS).open("ab")
 
     def __enter__(self) -> Self:
@@ -156,7 +158,7 @@ class RunFolder:
 
         Trackers have it at the last of the steps before it, unless they had it already.
         """
-        known = _keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
+        known = keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
         for tracker in () if known else self.trackers:
             tracker.log(row.step - 1, evaluation_scalars(row))
         with (self.path / EVALUATIONS).open("ab") as f:
@@ -167,12 +169,12 @@ class RunFolder:
         write_trace(self.path / TRACE, traces, labels)
 
 
-def _keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:
+def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:
     """Drop the other rows of a file, and a last one that a kill cut short; returns how many whole
     ones."""
     if not path.exists():
         return 0
-    lines = [line for line in path.read_bytes().split(b"\n") if _is_whole(line)]
+    lines = [line for line in path.read_bytes().split(b"\n") if is_whole(line)]
     # Rewritten whole, then renamed: a kill in between loses no row.
     fresh = path.with_suffix(".tmp")
     kept = [x for x in lines if keep(msgspec.json.decode(x))]
@@ -203,7 +205,7 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
     if not path.exists():
         raise ValueError(f"{path}: no such file; {path.parent} is not a run folder, train it first")
     *lines, last = path.read_bytes().split(b"\n")
-    if _is_whole(last):
+    if is_whole(last):
         lines.append(last)
     rows = [_row(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
     if not rows and not empty_ok:
@@ -228,7 +230,7 @@ def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
     """
     path = Path(folder) / EVALUATIONS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    if lines and not _is_whole(lines[-1]):  # a kill cut it short
+    if lines and not is_whole(lines[-1]):  # a kill cut it short
         lines.pop()
     if not lines:
         return None
@@ -244,7 +246,7 @@ def has_steps(folder: str | Path) -> bool:
     return (Path(folder) / METRICS).exists() and bool(read_metrics(folder, empty_ok=True))
 
 
-def _is_whole(line: bytes) -> bool:
+def is_whole(line: bytes) -> bool:
     """Whether a line without newline is a row all the same: a cut object never parses."""
     try:
         row = msgspec.json.decode(line)

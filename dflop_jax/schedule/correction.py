@@ -71,29 +71,44 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
     return times
 
 
+def log_ratios(
+    plan: Plan,
+    observed: Mapping[ProgramId, Sequence[float]],
+    predicted: Mapping[ProgramId, float],
+) -> dict[str, float]:
+    """log(observed / predicted) of a step by program, the median of its runs; programs of segments
+    that the plan lacks are left out.
+
+    Args:
+      observed: seconds of each program, one entry per run in the step.
+      predicted: uncorrected seconds of the same.
+    """
+    segments = {s.name for s in plan.segments}
+    found: dict[str, list[float]] = {}
+    for program, runs in observed.items():
+        predicted_s = predicted.get(program, 0.0)
+        ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]
+        if ratios and program.segment in segments:
+            found[name_of(program)] = median(ratios)
+    return found
+
+
+def with_ratios(state: Correction, ratios: Mapping[str, float]) -> Correction:
+    """The state after one more sampled step, which counts once for each program that it ran."""
+    logs = dict(state.logs)
+    for name, ratio in ratios.items():
+        logs[name] = (*logs.get(name, ()), ratio)[-_MEMORY:]
+    return Correction(logs)
+
+
 def observe(
     state: Correction,
     plan: Plan,
     observed: Mapping[ProgramId, Sequence[float]],
     predicted: Mapping[ProgramId, float],
 ) -> Correction:
-    """The state after one sampled step; programs of segments that the plan lacks are left out.
-
-    Args:
-      observed: seconds of each program, one entry per run in the step.
-      predicted: uncorrected seconds of the same.
-
-    A step counts once for a program, with the median of its runs; see `Correction.log_factor`.
-    """
-    segments = {s.name for s in plan.segments}
-    logs = dict(state.logs)
-    for program, runs in observed.items():
-        predicted_s = predicted.get(program, 0.0)
-        ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]
-        if ratios and program.segment in segments:
-            name = name_of(program)
-            logs[name] = (*logs.get(name, ()), median(ratios))[-_MEMORY:]
-    return Correction(logs)
+    """The state after one sampled step, by what `log_ratios` makes of it."""
+    return with_ratios(state, log_ratios(plan, observed, predicted))
 
 
 def corrected(prices: Prices, state: Correction) -> Prices:

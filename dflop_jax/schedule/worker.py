@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ class ScheduleWorker:
     Args:
       loads_of: step -> the loads of its global batch; called in the parent, in order.
       plan, prices, trainable: as for `schedule_batch`.
+      changes: other prices by the first step that they hold for.
       first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
       ahead: batches requested ahead of the one asked for.
       work: units of one solve, as for `schedule_batch`.
@@ -52,6 +53,7 @@ class ScheduleWorker:
         prices: Prices,
         trainable: Collection[str],
         *,
+        changes: Mapping[int, Prices] | None = None,
         first_step: int = 0,
         stop_step: int | None = None,
         ahead: int = 4,
@@ -70,7 +72,8 @@ class ScheduleWorker:
         self._child: subprocess.Popen[bytes] | None = None
         self.deaths = 0
         self.fallbacks = 0
-        self.update_prices(prices)
+        lists = {-1: prices, **(changes or {})}
+        self._prices = {step: PriceList.of(p) for step, p in lists.items()}
         self._request_until(first_step + ahead)
         self._thread = threading.Thread(target=self._serve, name="schedule-worker", daemon=True)
         self._thread.start()
@@ -81,9 +84,12 @@ class ScheduleWorker:
         child = self._child
         return child.pid if child is not None and child.poll() is None else None
 
-    def update_prices(self, prices: Prices) -> None:
-        """Use these prices for the batches requested from now on (`ahead` steps from here)."""
-        self._prices = PriceList.of(prices)
+    def update_prices(self, prices: Prices) -> int:
+        """Use these prices for the batches requested from now on (`ahead` steps from here), in
+        place of all changes; returns the first step of these."""
+        with self._changed:
+            self._prices = {self._next_step: PriceList.of(prices)}
+            return self._next_step
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
@@ -131,8 +137,10 @@ class ScheduleWorker:
     def _request_until(self, stop: int) -> None:
         stop = stop if self._stop_step is None else min(stop, self._stop_step)
         for step in range(self._next_step, stop):
-            request = Request(step, tuple(self._loads_of(step)), self._prices)
+            loads = tuple(self._loads_of(step))
             with self._changed:
+                prices = self._prices[max(first for first in self._prices if first <= step)]
+                request = Request(step, loads, prices)
                 self._requests[step] = request
                 self._next_step = step + 1
                 self._changed.notify_all()

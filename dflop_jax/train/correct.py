@@ -6,29 +6,43 @@ import time
 from collections.abc import Sequence
 from statistics import mean
 
-from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Trace
+from dflop_jax.records import Plan, Prices, ProgramId, Schedule, Trace
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.correction import (
-    Correction,
-    Monitor,
     corrected,
-    decide,
-    observe,
+    log_ratios,
     predicted_gain_s,
     sampling,
     task_times,
+    with_ratios,
 )
+from dflop_jax.schedule.learnt import Learnt, Sample, digest, learn, needed_from, replay
 from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.train.feed import ReadyBatch
+from dflop_jax.train.sample_file import SampleFile
+
+
+def take_up(prices: Prices, kept: Learnt | None, samples: SampleFile, start: int) -> Learnt:
+    """What is known of these prices before step `start`: what a checkpoint `kept`, and the samples
+    beyond it. Samples of steps to come under other prices are dropped."""
+    key = digest(prices)
+    samples.keep(lambda s: s.step < start or s.prices == key)
+    return replay(kept if kept and kept.prices == key else Learnt(key), samples.known)
 
 
 class Corrector:
     """Adaptive correction of one run (DFLOP, arXiv 2603.25120; our rules are in
     `schedule.correction`).
 
+    Steps up to the last one that `learnt` knows are not sampled: they were by another run, whose
+    decisions this one takes.
+
     Args:
       prices: as predicted.
       trainable: names of the segments that train.
+      samples: where they are kept.
+      learnt: what `worker` schedules by (see `learnt.price_changes`).
     """
 
     def __init__(
@@ -37,24 +51,25 @@ class Corrector:
         prices: Prices,
         trainable: Sequence[str],
         worker: ScheduleWorker,
+        samples: SampleFile,
         progress: Progress,
+        learnt: Learnt,
     ):
         self._plan, self._prices, self._trainable = plan, prices, trainable
-        self._worker, self._progress = worker, progress
-        self.state, self.monitor = Correction(), Monitor()
+        self._worker, self._samples, self._progress = worker, samples, progress
+        self._learnt = learnt
         self._gain_s = self._overhead_s = 0.0
 
-    def restore(self, state: Correction, monitor: Monitor) -> None:
-        """Continue from what another run had learnt."""
-        self.state, self.monitor = state, monitor
-        self._worker.update_prices(corrected(self._prices, state))
+    def learnt(self, step: int) -> Learnt:
+        """What a run needs that goes on at a step, for its checkpoint."""
+        return needed_from(self._learnt, step)
 
     @property
     def report(self) -> dict[str, float]:
         """For the metrics: whether sampling is on, and why."""
         return {
-            "sampling": float(self.monitor.on),
-            "farthest_factor": 1.0 + self.state.deviation,
+            "sampling": float(self._learnt.monitor.on),
+            "farthest_factor": 1.0 + self._learnt.state.deviation,
             "predicted_gain_s": self._gain_s,
             "overhead_s": self._overhead_s,
         }
@@ -62,35 +77,35 @@ class Corrector:
     def after_step(self, trace: Trace, batch: ReadyBatch) -> None:
         """Learn from a finished step, if it is one to sample; later batches are scheduled by what
         was learnt. A change of mind about sampling is logged with its reasons."""
-        step = batch.step
-        if not sampling(self.monitor, step):
+        step, before = batch.step, self._learnt
+        if step <= before.last or not sampling(before.monitor, step):
             return
         started_s = time.perf_counter()
-        observed = task_times(trace, batch.schedule)
-        predicted = predicted_s(self._plan, batch.schedule, self._prices)
-        self.state = observe(self.state, self._plan, observed, predicted)
-        after = corrected(self._prices, self.state)
-        gain_s = predicted_gain_s(batch.loads, self._plan, self._prices, after, self._trainable)
-        self._worker.update_prices(after)
+        plan, prices, trainable = self._plan, self._prices, self._trainable
+        expected = predicted_s(plan, batch.schedule, prices, trainable)
+        ratios = log_ratios(plan, task_times(trace, batch.schedule), expected)
+        state = with_ratios(before.state, ratios)
+        after = corrected(prices, state)
+        gain_s = predicted_gain_s(batch.loads, plan, prices, after, trainable)
+        first = self._worker.update_prices(after)
         overhead_s = time.perf_counter() - started_s
-        was_on = self.monitor.on
+        sample = Sample(step, first, before.prices, ratios, gain_s, overhead_s)
+        self._samples.append(sample)
         self._gain_s, self._overhead_s = gain_s, overhead_s
-        self.monitor = decide(self.monitor, step, self.state, gain_s=gain_s, overhead_s=overhead_s)
-        if self.monitor.on != was_on or step == 0:
+        self._learnt = learn(needed_from(before, step), sample)
+        on = self._learnt.monitor.on
+        if on != before.monitor.on or step == 0:
             self._progress.log(
-                f"step {step}: sampling of task times {'on' if self.monitor.on else 'off'}; "
-                f"farthest correction {1 + self.state.deviation:.2f}x, predicted gain "
+                f"step {step}: sampling of task times {'on' if on else 'off'}; "
+                f"farthest correction {1 + state.deviation:.2f}x, predicted gain "
                 f"{1e3 * gain_s:.1f} ms a step, overhead {1e3 * overhead_s:.1f} ms"
             )
 
 
-def predicted_s(plan: Plan, schedule: Schedule, prices: Prices) -> dict[ProgramId, float]:
-    """Mean predicted seconds of every program over the groups that it runs in a schedule."""
-    seconds: dict[ProgramId, list[float]] = {}
-    for group in schedule.groups:
-        for segment in plan.segments_of(group.module):
-            for direction in (FORWARD, BACKWARD):
-                program = ProgramId(segment.name, group.shape, direction)
-                if price := prices.programs.get(program):
-                    seconds.setdefault(program, []).append(price.of(group.pairs))
-    return {program: mean(times_s) for program, times_s in seconds.items()}
+def predicted_s(
+    plan: Plan, schedule: Schedule, prices: Prices, trainable: Sequence[str]
+) -> dict[ProgramId, float]:
+    """Mean predicted seconds of every program over the groups that it runs in a schedule, among
+    the tasks that run beside it: where devices share cores, they slow each other down."""
+    trace = simulate_step(plan, schedule, prices, trainable)
+    return {program: mean(times_s) for program, times_s in task_times(trace, schedule).items()}

@@ -21,14 +21,16 @@ from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.compiles import CompileCounter
-from dflop_jax.train.correct import Corrector
+from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.resume import Meta, Resumed
+from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
@@ -46,7 +48,7 @@ class LoopResult:
 
 
 class Loop:
-    """One process's part in the steps of a run; `folder` is process 0's."""
+    """One process's part in the steps of a run; `folder` and `samples` are process 0's."""
 
     def __init__(
         self,
@@ -58,10 +60,12 @@ class Loop:
         prices: Prices,
         saver: Checkpointer,
         folder: RunFolder | None,
+        samples: SampleFile | None,
         progress: Progress,
     ):
         self.config, self.place, self.peers = config, place, place.peers
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
+        self._samples = samples
         self.source, self.profile, self.prices = source, profile, prices
         needed = needed_flops(place.model, _row_tokens(ex.plan), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
@@ -75,13 +79,7 @@ class Loop:
         config, peers = self.config, self.peers
         start = self.loader.restore(resumed.meta.loader) if resumed else 0
         self._done = self._saved = start
-        worker = self._start_worker(stack, start)
-        if worker and config.schedule.correct:
-            self._corrector = Corrector(
-                self.ex.plan, self.prices, self.ex.trainable, worker, self.progress
-            )
-            if resumed and resumed.meta.correction and resumed.meta.monitor:
-                self._corrector.restore(resumed.meta.correction, resumed.meta.monitor)
+        worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
         if config.train.eval_samples:
             source = self.place.source("eval")
@@ -91,6 +89,7 @@ class Loop:
         self.log = StepLog(
             config.train,
             self.ex.plan,
+            self.prices,
             peers,
             self.folder,
             self.progress,
@@ -122,21 +121,42 @@ class Loop:
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
         return LoopResult(losses, compiles, evaluation, done, preempted)
 
-    def _start_worker(self, stack: ExitStack, start: int) -> ScheduleWorker | None:
-        if not self.peers.is_hub:
+    def _start_worker(
+        self, stack: ExitStack, start: int, kept: Learnt | None
+    ) -> ScheduleWorker | None:
+        """Start what solves the schedules, on process 0, and what corrects its prices; `kept` is
+        what a checkpoint knows of these."""
+        if self._samples is None:
             return None
-        return stack.enter_context(
+        learnt = None
+        if self.config.schedule.correct:
+            learnt = take_up(self.prices, kept, self._samples, start)
+        else:
+            self._samples.keep(lambda sample: sample.step < start)
+        worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,
                 self.ex.plan,
                 self.prices,
                 self.ex.trainable,
+                changes=price_changes(self.prices, learnt) if learnt else None,
                 first_step=start,
                 stop_step=self.config.train.steps,
                 ahead=self.config.schedule.ahead,
                 work=self.config.schedule.work or None,
             )
         )
+        if learnt:
+            self._corrector = Corrector(
+                self.ex.plan,
+                self.prices,
+                self.ex.trainable,
+                worker,
+                self._samples,
+                self.progress,
+                learnt,
+            )
+        return worker
 
     def _steps(
         self,
@@ -237,8 +257,7 @@ class Loop:
             PriceList.of(self.prices),
             self.peers.count,
             len(self.place.devices),
-            self._corrector.state if self._corrector else None,
-            self._corrector.monitor if self._corrector else None,
+            self._corrector.learnt(done) if self._corrector else None,
         )
         self.saver.save(done, msgspec.to_builtins(meta), logged)
 

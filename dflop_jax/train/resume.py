@@ -13,7 +13,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.records import Plan, PriceList, Profile
-from dflop_jax.schedule.correction import Correction, Monitor
+from dflop_jax.schedule.learnt import Learnt
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Meta:
       loader: see `Loader.state`.
       prices: that batches are scheduled by.
       processes, devices: of the run that saved it.
-      correction, monitor: of the scheduler's predictions, where they were corrected.
+      learnt: corrections of the prices, where they are corrected.
     """
 
     step: int
@@ -38,8 +38,7 @@ class Meta:
     prices: PriceList
     processes: int
     devices: int
-    correction: Correction | None = None
-    monitor: Monitor | None = None
+    learnt: Learnt | None = None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step import LocalResult, StepHandle, StepResult
-from dflop_jax.records import Plan, Trace
+from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
@@ -19,6 +20,7 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.optimizer import learning_rates
+from dflop_jax.train.stragglers import Stragglers, slowness
 from dflop_jax.train.utilisation import Peaks, utilisation
 
 
@@ -46,6 +48,7 @@ class StepLog:
     metrics.jsonl, the progress bar and, at the end, trace.json.
 
     Args:
+      prices: of programs run alone.
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
     """
@@ -54,6 +57,7 @@ class StepLog:
         self,
         config: TrainConfig,
         plan: Plan,
+        prices: Prices,
         peers: Peers,
         folder: RunFolder | None,
         progress: Progress,
@@ -62,10 +66,11 @@ class StepLog:
         rates: Mapping[str, float] | None = None,
         peaks: Peaks | None = None,
     ):
-        self._corrector, self._peaks = corrector, peaks
+        self._corrector, self._peaks, self._prices = corrector, peaks, prices
         self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
         self.rates = learning_rates(config)
         self._factors = {g: rate / config.learning_rate for g, rate in (rates or {}).items()}
+        self._stragglers = Stragglers(progress.log)
         self.losses: list[float] = []
         self.compiles: list[int] = []
         self._counter, self._compiled = counter, counter.read()
@@ -106,6 +111,11 @@ class StepLog:
         if self.peers.is_hub:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
+            if len(parts) > 1:
+                alone_s = partial(self._prices.task_s, self.plan, batch.schedule)
+                self._stragglers.after_step(
+                    batch.step, slowness(handle.own_seconds(parts), alone_s)
+                )
             self._log(result, batch, waits_s, verdict)
         return verdict
 
@@ -143,6 +153,7 @@ class StepLog:
             moved_in_node=batch.moved.in_node,
             moved_across_nodes=batch.moved.across_nodes,
             correction=self._corrector.report if self._corrector else {},
+            slowness=self._stragglers.factors,
             **utilisation(batch.flops, step_s, self._peaks),
         )
         self.folder.append(row)

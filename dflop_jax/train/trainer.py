@@ -34,6 +34,7 @@ from dflop_jax.train.planning import check_trainable, make_plan
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import make_profile
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
+from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
 
 
@@ -119,10 +120,11 @@ class Trainer:
         resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
         # Before anything is written: the folder may be of a run on other data.
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
-        folder = None
+        folder, samples = None, None
         if peers.is_hub:
             folder = RunFolder(config.run_dir, existing=self._existing)
             stack.enter_context(folder)
+            samples = SampleFile(folder.path)
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
@@ -144,9 +146,8 @@ class Trainer:
         timed = self._timed or self._warm_up(ex, progress)
         if folder:
             folder.write_plan(self._predicted(ex.plan, prices, timed))
-        loop = Loop(
-            config, self.place, self.source, self.profile, ex, prices, saver, folder, progress
-        )
+        data = self.source, self.profile
+        loop = Loop(config, self.place, *data, ex, prices, saver, folder, samples, progress)
         result = loop.run(stack, resumed)
         if folder and result.losses:
             write_summary(folder.path)

@@ -61,7 +61,7 @@ def finished(tmp_path_factory):
     config = Config(
         model=ModelConfig(size="anyres-nano"),
         data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
-        plan=PlanConfig(devices=2, max_model=1),
+        plan=PlanConfig(policy="dflop", devices=2, max_model=1),
         train=TrainConfig(steps=2, global_batch=8),
         run_dir=str(folder / "run"),
         cache_dir=str(folder / "cache"),

@@ -28,7 +28,7 @@ SHAPES = {"vision": [Shape(4, 16), Shape(16, 16)], "llm": [Shape(1, 256), Shape(
 def config(tmp_path, **train) -> Config:
     return Config(
         model=ModelConfig(size="nano", dtype="bfloat16"),
-        plan=PlanConfig(hardware="h100", devices=8),
+        plan=PlanConfig(policy="dflop", hardware="h100", devices=8),
         train=TrainConfig(**train),
         cache_dir=str(tmp_path),
     )
@@ -213,7 +213,9 @@ def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, mo
     again = probing.compiled_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: found[p] for p in probes if p.depth != 3}
-    other = replace(config(tmp_path), plan=PlanConfig(hardware="a100-80", devices=8))
+    other = replace(
+        config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
+    )
     assert all(f.error for f in probing.compiled_probes(other, MODEL, probes).values())
 
 

@@ -29,7 +29,7 @@ from tests.plans import NANO, bucket
 def config(**plan) -> Config:
     return Config(
         model=ModelConfig(size="nano", dtype="bfloat16", attention_kernel="xla"),
-        plan=PlanConfig(hardware="h100", devices=NANO.n_devices, **plan),
+        plan=PlanConfig(policy="dflop", hardware="h100", devices=NANO.n_devices, **plan),
     )
 
 
@@ -66,7 +66,8 @@ def experiment(tmp_path, monkeypatch) -> str:
         "from dflop_jax import Config, ModelConfig, PlanConfig\n"
         "def config():\n"
         "    model = ModelConfig(size='nano', dtype='bfloat16', attention_kernel='xla')\n"
-        f"    return Config(model=model, plan=PlanConfig(devices={NANO.n_devices}))\n"
+        f"    plan = PlanConfig(policy='dflop', devices={NANO.n_devices})\n"
+        "    return Config(model=model, plan=plan)\n"
     )
     save(replace(NANO, buckets=NANO.buckets[:1]), "plan.json")
     return "nano.py"
@@ -290,7 +291,7 @@ def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experime
         model = ModelConfig(
             factory="heads:build", size=head_dim, dtype="bfloat16", attention_kernel=kernel
         )
-        chosen = PlanConfig(hardware="a100-40", devices=5)
+        chosen = PlanConfig(policy="dflop", hardware="a100-40", devices=5)
         # Few programs: nothing of the encoder trains.
         train = TrainConfig(freeze=("vision", "connector"))
         return Job(Config(model=model, plan=chosen, train=train), plan)

@@ -51,7 +51,13 @@ TILE = 16  # tokens of a piece of "vision", which takes one a row
 
 BATCH = 8
 CONFIG = PlanConfig(
-    buckets=2, max_model=2, max_stage=2, max_microbatches=8, sampled_batches=2, devices=0
+    policy="dflop",
+    buckets=2,
+    max_model=2,
+    max_stage=2,
+    max_microbatches=8,
+    sampled_batches=2,
+    devices=0,
 )
 # Graphs of modules: name -> (layers of each module, edges).
 GRAPHS = {

@@ -35,13 +35,14 @@ EXPERIMENT = """
 import sys
 sys.path.append({root!r})
 from dflop_jax import (CheckpointConfig, Config, DataConfig, DistributedConfig, ModelConfig,
-                       TrainConfig)
+                       ScheduleConfig, TrainConfig)
 
 def config():
     return Config(
         model=ModelConfig(factory="tests.small:build"),
         data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
         train=TrainConfig(steps={steps}, global_batch=4, warmup_steps=2),
+        schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         checkpoint=CheckpointConfig(every={every}, keep=100),
         distributed=DistributedConfig(peer_timeout_s=20.0),
         run_dir={run_dir!r},

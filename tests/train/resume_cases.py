@@ -10,7 +10,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from dflop_jax import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.report.run_folder import read_metrics
@@ -26,6 +33,7 @@ CONFIG = Config(
     model=ModelConfig(factory="tests.small:build"),
     data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
     train=TrainConfig(steps=STEPS, global_batch=4, warmup_steps=2, eval_samples=4, eval_every=4),
+    schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
     checkpoint=CheckpointConfig(every=3, keep=10),
 )
 

@@ -34,6 +34,7 @@ def config(**more):
     start = Config(
         data=DataConfig(n_samples=32, max_tiles=2, max_frames=2, max_tokens=512, workers=1),
         plan=PlanConfig(
+            policy="dflop",
             devices=2, max_model=1, max_stage=1, buckets=2, sampled_batches=1, max_microbatches=2,
             effort="quick",
         ),

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from dflop_jax import CheckpointConfig, ScheduleConfig
-from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.record_files import save
-from dflop_jax.report.run_folder import RunFolder, read_metrics
-from dflop_jax.schedule.correction import Correction, Monitor
-from dflop_jax.train.correct import Corrector
+from dflop_jax.records import PriceList
+from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
+from dflop_jax.schedule import worker as worker_module
+from dflop_jax.schedule.learnt import Sample
+from dflop_jax.schedule.worker_main import Request
 from dflop_jax.train.loop import Loop
-from dflop_jax.train.resume import Meta
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -166,39 +166,69 @@ def test_the_command_refuses_other_data(command, capsys):
     assert "checkpoint was made with data global_batch=4, this run has 8" in err.splitlines()[-1]
 
 
-# ---- the state of the correction ----
+# ---- decisions of the correction ----
 
 
-def meta_of(folder, step: int) -> Meta:
-    return msgspec.convert(CheckpointStore(Path(folder) / "checkpoints").open(step).meta, Meta)
+def prices_by_step(monkeypatch) -> dict[int, list[PriceList]]:
+    """The prices that each step's batch is scheduled by from now on, of every run."""
+    asked: dict[int, list[PriceList]] = {}
+
+    def spy(step, loads, prices):
+        asked.setdefault(step, []).append(prices)
+        return Request(step, loads, prices)
+
+    monkeypatch.setattr(worker_module, "Request", spy)
+    return asked
 
 
-def test_corrections_survive(whole, monkeypatch):
-    folder = as_killed(whole, saved=3, rows=3)
-    assert meta_of(folder, 3).correction is None
-    fit(folder, "resume", schedule=ScheduleConfig(correct=True))
-    learnt = meta_of(folder, 9)
-    assert learnt.correction.logs
-    assert learnt.correction.deviation > 0
-    assert learnt.monitor != Monitor()
-    shutil.rmtree(folder / "checkpoints/00000012")
-    restored = []
-    restore = Corrector.restore
+def samples(folder) -> list[Sample]:
+    lines = (Path(folder) / SAMPLES).read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=Sample) for line in lines]
 
-    def spy(self, state, monitor):
-        assert (self.state, self.monitor) == (Correction(), Monitor())
-        restored.append((state, monitor))
-        restore(self, state, monitor)
-        assert self.state == state
 
-    monkeypatch.setattr(Corrector, "restore", spy)
-    fit(folder, "resume", schedule=ScheduleConfig(correct=True))
-    assert restored == [(learnt.correction, learnt.monitor)]
-    assert len(read_metrics(folder)) == STEPS
-    # A run that does not correct takes no notice.
-    shutil.rmtree(folder / "checkpoints/00000012")
-    fit(folder, "resume")
-    assert len(restored) == 1
+def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
+    asked = prices_by_step(monkeypatch)
+    correct = {
+        "schedule": ScheduleConfig(correct=True, ahead=1),
+        "data": dataclasses.replace(CONFIG.data, prefetch=1),
+    }
+    corrected = fit("whole", **correct).run_dir
+    known = samples(corrected)
+    assert [s.step for s in known][:8] == list(range(8))
+    # The made-up profile is far off, so prices change, at recorded steps.
+    again_run = range(6, 11)
+    assert len({msgspec.json.encode(asked[step]) for step in again_run}) >= 2
+    assert asked[10] != asked[0]
+    killed = as_killed(corrected, saved=6, rows=10)
+    lines = (killed / SAMPLES).read_bytes().splitlines(keepends=True)
+    left = [s for s in known if s.step < 10]
+    (killed / SAMPLES).write_bytes(b"".join(lines[: len(left)]) + lines[0][:20])
+    for copy in ("bare", "plain"):
+        shutil.copytree(killed, copy)
+    fit(killed, "resume", **correct)
+    assert essence(killed)[:11] == essence(corrected)[:11]
+    assert samples(killed)[: len(left)] == left
+    for step in again_run:
+        first, second = asked[step]
+        assert first == second, step
+    # Without the file a checkpoint has what was learnt before it.
+    Path("bare", SAMPLES).unlink()
+    fit("bare", "resume", **correct)
+    assert asked[6][2] == asked[6][0]
+    assert all(s.step > 4 for s in samples("bare"))
+    # A run that does not correct takes no notice, and leaves nothing to be replayed.
+    fit("plain", "resume")
+    assert [s.step for s in samples("plain")] == list(range(6))
+    assert asked[10][3] == asked[0][0]
+
+
+def test_a_broken_line_of_samples_is_named(whole):
+    folder = copy_of(whole)
+    (folder / SAMPLES).write_text('{"step": 3, "first": 3}\n{}\n')
+    says = refused(folder)
+    assert "corrections.jsonl:1: not a sampled step" in says
+    assert "remove the line" in says
+    assert essence(folder) == essence(whole)
 
 
 # ---- another run's folder ----

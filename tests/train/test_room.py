@@ -15,7 +15,7 @@ def place_of(**data):
     config = Config(
         model=ModelConfig(factory="models.qwen3_vl:build", size="qwen3-vl-tiny"),
         data=DataConfig(min_pixels=1024, max_pixels=40_000, **data),
-        plan=PlanConfig(hardware="a100-80", devices=2),
+        plan=PlanConfig(policy="dflop", hardware="a100-80", devices=2),
     )
     return prepare.set_up(config)
 
@@ -54,7 +54,7 @@ def test_tiles(grouping, tiles):
     config = Config(
         model=ModelConfig(size="nano"),
         data=DataConfig(max_frames=9, max_tiles=9),
-        plan=PlanConfig(hardware="a100-80", devices=4),
+        plan=PlanConfig(policy="dflop", hardware="a100-80", devices=4),
     )
     place = prepare.set_up(config)
     px = place.model.preprocessing["vision"]["tile_px"]

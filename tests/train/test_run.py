@@ -36,13 +36,13 @@ def fit(run_dir, steps: int, *, correct: bool = False):
 
 @pytest.fixture(scope="module")
 def sent():
-    """Prices that were sent to the worker of a run, in order."""
+    """Prices that were sent to the worker of a run after its start, in order."""
     sent = []
     update = schedule_worker.ScheduleWorker.update_prices
 
     def spy(self, prices):
         sent.append(prices)
-        update(self, prices)
+        return update(self, prices)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_worker.ScheduleWorker, "update_prices", spy)
@@ -54,7 +54,7 @@ def undisturbed(quick, sent, tmp_path_factory):
     """The rows of a run that nothing disturbs and nothing corrects."""
     sent.clear()
     _, rows = fit(tmp_path_factory.mktemp("undisturbed") / "run", STEPS)
-    assert len(sent) == 1  # the worker's own, when it starts
+    assert not sent
     return rows
 
 
@@ -98,7 +98,7 @@ def test_correction_reaches_the_scheduler_and_changes_no_loss(undisturbed, sent,
     sent.clear()
     _, rows = fit("corrected", STEPS, correct=True)
     # The made-up profile is far off, so the observed times move the prices.
-    assert len(sent) > 8
+    assert len(sent) >= 8
     assert sent[-1].programs != sent[0].programs
     assert "sampling of task times" in capsys.readouterr().err
     for a, b in zip(rows, undisturbed, strict=True):

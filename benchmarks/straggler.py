@@ -1,0 +1,110 @@
+"""Two processes pinned to a core each; one is slowed to half for a while: is it named?
+
+Command:  python benchmarks/straggler.py [--json FILE] [--steps N] [--size NAME]
+Minutes:  not timed on free cores yet; 120 steps of a small model
+Expected: the process is named once, with a factor near 2, some steps after it was slowed; it is
+          called no longer slow some steps after it runs freely again
+
+Both processes run the same programs at the same shapes (policy orch). The second's core is shared
+with a busy loop between the first and the second third of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dflop_jax.report.run_folder import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOWED = 1  # the process whose core is shared
+BUSY = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
+EXPERIMENT = """
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+
+def config():
+    return Config(
+        model=ModelConfig(size={size!r}),
+        data=DataConfig(n_samples=2048),
+        plan=PlanConfig(policy="orch", max_model=1, max_stage=1, buckets=2, max_microbatches=8,
+                        effort="quick", finalists=1),
+        train=TrainConfig(steps={steps}, global_batch=32),
+        checkpoint=CheckpointConfig(every=0),
+        run_dir={run_dir!r},
+    )
+"""
+
+
+def steps_done(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return len(read_metrics(run_dir, empty_ok=True)) if metrics.exists() else 0
+
+
+def run(folder: Path, steps: int, size: str) -> tuple[list[dict], list[str]]:
+    """(rows of the metrics, what was logged about slow processes) of a run that is disturbed."""
+    run_dir, core = folder / "run", sorted(os.sched_getaffinity(0))[SLOWED]
+    (folder / "job.py").write_text(EXPERIMENT.format(size=size, steps=steps, run_dir=str(run_dir)))
+    launch = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--pin", "--"]
+    busy: subprocess.Popen | None = None
+    with (folder / "log").open("wb") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [*launch, "dflop", "train", str(folder / "job.py")]
+        job = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            while job.poll() is None:
+                done = steps_done(run_dir)
+                if busy is None and steps // 3 <= done < 2 * steps // 3:
+                    busy = subprocess.Popen([sys.executable, "-c", BUSY % core])
+                if busy is not None and done >= 2 * steps // 3:
+                    busy.kill()
+                time.sleep(0.05)
+        finally:
+            for process in (busy, job):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+    said = (folder / "log").read_text(errors="replace").splitlines()
+    if job.returncode:
+        raise SystemExit("\n".join(said[-5:]))
+    return read_metrics(run_dir), [line for line in said if f"process {SLOWED} " in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--size", default="tiny")
+    args = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("two cores are needed")
+    with tempfile.TemporaryDirectory() as folder:
+        rows, said = run(Path(folder), args.steps, args.size)
+    third = args.steps // 3
+    table = Table("steps", "median step ms", "slowness 0", "slowness 1 (at the end)")
+    numbers = []
+    for begin, name in ((0, "free"), (third, "slowed"), (2 * third, "free again")):
+        part = rows[begin + third // 4 : begin + third]
+        step_ms = 1e3 * statistics.median(r["step_s"] for r in part)
+        slowness = [part[-1]["slowness"].get(p, 0.0) for p in "01"]
+        table.add_row(name, f"{step_ms:.0f}", *(f"{s:.2f}" for s in slowness))
+        numbers.append({"part": name, "step_ms": step_ms, "slowness": slowness})
+    Console().print(table)
+    print("\n".join(said))
+    if args.json:
+        args.json.write_text(json.dumps({"rows": numbers, "log": said}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a run has learnt of its prices, as records from which another takes the same decisions.
+
+A sampled step leaves a `Sample`: what was measured of it, and the first step whose batch was
+scheduled with it. All else follows by pure functions, so a run that reads the samples of another
+under the same prices schedules every batch alike, without measuring anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+
+import msgspec
+
+from dflop_jax.records import PriceList, Prices
+from dflop_jax.records.check import require
+from dflop_jax.schedule.correction import Correction, Monitor, corrected, decide, with_ratios
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was measured in a sampled step.
+
+    Attributes:
+      first: the first step whose batch is scheduled with what was learnt of this one.
+      prices: `digest` of the predictions.
+      ratios: log(observed / predicted) by program.
+      gain_s, overhead_s: as for `correction.decide`.
+    """
+
+    step: int
+    first: int
+    prices: str
+    ratios: dict[str, float]
+    gain_s: float
+    overhead_s: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.step < self.first, f"a sample needs 0 <= step < first, got {self.step}")
+        numbers = (*self.ratios.values(), self.gain_s, self.overhead_s)
+        require(all(map(isfinite, numbers)), "a sample's numbers must be finite")
+
+
+@dataclass(frozen=True)
+class Change:
+    """From step `first` on, batches are scheduled by prices with this correction."""
+
+    first: int
+    state: Correction
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What was learnt under the prices of this digest: the corrections, the monitor, the last
+    sampled step, and the changes that steps to come are scheduled by, oldest first."""
+
+    prices: str
+    state: Correction = field(default_factory=Correction)
+    monitor: Monitor = field(default_factory=Monitor)
+    last: int = -1
+    changes: tuple[Change, ...] = ()
+
+
+def digest(prices: Prices) -> str:
+    """Equal for equal prices."""
+    listed = PriceList.of(prices)
+    parts = [
+        sorted(map(msgspec.json.encode, pairs))
+        for pairs in (listed.programs, listed.step_end, listed.sends)
+    ]
+    parts.append([msgspec.json.encode(listed.concurrency)])
+    return hashlib.sha256(b"\n".join(b"".join(part) for part in parts)).hexdigest()[:16]
+
+
+def learn(learnt: Learnt, sample: Sample) -> Learnt:
+    """The state after a sampled step."""
+    state = with_ratios(learnt.state, sample.ratios)
+    monitor = decide(
+        learnt.monitor, sample.step, state, gain_s=sample.gain_s, overhead_s=sample.overhead_s
+    )
+    changes = (*learnt.changes, Change(sample.first, state))
+    return Learnt(learnt.prices, state, monitor, sample.step, changes)
+
+
+def replay(learnt: Learnt, samples: Sequence[Sample]) -> Learnt:
+    """The state after those of the samples that are new to it and of its prices."""
+    for sample in samples:
+        if sample.prices == learnt.prices and sample.step > learnt.last:
+            learnt = learn(learnt, sample)
+    return learnt
+
+
+def needed_from(learnt: Learnt, step: int) -> Learnt:
+    """The same without the changes that no step from this one on is scheduled by."""
+    kept: list[Change] = []
+    for change in reversed(learnt.changes):
+        kept.append(change)
+        if change.first <= step:
+            break
+    return replace(learnt, changes=tuple(reversed(kept)))
+
+
+def price_changes(prices: Prices, learnt: Learnt) -> dict[int, Prices]:
+    """The prices of later steps by the first step that they hold for; where steps have several,
+    what was learnt last holds."""
+    found: dict[int, Prices] = {}
+    for change in learnt.changes:
+        found = {first: p for first, p in found.items() if first < change.first}
+        found[change.first] = corrected(prices, change.state)
+    return found

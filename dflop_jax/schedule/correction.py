@@ -84,7 +84,7 @@ def log_ratios(
       predicted: uncorrected seconds of the same.
     """
     segments = {s.name for s in plan.segments}
-    found: dict[str, list[float]] = {}
+    found: dict[str, float] = {}
     for program, runs in observed.items():
         predicted_s = predicted.get(program, 0.0)
         ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]

@@ -201,7 +201,7 @@ def test_help_of_a_command(capsys, command, monkeypatch):
         for leaf in fields():
             assert f"--{leaf.name} " in out
             assert leaf.help in out
-        assert "(default: dflop)" in out
+        assert "(default: auto)" in out
         assert "EXPERIMENT" in out
 
 

@@ -22,8 +22,8 @@ def slowness(
 ) -> dict[int, float]:
     """How many times longer a process takes than it should; those that cannot be told are left out.
 
-    Waiting for inputs makes some of a process's tasks look slow, a slow process all of them: the
-    lower quartile over its tasks counts.
+    Of tasks that others run too, all seconds count. Of others, the lower quartile: waiting for
+    inputs makes some tasks look slow, a slow process all of them.
 
     Args:
       times: by process, seconds of its tasks in one step.
@@ -40,14 +40,11 @@ def slowness(
     }
     found: dict[int, float] = {}
     for p, own in enumerate(times):
-        shared = [
-            s / rest_s
-            for t, s in own.items()
-            if (rest := [times[q][t] for q in takers[t] if q != p]) and (rest_s := median(rest)) > 0
-        ]
+        shared = {t: [times[q][t] for q in takers[t] if q != p] for t in own if len(takers[t]) > 1}
+        rest_s = sum(map(median, shared.values()))
         others = [r for q, r in by_price.items() if q != p]
-        if shared:
-            found[p] = _quartile(shared)
+        if rest_s > 0:
+            found[p] = sum(own[t] for t in shared) / rest_s
         elif p in by_price and others:
             found[p] = min(by_price[p], by_price[p] / median(others))
     return found

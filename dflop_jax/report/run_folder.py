@@ -174,7 +174,7 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:
     ones."""
     if not path.exists():
         return 0
-    lines = [line for line in path.read_bytes().split(b"\n") if is_whole(line)]
+    lines = [line for line in path.read_bytes().split(b"\n") if _is_whole(line)]
     # Rewritten whole, then renamed: a kill in between loses no row.
     fresh = path.with_suffix(".tmp")
     kept = [x for x in lines if keep(msgspec.json.decode(x))]
@@ -204,10 +204,7 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
         path = path / METRICS
     if not path.exists():
         raise ValueError(f"{path}: no such file; {path.parent} is not a run folder, train it first")
-    *lines, last = path.read_bytes().split(b"\n")
-    if is_whole(last):
-        lines.append(last)
-    rows = [_row(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
+    rows = [_row(line, f"{path}:{n}") for n, line in enumerate(whole_lines(path), 1)]
     if not rows and not empty_ok:
         raise ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
     return rows
@@ -229,9 +226,7 @@ def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
       ValueError: it is broken, named as file:line.
     """
     path = Path(folder) / EVALUATIONS
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    if lines and not is_whole(lines[-1]):  # a kill cut it short
-        lines.pop()
+    lines = whole_lines(path)
     if not lines:
         return None
     try:
@@ -246,7 +241,16 @@ def has_steps(folder: str | Path) -> bool:
     return (Path(folder) / METRICS).exists() and bool(read_metrics(folder, empty_ok=True))
 
 
-def is_whole(line: bytes) -> bool:
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file of rows without a last one that a kill cut short; none without
+    the file."""
+    if not path.exists():
+        return []
+    *lines, last = path.read_bytes().split(b"\n")
+    return [*lines, last] if _is_whole(last) else lines
+
+
+def _is_whole(line: bytes) -> bool:
     """Whether a line without newline is a row all the same: a cut object never parses."""
     try:
         row = msgspec.json.decode(line)

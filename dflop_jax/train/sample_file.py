@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.report.run_folder import SAMPLES, is_whole, keep_rows
+from dflop_jax.report.run_folder import SAMPLES, keep_rows, whole_lines
 from dflop_jax.schedule.learnt import Sample
 
 
@@ -22,9 +22,7 @@ class SampleFile:
 
     def __init__(self, folder: Path):
         self._path = folder / SAMPLES
-        lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
-        if not is_whole(lines[-1]):
-            lines.pop()
+        lines = whole_lines(self._path)
         self.known = tuple(self._sample(line, n) for n, line in enumerate(lines, 1))
 
     def _sample(self, line: bytes, n: int) -> Sample:

@@ -41,7 +41,7 @@ from dflop_jax.gpu_compile.child import Job
 from dflop_jax.gpu_compile.compiling import compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     Bucket,

@@ -14,7 +14,7 @@ from dflop_jax.gpu_compile.chip_profile import profile_at
 from dflop_jax.gpu_compile.reports import ProgramReport
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import in_flight_limit
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Predicted, Shape
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.train.prepare import build_model
@@ -55,7 +55,7 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
     needs = costs.segment_bytes(segment, mesh, plan.group_size, shape.rows, shape.tokens)
     if program.kind == BACKWARD:
         return float(needs.temporaries)
-    inputs = costs.predict(segment.module, mesh[2], shape.rows, shape.tokens, "hidden")
+    inputs = costs.fits.predict(segment.module, mesh[2], shape.rows, shape.tokens, "hidden")
     return float(needs.kept - inputs * plan.group_size * costs.inputs_kept(segment)) or None
 
 

@@ -35,7 +35,7 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.fit import CostModel, Figures
+from dflop_jax.profile.cost_model import CostModel, Figures
 from dflop_jax.profile.state import Array, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
@@ -85,7 +85,7 @@ class Rules:
 
     def options(self, module: str) -> tuple[Option, ...]:
         """What is tried for a module, the simplest first: of equals the first is taken."""
-        remats = (self.remat,) if self.remat != "auto" else self.costs.known_policies(module)
+        remats = (self.remat,) if self.remat != "auto" else self.costs.fits.known_policies(module)
         degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else get_args(Zero)
         return tuple(Option(r, z) for z in degrees for r in remats)
 
@@ -219,9 +219,7 @@ def module_table(
     costed: dict[tuple[object, ...], Costs] = {}
     by_segment = []
     for s, has in zip(rules.segments(module, form), tasks, strict=True):
-        # Segments inside a module are mostly alike.
-        ends = s.first, s.last, costs.hands_over(s), costs.inputs_kept(s)
-        key = (s.n_layers, ends, tuple(has), rules.trains(s))
+        key = costs.kind(s), tuple(has), rules.trains(s)
         if key not in costed:
             costed[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
         by_segment.append(costed[key])

@@ -8,14 +8,14 @@ innermost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from dflop_jax.hardware import Hardware
 from dflop_jax.pipeline.order import links, tied_ends
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, Mesh, Moved, ends_bytes, layer_bytes, parameter_bytes
 from dflop_jax.records import (
     BACKWARD,
@@ -23,6 +23,7 @@ from dflop_jax.records import (
     NO_GROUP,
     REDUCE,
     UPDATE,
+    Direction,
     ModelProfile,
     Plan,
     Price,
@@ -30,6 +31,7 @@ from dflop_jax.records import (
     ProgramId,
     SegmentPlan,
     SendId,
+    Shape,
     SubmeshPlan,
     Task,
 )
@@ -62,18 +64,29 @@ def program_prices(
 ) -> dict[ProgramId, Price]:
     """Price of every segment at every shape of its module, forward and backward."""
     programs: dict[ProgramId, Price] = {}
+    known: dict[object, list[tuple[Shape, Direction, Price]]] = {}
     for s in plan.segments:
-        mesh, shapes = plan.submesh(s.submesh).shape, plan.shapes(s.module)
-        rows = np.array([shape.rows for shape in shapes])
-        tokens = np.array([shape.tokens for shape in shapes])
-        figures = costs.at(s.module, mesh[2], rows, tokens)
-        moved = moved_by(s, mesh, costs.profile, hardware)
-        for direction in (FORWARD, BACKWARD):
-            static_s = costs.task_s(s, mesh, plan.group_size, figures, direction, moved)
-            pair_s = float(costs.group_pair_s(s, mesh, plan.group_size, direction))
-            for shape, seconds in zip(shapes, static_s, strict=True):
-                programs[ProgramId(s.name, shape, direction)] = Price(float(seconds), pair_s)
+        mesh = plan.submesh(s.submesh).shape
+        key = costs.kind(s), mesh
+        if key not in known:
+            known[key] = list(_segment_prices(plan, s, mesh, costs, hardware))
+        programs |= {ProgramId(s.name, shape, d): price for shape, d, price in known[key]}
     return programs
+
+
+def _segment_prices(
+    plan: Plan, s: SegmentPlan, mesh: Mesh, costs: CostModel, hardware: Hardware | None
+) -> Iterator[tuple[Shape, Direction, Price]]:
+    shapes = plan.shapes(s.module)
+    rows = np.array([shape.rows for shape in shapes])
+    tokens = np.array([shape.tokens for shape in shapes])
+    figures = costs.at(s.module, mesh[2], rows, tokens)
+    moved = moved_by(s, mesh, costs.profile, hardware)
+    for direction in (FORWARD, BACKWARD):
+        static_s = costs.task_s(s, mesh, plan.group_size, figures, direction, moved)
+        pair_s = float(costs.group_pair_s(s, mesh, plan.group_size, direction))
+        for shape, seconds in zip(shapes, static_s, strict=True):
+            yield shape, direction, Price(float(seconds), pair_s)
 
 
 def moved_by(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Moved:
@@ -144,7 +157,9 @@ def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dic
         reader = plan.segment(link.target)
         here, there = (plan.submesh(plan.segment(n).submesh) for n in (link.target, link.source))
         for shape in plan.shapes(reader.module):
-            hidden = costs.predict(reader.module, here.model, shape.rows, shape.tokens, "hidden")
+            hidden = costs.fits.predict(
+                reader.module, here.model, shape.rows, shape.tokens, "hidden"
+            )
             took_s = _between(here, there, float(hidden) * plan.group_size, hardware)
             for direction in (FORWARD, BACKWARD):
                 key = SendId(link.source, link.target, shape, direction)

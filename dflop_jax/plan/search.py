@@ -24,7 +24,7 @@ from dflop_jax.plan.ranking import Candidate, Ranked, Ranking
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.volume import volume_of
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     DataProfile,
     ModelProfile,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Load, piece_tokens
 
@@ -91,7 +91,7 @@ def packed_rows(
     for rows in ROWS if volume.largest else ():
         shortest = _up(_shortest(volume, rows * data), multiple)
         tokens = np.maximum(_up(share / rows, multiple), shortest).astype(int)
-        price = costs.predict(module, model, rows, tokens, "layer_backward") / (rows * tokens)
+        price = costs.fits.predict(module, model, rows, tokens, "layer_backward") / (rows * tokens)
         # More rows than the share fills would only pad.
         useful = (rows == 1) | (share > (rows - 0.5) * shortest)
         better = useful & (price < best_price * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""From timings at a few shapes to seconds and bytes at any shapes, for any plan's segments.
+"""From timings at a few shapes to seconds and bytes of a module's layers and ends at any shapes.
 
 A quantity is fitted as overhead + a * size + b * size * tokens (size = rows * tokens): launch cost,
 the linear parts and attention over a row, or fewer of these terms where the timings cannot tell
@@ -14,30 +14,14 @@ Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import get_args
 
 import numpy as np
 
 from dflop_jax.profile.least_squares import least_squares, rounded
-from dflop_jax.profile.state import (
-    Array,
-    Mesh,
-    Moved,
-    SegmentBytes,
-    end_bytes,
-    state_bytes,
-    whole_bytes,
-)
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    REMAT,
-    LayerTiming,
-    ModelProfile,
-    Remat,
-    SegmentPlan,
-)
+from dflop_jax.profile.state import Array
+from dflop_jax.records import REMAT, LayerTiming, ModelProfile, Remat
 
 DEPTHS = (1, 3)  # layers of the programs that are timed
 
@@ -77,22 +61,8 @@ def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> n
     )
 
 
-_AT_HAND = Moved()
-
-
-class Figures:
-    """Quantities of a module at shapes, each predicted once: see `CostModel.predict`."""
-
-    def __init__(self, costs: CostModel, module: str, model: int, rows: Array, tokens: Array):
-        self.is_there = np.asarray(rows) > 0
-        self._predict = cache(partial(costs.predict, module, model, rows, tokens))
-
-    def __getitem__(self, kind: str) -> Array:
-        return self._predict(kind)
-
-
-class CostModel:
-    """Predicts from a ModelProfile. Methods are pure; fits are cached."""
+class Fits:
+    """Of all modules of a ModelProfile, each made once; methods are pure."""
 
     def __init__(self, profile: ModelProfile):
         self.profile = profile
@@ -175,169 +145,6 @@ class CostModel:
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
         return np.where(size > 0, self._fitted(module, model, kind, features) * factor, 0.0)
-
-    def slowdown(self, mesh: Mesh) -> Array:
-        """How much longer a submesh's devices take together than a rank took when it was timed,
-        because they share cores (`ModelProfile.concurrency`)."""
-        stage, data, model = mesh
-        # One rank was timed with its `model` devices computing together already.
-        timed = max(1.0, model / self.profile.concurrency)
-        return np.maximum(1.0, stage * data * model / self.profile.concurrency) / timed
-
-    def at(self, module: str, model: int, rows: Array, tokens: Array) -> Figures:
-        """The quantities of a module at shapes."""
-        return Figures(self, module, model, rows, tokens)
-
-    def group_s(
-        self,
-        segment: SegmentPlan,
-        mesh: Mesh,
-        group_size: int,
-        rows: Array,
-        tokens: Array,
-        direction: str,
-    ) -> Array:
-        """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone and without content (see `group_pair_s`); 0 without rows."""
-        figures = self.at(segment.module, mesh[2], rows, tokens)
-        return self.task_s(segment, mesh, group_size, figures, direction)
-
-    def task_s(
-        self,
-        segment: SegmentPlan,
-        mesh: Mesh,
-        group_size: int,
-        figures: Figures,
-        direction: str,
-        moved: Moved = _AT_HAND,
-    ) -> Array:
-        """`group_s` from figures at hand, with what is moved between data ranks meanwhile.
-
-        A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
-        stages. A backward task that has no forward task before it, or repeats it, runs the layers
-        twice in all.
-        """
-        stages, slow = mesh[0], self.slowdown(mesh)
-        ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        share = self.ends_share(segment) * group_size / stages
-        loops, again = self.loops(segment, direction), _again(segment)
-        seconds = self.profile.task_overhead_s + moved.ends_gather_s
-        for loop in loops:
-            layer_s, ends_s = figures[f"layer_{loop}"], figures[f"ends_{loop}"]
-            moved_s = moved.layer_gather_s
-            if loop == BACKWARD:
-                layer_s = layer_s + figures[f"{again}.layer_s"]
-                ends_s = ends_s + figures[f"{again}.ends_s"]
-                moved_s = moved_s + moved.layer_scatter_s
-                seconds = seconds + ticks * moved.ends_scatter_s
-            # A layer's parameters come while the one before is computed; the first layer waits.
-            layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
-            seconds = seconds + ticks * layers_s + share * ends_s * slow
-        return np.where(figures.is_there, seconds, 0.0)
-
-    def group_pair_s(
-        self, segment: SegmentPlan, mesh: Mesh, group_size: int, direction: str
-    ) -> Array:
-        """Seconds that a group's task takes more for each of the group's `pairs`.
-
-        A stage sees every microbatch once, and S - 1 more times one of mean content: what it
-        computes while the pipeline inside the segment fills and drains.
-        """
-        stages, _, model = mesh
-        kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        layer_s = sum(self.pair_s(segment.module, model, kind) for kind in kinds)
-        ticks = group_size + stages - 1
-        return layer_s * segment.n_layers / stages * ticks / group_size * self.slowdown(mesh)
-
-    def hands_over(self, segment: SegmentPlan) -> bool:
-        """Whether a segment has a forward task, whose results its backward task begins with: not
-        one that nobody reads (see `pipeline.order`)."""
-        return not segment.last or any(segment.sends(e) for e in self.profile.edges)
-
-    def loops(self, segment: SegmentPlan, direction: str) -> tuple[str, ...]:
-        """How a task goes through the segment's layers."""
-        if direction != BACKWARD:
-            return (FORWARD,)
-        if segment.remat == "segment" or not self.hands_over(segment):
-            return (FORWARD, BACKWARD)
-        return (BACKWARD,)
-
-    def ends_share(self, segment: SegmentPlan) -> float:
-        """Share of the time of a module's ends that falls to the segment."""
-        share = self.profile.entry_share[segment.module]
-        return share * segment.first + (1.0 - share) * segment.last
-
-    def inputs_kept(self, segment: SegmentPlan) -> int:
-        """Arrays of the hidden states' size that a segment keeps from forward to backward: what
-        every edge brings, and the hidden states of the segment before it; of a first segment that
-        no edge enters, its fields."""
-        entering = sum(segment.reads(e) for e in self.profile.edges)
-        return max(1, entering + (not segment.first))
-
-    def segment_bytes(
-        self,
-        segment: SegmentPlan,
-        mesh: Mesh,
-        group_size: int,
-        rows: Array,
-        tokens: Array,
-        *,
-        trained: bool = True,
-        backward: bool = True,
-    ) -> SegmentBytes:
-        """Bytes per device of a segment, by shape.
-
-        Args:
-          trained: whether it has trainable parameters.
-          backward: whether it has backward tasks.
-        """
-        figures = self.at(segment.module, mesh[2], rows, tokens)
-        return self.bytes_of(segment, mesh, group_size, figures, trained=trained, backward=backward)
-
-    def bytes_of(
-        self,
-        segment: SegmentPlan,
-        mesh: Mesh,
-        group_size: int,
-        figures: Figures,
-        *,
-        trained: bool,
-        backward: bool,
-    ) -> SegmentBytes:
-        """`segment_bytes` from figures at hand.
-
-        What forward keeps is there for every tick of the loop over stages, those included in which
-        a stage has nothing of its own to do. A task that runs forward and backward holds it among
-        its temporaries, with the hidden states after the last layer and their gradients.
-        """
-        stages, again = mesh[0], _again(segment)
-        ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        inputs = figures["hidden"] * group_size * self.inputs_kept(segment)
-        kept = ticks * layers * figures[f"{again}.layer_bytes"]
-        kept = kept + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        temporaries = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
-        temporaries = temporaries + whole_bytes(segment, mesh, self.profile, trained=trained)
-        if not backward:
-            kept = np.zeros_like(inputs)
-        elif FORWARD in self.loops(segment, BACKWARD):
-            temporaries = temporaries + kept + 2 * ticks * figures["hidden"]
-            if not self.hands_over(segment):
-                temporaries = temporaries + figures[f"{again}.loss_bytes"]
-            kept = np.zeros_like(inputs)
-        temporaries = np.where(figures.is_there, temporaries, 0.0)
-        if trained:
-            temporaries = np.maximum(temporaries, end_bytes(segment, mesh, self.profile))
-        return SegmentBytes(
-            state=state_bytes(segment, mesh, self.profile, trained=trained),
-            kept=inputs + kept,
-            temporaries=temporaries,
-        )
-
-
-def _again(segment: SegmentPlan) -> Remat:
-    """The policy of a segment's loop over layers in backward; one that is computed again as a whole
-    then has everything."""
-    return "none" if segment.remat == "segment" else segment.remat
 
 
 def _is_direct(kind: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.pipeline.order import links, resources, with_backward
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
 
@@ -57,18 +57,17 @@ def peak_bytes(
     resource = resources(plan)
     trains = {s.name for s in plan.segments} if trainable is None else set(trainable)
     backward = set(with_backward(plan, trains))
-    needs: list[SegmentBytes] = []
-    for s in plan.segments:
-        # A module that no data reaches is still reduced and updated.
-        shapes = [(shape.rows, shape.tokens) for shape in plan.shapes(s.module)] or [(0, 0)]
-        rows, tokens = np.array(shapes).T
-        mesh = plan.submesh(s.submesh).shape
-        each = costs.segment_bytes(
-            s, mesh, plan.group_size, rows, tokens,
-            trained=s.name in trains, backward=s.name in backward,
-        )  # fmt: skip
-        largest = (float(v.max(initial=0.0)) for v in (each.kept, each.temporaries))
-        needs.append(SegmentBytes(float(each.state), *largest))
+    needs = [
+        costs.largest_bytes(
+            s,
+            plan.submesh(s.submesh).shape,
+            plan.group_size,
+            plan.shapes(s.module),
+            trained=s.name in trains,
+            backward=s.name in backward,
+        )
+        for s in plan.segments
+    ]
     peaks = peaks_of(
         needs,
         [resource[s.submesh] for s in plan.segments],

@@ -25,7 +25,7 @@ from dflop_jax.hardware import Hardware
 from dflop_jax.plan.baselines import BASELINES as SPACES
 from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out
 from dflop_jax.plan.space import separate
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Load, ModelProfile, Trace
 from experiments.paper import data
 from experiments.paper.exact import ExactCosts, ExactStep, run_step

@@ -21,7 +21,7 @@ from dflop_jax.hardware import Hardware
 from dflop_jax.pipeline.order import in_flight_limit, resources
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.pricing import prices_of, step_end_seconds
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -10,7 +10,7 @@ from dflop_jax.plan.baselines import megatron, pytorch
 from dflop_jax.plan.placement import lay_out
 from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, Load
 from experiments.paper.exact import (
     ExactCosts,

@@ -14,8 +14,8 @@ from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import chip_profile, probing
 from dflop_jax.gpu_compile.probes import Found, Probe, Program, compiled_probe
 from dflop_jax.hardware import find_hardware
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.profile.fit import CostModel
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
@@ -128,7 +128,7 @@ def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
     assert {p.remat for p in profile(tmp_path, monkeypatch, remat="dots")[1]} == {"none", "dots"}
     known = profile(tmp_path, monkeypatch, remat="segment", degrees=(1,))
     assert {(p.remat, p.ways) for p in known[1]} == {("none", 1)}
-    assert CostModel(known[0]).known_policies("llm") == ("none", "segment")
+    assert CostModel(known[0]).fits.known_policies("llm") == ("none", "segment")
 
 
 def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):

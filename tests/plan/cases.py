@@ -19,7 +19,7 @@ from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import SPACES
 from dflop_jax.plan.volume import CUTS
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -189,7 +189,8 @@ def shape_of(module, cut, group_size, data, profile, ranks, model):
             least = min(max(totals), max(totals) / rows / ranks + longest)
         least = 32 * up(least / 32)
         tokens = max(least, 32 * up(share / rows / 32))
-        price = float(costs.predict(module, model, rows, tokens, "layer_backward")) / rows / tokens
+        layer_s = float(costs.fits.predict(module, model, rows, tokens, "layer_backward"))
+        price = layer_s / rows / tokens
         fills = share > (rows - 0.5) * least
         if rows == 1 or (fills and price < choices[-1][0] * (1 - 1e-9)):
             choices.append((price, rows, tokens))

@@ -7,7 +7,7 @@ import pytest
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

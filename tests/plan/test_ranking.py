@@ -13,7 +13,7 @@ import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.plan.space import families
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import ZERO
 
 from .cases import (
@@ -48,7 +48,7 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     # Degrees of ZeRO cost something where links do; both together are many.
     zero = "auto" if tight and seed % 2 else 1
     remat = "auto" if tight and seed in (0, 1, 4, 8, 12) else "none"
-    known = CostModel(profile).known_policies("llm")
+    known = CostModel(profile).fits.known_policies("llm")
     fit, memory_bytes = exhaustive(
         policy, n_devices, profile, data, config, hardware, tight=tight,
         remats=known if remat == "auto" else (remat,), degrees=ZERO if zero == "auto" else (zero,),

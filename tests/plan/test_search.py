@@ -15,7 +15,7 @@ from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.evaluate import sample_batches, work_budget
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import SearchSpec, search_plan
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.sim.memory import peak_bytes

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.least_squares import rounded
 from dflop_jax.records import (
     BACKWARD,
@@ -82,7 +82,7 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
 
 
 def predict(model, module, degree, shape, kind):
-    return model.predict(module, degree, shape.rows, shape.tokens, kind)
+    return model.fits.predict(module, degree, shape.rows, shape.tokens, kind)
 
 
 def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
@@ -281,8 +281,8 @@ def test_pairs_are_measured_best_at_large_shapes():
     rows = [LayerTiming("llm", 1, s, 1.0, 1.0, 0.0, 0.0) for s in (Shape(1, 10), Shape(1, 90))]
     rows = [dataclasses.replace(t, pair_forward_s=p) for t, p in zip(rows, (5e-6, 1e-6))]
     want = (5e-6 * 100 + 1e-6 * 8100) / 8200
-    assert CostModel(profile(rows)).pair_s("llm", 1, FORWARD) == pytest.approx(want)
-    assert CostModel(profile(rows)).pair_s("llm", 1, BACKWARD) == 0.0
+    assert CostModel(profile(rows)).fits.pair_s("llm", 1, FORWARD) == pytest.approx(want)
+    assert CostModel(profile(rows)).fits.pair_s("llm", 1, BACKWARD) == 0.0
 
 
 def test_no_rows_cost_nothing():

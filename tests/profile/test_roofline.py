@@ -7,8 +7,8 @@ import pytest
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile import roofline
 from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency, Table
-from dflop_jax.profile.fit import CostModel
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,

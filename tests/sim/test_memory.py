@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.pipeline.order import in_flight_limit, links, most_in_flight
-from dflop_jax.profile.fit import CostModel
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

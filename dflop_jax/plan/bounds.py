@@ -1,120 +1,65 @@
 """Lower bounds and memory of whole spaces of placements at once.
 
-A resource (devices that no task shares with others) works off all groups, after the first has come
-up to it and before the last has gone down from it; then come reduction and update. No schedule of
-the cut's groups is faster, so leaving out what exceeds a makespan that was reached keeps the
-optimum. Every quantity is the least over the options that fit; combinations of options are listed
-for single candidates only (`Bounds.choices`).
+No schedule of a cut's groups is faster than its bound, so leaving out what exceeds a makespan that
+was reached keeps the optimum. Every quantity is the least over the options that fit; combinations
+of options are listed for single candidates only (`Bounds.choices`).
 
 Arrays are [n_placements, n_cuts].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from dflop_jax.pipeline.order import in_flight_limit, links, resources
 from dflop_jax.plan.choices import Least, Member, combinations, least, least_peak
 from dflop_jax.plan.estimate import Rules, Segments, module_table
 from dflop_jax.plan.options import Option
-from dflop_jax.plan.placement import Form, Outline
+from dflop_jax.plan.placement import Form, Placement
 from dflop_jax.plan.space import Family
+from dflop_jax.plan.structure import Structure, Tasks, least_s, structure_of
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Bucket, Direction
-from dflop_jax.schedule.costs import directions
-
-Tasks = tuple[tuple[Direction, ...], ...]
-
-
-@dataclass(frozen=True)
-class Structure:
-    """The graph of a family's segments, by their number in topological order.
-
-    modules: (module, number of the segment in it). resource: devices of each. sources: what it
-    reads, of modules that the data uses. in_flight: groups that it keeps at most. tasks: what a
-    group runs in it.
-    """
-
-    modules: tuple[tuple[str, int], ...]
-    resource: tuple[int, ...]
-    sources: tuple[tuple[int, ...], ...]
-    in_flight: tuple[int, ...]
-    tasks: Tasks
-
-    def of(self, module: str) -> list[int]:
-        """Numbers of a module's segments."""
-        return [i for i, (m, _) in enumerate(self.modules) if m == module]
-
-    def facts(self, module: str) -> tuple[Tasks, tuple[int, ...], tuple[int, ...]]:
-        """(tasks, resource, groups in flight) of a module's segments; resources are counted from
-        the first one of its block, so that equal modules elsewhere have equal facts."""
-        block = next(b for b in self.blocks if module in b)
-        first = min(self.resource[i] for m in block for i in self.of(m))
-        mine = self.of(module)
-        return (
-            tuple(self.tasks[i] for i in mine),
-            tuple(self.resource[i] - first for i in mine),
-            tuple(self.in_flight[i] for i in mine),
-        )
-
-    @cached_property
-    def blocks(self) -> list[tuple[str, ...]]:
-        """Modules that share devices, in topological order."""
-        blocks: list[tuple[str, ...]] = []
-        for name in dict.fromkeys(m for m, _ in self.modules):
-            mine = {self.resource[i] for i in self.of(name)}
-            shared = [b for b in blocks if mine & {self.resource[i] for m in b for i in self.of(m)}]
-            blocks = [b for b in blocks if b not in shared]
-            blocks.append((*(m for b in shared for m in b), name))
-        return blocks
-
-
-def structure_of(family: Family, rules: Rules) -> Structure:
-    """The graph that all placements of a family have."""
-    plan = rules.structure(rules.placement(family.outline(0)))
-    number = {s.name: i for i, s in enumerate(plan.segments)}
-    used = {s.name for s in plan.segments if rules.volumes[s.module].largest}
-    sources: list[list[int]] = [[] for _ in number]
-    for link in links(plan):
-        if {link.source, link.target} <= used:
-            sources[number[link.target]].append(number[link.source])
-    resource, in_flight = resources(plan), in_flight_limit(plan)
-    tasks = directions(plan, [s.name for s in plan.segments if rules.trains(s)])
-    return Structure(
-        tuple((s.module, plan.segments_of(s.module).index(s)) for s in plan.segments),
-        tuple(resource[s.submesh] for s in plan.segments),
-        tuple(map(tuple, sources)),
-        tuple(in_flight[n] for n in number),
-        tuple(tasks[n] for n in number),
-    )
+from dflop_jax.records import Bucket
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An option for every module of a candidate that fits, and what no schedule of it undercuts."""
+    """An option for every module of a candidate that fits, and what no schedule of each sampled
+    batch undercuts."""
 
     options: Mapping[str, Option]
-    bound_s: float
+    bounds_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Sub-microbatches by cut: the groups of every module that go together, on average (`parts`)
+    and at most (`fan_in`), and the bucket of which they are parts (`whole`)."""
+
+    parts: tuple[dict[str, int], ...]
+    fan_in: tuple[int, ...]
+    whole: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """A family's placements at every cut.
+    """Placements of one graph at every cut.
 
-    bound_s: of the mean makespan over the sampled batches with any options; infinite where memory
-    is short or prices are not believed. fits: whether memory holds it with some options.
-    least_bytes: of the device that needs most, at least. groups: that each sampled batch takes at
-    least, [n_batches, n_placements, n_cuts]. tables, members, forms: of every module, and the rows
-    of its table that the placements have.
+    placement: of each number. bound_s: of the mean makespan over the sampled batches with any
+    options; infinite where memory is short, prices are not believed or nothing is to be tried.
+    fits: whether memory holds it with some options. least_bytes: of the device that needs most, at
+    least. groups: that each sampled batch takes at least, [n_batches, n_placements, n_cuts].
+    tables, members, forms: of every module, and the rows of its table that the placements have.
+    devices: of a segment of every module, [n_placements, 1]. divided: None where one group of each
+    module goes with one of the others.
     """
 
-    family: Family
+    placement: Callable[[int], Placement]
     structure: Structure
     rules: Rules
     cuts: np.ndarray
@@ -125,12 +70,62 @@ class Bounds:
     tables: Mapping[str, Segments]
     forms: Mapping[str, np.ndarray]
     members: Mapping[str, Member]
+    devices: Mapping[str, Array]
+    divided: Divided | None = None
 
-    def outline(self, p: int) -> Outline:
-        return self.family.outline(p)
+    @staticmethod
+    def of(
+        placement: Callable[[int], Placement],
+        structure: Structure,
+        rules: Rules,
+        cuts: np.ndarray,
+        tables: Mapping[str, Segments],
+        forms: Mapping[str, np.ndarray],
+        members: Mapping[str, Member],
+        leasts: Mapping[tuple[str, ...], Least],
+        devices: Mapping[str, Array],
+        *,
+        tried: Array = True,
+        groups: Array | None = None,
+        divided: Divided | None = None,
+    ) -> Bounds:
+        """The bounds of tables.
+
+        Args:
+          leasts: of every block.
+          tried: whether a candidate is to be tried.
+          groups: None: what the tables say.
+        """
+        if groups is None:
+            groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
+        trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
+        fits = np.logical_and.reduce([x.fits for x in leasts.values()])
+        usable = trusted & fits & tried
+        bound_s = np.full(usable.shape, np.inf)
+        if usable.any():
+            seconds = {
+                m: s for block, x in leasts.items() for m, s in zip(block, x.seconds, strict=True)
+            }
+            parts = _parts(divided, slice(None))
+            cores = rules.profile.concurrency
+            found_s = least_s(structure, seconds, groups, devices, cores, parts)
+            bound_s = np.where(usable, found_s, np.inf)
+        least_bytes = np.maximum.reduce([x.peak_bytes for x in leasts.values()])
+        return Bounds(
+            placement, structure, rules, cuts, bound_s, fits, least_bytes, groups, tables, forms,
+            members, devices, divided,
+        )  # fmt: skip
 
     def bucket(self, p: int, c: int) -> Bucket:
         return Bucket.of({m: t.shape(self.forms[m][p], c) for m, t in self.tables.items()})
+
+    def parts(self, c: int) -> dict[str, int]:
+        """Groups of every module that go together."""
+        return self.divided.parts[c] if self.divided else dict.fromkeys(self.tables, 1)
+
+    def fan_in(self, c: int) -> int:
+        """Groups of a module that feed one at most."""
+        return self.divided.fan_in[c] if self.divided else 1
 
     def pairs(self, p: int, c: int) -> dict[str, int]:
         """Content of a group of each module."""
@@ -151,7 +146,8 @@ class Bounds:
         return peak_bytes, options
 
     def choices(self, p: int, c: int) -> list[Choice]:
-        """The options of a candidate that fit and that no others undercut in everything."""
+        """The options of a candidate that fit and that no others undercut in everything; where
+        groups are divided those of the least bound."""
         by_block = []
         for block in self.structure.blocks:
             found = combinations(self._members(block, p, c), self.rules.memory_bytes)
@@ -167,16 +163,22 @@ class Bounds:
             here = self.members[m].at(self.forms[m][p], c).seconds
             return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
 
-        groups = np.broadcast_to(
-            self.groups[:, p, c, None, None], (len(self.groups), len(chosen), 1)
-        )
-        data = np.repeat(self.family.data[p : p + 1], len(chosen), axis=0)
-        every = {m: seconds(m) for m in self.tables}
-        bounds_s = _least_s(self.family.forms, data, self.structure, every, groups, self.rules)
-        return [
-            Choice({m: self.tables[m].options[o] for m, o in options.items()}, float(bound_s))
-            for options, bound_s in zip(chosen, bounds_s[:, 0], strict=True)
+        groups = self.groups[None, :, p, c, None, None]  # each batch is a mean of its own
+        bounds_s = least_s(
+            self.structure,
+            {m: seconds(m) for m in self.tables},
+            np.repeat(groups, len(chosen), axis=2),
+            {m: n[p] for m, n in self.devices.items()},
+            self.rules.profile.concurrency,
+            _parts(self.divided, slice(c, c + 1)),
+        )[..., 0]
+        choices = [
+            Choice({m: self.tables[m].options[o] for m, o in options.items()}, tuple(each))
+            for options, each in zip(chosen, bounds_s.T.tolist(), strict=True)
         ]
+        if self.divided:  # simulating is dear, and the others differ by little
+            return [min(choices, key=lambda choice: sum(choice.bounds_s))]
+        return choices
 
     def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
         """The largest bucket of a placement that memory holds with these options."""
@@ -191,7 +193,7 @@ class Bounds:
                 ]
                 peaks.append(least_peak(picked)[0])
             if max(peaks) <= self.rules.memory_bytes:
-                return self.bucket(p, c)
+                return self.divided.whole[c] if self.divided else self.bucket(p, c)
         raise AssertionError("the options fit at no cut")
 
     def trusted(self, p: int, c: int) -> bool:
@@ -229,7 +231,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
         # Where an edge leaves from between layers, it depends on the split of the layers as well.
         key = (f.blocks, tuple((k.n_segments, tapped and k.mesh) for k in f.forms))
         if key not in structures:
-            structures[key] = structure_of(f, rules)
+            structures[key] = structure_of(rules.structure(rules.placement(f.outline(0))), rules)
         structure = structures[key]
         keys = {
             m: (m, form, f.group_size, *structure.facts(m))
@@ -248,81 +250,34 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
                 here = [member(*keys[m]).at(forms[m]) for m in block]
                 leasts[block] = least(here, rules.memory_bytes)
         members = {m: member(*key) for m, key in keys.items()}
-        yield _bounds(f, structure, rules, tables, forms, leasts, members)
+        yield Bounds.of(
+            _placement_of(f, rules),
+            structure,
+            rules,
+            rules.cuts(f.group_size),
+            tables,
+            forms,
+            members,
+            leasts,
+            _devices(f, rules),
+        )
 
 
-def _bounds(
-    family: Family,
-    structure: Structure,
-    rules: Rules,
-    tables: Mapping[str, Segments],
-    forms: Mapping[str, np.ndarray],
-    leasts: Mapping[tuple[str, ...], Least],
-    members: Mapping[str, Member],
-) -> Bounds:
-    groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
-    trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
-    fits = np.logical_and.reduce([x.fits for x in leasts.values()])
-    seconds = {m: s for block, x in leasts.items() for m, s in zip(block, x.seconds, strict=True)}
-    usable = trusted & fits
-    bound_s = np.full(usable.shape, np.inf)
-    if usable.any():
-        least_s = _least_s(family.forms, family.data, structure, seconds, groups, rules)
-        bound_s = np.where(usable, least_s, np.inf)
-    return Bounds(
-        family,
-        structure,
-        rules,
-        rules.cuts(family.group_size),
-        bound_s,
-        fits,
-        np.maximum.reduce([x.peak_bytes for x in leasts.values()]),
-        groups,
-        tables,
-        forms,
-        members,
-    )
+def _placement_of(family: Family, rules: Rules) -> Callable[[int], Placement]:
+    return lambda i: rules.placement(family.outline(i))
 
 
-def _least_s(
-    module_forms: Sequence[Form],
-    data: np.ndarray,
-    structure: Structure,
-    seconds: Mapping[str, tuple[tuple[Array, ...], ...]],
-    groups: Array,
-    rules: Rules,
-) -> Array:
-    """Seconds that no schedule undercuts; `groups` of each sampled batch, `seconds` of every module
-    as in `Member`."""
-    segments = range(len(structure.modules))
-    forward, back, reduce, update = (
-        [seconds[m][kind][k] for m, k in structure.modules] for kind in range(4)
-    )
-    # Seconds from the step's start until a group comes up to a segment, and from the end of its
-    # backward there until the last reduction that waits for it; what runs no backward waits for
-    # none.
-    up: list[Array] = [np.zeros(groups.shape[1:]) for _ in segments]
-    down: list[Array] = list(up)
-    for i in segments:
-        for u in structure.sources[i]:
-            up[i] = np.maximum(up[i], up[u] + forward[u])
-            below = np.where(back[u] > 0, back[u] + np.maximum(down[u], reduce[u]), 0.0)
-            down[i] = np.maximum(down[i], below)
-    mean: Array = groups.mean(axis=0)
-    least: Array = np.zeros(mean.shape)
-    updates: Array = 0.0
-    for resource in sorted(set(structure.resource)):
-        on = [i for i in segments if structure.resource[i] == resource]
-        busy = mean * sum(forward[i] + back[i] for i in on)
-        after = np.minimum.reduce([np.where(back[i] > 0, down[i], 0.0) for i in on])
-        after = np.maximum(after, sum(reduce[i] for i in on))
-        least = np.maximum(least, np.minimum.reduce([up[i] for i in on]) + busy + after)
-        updates = np.maximum(updates, sum(update[i] for i in on))
-    # No more than `concurrency` of the devices compute at once.
-    cores = rules.profile.concurrency
-    size = {
-        m: np.minimum(form.n_devices * data[:, i : i + 1] // form.n_segments, cores)
-        for i, (m, form) in enumerate(zip(rules.n_layers, module_forms, strict=True))
+def _parts(divided: Divided | None, cuts: slice) -> dict[str, np.ndarray] | None:
+    """By module, [1, n_cuts]."""
+    if divided is None:
+        return None
+    here = divided.parts[cuts]
+    return {m: np.array([[parts[m] for parts in here]]) for m in here[0]}
+
+
+def _devices(family: Family, rules: Rules) -> dict[str, Array]:
+    """Devices of a segment of every module, [n_placements, 1]."""
+    return {
+        m: form.n_devices * family.data[:, i : i + 1] // form.n_segments
+        for i, (m, form) in enumerate(zip(rules.n_layers, family.forms, strict=True))
     }
-    device_s = sum((forward[i] + back[i]) * size[structure.modules[i][0]] for i in segments)
-    return np.maximum(least + updates, mean * device_s / cores)

@@ -37,7 +37,7 @@ class Member:
     seconds: tuple[tuple[Array, ...], ...]
 
     @staticmethod
-    def of(table: Segments, resource: Sequence[int], in_flight: Sequence[int]) -> Member:
+    def of(table: Segments, resource: Sequence[int], in_flight: Sequence[Array]) -> Member:
         """A table's module where its segments have so many groups in flight."""
         return Member(
             table.options,

@@ -1,187 +1,38 @@
-"""The candidates of the policy `dip`: ranks, and into how many groups a mean batch is cut.
-
-There are few placements but dear ones to simulate, so candidates are made when their bound's turn
-comes. No schedule of a cut is faster than its groups' work shared out evenly over the ranks.
-"""
+"""The candidates of the policy `dip`: ranks, and into how many groups a mean batch is cut."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.dip import (
-    POLICY,
-    Ranks,
-    module_s,
-    placement,
-    spaces,
-    with_sub_microbatches,
-)
-from dflop_jax.plan.evaluate import Evaluator, as_plan
-from dflop_jax.plan.options import saving_words
-from dflop_jax.plan.ranking import Ranked, Upcoming
+from dflop_jax.pipeline.order import in_flight_limit
+from dflop_jax.plan.bounds import Bounds, Divided
+from dflop_jax.plan.choices import Member, least
+from dflop_jax.plan.dip import Ranks, placement, spaces, with_sub_microbatches
+from dflop_jax.plan.estimate import Rules, Segments, segment_costs
+from dflop_jax.plan.placement import Placement
+from dflop_jax.plan.structure import Structure, structure_of
 from dflop_jax.plan.volume import ROOM, group_pairs, least_groups, packed_rows, piece_rows
-from dflop_jax.records import Bucket, Plan, Shape, SubmeshPlan
+from dflop_jax.profile.state import Array
+from dflop_jax.records import Bucket, Plan, Shape
 
 # Groups for each rank, beyond which filling and draining the pipeline hardly costs: more are tried
 # only where memory does not hold fewer.
 _ENOUGH = 8
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known of a candidate before it is simulated: see `Ranked`; `parts` as for
-    `uniform_groups`."""
-
-    ranks: Ranks
-    cut: int
-    plan: Plan
-    parts: dict[str, int]
-    bound_s: float
-    most: Bucket | None
-    groups: tuple[int, ...]
+def dip_bounds(rules: Rules, n_devices: int, config: PlanConfig) -> list[Bounds]:
+    """Bounds of each placement at all cuts; none where there is no placement."""
+    timed = {(t.module, t.model) for t in rules.profile.timings}
+    degrees = {m: [k for n, k in timed if n == m] for m in rules.n_layers}
+    return [_bounds(_Cuts.of(rules, r)) for r in spaces(rules, n_devices, config, degrees)]
 
 
-class DipSpace:
-    """All candidates of the policy on so many devices.
-
-    Attributes:
-      ranks: the placements. nearest: (bytes of the device that needs most, what it is) of the
-        candidates that memory does not hold, as far as they were made.
-
-    Raises:
-      ValueError: there is no placement.
-    """
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        n_devices: int,
-        config: PlanConfig,
-        allowed: Callable[[SubmeshPlan], bool],
-    ):
-        self._evaluator, self._rules = evaluator, evaluator.rules
-        timed = {(t.module, t.model) for t in self._rules.profile.timings}
-        degrees = {m: [k for n, k in timed if n == m] for m in self._rules.n_layers}
-        self.nearest: list[tuple[float, str]] = []
-        self._placements = {
-            r: p
-            for r in spaces(self._rules, n_devices, config, degrees)
-            if all(map(allowed, (p := placement(self._rules, r)).submeshes))
-        }
-        if not self._placements:
-            raise ValueError(_none(n_devices, config, self._rules.n_layers))
-
-    def __len__(self) -> int:
-        return len(self._placements)
-
-    def upcoming(self) -> list[Upcoming]:
-        """Every candidate with a lower bound of its mean makespan, the least first."""
-        found: list[Upcoming] = []
-        cuts = self._rules.cuts(1)
-        for ranks in self._placements:
-            finest = self._plan(ranks, self._bucket(ranks, int(cuts[-1]))).buckets[0]
-            plan: Plan | None = None
-            # With fewer groups than ranks these would wait for each other.
-            for cut in cuts[cuts >= min(ranks.count, cuts[-1])].tolist():
-                if cut > _ENOUGH * ranks.count and plan and self._evaluator.fits(plan):
-                    break
-                bucket = self._bucket(ranks, cut)
-                plan = self._plan(ranks, bucket)
-                if not self._trusted(plan.buckets[0], finest):
-                    plan = None
-                    continue
-                groups = self._least_groups(ranks, plan)
-                parts = self._parts(ranks, cut, plan)
-                bound_s = float(np.mean(groups)) * self._group_s(ranks, plan, parts)
-                most = bucket if self._rules.memory_bytes else None
-                known = _Known(ranks, cut, plan, parts, bound_s, most, groups)
-                make = partial(self._made, known)
-                found.append((bound_s, make))
-        return sorted(found, key=lambda x: x[0])
-
-    def _trusted(self, bucket: Bucket, finest: Bucket) -> bool:
-        """Whether the prices of a bucket are believed, or no cut is finer."""
-        return all(
-            s.size <= max(self._rules.trusted_tokens(m), finest.tokens(m)) for m, s in bucket.shapes
-        )
-
-    def _bucket(self, ranks: Ranks, cut: int) -> Bucket:
-        """The shapes that cut a mean batch into so many groups of every module, none divided."""
-        rules = self._rules
-        shapes: dict[str, Shape | None] = {}
-        for m, volume in rules.volumes.items():
-            if m in rules.profile.piece_tokens:
-                rows, tokens = piece_rows(volume, cut, ranks.data), rules.profile.piece_tokens[m]
-            else:
-                rows, tokens = packed_rows(
-                    volume, np.array([cut]), ranks.data, rules.costs, m, ranks.model,
-                    rules.token_multiple,
-                )  # fmt: skip
-            rows, tokens = int(np.max(rows)), int(np.max(tokens))
-            shapes[m] = Shape(rows, tokens) if rows else None
-        return Bucket.of(shapes)
-
-    def _least_groups(self, ranks: Ranks, plan: Plan) -> tuple[int, ...]:
-        """Groups that each sampled batch takes at least, those that feed one counted once."""
-        rules = self._rules
-        each = []
-        for m, shape in plan.buckets[0].shapes:
-            room = shape.rows if m in rules.profile.piece_tokens else shape.size
-            room *= ranks.data * (plan.fan_in if m in plan.divided else 1)
-            each.append(least_groups(rules.volumes[m], np.array(room)))
-        return tuple(np.max(each, axis=0).astype(int).tolist())
-
-    def _parts(self, ranks: Ranks, cut: int, plan: Plan) -> dict[str, int]:
-        """Groups of every module for one of a cut of a mean batch."""
-        rules, parts = self._rules, {}
-        for m, shape in plan.buckets[0].shapes:
-            room = shape.rows if m in rules.profile.piece_tokens else shape.size
-            share = rules.volumes[m].mean * ROOM / (cut * ranks.data * room)
-            needed = max(1, math.ceil(share - 1e-9))
-            parts[m] = min(needed, plan.fan_in) if m in plan.divided else 1
-        return parts
-
-    def _group_s(self, ranks: Ranks, plan: Plan, parts: dict[str, int]) -> float:
-        """Seconds of so many groups of every module, on the mean rank."""
-        rules = self._rules
-        total_s = 0.0
-        for m, shape in plan.buckets[0].shapes:
-            one_s = module_s(rules, m, ranks.model, shape.rows, shape.tokens)
-            total_s += float(one_s) * parts[m]
-        size, cores = ranks.data * ranks.model, rules.profile.concurrency
-        return total_s * max(1 / ranks.count, min(size, cores) / cores)
-
-    def _plan(self, ranks: Ranks, bucket: Bucket) -> Plan:
-        plan = as_plan(self._placements[ranks], POLICY, (bucket,), self._rules)
-        return with_sub_microbatches(plan, self._rules)
-
-    def _made(self, known: _Known) -> list[Ranked]:
-        """The candidate with the cheapest options that memory holds; nothing where none do."""
-        evaluator, name, plan = self._evaluator, self._placements[known.ranks].name, known.plan
-        if not evaluator.fits(plan):
-            plan = evaluator.with_cheapest_options(plan)
-        if not evaluator.fits(plan):
-            self.nearest.append((evaluator.most_bytes(plan), f"{name}, {saving_words(plan)}"))
-            return []
-        pairs = {
-            m: int(group_pairs(self._rules.volumes[m], np.array(known.cut * n), known.ranks.data))
-            for m, n in known.parts.items()
-        }
-        uniform = evaluator.uniform(plan, pairs, known.parts)
-        return [
-            Ranked(
-                POLICY, name, known.cut, plan, known.bound_s, known.most, uniform, known.groups
-            )
-        ]  # fmt: skip
-
-
-def _none(n_devices: int, config: PlanConfig, n_layers: dict[str, int]) -> str:
+def why_none(n_devices: int, config: PlanConfig, n_layers: dict[str, int]) -> str:
+    """Why there is no placement, and what would give one."""
     shallow = min(n_layers, key=n_layers.__getitem__)
     return (
         f"policy dip has no placement on {n_devices} devices: 2 to plan.max_stage="
@@ -189,3 +40,122 @@ def _none(n_devices: int, config: PlanConfig, n_layers: dict[str, int]) -> str:
         f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
         "plan.policy dflop or orch"
     )
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A placement at every cut. whole: the bucket of each. plans: with the groups of that bucket
+    divided. parts: groups of each module that go together in a mean batch."""
+
+    rules: Rules
+    ranks: Ranks
+    placement: Placement
+    cuts: np.ndarray
+    whole: tuple[Bucket, ...]
+    plans: tuple[Plan, ...]
+    parts: tuple[dict[str, int], ...]
+
+    @staticmethod
+    def of(rules: Rules, ranks: Ranks) -> _Cuts:
+        placed, cuts = placement(rules, ranks), rules.cuts(1)
+        undivided, whole = rules.structure(placed), _buckets(rules, ranks, cuts)
+        plans = tuple(with_sub_microbatches(replace(undivided, buckets=(b,)), rules) for b in whole)
+        parts = tuple(_parts(rules, ranks, n, p) for n, p in zip(cuts.tolist(), plans, strict=True))
+        return _Cuts(rules, ranks, placed, cuts, whole, plans, parts)
+
+    @property
+    def fan_in(self) -> tuple[int, ...]:
+        return tuple(p.fan_in for p in self.plans)
+
+
+def _buckets(rules: Rules, ranks: Ranks, cuts: np.ndarray) -> tuple[Bucket, ...]:
+    """Of every cut the shapes that cut a mean batch into so many groups of every module."""
+    shapes: dict[str, list[Shape | None]] = {}
+    for m, volume in rules.volumes.items():
+        if m in rules.profile.piece_tokens:
+            rows = piece_rows(volume, cuts, ranks.data)
+            tokens = np.full(rows.shape, rules.profile.piece_tokens[m])
+        else:
+            rows, tokens = packed_rows(
+                volume, cuts, ranks.data, rules.costs, m, ranks.model, rules.token_multiple
+            )
+        each = zip(rows.tolist(), tokens.tolist(), strict=True)
+        shapes[m] = [Shape(n, length) if n else None for n, length in each]
+    return tuple(Bucket.of({m: s[i] for m, s in shapes.items()}) for i in range(len(cuts)))
+
+
+def _parts(rules: Rules, ranks: Ranks, cut: int, plan: Plan) -> dict[str, int]:
+    parts = dict.fromkeys(rules.n_layers, 1)
+    for m in plan.divided:
+        if shape := plan.buckets[0].shape(m):
+            room = _room(rules, m, shape) * ranks.data
+            share = rules.volumes[m].mean * ROOM / (cut * room)
+            parts[m] = min(max(1, math.ceil(share - 1e-9)), plan.fan_in)
+    return parts
+
+
+def _room(rules: Rules, module: str, shape: Shape) -> int:
+    """What a group holds on one data rank, in the units of `Volume`."""
+    return shape.rows if module in rules.profile.piece_tokens else shape.size
+
+
+def _bounds(at: _Cuts) -> Bounds:
+    rules = at.rules
+    structure = structure_of(at.plans[0], rules)
+    (block,) = structure.blocks
+    tables = {m: _table(at, m, structure) for m in block}
+    limits = {n: in_flight_limit(replace(at.plans[0], fan_in=n)) for n in set(at.fan_in)}
+    members = {}
+    for m, table in tables.items():
+        names = [s.name for s in at.plans[0].segments_of(m)]
+        in_flight = [np.array([[limits[n][name] for n in at.fan_in]]) for name in names]
+        members[m] = Member.of(table, structure.facts(m)[1], in_flight)
+    together = [members[m] for m in block]
+    return Bounds.of(
+        lambda _: at.placement,
+        structure,
+        rules,
+        at.cuts,
+        tables,
+        forms=dict.fromkeys(tables, np.zeros(1, int)),
+        members=members,
+        leasts={block: least(together, rules.memory_bytes)},
+        devices=dict.fromkeys(tables, np.array([[at.ranks.data * at.ranks.model]])),
+        tried=_tried(at, tables, least([m.only(0) for m in together], rules.memory_bytes).fits),
+        divided=Divided(at.parts, at.fan_in, at.whole),
+    )
+
+
+def _table(at: _Cuts, module: str, structure: Structure) -> Segments:
+    """A module at every cut, [1, n_cuts]."""
+    rules, ranks, volume = at.rules, at.ranks, at.rules.volumes[module]
+    shapes = [p.buckets[0].shape(module) for p in at.plans]
+    rows = np.array([[s.rows if s else 0 for s in shapes]])
+    tokens = np.array([[s.tokens if s else 0 for s in shapes]])
+    most = [p.fan_in if module in p.divided else 1 for p in at.plans]
+    rooms = [_room(rules, module, s) if s else 0 for s in shapes]
+    parts = np.array([[n[module] for n in at.parts]])
+    sizes, pairs = rows * tokens, group_pairs(volume, at.cuts * parts, np.array(ranks.data))
+    mesh = (1, np.array([[ranks.data]]), ranks.model)
+    figures = rules.costs.at(module, ranks.model, rows, tokens)
+    tasks = structure.facts(module)[0]
+    segments = at.plans[0].segments_of(module)
+    return Segments(
+        rules.options(module),
+        np.array([ranks.data]),
+        rows,
+        tokens,
+        sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
+        pairs,
+        least_groups(volume, np.array([rooms]) * most * ranks.data),
+        segment_costs(rules, segments, tasks, mesh, 1, figures, pairs),
+    )
+
+
+def _tried(at: _Cuts, tables: dict[str, Segments], fits: Array) -> Array:
+    """Whether a cut is tried, [1, n_cuts]: not into fewer groups than ranks, which would wait for
+    each other, and not further than enough where memory holds a coarser one that saves nothing."""
+    piped = at.cuts >= min(at.ranks.count, at.cuts[-1])
+    held = piped & fits & np.logical_and.reduce([t.trusted for t in tables.values()])
+    first = np.argmax(held) if held.any() else held.size
+    return piped & ((at.cuts <= _ENOUGH * at.ranks.count) | (np.arange(held.size) <= first))

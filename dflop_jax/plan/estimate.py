@@ -144,6 +144,10 @@ class Rules:
             node=self.node(0),
         )
 
+    def trainable(self, plan: Plan) -> list[str]:
+        """Names of the plan's segments that train."""
+        return [s.name for s in plan.segments if self.trains(s)]
+
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
         ends = self.ends(module, form.mesh[2])
@@ -216,13 +220,7 @@ def module_table(
     mesh = (stage, data, tp)
     figures = costs.at(module, tp, rows, tokens)
 
-    costed: dict[tuple[object, ...], Costs] = {}
-    by_segment = []
-    for s, has in zip(rules.segments(module, form), tasks, strict=True):
-        key = costs.kind(s), tuple(has), rules.trains(s)
-        if key not in costed:
-            costed[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
-        by_segment.append(costed[key])
+    segments = rules.segments(module, form)
     return Segments(
         rules.options(module),
         data[:, 0],
@@ -231,8 +229,28 @@ def module_table(
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         pairs,
         least_groups(volume, room),
-        by_segment,
+        segment_costs(rules, segments, tasks, mesh, group_size, figures, pairs),
     )
+
+
+def segment_costs(
+    rules: Rules,
+    segments: Sequence[SegmentPlan],
+    tasks: Sequence[Collection[str]],
+    mesh: Mesh,
+    group_size: int,
+    figures: Figures,
+    pairs: Array,
+) -> list[Costs]:
+    """What each of a module's segments takes, of which most are alike; `tasks` are each one's."""
+    known: dict[tuple[object, ...], Costs] = {}
+    found = []
+    for s, has in zip(segments, tasks, strict=True):
+        key = rules.costs.kind(s), tuple(has), rules.trains(s)
+        if key not in known:
+            known[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
+        found.append(known[key])
+    return found
 
 
 def _costs(

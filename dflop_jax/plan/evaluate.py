@@ -132,10 +132,6 @@ class Uniform:
             self._traces[n] = simulate_step(self.plan, schedule, self.prices, self.trainable)
         return self._traces[n]
 
-    def makespan_s(self, n_groups: Sequence[int]) -> float:
-        """Mean over batches that take so many groups."""
-        return float(np.mean([self.trace(n).makespan_s for n in n_groups]))
-
 
 class Evaluator:
     """Schedules and simulates the same sampled batches on every plan."""
@@ -156,13 +152,10 @@ class Evaluator:
     def prices(self, plan: Plan) -> Prices:
         return prices_of(plan, self.rules.costs, self.rules.hardware)
 
-    def trainable(self, plan: Plan) -> list[str]:
-        return [s.name for s in plan.segments if self.rules.trains(s)]
-
     def uniform(
         self, plan: Plan, pairs: Mapping[str, int], parts: Mapping[str, int] | None = None
     ) -> Uniform:
-        return Uniform(plan, pairs, self.prices(plan), self.trainable(plan), parts)
+        return Uniform(plan, pairs, self.prices(plan), self.rules.trainable(plan), parts)
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
@@ -170,7 +163,7 @@ class Evaluator:
 
     def peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
         """Of each submesh, with so many groups kept by each segment."""
-        return memory.peak_bytes(plan, self.rules.costs, in_flight, self.trainable(plan))
+        return memory.peak_bytes(plan, self.rules.costs, in_flight, self.rules.trainable(plan))
 
     def fits(self, plan: Plan) -> bool:
         limit = self.rules.memory_bytes
@@ -179,7 +172,11 @@ class Evaluator:
     def busy_s(self, plan: Plan) -> float:
         """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
         end: what tells options of a placement apart."""
-        prices, trainable, n = self.prices(plan), self.trainable(plan), self._mean_groups(plan)
+        prices, trainable, n = (
+            self.prices(plan),
+            self.rules.trainable(plan),
+            self._mean_groups(plan),
+        )
         tasks = directions(plan, trainable)
         total_s = sum(prices.step_end[Task(n, NO_GROUP, d)] for n in trainable for d in _STEP_END)
         for s in plan.segments:
@@ -301,7 +298,7 @@ class Evaluator:
           prices: of the plan's own programs; None: by the profile.
         """
         prices = prices or self.prices(plan)
-        trainable = self.trainable(plan)
+        trainable = self.rules.trainable(plan)
         work = min(work_budget(about_s), _EVALUATE_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
 from dflop_jax.pipeline.order import in_flight_limit
-from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import options_of, with_options
-from dflop_jax.plan.ranking import Candidate
-from dflop_jax.plan.space import families
+from dflop_jax.plan.ranking import Candidate, searched
 from dflop_jax.records import Plan
 
 _GIB = 2**30
@@ -103,9 +101,8 @@ def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int |
     """The least doubling of the devices that holds a plan."""
     times = 2
     while times <= _MOST_TIMES:
-        for space in families(rules, times * n_devices, config).values():
-            for bounds in all_bounds(space, rules):
-                if bounds.fits.any():
-                    return times * n_devices
+        tables = searched(rules, times * n_devices, config)
+        if any(bounds.fits.any() for _, bounds in tables):
+            return times * n_devices
         times *= 2
     return None

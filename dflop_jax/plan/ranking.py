@@ -8,17 +8,21 @@ machine to machine; of equals the first by name is the better one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, all_bounds
+from dflop_jax.plan.dip import POLICY as DIP
+from dflop_jax.plan.dip_space import dip_bounds, why_none
+from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator, Uniform, as_plan
 from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import Placement
-from dflop_jax.plan.space import Family
+from dflop_jax.plan.space import families
 from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
@@ -48,8 +52,8 @@ class Ranked:
 
     most: the largest bucket that memory holds with these options; None: any. uniform: simulates its
     groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
-    n_scheduled: batches whose groups were counted by the scheduler; -1: not even the least number
-    was simulated. It is exact with all of them.
+    bounds_s: of each batch's makespan. steps: taken towards exactness. The first ones simulate each
+    batch with the least number of groups, the others with the number that the scheduler makes.
     """
 
     policy: str
@@ -60,7 +64,8 @@ class Ranked:
     most: Bucket | None = None
     uniform: Uniform | None = None
     groups: tuple[int, ...] = ()
-    n_scheduled: int = -1
+    bounds_s: tuple[float, ...] = ()
+    steps: int = 0
 
     @property
     def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
@@ -70,16 +75,23 @@ class Ranked:
 
     @property
     def exact(self) -> bool:
-        return self.uniform is None or self.n_scheduled == len(self.groups)
+        return self.uniform is None or self.steps == 2 * len(self.groups)
 
     def refined(self, evaluator: Evaluator) -> Ranked:
         """The same a step nearer to exact."""
         assert self.uniform is not None, "a baseline is exact"
-        groups, n = list(self.groups), self.n_scheduled
-        if n >= 0:
-            groups[n] = max(groups[n], evaluator.n_groups(self.plan, n))
-        bound_s = self.uniform.makespan_s(groups)
-        return replace(self, groups=tuple(groups), n_scheduled=n + 1, bound_s=bound_s)
+        groups, bounds_s = list(self.groups), list(self.bounds_s)
+        counts, batch = divmod(self.steps, len(groups))
+        if counts:
+            groups[batch] = max(groups[batch], evaluator.n_groups(self.plan, batch))
+        bounds_s[batch] = self.uniform.trace(groups[batch]).makespan_s
+        return replace(
+            self,
+            groups=tuple(groups),
+            bounds_s=tuple(bounds_s),
+            bound_s=float(np.mean(bounds_s)),
+            steps=self.steps + 1,
+        )
 
     def candidate(self, evaluator: Evaluator) -> Candidate:
         plan, uniform = self.plan, self.uniform
@@ -105,29 +117,40 @@ class Ranked:
 
 
 # What no schedule of a candidate undercuts, and what makes it, with each choice of options.
-Upcoming = tuple[float, Callable[[], list[Ranked]]]
+_Upcoming = tuple[float, Callable[[], list[Ranked]]]
+
+
+def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple[str, Bounds]]:
+    """(policy, bounds) of all that is searched for the configured policy; nothing for a baseline.
+
+    Raises:
+      ValueError: there is no placement.
+    """
+    for policy, space in families(rules, n_devices, config).items():
+        yield from ((policy, bounds) for bounds in all_bounds(space, rules))
+    if config.policy in (DIP, "auto"):
+        found = dip_bounds(rules, n_devices, config)
+        if not found and config.policy == DIP:
+            raise ValueError(why_none(n_devices, config, rules.n_layers))
+        yield from ((DIP, bounds) for bounds in found)
 
 
 class Ranking:
-    """Spaces of policies, ranked best-first, `more` candidates among them by their bounds."""
+    """Spaces of policies, (policy, bounds) of each, and a baseline's placements, best-first."""
 
     def __init__(
         self,
         evaluator: Evaluator,
-        space: Mapping[str, Sequence[Family]],
+        tables: Sequence[tuple[str, Bounds]],
         baseline: Sequence[Placement],
         allowed: Callable[[SubmeshPlan], bool],
-        more: Sequence[Upcoming] = (),
     ):
         self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
-        self.n_placements = sum(len(f) for found in space.values() for f in found) + len(baseline)
+        self._tables = tables
+        self.n_placements = sum(len(b.bound_s) for _, b in tables) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
         self._arrived: list[tuple[float, str]] = []
-        self._more = more
         self._exact = self._arrivals(baseline)
-        self._tables = [
-            (policy, b) for policy, found in space.items() for b in all_bounds(found, self.rules)
-        ]
 
     def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Ranked]:
         """The best choice of each of the `n` best placements, exact, best first."""
@@ -144,7 +167,7 @@ class Ranking:
 
     def _in_order(self) -> Iterator[Ranked]:
         """All candidates, exact, best first; equals by name."""
-        waiting = heapq.merge(self._by_table(), self._counted(), key=lambda x: x[0])
+        waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
         exact = list(self._exact)
@@ -164,26 +187,14 @@ class Ranking:
                 upcoming = next(waiting, None)
                 continue
             ranked = heapq.heappop(heap)[-1]
-            self.n_evaluated += ranked.n_scheduled < 0
+            self.n_evaluated += ranked.steps == 0
             ranked = ranked.refined(self.evaluator)
             if ranked.exact:
                 exact.append(ranked)
             else:
                 heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
 
-    def _counted(self) -> Iterator[Upcoming]:
-        """The other candidates, counted when memory holds them."""
-
-        def made(make: Callable[[], list[Ranked]]) -> list[Ranked]:
-            found = make()
-            self.n_fit += bool(found)
-            return found
-
-        self.n_candidates += len(self._more)
-        for bound_s, make in self._more:
-            yield bound_s, partial(made, make)
-
-    def _by_table(self) -> Iterator[Upcoming]:
+    def _by_table(self) -> Iterator[_Upcoming]:
         """Candidates that memory holds, the least bound first."""
         flat = [b.bound_s.ravel() for _, b in self._tables]
         sizes = [len(b) for b in flat]
@@ -202,7 +213,7 @@ class Ranking:
     def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Ranked]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
         cannot form its submeshes."""
-        placement = self.rules.placement(bounds.outline(p))
+        placement = bounds.placement(p)
         if not all(map(self.allowed, placement.submeshes)):
             return []
         bucket, pairs, cut = bounds.bucket(p, c), bounds.pairs(p, c), int(bounds.cuts[c])
@@ -210,10 +221,21 @@ class Ranking:
         found = []
         for choice in bounds.choices(p, c):
             plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
+            plan = replace(plan, fan_in=bounds.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
-            uniform = self.evaluator.uniform(plan, pairs)
+            uniform = self.evaluator.uniform(plan, pairs, bounds.parts(c))
             found.append(
-                Ranked(policy, placement.name, cut, plan, choice.bound_s, most, uniform, groups)
+                Ranked(
+                    policy,
+                    placement.name,
+                    cut,
+                    plan,
+                    float(np.mean(choice.bounds_s)),
+                    most,
+                    uniform,
+                    groups,
+                    choice.bounds_s,
+                )
             )
         return found
 
@@ -231,7 +253,7 @@ class Ranking:
             p, c = divmod(int(place[i]), len(bounds.cuts))
             needed, options = bounds.least_peak(p, c)
             if needed < best[0]:
-                placement = self.rules.placement(bounds.outline(p))
+                placement = bounds.placement(p)
                 plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, options)
                 best = needed, _words(plan, placement)
         return best

@@ -15,13 +15,11 @@ from typing import Any, Literal
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
-from dflop_jax.plan.dip import POLICY
-from dflop_jax.plan.dip_space import DipSpace
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
-from dflop_jax.plan.ranking import Candidate, Ranked, Ranking
-from dflop_jax.plan.space import baseline, families
+from dflop_jax.plan.ranking import Candidate, Ranked, Ranking, searched
+from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
@@ -133,18 +131,13 @@ def search_plan(
     """
     spec = replace(spec, **changes) if spec else SearchSpec(**changes)
     rules, evaluator = _prepared(profile, data, spec)
-    space = families(rules, spec.n_devices, spec.config)
+    tables = list(searched(rules, spec.n_devices, spec.config))
     placements = baseline(rules, spec.n_devices, spec.config)
-    dip = None
-    if spec.config.policy == POLICY:
-        dip = DipSpace(evaluator, spec.n_devices, spec.config, spec.allowed)
-    more = dip.upcoming() if dip else []
-    ranking = Ranking(evaluator, space, placements, spec.allowed, more)
+    ranking = Ranking(evaluator, tables, placements, spec.allowed)
     n = max(spec.shown, FINALISTS) if spec.refine else spec.shown
     best = ranking.ranked(n, on_progress)
     if not best:
-        nearest = min([ranking.nearest(), *(dip.nearest if dip else [])])
-        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *nearest))
+        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
     plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
     if spec.refine:
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
@@ -159,7 +152,7 @@ def search_plan(
     return SearchResult(
         _fastest(plans),
         tuple(r.candidate(evaluator) for r in best),
-        n_placements=ranking.n_placements + (len(dip) if dip else 0),
+        n_placements=ranking.n_placements,
         n_candidates=ranking.n_candidates,
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -70,13 +71,19 @@ def shared_share(parameters: Sequence[ParamDims], data: Array) -> Array:
     """Share of parameters' elements that the data ranks split among them: of those with a dim that
     is not tensor parallelism's and that their number divides (`pipeline.shards`)."""
     data = np.asarray(data)
-    shared, total = np.zeros(data.shape), 0
+    return np.reshape(_shares(tuple(parameters), tuple(data.ravel().tolist())), data.shape)
+
+
+@lru_cache(maxsize=4096)  # asked again for every option of a module
+def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...]) -> np.ndarray:
+    ranks = np.array(data)
+    shared, total = np.zeros(ranks.shape), 0
     for p in parameters:
         whole = [n for i, n in enumerate(p.sizes) if i != p.split]
-        divides = np.any([n % data == 0 for n in whole], axis=0) if whole else False
+        divides = np.any([n % ranks == 0 for n in whole], axis=0) if whole else False
         shared = shared + prod(p.sizes) * np.where(divides, 1.0, 0.0)
         total += prod(p.sizes)
-    return shared / total if total else np.ones(data.shape)
+    return shared / total if total else np.ones(ranks.shape)
 
 
 def split_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> tuple[Array, Array]:

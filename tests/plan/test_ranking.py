@@ -104,9 +104,9 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     shares = []
     for bounds in all_bounds(families(rules, n_devices, config)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
-            outline = bounds.outline(p)
-            m = int(bounds.cuts[c]) * outline.group_size
-            exact_s = took[rules.placement(outline).name, m]
+            placement = bounds.placement(p)
+            m = int(bounds.cuts[c]) * placement.group_size
+            exact_s = took[placement.name, m]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
             shares.append(bounds.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)

@@ -107,7 +107,7 @@ def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
 )
 def test_exact_coefficients_are_recovered(c):
     model = CostModel(profile(timings("llm", SHAPES, c=c)))
-    np.testing.assert_allclose(model._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
+    np.testing.assert_allclose(model.fits._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
     for shape in (*SHAPES, Shape(7, 48), Shape(1, 2048)):
         for kind, k in {"layer_forward": 1, "layer_backward": 2, "dots.layer_s": 0.25}.items():
             assert predict(model, "llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
@@ -151,7 +151,7 @@ def test_predictions_never_fall_with_size_however_noisy():
         model = CostModel(profile(rows))
         grid = [1, 2, 5, 30], [1, 32, 100, 1000]
         for kind in ("layer_forward", "ends_backward"):
-            assert min(model._fit("llm", 1, kind)) >= 0
+            assert min(model.fits._fit("llm", 1, kind)) >= 0
             at = {
                 (i, t): predict(model, "llm", 1, Shape(i, t), kind)
                 for i, t in itertools.product(*grid)
@@ -321,7 +321,7 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
 
 def test_a_policy_that_was_not_priced_is_an_error_and_not_known():
     model = CostModel(profile())
-    assert model.known_policies("llm") == ("none", "dots", "layers", "segment")
+    assert model.fits.known_policies("llm") == ("none", "dots", "layers", "segment")
     plan = with_remat(plan_of(), "named")
     with pytest.raises(ValueError, match="no price of the recompute policy 'named' for 'llm'"):
         group_s(plan, model, "l0", BACKWARD)
@@ -465,10 +465,10 @@ def test_one_shape_tells_of_others_by_their_size():
     for other in (Shape(5, 64), Shape(2, 512)):
         want = cost(LAYER, one) * other.size / one.size
         assert predict(model(one), "llm", 1, other, "layer_forward") == pytest.approx(want)
-        assert model(one, one)._fit("llm", 1, "hidden").tolist()[::2] == [0.0, 0.0]
+        assert model(one, one).fits._fit("llm", 1, "hidden").tolist()[::2] == [0.0, 0.0]
     straight = predict(model(one, two), "llm", 1, Shape(7, 64), "layer_forward")
     assert straight == pytest.approx(cost(LAYER, Shape(7, 64)))
-    assert model(one, two, Shape(8, 64))._fit("llm", 1, "layer_forward")[2] == 0.0
+    assert model(one, two, Shape(8, 64)).fits._fit("llm", 1, "layer_forward")[2] == 0.0
 
 
 @pytest.mark.parametrize("module, shapes", [("llm", SHAPES), ("vision", TILES)])
@@ -485,7 +485,7 @@ def test_the_last_bit_of_a_timing_changes_no_prediction(module, shapes):
             for t in base
         ]
         model = CostModel(profile(moved))
-        got = model.predict(module, 1, rows[:, None], columns, "layer_forward")
+        got = model.fits.predict(module, 1, rows[:, None], columns, "layer_forward")
         want = got if want is None else want
         np.testing.assert_array_equal(got, want)
 

@@ -130,7 +130,7 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert other.key != profile.key
     model = CostModel(profile)
     for t in profile.timings:
-        got = model.predict(t.module, t.model, t.shape.rows, t.shape.tokens, "layer_backward")
+        got = model.fits.predict(t.module, t.model, t.shape.rows, t.shape.tokens, "layer_backward")
         assert got == pytest.approx(t.layer_backward_s, rel=0.1)
 
 

@@ -107,7 +107,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        Policy, "dflop, orch, auto (the faster of both), dip, or a baseline; see the README"
+        Policy, "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README"
     ] = "auto"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
     hardware: Annotated[

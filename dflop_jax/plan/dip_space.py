@@ -38,7 +38,7 @@ def why_none(n_devices: int, config: PlanConfig, n_layers: dict[str, int]) -> st
         f"policy dip has no placement on {n_devices} devices: 2 to plan.max_stage="
         f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
         f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
-        "plan.policy dflop or orch"
+        "plan.policy auto"
     )
 
 

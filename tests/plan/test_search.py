@@ -3,6 +3,7 @@
 Long because all its cases share one way to search.
 """
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -347,16 +348,28 @@ def test_sampled_batches():
     assert len(sample_batches(loads[:2], 5, 1)[0]) == 5
 
 
-def test_auto_takes_the_better_of_its_policies():
-    for weights in ((1.0, 1.0), (0.05, 8.0)):
-        profile = model_profile(*weights)
-        spans = {
-            policy: run(policy, 4, profile=profile).plan.predicted.makespan_s
-            for policy in ("dflop", "orch", "auto")
-        }
-        chosen = run("auto", 4, profile=profile).plan
-        assert spans["auto"] == min(spans["dflop"], spans["orch"])
-        assert chosen.policy == min(("dflop", "orch"), key=spans.get)
+POLICIES = ("dflop", "orch", "dip")
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.05, 8.0), (3.0, 0.3)])
+def test_auto_takes_the_best_of_its_policies(weights):
+    """By the makespan that candidates are ranked by, over what is left of the spaces: one policy
+    has no placement that the devices can form in some of the cases."""
+    profile = model_profile(*weights)
+    for allowed in (lambda m: True, lambda m: m.n_devices == 4, lambda m: m.n_devices == 2):
+        best = {}
+        for policy in POLICIES:
+            with contextlib.suppress(ValueError):
+                found = run(policy, 4, profile=profile, allowed=allowed, refine=False)
+                best[policy] = found.candidates[0].makespan_s
+        chosen = run("auto", 4, profile=profile, allowed=allowed, refine=False)
+        assert chosen.candidates[0].makespan_s == pytest.approx(min(best.values()), rel=2e-6)
+        assert chosen.plan.policy == min(best, key=best.get)
+
+
+def test_auto_searches_what_has_a_placement():
+    """One device: nothing apart and no pipeline."""
+    assert run("auto", 1).plan.policy == "orch"
 
 
 def test_submeshes_that_devices_cannot_form_are_left_out():

@@ -1,10 +1,10 @@
 """How long planning takes, from one node to a thousand GPUs, and whether its answer is the best.
 
 Command:  python benchmarks/planner.py [--json FILE] [--full]
-Minutes:  about 2 on 2 cores with nothing else running (5 with --full)
+Minutes:  about 8 on 2 cores with nothing else running (more with --full)
 Expected: 64 devices in at most 5 s and 1,024 in at most 30 s, with plan.effort quick.
 
-LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto and dflop, tensor
+LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor
 parallelism and pipelines up to 8, up to 64 microbatches, the embedded samples. Profiling is not
 part of the time; it depends on the model only. `gain` is the uniform baseline's step over the
 planned one, both simulated.
@@ -24,6 +24,7 @@ from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.train import planning, prepare
 from dflop_jax.train.profiling import make_profile
 
+POLICIES = ("auto", "dflop", "dip")
 SIZES = ((8, 128), (16, 128), (64, 512), (256, 1024), (1024, 4096))  # devices, global batch
 
 
@@ -58,35 +59,37 @@ def config(devices: int, batch: int, policy: str, effort: str) -> Config:
     )
 
 
-def measure(policy: str, effort: str, repeats: int) -> list[Row]:
-    first = prepare.set_up(config(8, 128, policy, effort))
+def measure(policies: tuple[str, ...], effort: str, repeats: int) -> list[Row]:
+    """Rows of every size, policy by policy; the baseline is planned once a size."""
+    first = prepare.set_up(config(8, 128, "dflop", effort))
     profile = make_profile(first, first.source())
     rows = []
     for devices, batch in SIZES:
         at = replace(profile, model=replace(profile.model, concurrency=float(devices)))
-        place = prepare.set_up(config(devices, batch, policy, effort))
-        spans = []
-        for _ in range(repeats):
-            start_s = time.perf_counter()
-            found = planning.make_plan(place, at)
-            spans.append(time.perf_counter() - start_s)
         blind = planning.make_plan(prepare.set_up(config(devices, batch, "blind", effort)), at)
-        step_s = found.plan.predicted.makespan_s
-        rows.append(
-            Row(
-                policy,
-                devices,
-                batch,
-                found.n_placements,
-                found.n_candidates,
-                found.n_evaluated,
-                statistics.median(spans),
-                step_s,
-                blind.plan.predicted.makespan_s / step_s,
-                found.candidates[0].name,
+        for policy in policies:
+            place = prepare.set_up(config(devices, batch, policy, effort))
+            spans = []
+            for _ in range(repeats):
+                start_s = time.perf_counter()
+                found = planning.make_plan(place, at)
+                spans.append(time.perf_counter() - start_s)
+            step_s = found.plan.predicted.makespan_s
+            rows.append(
+                Row(
+                    policy,
+                    devices,
+                    batch,
+                    found.n_placements,
+                    found.n_candidates,
+                    found.n_evaluated,
+                    statistics.median(spans),
+                    step_s,
+                    blind.plan.predicted.makespan_s / step_s,
+                    found.candidates[0].name,
+                )
             )
-        )
-    return rows
+    return sorted(rows, key=lambda r: policies.index(r.policy))
 
 
 def main() -> int:
@@ -98,10 +101,7 @@ def main() -> int:
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     efforts = ("quick", *(["full"] if args.full else []))
-    found = {
-        e: [r for policy in ("auto", "dflop") for r in measure(policy, e, args.repeats)]
-        for e in efforts
-    }
+    found = {e: measure(POLICIES, e, args.repeats) for e in efforts}
     for effort, rows in found.items():
         show(effort, rows)
     if args.json:

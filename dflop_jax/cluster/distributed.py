@@ -29,7 +29,7 @@ from jax._src import xla_bridge
 
 from dflop_jax.cluster import jax_ports
 from dflop_jax.cluster.devices import devices_each, limit_devices, on_cpu
-from dflop_jax.cluster.environment import prepare_gpus
+from dflop_jax.cluster.environment import prepare
 from dflop_jax.cluster.jax_ports import ClosedPorts
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.relay import Relay, serve
@@ -90,7 +90,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
         shared, or jax has started already.
     """
     global _joined
-    prepare_gpus()
+    prepare()
     found = find_processes(config)
     each = devices_each(found, plan_devices)
     if found.number == 1:

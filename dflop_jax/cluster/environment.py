@@ -1,4 +1,4 @@
-"""What XLA and NCCL read from the environment when jax starts on GPUs, where the user says nothing.
+"""What XLA and NCCL read from the environment when jax starts, where the user says nothing.
 
 `docs/clusters.md` gives the reason of each setting.
 """
@@ -16,7 +16,8 @@ from jax._src import xla_bridge
 from dflop_jax.cluster.devices import on_cpu
 from dflop_jax.hardware import USABLE_MEMORY
 
-XLA_FLAGS = {
+CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false"}
+GPU_FLAGS = {
     "xla_gpu_shard_autotuning": "false",
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
@@ -25,11 +26,16 @@ VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def prepare_gpus() -> None:
-    """Set this process's environment before jax starts; does nothing on the CPU, or too late."""
-    if on_cpu() or xla_bridge.backends_are_initialized():
-        return
-    os.environ.update(gpu_settings(os.environ, xla_knows))
+def prepare() -> None:
+    """Set this process's environment before jax starts; does nothing when it is too late."""
+    if not xla_bridge.backends_are_initialized():
+        settings = cpu_settings if on_cpu() else gpu_settings
+        os.environ.update(settings(os.environ, xla_knows))
+
+
+def cpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, str]:
+    """`gpu_settings` of a process that computes on the CPU."""
+    return _with_flags(environment, CPU_FLAGS, knows)
 
 
 def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, str]:
@@ -38,16 +44,20 @@ def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -
     Args:
       knows: whether XLA has a flag; one that it has not would end the process.
     """
-    own = environment.get("XLA_FLAGS", "")
-    named = {word.lstrip("-").partition("=")[0] for word in own.split()}
-    flags = [f"--{k}={v}" for k, v in XLA_FLAGS.items() if k not in named and knows(k)]
     settings = {k: v for k, v in VARIABLES.items() if k not in environment}
     if not any(name in environment for name in MEMORY_FRACTION):
         settings[MEMORY_FRACTION[0]] = str(USABLE_MEMORY)
-    if flags:
-        # XLA takes the last of two values, so ours come first.
-        settings["XLA_FLAGS"] = " ".join([*flags, own]).strip()
-    return settings
+    return settings | _with_flags(environment, GPU_FLAGS, knows)
+
+
+def _with_flags(
+    environment: Mapping[str, str], flags: Mapping[str, str], knows: Callable[[str], bool]
+) -> dict[str, str]:
+    own = environment.get("XLA_FLAGS", "")
+    named = {word.lstrip("-").partition("=")[0] for word in own.split()}
+    ours = [f"--{k}={v}" for k, v in flags.items() if k not in named and knows(k)]
+    # XLA takes the last of two values, so ours come first.
+    return {"XLA_FLAGS": " ".join([*ours, own]).strip()} if ours else {}
 
 
 def xla_knows(flag: str) -> bool:

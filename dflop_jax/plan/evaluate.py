@@ -297,6 +297,7 @@ class Evaluator:
           about_s: what a step takes about, which says how much work hides behind it.
           prices: of the plan's own programs; None: by the profile.
         """
+        own = prices is not None
         prices = prices or self.prices(plan)
         trainable = self.rules.trainable(plan)
         work = min(work_budget(about_s), _EVALUATE_WORK)
@@ -304,7 +305,8 @@ class Evaluator:
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.batches)
         ]
-        plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.batches))
+        if not own:  # else its programs are compiled, for the rooms that they have
+            plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.batches))
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():

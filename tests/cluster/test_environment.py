@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from dflop_jax.cluster import environment
-from dflop_jax.cluster.environment import gpu_settings, prepare_gpus, xla_knows
+from dflop_jax.cluster.environment import cpu_settings, gpu_settings, prepare, xla_knows
 from dflop_jax.hardware import USABLE_MEMORY
 
 FLAGS = "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true"
@@ -52,19 +53,30 @@ def test_known_flags_are_those_that_xla_takes():
     assert any(environment._holds(lib, gone.encode()) for lib in environment._libraries())
     options = "CompileOptions().executable_build_options.debug_options"
     code = f"from jaxlib import xla_client; xla_client.{options}"
-    for flag, known in ((gone, False), *((f, True) for f in environment.XLA_FLAGS)):
+    for flag, known in ((gone, False), *((f, True) for f in environment.GPU_FLAGS)):
         assert xla_knows(flag) == known
         value = {**os.environ, "XLA_FLAGS": f"--{flag}=false"}
         run = subprocess.run([sys.executable, "-c", code], env=value, capture_output=True)
         assert (run.returncode == 0) == known
 
 
-def test_nothing_is_set_on_the_cpu_or_too_late(monkeypatch):
+def test_on_the_cpu_programs_compile_quickly_where_jax_can():
+    """jax 0.11 has no such flag."""
+    flag = "--xla_cpu_use_fusion_emitters=false"
+    assert cpu_settings({}, everything) == {"XLA_FLAGS": flag}
+    assert cpu_settings({"XLA_FLAGS": "--xla_a=1"}, everything) == {
+        "XLA_FLAGS": f"{flag} --xla_a=1"
+    }
+    assert cpu_settings({"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=true"}, everything) == {}
+    assert xla_knows("xla_cpu_use_fusion_emitters") == (jax.__version_info__ < (0, 11))
+
+
+def test_nothing_is_set_too_late(monkeypatch):
     before = dict(os.environ)
-    prepare_gpus()
-    monkeypatch.setattr(environment, "on_cpu", lambda: False)
     monkeypatch.setattr(environment.xla_bridge, "backends_are_initialized", lambda: True)
-    prepare_gpus()
+    for cpu in (True, False):
+        monkeypatch.setattr(environment, "on_cpu", lambda cpu=cpu: cpu)
+        prepare()
     assert dict(os.environ) == before
 
 
@@ -74,6 +86,6 @@ def test_on_gpus_it_is_set_before_jax_starts(monkeypatch):
     for name in ("XLA_FLAGS", *environment.MEMORY_FRACTION, *environment.VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    prepare_gpus()
+    prepare()
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(USABLE_MEMORY)
     assert set(FLAGS.split()) <= set(os.environ["XLA_FLAGS"].split())

@@ -134,11 +134,13 @@ def _remote(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array
     return absent(jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device)))
 
 
-def send(array: jax.Array, sharding: Sharding) -> jax.Array:
+def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.Array:
     """`array` with `sharding`, on other devices if need be; does not wait for it.
 
     Between processes both sides must cut the array into the same pieces, which may be replicated
-    differently; `pipeline.exchange` is for different data parallelism.
+    differently; `pipeline.exchange` is for different data parallelism. `donated`: a later program
+    takes the array. JAX (0.10.2, CPU) may then find it gone before it left for another process, so
+    a copy is sent.
     """
     shape = array.shape
     route = _route(shape, array.sharding, sharding)
@@ -147,7 +149,10 @@ def send(array: jax.Array, sharding: Sharding) -> jax.Array:
         assert whole, f"pieces differ: {array.sharding} and {sharding}"
         return jax.device_put(array, sharding)
     piece = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
-    got = move(pieces_of(array), route, piece)
+    held = pieces_of(array)
+    if donated and any(s.process_index != t.process_index for s, t in route.sent):
+        held = {device: part.copy() for device, part in held.items()}
+    got = move(held, route, piece)
     return jax.make_array_from_single_device_arrays(shape, sharding, got, dtype=array.dtype)
 
 

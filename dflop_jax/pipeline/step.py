@@ -310,7 +310,9 @@ def share_tied(programs: Programs, state: State, reader: str) -> None:
     them."""
     structs = programs.segments[reader].program_structs()["entry"]
     entry = state.params[programs.owner_of[reader]]["entry"]
-    state.shared[reader] = jax.tree.map(lambda a, s: send(a, s.sharding), entry, structs)
+    state.shared[reader] = jax.tree.map(
+        lambda a, s: send(a, s.sharding, donated=True), entry, structs
+    )
 
 
 class StepHandle:

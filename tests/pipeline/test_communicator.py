@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from dflop_jax.pipeline import communicator
 from dflop_jax.pipeline.communicator import (
     Route,
     absent,
@@ -206,6 +207,28 @@ def test_an_exchange_crosses_over_once_there_and_back(monkeypatch):
 class Device:
     id: int
     process_index: int
+
+
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize("other", [0, 1])
+def test_what_is_donated_later_leaves_its_process_as_a_copy(monkeypatch, donated, other):
+    """What JAX takes before it has left is lost: runs of a tied module over processes ended so."""
+    sharding = sharding_of((0, (1, 1, 1), P()))
+    host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    array, sent = place(host, sharding), {}
+    route = Route((), ((Device(0, 0), Device(1, other)),), ())
+    monkeypatch.setattr(communicator, "_route", lambda *_: route)
+
+    def moved(held, *_):
+        sent.update(held)
+        return [*held.values()]
+
+    monkeypatch.setattr(communicator, "move", moved)
+    send(array, sharding, donated=donated)
+    (own,), (gone,) = array.addressable_shards, sent.values()
+    np.testing.assert_array_equal(gone, host)
+    same = gone.unsafe_buffer_pointer() == own.data.unsafe_buffer_pointer()
+    assert same == (not donated or other == 0)
 
 
 def test_nearest_prefers_itself_then_its_process_then_shares_the_load():

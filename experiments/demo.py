@@ -51,6 +51,7 @@ def train(two_processes: bool) -> None:
         trainer.fit()
     if trainer.peers.is_hub:
         keep_auto(trainer)
+    trainer.peers.barrier("auto")
 
 
 def keep_auto(trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.records import Load, Plan
+from dflop_jax.records import Bucket, Load, Plan
 from dflop_jax.schedule.shapes.evaluate import roomiest_first
 from dflop_jax.schedule.shapes.spare import beyond, holding_capacity, spare_bucket
 
@@ -24,6 +24,9 @@ def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
     spare = spare_bucket(
         large, holding_capacity(plan), rules.profile.piece_tokens, rules.token_multiple
     )
+    # Parts have one shape: of a divided module a sample gets as many as may feed one group.
+    parts = {m: plan.shapes(m)[0] for m in plan.divided if plan.shapes(m)}
+    spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
     spared = replace(plan, buckets=roomiest_first((*plan.buckets, spare)))
     if not evaluator.fits(spared):
         return plan

@@ -40,12 +40,11 @@ def part_shape(plan: Plan, module: str) -> Shape:
 def widened(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
     """The plan in which one group takes the place of several: its buckets with 1 to `fan_in` parts
     of every divided module, most parts first, and their prices; the same where none is divided."""
-    modules = [m for m in plan.divided if plan.shapes(m)]
+    modules = _divided(plan)
     if not modules:
         return plan, prices
     counts = range(plan.fan_in, 0, -1)
     part = {m: part_shape(plan, m) for m in modules}
-    buckets = dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in plan.buckets)
     programs = dict(prices.programs)
     for program, price in prices.programs.items():
         module = plan.segment(program.segment).module
@@ -53,7 +52,21 @@ def widened(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
             for n in counts:
                 wide = replace(program, shape=times(program.shape, n))
                 programs[wide] = Price(n * price.static_s, price.pair_s)
-    return replace(plan, buckets=tuple(buckets), fan_in=1), replace(prices, programs=programs)
+    undivided = replace(plan, buckets=wide_buckets(plan), fan_in=1)
+    return undivided, replace(prices, programs=programs)
+
+
+def wide_buckets(plan: Plan) -> tuple[Bucket, ...]:
+    """What one microbatch may take: the plan's buckets with 1 to `fan_in` parts of every divided
+    module, most parts first."""
+    modules, counts = _divided(plan), range(plan.fan_in, 0, -1)
+    if not modules:
+        return plan.buckets
+    return tuple(dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in plan.buckets))
+
+
+def _divided(plan: Plan) -> list[str]:
+    return [m for m in plan.divided if plan.shapes(m)]
 
 
 def _with_parts(bucket: Bucket, modules: Collection[str], n: int) -> Bucket:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dflop_jax.records import Bucket, Load, Plan, Shape
 from dflop_jax.schedule.batch import Capacity, capacity_of, oversize, rows_needed
+from dflop_jax.schedule.sub_microbatches import wide_buckets
 
 
 def holding_capacity(plan: Plan) -> Capacity:
@@ -18,8 +19,8 @@ def holding_capacity(plan: Plan) -> Capacity:
 
 
 def beyond(loads: Sequence[Load], plan: Plan) -> list[int]:
-    """Indices of the samples that no bucket of the plan holds."""
-    return oversize(loads, plan.buckets, holding_capacity(plan))
+    """Indices of the samples that no microbatch of the plan holds."""
+    return oversize(loads, wide_buckets(plan), holding_capacity(plan))
 
 
 def spare_bucket(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,15 @@ def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
     shapes = [g.shape for g in schedule.groups if g.module == "b"]
     assert shapes.count(spare.shape("b")) == 1
     assert small.shape("b") in shapes
+
+
+def test_groups_that_feed_one_together_hold_a_sample():
+    """Three parts of two rows on two ranks: 12 tiles, as scheduled."""
+    plan = replace(make_plan((bucket(2, (1, 64)),), RANKS), fan_in=3)
+    assert plan.divided == ("a",)
+    loads = [Load({"a": (TILE,) * n, "b": (20,)}) for n in (4, 12, 13)]
+    assert beyond(loads, plan) == [2]
+    prices = make_prices(plan)
+    assert schedule_batch(loads[:2], plan, prices, ())
+    with pytest.raises(ValueError, match="sample 2"):
+        schedule_batch(loads, plan, prices, ())

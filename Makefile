@@ -24,7 +24,7 @@ help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## profile, plan and train both policies on two processes, then compare them
+demo: $(STAMP)  ## profile, plan and train under four policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
 
 paper: $(STAMP)  ## the paper's evaluation in simulation, to runs/paper (about 10 minutes)

@@ -21,6 +21,7 @@ from dflop_jax.schedule.placing import (
     balance_content,
     place,
     rank_pairs,
+    uneven,
 )
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
@@ -287,8 +288,10 @@ def _parts(
     return part, parts_of(placed, shape, part, room.capacity.ranks[module])
 
 
-def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> None:
-    """Even out the content of the modules whose programs it costs something, in place."""
+def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> float:
+    """Even out the content of the modules whose programs it costs something, in place; returns what
+    was lowered (`placing.uneven`), of all of them."""
+    uneven_pairs = 0.0
     priced = [m for m in room.batch.modules if m in room.priced]
     for left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in answer if m in t.placed]
@@ -296,3 +299,5 @@ def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: i
         known = [s for s in shapes if s is not None]
         content = Content(m, room.capacity.ranks[m], known, [t.placed[m] for t in runs])
         balance_content(content, room.batch, budget.part(budget.left / left), seed)
+        uneven_pairs += uneven(content, room.batch)
+    return uneven_pairs

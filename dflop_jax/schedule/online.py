@@ -15,6 +15,7 @@ from dflop_jax.records import Load, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.dispatch.nodes import rename_ranks
 from dflop_jax.schedule.dispatch.swaps import bring_home
 from dflop_jax.schedule.groups import (
@@ -135,6 +136,10 @@ def solve(
             better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
             alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]
             answers = [better] if alike and not room.priced else [better, *answers]
+            if dealt := dealt_answer(room, better, budget):
+                answers[0] = min(
+                    better, dealt, key=lambda a: even_content(room, a, Budget(0), seed)
+                )
     best: Solution | None = None
     for place, answer in enumerate(answers):
         alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope

@@ -208,6 +208,14 @@ def balance_content(content: Content, batch: Batch, budget: Budget, seed: int) -
             _even_step(content, batch, g, m, part, seed, may_rise=turn > 0)
 
 
+def uneven(content: Content, batch: Batch) -> float:
+    """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
+    each_GD = [content.pairs_D(batch, g) for g in range(len(content.groups))]
+    if not each_GD:
+        return 0.0
+    return float(np.sum(each_GD, axis=0).max() + _RISE * sum(int(x.max()) for x in each_GD))
+
+
 def _match_ranks(content: Content, batch: Batch) -> None:
     """Move what microbatches hold to other ranks, in place, so that heavy meets light."""
     if not content.groups:

@@ -14,7 +14,10 @@ from dflop_jax.records import REDUCE, UPDATE, Bucket, Group, Load, Schedule, Sha
 from dflop_jax.schedule import Capacity, oversize, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
+from dflop_jax.schedule.dealing import dealt_answer
+from dflop_jax.schedule.groups import Room, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
@@ -108,6 +111,42 @@ def test_pieces_of_one_sample_may_lie_in_several_rows_of_the_last_module():
     plan = make_plan([bucket(0, (1, 64)), bucket(0, (2, 64))], {"b": 2})
     got = solve(loads, plan)
     check(got, loads, plan)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
+    """Beside the rule as a plain loop; where the rows have no room in this order, no answer."""
+    rng = np.random.default_rng([n, seed])
+    lengths = rng.integers(8, 120, n).tolist()
+    plan = make_plan([bucket(0, (2, 128))], {"b": 3})
+    batch, capacity = Batch([Load({"b": (k,)}) for k in lengths], ("b",)), capacity_of(plan)
+    ticks = ticks_of(group_costs(plan, make_prices(plan, pair_s=1e-6), ("b",)), plan.buckets)
+    room = Room(batch, plan.buckets, capacity, ticks, frozenset({"b"}))
+    packed = greedy_answer(room, 1)
+    dealt = dealt_answer(room, packed, Budget(100))
+    assert dealt_answer(replace(room, priced=frozenset()), packed, Budget(100)) is None
+    if n == 0:
+        assert not dealt
+        return
+    free = {(g, d, r): 128 for g in range(len(packed)) for d in range(3) for r in range(2)}
+    content, rows = [0] * 3, {k: [] for k in free}
+    for i in sorted(range(n), key=lambda i: -lengths[i]):
+        fits = [k for k in free if free[k] >= lengths[i]]
+        if not fits:
+            assert dealt is None
+            return
+        k = min(fits, key=lambda k: content[k[1]])
+        free[k] -= lengths[i]
+        content[k[1]] += lengths[i] ** 2
+        rows[k].append(i)
+    groups = schedule_groups(room, dealt, plan, with_pieces=True)
+    for g, group in enumerate(groups):
+        ((*ranks,),) = group.rows
+        assert [[sorted(r) for r in rank] for rank in ranks] == [
+            [sorted(rows[g, d, r]) for r in range(2)] for d in range(3)
+        ]
+    assert [t.bucket for t in dealt] == [t.bucket for t in packed]
 
 
 def test_same_arguments_give_the_same_schedule(small_plan):

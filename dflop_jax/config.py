@@ -138,6 +138,11 @@ class PlanConfig:
     profile_samples: Annotated[
         PositiveInt, "samples whose shapes are read for the data profile"
     ] = 2000
+    redecide_every: Annotated[
+        NonNegativeInt,
+        "steps between looks whether the samples of late ask for another plan; the run changes to "
+        "it where that saves more time than it costs, and losses then agree to rounding; 0: never",
+    ] = 0
 
 
 @dataclass(frozen=True)

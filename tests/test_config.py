@@ -176,6 +176,7 @@ NOT_NEGATIVE = [
     "plan.devices",
     "plan.node",
     "plan.finalists",
+    "plan.redecide_every",
     "plan.memory_bytes",
     "data.max_bad_fraction",
     "checkpoint.every",

@@ -29,6 +29,7 @@ from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.redecide import Moved, Redecider
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.step_log import StepLog
@@ -45,10 +46,12 @@ class LoopResult:
     evaluation: Evaluation | None
     steps_done: int
     preempted: bool
+    moved: Moved | None = None
 
 
 class Loop:
-    """One process's part in the steps of a run; `folder` and `samples` are process 0's."""
+    """One process's part in the steps of a run; `folder` and `samples` are process 0's. It ends
+    early where the plan is to be changed (`redecider`)."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Loop:
         folder: RunFolder | None,
         samples: SampleFile | None,
         progress: Progress,
+        start_s: float,
     ):
         self.config, self.place, self.peers = config, place, place.peers
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
@@ -71,6 +75,8 @@ class Loop:
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
+        self._redecider = Redecider(place, profile, ex.plan, self.loader.loads, start_s, progress)
+        self._moved: Moved | None = None
         self._stalled_s = 0.0
         self._unlogged: list[tuple[int, threading.Event]] = []
 
@@ -110,7 +116,7 @@ class Loop:
             self._save(done)
             self.saver.wait()
         evaluation = None
-        if held_out and not preempted:
+        if held_out and not preempted and not self._moved:
             evaluation = self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
@@ -119,7 +125,7 @@ class Loop:
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        return LoopResult(losses, compiles, evaluation, done, preempted)
+        return LoopResult(losses, compiles, evaluation, done, preempted, self._moved)
 
     def _start_worker(
         self, stack: ExitStack, start: int, kept: Learnt | None
@@ -196,6 +202,8 @@ class Loop:
                 if stop:
                     break
                 self._after(batch.step + 1, held_out, finish)
+                if self._moved or stop:
+                    break
             finish()
         return stop and self._done < self.config.train.steps
 
@@ -221,6 +229,10 @@ class Loop:
         if held_out and evaluate and done % evaluate == 0 and not last:
             finish()
             self._evaluate(held_out, done)
+            self.log.pause()
+        if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
+            finish()
+            self._moved = self._redecider.look(done, self.log.step_s[-look:])
             self.log.pause()
 
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:

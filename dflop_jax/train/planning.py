@@ -167,11 +167,17 @@ def _halved(t: LayerTiming) -> LayerTiming:
 
 
 def check_trainable(config: Config) -> None:
-    """ValueError where a configuration only plans, or is to trace steps that it does not have."""
+    """ValueError where a configuration only plans, is to trace steps that it does not have, or to
+    change plans without checkpoints."""
     if config.plan.hardware:
         raise ValueError(
             f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
             "empty to train"
+        )
+    if config.plan.redecide_every and not config.checkpoint.every:
+        raise ValueError(
+            f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
+            "and checkpoint.every=0 writes none; give it a number of steps"
         )
     if profiled_steps(config.train).stop > config.train.steps:
         raise ValueError(

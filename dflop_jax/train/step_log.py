@@ -73,6 +73,7 @@ class StepLog:
         self._stragglers = Stragglers(progress.log)
         self.losses: list[float] = []
         self.compiles: list[int] = []
+        self.step_s: list[float] = []  # on process 0
         self._counter, self._compiled = counter, counter.read()
         self._last_step = config.steps - 1
         self._ended_s: float | None = None
@@ -156,6 +157,7 @@ class StepLog:
             slowness=self._stragglers.factors,
             **utilisation(batch.flops, step_s, self._peaks),
         )
+        self.step_s.append(step_s)
         self.folder.append(row)
         self.progress.update(row)
         self._ended_s = result.ended_s

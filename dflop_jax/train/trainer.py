@@ -29,7 +29,7 @@ from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.loop import Loop, LoopResult
 from dflop_jax.train.planning import check_trainable, make_plan
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import make_profile
@@ -105,14 +105,30 @@ class Trainer:
           ValueError: the folder holds another run or its checkpoint is of another model, no plan
             fits, or too many samples are bad.
         """
+        results: list[LoopResult] = []
         try:
-            with ExitStack() as stack:
-                return self._fit(stack)
+            while True:
+                with ExitStack() as stack:
+                    results.append(self._fit(stack))
+                if (moved := results[-1].moved) is None:
+                    break
+                self._existing, self.profile, self._timed = "resume", moved.profile, None
+                self._executor = self._make_executor(moved.plan)
         except BaseException as e:
             self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise
+        last = results[-1]
+        return FitResult(
+            Path(self.config.run_dir),
+            tuple(loss for r in results for loss in r.losses),
+            last.evaluation,
+            sum(n for r in results for n in r.compiles[1:]),
+            last.steps_done,
+            last.preempted,
+        )
 
-    def _fit(self, stack: ExitStack) -> FitResult:
+    def _fit(self, stack: ExitStack) -> LoopResult:
+        """Train under one plan, to the last step or until another plan pays."""
         config, peers = self.config, self.peers
         peers.new_run()
         self._agree()
@@ -126,6 +142,7 @@ class Trainer:
             stack.enter_context(folder)
             samples = SampleFile(folder.path)
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
+        begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
         saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
@@ -147,19 +164,15 @@ class Trainer:
         if folder:
             folder.write_plan(self._predicted(ex.plan, prices, timed))
         data = self.source, self.profile
-        loop = Loop(config, self.place, *data, ex, prices, saver, folder, samples, progress)
+        start_s = time.perf_counter() - begun_s
+        loop = Loop(
+            config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s
+        )
         result = loop.run(stack, resumed)
         if folder and result.losses:
             write_summary(folder.path)
         peers.barrier("done")
-        return FitResult(
-            Path(config.run_dir),
-            result.losses,
-            result.evaluation,
-            sum(result.compiles[1:]),
-            result.steps_done,
-            result.preempted,
-        )
+        return result
 
     # ---- before the first step ----
 

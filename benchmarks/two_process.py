@@ -12,7 +12,8 @@ same batches. Policies:
   blind data       the whole model on both, arrival order, padded: what most would do
   dflop            encoder and LLM apart, balanced microbatches in searched buckets
   orch             both modules on both processes, each balanced over them
-The planner's choice (`auto`) is the one that it predicts to be the faster of the last two.
+  dip              half of both modules on each process, several encoder groups a microbatch
+The planner's choice (`auto`) is the one that it predicts to be the fastest of the last three.
 `dflop` runs three times more: with every task awaited by both processes before the next is
 dispatched, and with its schedules' tasks in either order that the scheduler chooses between: list
 scheduling by textbook durations (a backward is two forwards), and by the prices.
@@ -46,7 +47,8 @@ from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanCon
 RUNS = Path("runs/two_process")
 WARMUP = 4  # steps left out of every median
 BLIND = ("blind pipeline", "blind data")
-POLICIES = (*BLIND, "dflop", "orch")
+SEARCHED = ("dflop", "orch", "dip")
+POLICIES = (*BLIND, *SEARCHED)
 AWAITED = "awaited"
 ORDERS = ("textbook order", "priced order")
 PAIR = {"kept": "none", "recomputed": "segment"}  # what backward computes again
@@ -280,7 +282,7 @@ def result(rows: dict[str, dict]) -> dict:
         "orders": {n.split()[0]: {k: rows[n][k] for k in ("step_s", "spread_s")}
                    for n in ORDERS if n in rows},
     }  # fmt: skip
-    if {"dflop", "orch"} <= rows.keys():
+    if set(SEARCHED) <= rows.keys():
         figures["policies"]["auto"] = figures["policies"][chosen(rows)]
     for key, slow, fast in (
         ("async_over_awaited", AWAITED, "dflop"),
@@ -293,7 +295,7 @@ def result(rows: dict[str, dict]) -> dict:
 
 def chosen(rows: dict[str, dict]) -> str:
     """The planner's choice."""
-    return min(("dflop", "orch"), key=lambda n: rows[n]["predicted_s"])
+    return min(SEARCHED, key=lambda n: rows[n]["predicted_s"])
 
 
 def show(rows: dict[str, dict], figures: dict) -> None:

@@ -48,6 +48,13 @@ class Tuned:
     tried: int
     simulated: int
 
+    @property
+    def how(self) -> str:
+        """Parallelism in short."""
+        (remat,) = {s.remat for s in self.placement.segments}
+        again = "" if remat == "none" else f", {remat} recomputed"
+        return f"{shown(self.placement)}, {self.n_microbatches} microbatches{again}"
+
 
 def tune(
     placements: Iterable[Placement],
@@ -107,6 +114,18 @@ def tune(
             f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
         )
     return replace(best, simulated=simulated)
+
+
+def shown(placement: Placement) -> str:
+    """Stages x data x tensor of each module: "vision 1x8x4, llm 4x2x4"."""
+    parts = []
+    for module in dict.fromkeys(s.module for s in placement.segments):
+        segments = [s for s in placement.segments if s.module == module]
+        mesh = placement.mesh_of(segments[0])
+        parts.append(f"{module} {len(segments)}x{mesh.data}x{mesh.model}")
+    meshes = {frozenset(m.devices) for m in placement.submeshes}
+    used = [frozenset(placement.mesh_of(s).devices) for s in placement.segments]
+    return ", ".join(parts) + (" (shared)" if len(used) > len(meshes) else "")
 
 
 def with_remat(placement: Placement, remat: Remat) -> Placement:

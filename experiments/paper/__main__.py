@@ -1,7 +1,7 @@
-"""All results of DFLOP's and DIP's papers in simulation, with a report.
+"""All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 10 on 2 cores
+Minutes:  about TIME on 2 cores; `--only policies` 12 more
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 
@@ -19,7 +19,9 @@ from experiments.paper import (
     correction,
     dip,
     idle,
+    orch,
     overheads,
+    policies,
     scaling,
     stages,
     throughput,
@@ -38,7 +40,11 @@ EXPERIMENTS = {
     "overheads": overheads.run,
     "dip": dip.run,
     "dip-ablation": dip.ablation,
+    "orch": orch.run,
+    "nodes": orch.nodes,
+    "policies": policies.run,
 }
+LONG = ("policies",)  # run only where named
 # What each needs of tuned systems, and of policies.
 OUTCOMES = {
     "throughput": throughput.KEYS,
@@ -51,6 +57,12 @@ OUTCOMES = {
 ANSWERS = {
     "dip": dip.KEYS,
     "dip-ablation": dip.KEYS,
+    "orch": orch.KEYS,
+    "nodes": orch.KEYS,
+    "policies": policies.KEYS,
+    "throughput": throughput.PLANNED,
+    "correction": correction.PLANNED,
+    "overheads": throughput.PLANNED,
 }
 
 
@@ -68,7 +80,7 @@ def main() -> int:
         print(f"error: {out}: cannot be written ({e.strerror}); choose another --out")
         return 2
     start_s = time.perf_counter()
-    names = args.only or list(EXPERIMENTS)
+    names = args.only or [name for name in EXPERIMENTS if name not in LONG]
     results = []
     prepare(key for name in names for key in OUTCOMES.get(name, ()))
     cases.prepare(key for name in names for key in ANSWERS.get(name, ()))

@@ -251,12 +251,12 @@ def _planned(case: Case, policy: Policy) -> Answer:
 
 
 def parallelism(plan: Plan) -> str:
-    """Segments x data x tensor of each module, groups that feed one, and what saves memory."""
+    """Pipeline x data x tensor of each module, groups that feed one, and what saves memory."""
     parts = []
     for module in plan.modules:
         segments = plan.segments_of(module)
         mesh = plan.submesh(segments[0].submesh)
-        parts.append(f"{module} {len(segments)}x{mesh.data}x{mesh.model}")
+        parts.append(f"{module} {mesh.stage * len(segments)}x{mesh.data}x{mesh.model}")
     words = saving_words(plan)
     fed = f"; up to {plan.fan_in} sub-microbatches" if plan.fan_in > 1 else ""
     return ", ".join(parts) + fed + (f"; {words}" if words != "none" else "")

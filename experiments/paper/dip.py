@@ -1,7 +1,7 @@
 """DIP's five models under its policy beside a Megatron-LM-like baseline, and what its parts bring.
 
 Command:  python -m experiments.paper.dip
-Minutes:  TIME on 2 cores
+Minutes:  2 on 2 cores
 Paper:    arXiv 2504.14145: VLMs +15.6 to +76.2%, T2V +36.6 to +97.3% over Megatron-LM; VLM-S in
           seconds a step: 26.13, partition 22.27, sub-microbatches 18.81, order 17.61, memory 16.05
 """
@@ -118,6 +118,8 @@ def ablation(cases: Sequence[Case] = CASES) -> Result:
         "partition: the placement of DIP's plan, a module's part of a microbatch in one group, "
         "textbook 1F1B; sub-microbatches: the groups of the plan, the same order; reordering: the "
         "order that is searched for every batch",
+        "sub-microbatches bring nothing to T2V: only modules that read no other are divided, and a "
+        "generator reads the LLM",
         "memory plans for every task are not built: recompute policies are chosen by module, and "
         "what these bring is in every column",
     ]

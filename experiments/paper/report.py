@@ -22,8 +22,8 @@ from experiments.paper.exact import plan_of
 from experiments.paper.systems import CLUSTER, Setup, described
 
 ASSUMED = (
-    "What follows is of DFLOP's results; DIP's name their own models, data and devices, and its "
-    "plans have static shapes, padded.",
+    "What follows is of DFLOP's results; those of DIP and OrchMLLM name their own models, data and "
+    "devices, and their plans have static shapes, padded.",
     "Costs are predicted: a roofline over the models' own kernels with the default efficiencies "
     "below, the same for every system; nothing was measured on an A100.",
     "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
@@ -78,8 +78,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 def write_report(results: Sequence[Result], out: Path, page: Path | None, minutes: float) -> Path:
     """paper.md in `out`."""
     parts = [
-        "# The evaluations of DFLOP and DIP in simulation",
-        "The results of arXiv 2603.25120 and 2504.14145 on simulated clusters, made in "
+        "# The evaluations of DFLOP, DIP and OrchMLLM in simulation",
+        "The results of arXiv 2603.25120, 2504.14145 and 2503.23830 on simulated clusters, made in "
         f"{minutes:.1f} minutes by `make paper`.",
         f"Timelines of a step: [{page.name}]({page.name})." if page else "",
     ]

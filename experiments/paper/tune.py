@@ -105,7 +105,7 @@ def tune(
                 heapq.heappush(queue, (search.bound_s(p, m), name, m, number, peak, p))
             continue
         simulated += 1
-        mean_s = search.makespan_s(p, m)
+        mean_s = search.makespan_s(p, m, best.makespan_s if best else math.inf)
         if best is None or mean_s < best.makespan_s:
             best = Tuned(p, m, mean_s, peak, tried, simulated)
     if best is None:
@@ -213,14 +213,20 @@ class Search:
         times = (segment_seconds(self.costs, p, c) for c in self._contents(p, m))
         return float(np.mean([replica_bounds(self.costs, p, t).max() for t in times]))
 
-    def makespan_s(self, p: Placement, m: int) -> float:
-        """Mean makespan, of the replicas that look slowest."""
-        spans = []
-        for content in self._contents(p, m):
-            bounds = replica_bounds(self.costs, p, segment_seconds(self.costs, p, content))
-            slowest = np.argsort(-bounds, kind="stable")[:_SLOWEST].tolist()
-            runs = [replica_trace(self.costs, p, content, r)[0] for r in slowest]
-            spans.append(max(run.makespan_s for run in runs))
+    def makespan_s(self, p: Placement, m: int, limit_s: float = math.inf) -> float:
+        """Mean makespan, of the replicas that look slowest; infinite once it cannot be below the
+        limit."""
+        contents = self._contents(p, m)
+        bounds = [
+            replica_bounds(self.costs, p, segment_seconds(self.costs, p, c)) for c in contents
+        ]
+        spans = [float(b.max()) for b in bounds]
+        for i, content in enumerate(contents):
+            for r in np.argsort(-bounds[i], kind="stable")[:_SLOWEST].tolist():
+                run = replica_trace(self.costs, p, content, r)[0]
+                spans[i] = max(spans[i], run.makespan_s)
+                if np.mean(spans) >= limit_s:
+                    return math.inf
         return float(np.mean(spans))
 
     def _contents(self, p: Placement, m: int) -> list[Content]:

@@ -1,1 +1,2 @@
-"""The evaluation of DFLOP (arXiv 2603.25120) in simulation: `make paper`, or one file a result."""
+"""The evaluations of DFLOP (arXiv 2603.25120), DIP (2504.14145) and OrchMLLM (2503.23830) in
+simulation: `make paper`, or one file a result."""

@@ -1,7 +1,7 @@
-"""All results of the paper in simulation, with a report.
+"""All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 10 on 2 cores
+Minutes:  about TIME on 2 cores; `--only policies` 12 more
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 
@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.paper import (
     ablation,
     asymmetry,
+    cases,
     correction,
+    dip,
     idle,
+    orch,
     overheads,
+    policies,
     scaling,
     stages,
     throughput,
@@ -35,13 +38,32 @@ EXPERIMENTS = {
     "scaling": scaling.run,
     "correction": correction.run,
     "overheads": overheads.run,
+    "dip": dip.run,
+    "dip-ablation": dip.ablation,
+    "orch": orch.run,
+    "nodes": orch.nodes,
+    "policies": policies.run,
 }
-
-
-def _needed(module: str, names: Sequence[str]) -> bool:
-    """Whether the outcomes of an experiment's file are wanted by any of the named ones."""
-    own = module.rpartition(".")[2]
-    return own in names or (own == "throughput" and bool({"idle", "stages"} & set(names)))
+LONG = ("policies",)  # run only where named
+# What each needs of tuned systems, and of policies.
+OUTCOMES = {
+    "throughput": throughput.KEYS,
+    "idle": throughput.KEYS,
+    "stages": throughput.KEYS,
+    "ablation": ablation.KEYS,
+    "asymmetry": asymmetry.KEYS,
+    "scaling": scaling.KEYS,
+}
+ANSWERS = {
+    "dip": dip.KEYS,
+    "dip-ablation": dip.KEYS,
+    "orch": orch.KEYS,
+    "nodes": orch.KEYS,
+    "policies": policies.KEYS,
+    "throughput": throughput.PLANNED,
+    "correction": correction.PLANNED,
+    "overheads": throughput.PLANNED,
+}
 
 
 def main() -> int:
@@ -58,20 +80,22 @@ def main() -> int:
         print(f"error: {out}: cannot be written ({e.strerror}); choose another --out")
         return 2
     start_s = time.perf_counter()
-    names = args.only or list(EXPERIMENTS)
+    names = args.only or [name for name in EXPERIMENTS if name not in LONG]
     results = []
-    keys = {m: m.KEYS for m in (throughput, ablation, asymmetry, scaling)}
-    prepare(k for m, each in keys.items() if _needed(m.__name__, names) for k in each)
+    prepare(key for name in names for key in OUTCOMES.get(name, ()))
+    cases.prepare(key for name in names for key in ANSWERS.get(name, ()))
     for i, name in enumerate(names):
         say(f"{name} ({i + 1} of {len(names)})")
         found = EXPERIMENTS[name]()
         results.append(found)
         print_result(found)
         draw(found, out / f"{found.name}.png")
-    page = write_timelines(throughput.SETUPS[0], out)
+    tuned = any(name in OUTCOMES for name in names)
+    page = write_timelines(throughput.SETUPS[0], out) if tuned else None
     minutes = (time.perf_counter() - start_s) / 60
     report = write_report(results, out, page, minutes)
-    print(f"{report}: {len(results)} results in {minutes:.1f} minutes; timelines: {page}")
+    timelines = f"; timelines: {page}" if page else ""
+    print(f"{report}: {len(results)} results in {minutes:.1f} minutes{timelines}")
     return 0
 
 

@@ -41,7 +41,9 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
         result.labels.append(setup.name)
         for name in SYSTEMS[1:]:
             result.bars.setdefault(name, []).append(base / found[name].step_s)
-        result.notes += [f"{setup.name}, {s}: {o.how}" for s, o in found.items() if s != "dflop"]
+        result.notes += [
+            f"{setup.name}, {s}: {o.tuned.how}" for s, o in found.items() if s != "dflop"
+        ]
     result.notes.append(
         "optimizer only: DFLOP's space under random microbatches; scheduler only: Megatron-LM's "
         "space under balanced ones; each is tuned anew for what it is given"

@@ -1,9 +1,8 @@
 """What the paper's experiments share: systems tuned once, steps simulated once, tables printed.
 
-Every system is given the same predicted costs, cluster, memory and batches. All of them recompute a
-stage's forward in backward (as the public DFLOP code does with activation checkpointing) and may
-recompute each layer on top where memory needs it. Systems are tuned on batches of their own, and
-what is reported is the mean over other batches.
+Every system is given the same predicted costs, cluster, memory and batches. All of them may
+recompute each layer in backward where memory needs it. Systems are tuned on batches of their own,
+and what is reported is the mean over other batches.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -73,13 +73,6 @@ class Outcome:
         """Seconds that devices idle in a step, all together."""
         each = [s.idle_share * s.makespan_s for s in self.steps]
         return float(np.mean(each)) * self.n_devices
-
-    @property
-    def how(self) -> str:
-        """Parallelism in short."""
-        again = any(s.remat != "none" for s in self.tuned.placement.segments)
-        remat = ", layers recomputed" if again else ""
-        return f"{shown(self.tuned.placement)}, {self.tuned.n_microbatches} microbatches{remat}"
 
 
 @dataclass
@@ -139,6 +132,7 @@ def costs_of(setup: Setup) -> ExactCosts:
     return ExactCosts(CostModel(profile_of(setup)), CLUSTER)
 
 
+Job, Done = TypeVar("Job"), TypeVar("Done")
 # (model, system, devices, samples a step)
 Key = tuple[Setup, str, int, int]
 _KNOWN: dict[Key, Outcome] = {}
@@ -158,19 +152,24 @@ def prepare(keys: Iterable[Key]) -> None:
     for key in dict.fromkeys(keys):
         if key not in _KNOWN:
             jobs.setdefault((key[0], key[2], key[3]), []).append(key)
+    # the largest first: they take longest
+    order = sorted(jobs, key=lambda j: -j[1])
+    for found in on_all_cores(_outcomes, [jobs[j] for j in order]):
+        _KNOWN.update(found)
+        setup, _, n_devices, batch = next(iter(found))
+        say(f"{setup.name}, {n_devices} devices, batch {batch}")
+
+
+def on_all_cores(work: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[Done]:
+    """What is made of every job, as it comes, on as many processes as there are cores; nothing
+    where only one could be used."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(len(jobs), cores or 1)
     if workers < 2:
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        # the largest first: they take longest
-        order = sorted(jobs, key=lambda j: -j[1])
-        waiting = [pool.submit(_outcomes, jobs[j]) for j in order]
-        for i, done in enumerate(as_completed(waiting)):
-            found = done.result()
-            _KNOWN.update(found)
-            setup, _, n_devices, batch = next(iter(found))
-            say(f"{i + 1} of {len(jobs)}: {setup.name}, {n_devices} devices, batch {batch}")
+        for done in as_completed([pool.submit(work, job) for job in jobs]):
+            yield done.result()
 
 
 def _outcomes(keys: Sequence[Key]) -> dict[Key, Outcome]:
@@ -236,18 +235,6 @@ def seen_batches(
     """Global batches in arrival order; the seed tells those of tuning from those reported."""
     found = data.batches(setup.mixture, setup.layout, global_batch, n, seed)
     return tuple(map(tuple, found))
-
-
-def shown(placement: Placement) -> str:
-    """Stages x data x tensor of each module: "vision 1x8x4, llm 4x2x4"."""
-    parts = []
-    for module in dict.fromkeys(s.module for s in placement.segments):
-        segments = [s for s in placement.segments if s.module == module]
-        mesh = placement.mesh_of(segments[0])
-        parts.append(f"{module} {len(segments)}x{mesh.data}x{mesh.model}")
-    meshes = {frozenset(m.devices) for m in placement.submeshes}
-    used = [frozenset(placement.mesh_of(s).devices) for s in placement.segments]
-    return ", ".join(parts) + (" (shared)" if len(used) > len(meshes) else "")
 
 
 def ratio(a: float, b: float) -> str:

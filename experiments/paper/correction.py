@@ -31,11 +31,13 @@ from dflop_jax.schedule.correction import (
 )
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data
+from experiments.paper.cases import TOKEN_MULTIPLE, answer
 from experiments.paper.common import Result, main, percent, say
-from experiments.paper.static import TOKEN_MULTIPLE, planned
+from experiments.paper.static import case_of
 from experiments.paper.systems import LLAVA, Setup, profile_of
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
+PLANNED = [(case_of(SETUP), "dflop")]
 STEPS, BATCHES = 24, 4  # steps of each loop, over so many batches in turn
 SLOW = 1.6
 GLOBAL_BATCH = 256
@@ -74,7 +76,9 @@ def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
 
 
 def run(setup: Setup = SETUP, steps: int = STEPS) -> Result:
-    plan = several_buckets(planned(setup).plan)
+    chosen = answer(case_of(setup), "dflop")
+    assert chosen.plan is not None, chosen.words
+    plan = several_buckets(chosen.plan)
     names = [s.name for s in plan.segments]
     predicted = plan_prices(plan, profile_of(setup))
     batches = data.batches(setup.mixture, setup.layout, GLOBAL_BATCH, BATCHES, 5)

@@ -52,6 +52,8 @@ MIXTURES: Mapping[str, Mapping[str, float]] = {
     "vision": {"single image": 65e3, "several images": 60e3, "video": 60e3},
     # The paper does not name Qwen2-Audio's data: all sounds of the tables, as many as there are.
     "audio": {"audio": 1.0},
+    # OrchMLLM's data are not known: as many samples of every kind.
+    "three modalities": {"single image": 1.0, "several images": 1.0, "video": 1.0, "audio": 1.0},
 }
 LAYOUTS = {"anyres": AnyRes(), "dynamic": DynamicTiling()}
 TILE_TOKENS = {"anyres": 729, "dynamic": 1025}  # of SigLIP at 384 px, of InternViT at 448 px
@@ -94,27 +96,27 @@ def share_below(quantiles: Sequence[float], limit: float) -> float:
     return float((above - 1 + part) / (len(q) - 1))
 
 
-def draw(mixture: str, n: int, seed: int, how: Assumptions | None = None) -> Draws:
-    """`n` samples of a mixture; sources of a kind count by their rows (of clips, by those that are
-    short enough), and the figures of a sample are independent but for a picture's shape.
+def draw(
+    mixture: str | Mapping[str, float], n: int, seed: int, how: Assumptions | None = None
+) -> Draws:
+    """`n` samples of a mixture, by name or as the weights of its kinds; sources of a kind count by
+    their rows (of clips, by those that are short enough), and the figures of a sample are
+    independent but for a picture's shape.
 
     Raises:
       ValueError: no such mixture, or n below 1.
     """
     how = how or Assumptions()
-    if mixture not in MIXTURES:
-        raise ValueError(f"unknown mixture {mixture!r}; known: {', '.join(MIXTURES)}")
+    if isinstance(mixture, str):
+        if mixture not in MIXTURES:
+            raise ValueError(f"unknown mixture {mixture!r}; known: {', '.join(MIXTURES)}")
+        mixture = MIXTURES[mixture]
     if n < 1:
         raise ValueError(f"n={n} samples; ask for at least 1")
     rng = np.random.default_rng(seed)
-    chosen = [t for t in tables() if t["kind"] in MIXTURES[mixture]]
-    of_kind = {
-        kind: sum(_weight(t, how) for t in chosen if t["kind"] == kind)
-        for kind in MIXTURES[mixture]
-    }
-    weight = np.array(
-        [MIXTURES[mixture][t["kind"]] * _weight(t, how) / of_kind[t["kind"]] for t in chosen]
-    )
+    chosen = [t for t in tables() if t["kind"] in mixture]
+    of_kind = {kind: sum(_weight(t, how) for t in chosen if t["kind"] == kind) for kind in mixture}
+    weight = np.array([mixture[t["kind"]] * _weight(t, how) / of_kind[t["kind"]] for t in chosen])
     which = rng.choice(len(chosen), n, p=weight / weight.sum())
     u = rng.random((5, n))
     values = np.zeros((5, n))
@@ -167,7 +169,11 @@ def _sizes(table: dict[str, Any], u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def loads(
-    mixture: str, layout: str, n: int, seed: int, how: Assumptions | None = None
+    mixture: str | Mapping[str, float],
+    layout: str,
+    n: int,
+    seed: int,
+    how: Assumptions | None = None,
 ) -> list[Load]:
     """Loads of `n` samples of a mixture under a model's layout of pictures ("anyres", "dynamic").
 

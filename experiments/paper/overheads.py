@@ -11,13 +11,13 @@ import time
 
 import numpy as np
 
-from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.schedule import schedule_batch
 from experiments.paper import data
+from experiments.paper.cases import answer, prices_of
 from experiments.paper.common import Result, main, outcome, percent, seen_batches
 from experiments.paper.exact import bins_of
-from experiments.paper.static import planned
-from experiments.paper.systems import CLUSTER, INTERNVL_72B, LLAVA, Setup
+from experiments.paper.static import case_of
+from experiments.paper.systems import INTERNVL_72B, LLAVA, Setup
 from experiments.paper.throughput import hours
 
 SETUPS = (LLAVA["siglip-6b", "qwen2.5-7b"], LLAVA["siglip-6b", "qwen2.5-32b"], INTERNVL_72B)
@@ -56,8 +56,9 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
         unit="% of an epoch",
     )
     for setup in setups:
-        found, chosen = outcome(setup, "dflop"), planned(setup)
+        found, chosen = outcome(setup, "dflop"), answer(case_of(setup), "auto")
         plan = chosen.plan
+        assert plan is not None, chosen.words
         start_s = time.perf_counter()
         data.profile(setup.mixture, setup.layout, 10_000)
         data_s = time.perf_counter() - start_s
@@ -66,7 +67,7 @@ def run(setups: tuple[Setup, ...] = SETUPS) -> Result:
             (first_s + data_s + chosen.search_s) / 3600 / hours(found.step_s, found.global_batch)
         )
         names = [s.name for s in plan.segments]
-        prices = plan_prices(plan, found.costs.profile, CLUSTER)
+        prices = prices_of(case_of(setup), plan)
         schedule_s, balance_s = [], []
         for batch in seen_batches(setup, found.global_batch, 2, 1):
             schedule_s.append(schedule_batch(batch, plan, prices, names).elapsed_s)

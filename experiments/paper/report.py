@@ -22,12 +22,14 @@ from experiments.paper.exact import plan_of
 from experiments.paper.systems import CLUSTER, Setup, described
 
 ASSUMED = (
+    "What follows is of DFLOP's results; those of DIP and OrchMLLM name their own models, data and "
+    "devices, and their plans have static shapes, padded.",
     "Costs are predicted: a roofline over the models' own kernels with the default efficiencies "
     "below, the same for every system; nothing was measured on an A100.",
     "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
     "its samples, and no padding. So has DFLOP, except in the column of static buckets.",
-    "Every system recomputes a stage's forward in backward, and may recompute each layer on top if "
-    "that is what fits or is faster. Optimizer state is AdamW in float32, sharded over data ranks.",
+    "Every system keeps what a stage's forward computed for its backward, or recomputes each layer "
+    "where that is what fits. Optimizer state is AdamW in float32, sharded over data ranks.",
     "PyTorch: layers of encoder and LLM dealt to stages by count. Megatron-LM: the encoder on 0 to "
     "all but one of the first stages, the LLM evenly on the rest; no interleaved stages. Both: one "
     "tensor and data degree for the whole model, tensor parallelism inside a node.",
@@ -73,12 +75,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_report(results: Sequence[Result], out: Path, page: Path, minutes: float) -> Path:
+def write_report(results: Sequence[Result], out: Path, page: Path | None, minutes: float) -> Path:
     """paper.md in `out`."""
     parts = [
-        "# DFLOP's evaluation in simulation",
-        f"The results of arXiv 2603.25120 on a simulated cluster, made in {minutes:.1f} minutes by "
-        f"`make paper`. Timelines of a step: [{page.name}]({page.name}).",
+        "# The evaluations of DFLOP, DIP and OrchMLLM in simulation",
+        "The results of arXiv 2603.25120, 2504.14145 and 2503.23830 on simulated clusters, made in "
+        f"{minutes:.1f} minutes by `make paper`.",
+        f"Timelines of a step: [{page.name}]({page.name})." if page else "",
     ]
     for r in results:
         parts += [

@@ -1,80 +1,40 @@
-"""DFLOP's plan as this runtime runs it: microbatches padded to a few compiled shapes."""
+"""DFLOP's set-ups as this runtime runs them: microbatches padded to a few compiled shapes."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
-from dflop_jax.config import PlanConfig
-from dflop_jax.plan.predict import simulate
-from dflop_jax.plan.search import search_plan
-from dflop_jax.records import Plan, Trace
-from experiments.paper import data
-from experiments.paper.common import (
-    MAX_MODEL,
-    MAX_STAGE,
-    MEMORY_SHARE,
-    REPORTED,
-    TUNING,
-    Outcome,
-    say,
-    seen_batches,
-)
-from experiments.paper.systems import CLUSTER, Setup, profile_of
-
-TOKEN_MULTIPLE = 128
-CONFIG = PlanConfig(
-    policy="dflop",
-    effort="quick",
-    buckets=4,
-    max_model=MAX_MODEL,
-    max_stage=MAX_STAGE,
-    max_microbatches=128,
-    sampled_batches=TUNING,
-)
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.records import Load
+from experiments.paper import data, systems
+from experiments.paper.cases import Case
+from experiments.paper.common import Outcome
+from experiments.paper.systems import CLUSTER, Setup
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the planner chose, and how long that took."""
+class _Model:
+    setup: Setup
 
-    plan: Plan
-    search_s: float
-    n_candidates: int
-
-
-@cache
-def planned(setup: Setup, n_devices: int = 64, global_batch: int = 256) -> Planned:
-    """The planner's choice of policy dflop: placement, buckets, remat."""
-    say(f"{setup.name}: plan with static buckets for {n_devices} devices")
-    profile, seen = profile_of(setup), data.profile(setup.mixture, setup.layout)
-    start_s = time.perf_counter()
-    found = search_plan(
-        profile,
-        seen,
-        n_devices=n_devices,
-        global_batch=global_batch,
-        config=CONFIG,
-        memory_bytes=MEMORY_SHARE * CLUSTER.memory_bytes,
-        hardware=CLUSTER,
-        token_multiple=TOKEN_MULTIPLE,
-    )
-    return Planned(found.plan, time.perf_counter() - start_s, found.n_candidates)
+    def __call__(self) -> MultimodalModel:
+        return systems.model_of(self.setup)
 
 
-@cache
-def static_trace(setup: Setup, global_batch: int = 256) -> Trace:
-    """The reported batches of 64 devices, one step after the other."""
-    batches = seen_batches(setup, global_batch, REPORTED, 1)
-    return simulate(planned(setup).plan, batches, profile_of(setup), hardware=CLUSTER)
+@dataclass(frozen=True)
+class _Loads:
+    mixture: str
+    layout: str
+
+    def __call__(self, n: int, seed: int) -> list[Load]:
+        return data.loads(self.mixture, self.layout, n, 7919 * seed)
 
 
-def static_step_s(setup: Setup) -> float:
-    """Mean seconds of a step."""
-    return static_trace(setup).makespan_s / REPORTED
+def case_of(setup: Setup, n_devices: int = 64, global_batch: int = 256) -> Case:
+    """The set-up as the planner is asked about it."""
+    drawn = _Loads(setup.mixture, setup.layout)
+    return Case(setup.name, _Model(setup), drawn, n_devices, global_batch, CLUSTER)
 
 
 def load_ratio(found: Outcome) -> float:

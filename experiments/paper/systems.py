@@ -74,7 +74,12 @@ def model_of(setup: Setup) -> MultimodalModel:
 @cache
 def profile_of(setup: Setup, hardware: Hardware = CLUSTER) -> ModelProfile:
     """Predicted times and bytes of a model on the cluster."""
-    model = model_of(setup)
+    return predicted(model_of(setup), hardware)
+
+
+@cache
+def predicted(model: MultimodalModel, hardware: Hardware) -> ModelProfile:
+    """A profile by the roofline, at the shapes that all experiments use."""
     shapes = {
         name: [Shape(n, model.piece_tokens[name]) for n in ITEMS]
         if name in model.piece_tokens

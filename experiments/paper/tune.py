@@ -48,6 +48,13 @@ class Tuned:
     tried: int
     simulated: int
 
+    @property
+    def how(self) -> str:
+        """Parallelism in short."""
+        (remat,) = {s.remat for s in self.placement.segments}
+        again = "" if remat == "none" else f", {remat} recomputed"
+        return f"{shown(self.placement)}, {self.n_microbatches} microbatches{again}"
+
 
 def tune(
     placements: Iterable[Placement],
@@ -98,7 +105,7 @@ def tune(
                 heapq.heappush(queue, (search.bound_s(p, m), name, m, number, peak, p))
             continue
         simulated += 1
-        mean_s = search.makespan_s(p, m)
+        mean_s = search.makespan_s(p, m, best.makespan_s if best else math.inf)
         if best is None or mean_s < best.makespan_s:
             best = Tuned(p, m, mean_s, peak, tried, simulated)
     if best is None:
@@ -107,6 +114,18 @@ def tune(
             f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
         )
     return replace(best, simulated=simulated)
+
+
+def shown(placement: Placement) -> str:
+    """Stages x data x tensor of each module: "vision 1x8x4, llm 4x2x4"."""
+    parts = []
+    for module in dict.fromkeys(s.module for s in placement.segments):
+        segments = [s for s in placement.segments if s.module == module]
+        mesh = placement.mesh_of(segments[0])
+        parts.append(f"{module} {len(segments)}x{mesh.data}x{mesh.model}")
+    meshes = {frozenset(m.devices) for m in placement.submeshes}
+    used = [frozenset(placement.mesh_of(s).devices) for s in placement.segments]
+    return ", ".join(parts) + (" (shared)" if len(used) > len(meshes) else "")
 
 
 def with_remat(placement: Placement, remat: Remat) -> Placement:
@@ -194,14 +213,20 @@ class Search:
         times = (segment_seconds(self.costs, p, c) for c in self._contents(p, m))
         return float(np.mean([replica_bounds(self.costs, p, t).max() for t in times]))
 
-    def makespan_s(self, p: Placement, m: int) -> float:
-        """Mean makespan, of the replicas that look slowest."""
-        spans = []
-        for content in self._contents(p, m):
-            bounds = replica_bounds(self.costs, p, segment_seconds(self.costs, p, content))
-            slowest = np.argsort(-bounds, kind="stable")[:_SLOWEST].tolist()
-            runs = [replica_trace(self.costs, p, content, r)[0] for r in slowest]
-            spans.append(max(run.makespan_s for run in runs))
+    def makespan_s(self, p: Placement, m: int, limit_s: float = math.inf) -> float:
+        """Mean makespan, of the replicas that look slowest; infinite once it cannot be below the
+        limit."""
+        contents = self._contents(p, m)
+        bounds = [
+            replica_bounds(self.costs, p, segment_seconds(self.costs, p, c)) for c in contents
+        ]
+        spans = [float(b.max()) for b in bounds]
+        for i, content in enumerate(contents):
+            for r in np.argsort(-bounds[i], kind="stable")[:_SLOWEST].tolist():
+                run = replica_trace(self.costs, p, content, r)[0]
+                spans[i] = max(spans[i], run.makespan_s)
+                if np.mean(spans) >= limit_s:
+                    return math.inf
         return float(np.mean(spans))
 
     def _contents(self, p: Placement, m: int) -> list[Content]:

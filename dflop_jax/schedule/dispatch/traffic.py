@@ -69,12 +69,17 @@ def _feeds(source: Group, target: Group, schedule: Schedule) -> bool:
     return any(schedule.groups[f] is target for f in source.feeds)
 
 
-def moved_between(source: Group, target: Group, loads: Sequence[Load], n: tuple[int, int]) -> Ints:
-    """[V, D]: what goes from one group's ranks to another's, without what stays at home."""
+def read_between(source: Group, target: Group, loads: Sequence[Load], n: tuple[int, int]) -> Ints:
+    """[V, D]: what ranks of one group have for each rank of another."""
     sample_P, rank_P, piece_P = _placed(source, loads)
     sample_Q, rank_Q, _ = _placed(target, loads)
     amount_P = np.array(piece_tokens(loads, source.module), np.int64)[piece_P]
-    moved = traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, n)
+    return traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, n)
+
+
+def moved_between(source: Group, target: Group, loads: Sequence[Load], n: tuple[int, int]) -> Ints:
+    """[V, D]: `read_between` without what stays at home."""
+    moved = read_between(source, target, loads, n)
     homes = [home_rank(rank, *n) for rank in range(n[1])]
     moved[homes, np.arange(n[1])] = 0
     return moved

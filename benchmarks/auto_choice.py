@@ -1,0 +1,170 @@
+"""How far `auto` is behind the best of its policies, on data and costs that no plan was made for.
+
+Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
+Minutes:  TIME on 2 cores for all 30
+Expected: never more than 2% behind.
+
+The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an
+encoder of sounds on 8 to 128 devices, and data that drift, so that the kinds of samples come in
+other shares than those that the planner saw. Every policy plans alone, and `auto` once more over
+all; each plan then runs batches that no planner saw, scheduled by predicted prices, while the
+programs of a module and tensor-parallel degree take longer or shorter than predicted by a factor of
+their own, the same for all plans (log-normal, 5%, two draws).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dflop_jax.config import Policy
+from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.records import LayerTiming, Load, ModelProfile, Recompute
+from dflop_jax.sim.pipeline import simulate_step
+from experiments.paper import data, policies
+from experiments.paper.cases import Answer, Case, answer, prepare, profile_of
+from experiments.paper.orch import LAYOUT, WHISPER, Omni
+from experiments.paper.systems import TOWERS
+from models.sizes import VISION
+
+KINDS = ("single image", "several images", "video", "audio")
+Scaled = TypeVar("Scaled", LayerTiming, Recompute)
+SPREAD, DRAWS = 0.05, 2  # of log-normal factors on predicted seconds
+POLICIES: tuple[Policy, ...] = ("auto", *policies.SEARCHED)
+
+
+@dataclass(frozen=True)
+class Drifting:
+    """Samples whose kinds come in other shares in every batch than in what the planner sees."""
+
+    kinds: tuple[str, ...]
+    seed: int
+
+    def __call__(self, n: int, seed: int) -> list[Load]:
+        seen = np.random.default_rng([self.seed, 0]).dirichlet(np.ones(len(self.kinds)))
+        now = np.random.default_rng([self.seed, seed]).dirichlet(np.ones(len(self.kinds)))
+        share = seen if seed == 0 else (seen + now) / 2
+        weights = dict(zip(self.kinds, share.tolist(), strict=True))
+        return data.loads(weights, LAYOUT, n, 7919 * seed + self.seed)
+
+
+def random_case(seed: int) -> Case:
+    """A set-up drawn at random."""
+    rng = np.random.default_rng([20, seed])
+    tower = replace(VISION[rng.choice(TOWERS)], merge=1, post_norm=False)
+    decoder = rng.choice(["qwen2.5-7b", "llama3-8b", "qwen2.5-32b"])
+    heard = bool(rng.integers(2))
+    n_devices = int(rng.choice([8, 16, 32, 64, 128]))
+    if decoder == "qwen2.5-32b":
+        n_devices = max(n_devices, 32)
+    model = Omni(tower, WHISPER if heard else None, str(decoder))
+    hardware = find_hardware(str(rng.choice(["a100-80", "h100", "h200"])))
+    batch = n_devices * int(rng.choice([2, 4, 8]))
+    kinds = KINDS if heard else KINDS[:-1]
+    return Case(f"random {seed}", model, Drifting(kinds, seed), n_devices, batch, hardware)
+
+
+def perturbed(profile: ModelProfile, seed: int) -> ModelProfile:
+    """The profile with seconds that differ by a factor for each module and tensor degree."""
+    rng = np.random.default_rng(seed)
+    keys = sorted({(t.module, t.model) for t in profile.timings})
+    factor = dict(zip(keys, np.exp(rng.normal(0, SPREAD, len(keys))).tolist(), strict=True))
+    return replace(
+        profile, timings=tuple(_slower(t, factor[t.module, t.model]) for t in profile.timings)
+    )
+
+
+def _slower(timing: LayerTiming, factor: float) -> LayerTiming:
+    def scaled(record: Scaled) -> Scaled:
+        seconds = [f.name for f in fields(record) if f.name.endswith("_s")]
+        return replace(record, **{name: factor * getattr(record, name) for name in seconds})
+
+    again = {policy: scaled(r) for policy, r in timing.recompute.items()}
+    return replace(scaled(timing), recompute=again)
+
+
+def judged(case: Case, found: Answer) -> float:
+    """Mean seconds of the reported batches under perturbed prices; infinite without a plan."""
+    if found.plan is None:
+        return math.inf
+    names = [s.name for s in found.plan.segments]
+    seconds = []
+    for draw in range(DRAWS):
+        prices = plan_prices(found.plan, perturbed(profile_of(case), draw), case.hardware)
+        seconds += [
+            simulate_step(found.plan, step.schedule, prices, names).makespan_s
+            for step in found.steps
+        ]
+    return float(np.mean(seconds))
+
+
+@dataclass(frozen=True)
+class Row:
+    setup: str
+    devices: int
+    batch: int
+    chosen: str
+    step_s: dict[str, float]
+    behind: float
+    planning_s: float
+
+
+def measure(case: Case) -> Row:
+    found = {p: answer(case, p) for p in POLICIES}
+    step_s = {p: judged(case, a) for p, a in found.items()}
+    auto = found["auto"]
+    return Row(
+        case.name,
+        case.n_devices,
+        case.global_batch,
+        auto.plan.policy if auto.plan else "none",
+        step_s,
+        step_s["auto"] / min(step_s.values()) - 1,
+        auto.search_s,
+    )
+
+
+def show(rows: Iterable[Row]) -> None:
+    print(f"{'set-up':34}{'devices':>8}{'batch':>7}" + "".join(f"{p:>9}" for p in POLICIES)
+          + f"{'takes':>8}{'behind':>8}{'planning':>10}")  # fmt: skip
+    for r in rows:
+        each = "".join(f"{r.step_s[p]:8.2f}s" for p in POLICIES)
+        print(
+            f"{r.setup:34}{r.devices:8}{r.batch:7}{each}{r.chosen:>8}"
+            f"{100 * r.behind:7.1f}%{r.planning_s:9.1f}s"
+        )
+    worst = max(rows, key=lambda r: r.behind)
+    print(f"worst: {worst.setup}, {100 * worst.behind:.1f}% behind")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--papers", action="store_true", help="the papers' set-ups only")
+    parser.add_argument("--random", type=int, default=15, help="random set-ups")
+    parser.add_argument("--first", type=int, default=0, help="the first random one")
+    args = parser.parse_args(argv)
+    cases = [] if args.first else list(policies.CASES)
+    if not args.papers:
+        cases += [random_case(args.first + i) for i in range(args.random)]
+    prepare((case, p) for case in cases for p in POLICIES)
+    rows = [measure(case) for case in cases]
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

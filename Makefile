@@ -27,7 +27,7 @@ help:  ## show this list
 demo: $(STAMP)  ## profile, plan and train under four policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
 
-paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (TIME minutes)
+paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (17 minutes)
 	@$(BIN)/python -m experiments.paper
 
 test: $(REFERENCE)  ## every test

@@ -1,7 +1,7 @@
 """All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about TIME on 2 cores; `--only policies` 12 more
+Minutes:  about 17 on 2 cores; `--only policies` 12 more
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 

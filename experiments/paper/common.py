@@ -161,11 +161,12 @@ def prepare(keys: Iterable[Key]) -> None:
 
 
 def on_all_cores(work: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[Done]:
-    """What is made of every job, as it comes, on as many processes as there are cores; nothing
+    """What is made of every job, as it comes, on as many processes as there are cores; in this one
     where only one could be used."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(len(jobs), cores or 1)
     if workers < 2:
+        yield from map(work, jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for done in as_completed([pool.submit(work, job) for job in jobs]):

@@ -66,7 +66,7 @@ def draw(result: Result, out: Path) -> None:
     axes.set_title(result.title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(out, dpi=110)
 
 

@@ -29,7 +29,7 @@ from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.redecide import Moved, Redecider
+from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.step_log import StepLog
@@ -46,7 +46,7 @@ class LoopResult:
     evaluation: Evaluation | None
     steps_done: int
     preempted: bool
-    moved: Moved | None = None
+    next: NewPlan | None = None
 
 
 class Loop:
@@ -76,7 +76,7 @@ class Loop:
         self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
         self._redecider = Redecider(place, profile, ex.plan, self.loader.loads, start_s, progress)
-        self._moved: Moved | None = None
+        self._next: NewPlan | None = None
         self._stalled_s = 0.0
         self._unlogged: list[tuple[int, threading.Event]] = []
 
@@ -116,7 +116,7 @@ class Loop:
             self._save(done)
             self.saver.wait()
         evaluation = None
-        if held_out and not preempted and not self._moved:
+        if held_out and not preempted and not self._next:
             evaluation = self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
@@ -125,7 +125,7 @@ class Loop:
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        return LoopResult(losses, compiles, evaluation, done, preempted, self._moved)
+        return LoopResult(losses, compiles, evaluation, done, preempted, self._next)
 
     def _start_worker(
         self, stack: ExitStack, start: int, kept: Learnt | None
@@ -202,7 +202,7 @@ class Loop:
                 if stop:
                     break
                 self._after(batch.step + 1, held_out, finish)
-                if self._moved or stop:
+                if self._next or stop:
                     break
             finish()
         return stop and self._done < self.config.train.steps
@@ -232,7 +232,7 @@ class Loop:
             self.log.pause()
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
             finish()
-            self._moved = self._redecider.look(done, self.log.step_s[-look:])
+            self._next = self._redecider.look(done, self.log.step_s[-look:])
             self.log.pause()
 
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:

@@ -29,7 +29,7 @@ _LEAST_GAIN = 0.03  # of a step: less is within what predictions are off
 
 
 @dataclass(frozen=True)
-class Moved:
+class NewPlan:
     """A plan that pays, and the profile that it was made from."""
 
     plan: Plan
@@ -96,7 +96,7 @@ class Redecider:
         self._place, self._profile, self._plan = place, profile, plan
         self._loads, self._start_s, self._progress = loads, start_s, progress
 
-    def look(self, done: int, step_s: Sequence[float]) -> Moved | None:
+    def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
         """Return what to change to after `done` steps, None to go on.
 
         Args:
@@ -105,9 +105,9 @@ class Redecider:
         peers = self._place.peers
         found = self._decide(done, step_s) if peers.is_hub else None
         shared = peers.share(f"redecide/{done}", msgspec.json.encode(found))
-        return msgspec.json.decode(shared, type=Moved | None)
+        return msgspec.json.decode(shared, type=NewPlan | None)
 
-    def _decide(self, done: int, step_s: Sequence[float]) -> Moved | None:
+    def _decide(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
         config, began_s = self._place.config, time.perf_counter()
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
@@ -145,7 +145,7 @@ class Redecider:
             words = f"samples changed by {changed:.0%}; the best plan for them is not faster"
         pays = share > _LEAST_GAIN and saved_s > cost_s
         self._say(done, f"{words}: {'changing to it' if pays else 'going on'}")
-        return Moved(plan, profile) if pays else None
+        return NewPlan(plan, profile) if pays else None
 
     def _simulated(
         self, plan: Plan, other: Plan, batches: Sequence[Sequence[Load]]

@@ -110,10 +110,10 @@ class Trainer:
             while True:
                 with ExitStack() as stack:
                     results.append(self._fit(stack))
-                if (moved := results[-1].moved) is None:
+                if (new := results[-1].next) is None:
                     break
-                self._existing, self.profile, self._timed = "resume", moved.profile, None
-                self._executor = self._make_executor(moved.plan)
+                self._existing, self.profile, self._timed = "resume", new.profile, None
+                self._executor = self._make_executor(new.plan)
         except BaseException as e:
             self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise

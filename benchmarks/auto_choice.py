@@ -18,10 +18,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dflop_jax.config import Policy
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.pricing import plan_prices
-from dflop_jax.records import LayerTiming, Load, ModelProfile, Recompute
+from dflop_jax.records import Load, ModelProfile
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data, policies
 from experiments.paper.cases import Answer, Case, answer, profile_of
@@ -40,7 +39,6 @@ from experiments.paper.systems import TOWERS
 from models.sizes import VISION
 
 KINDS = ("single image", "several images", "video", "audio")
-Scaled = TypeVar("Scaled", LayerTiming, Recompute)
 SPREAD, DRAWS = 0.05, 2  # of log-normal factors on predicted seconds
 POLICIES: tuple[Policy, ...] = ("auto", *policies.SEARCHED)
 
@@ -82,17 +80,8 @@ def perturbed(profile: ModelProfile, seed: int) -> ModelProfile:
     keys = sorted({(t.module, t.model) for t in profile.timings})
     factor = dict(zip(keys, np.exp(rng.normal(0, SPREAD, len(keys))).tolist(), strict=True))
     return replace(
-        profile, timings=tuple(_slower(t, factor[t.module, t.model]) for t in profile.timings)
+        profile, timings=tuple(t.scaled(factor[t.module, t.model]) for t in profile.timings)
     )
-
-
-def _slower(timing: LayerTiming, factor: float) -> LayerTiming:
-    def scaled(record: Scaled) -> Scaled:
-        seconds = [f.name for f in fields(record) if f.name.endswith("_s")]
-        return replace(record, **{name: factor * getattr(record, name) for name in seconds})
-
-    again = {policy: scaled(r) for policy, r in timing.recompute.items()}
-    return replace(scaled(timing), recompute=again)
 
 
 def judged(case: Case, found: Answer) -> float:
@@ -136,7 +125,7 @@ def measure(case: Case) -> Row:
     )
 
 
-def show(rows: Iterable[Row]) -> None:
+def show(rows: Sequence[Row]) -> None:
     print(f"{'set-up':34}{'devices':>8}{'batch':>7}" + "".join(f"{p:>9}" for p in POLICIES)
           + f"{'takes':>8}{'behind':>8}{'planning':>10}")  # fmt: skip
     for r in rows:

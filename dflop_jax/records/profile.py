@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
@@ -59,6 +60,17 @@ class LayerTiming:
     def __post_init__(self) -> None:
         require("none" in self.recompute, "a timing says at least what the policy none keeps")
         require("segment" not in self.recompute, "the policy segment follows from none")
+
+    def scaled(self, factor: float) -> LayerTiming:
+        """The timing with so many times the seconds."""
+        recompute = {p: replace(r, **_seconds(r, factor)) for p, r in self.recompute.items()}
+        return replace(self, recompute=recompute, **_seconds(self, factor))
+
+
+def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
+    """The seconds of a record by field, so many times as long."""
+    names = (f.name for f in fields(record) if f.name.endswith("_s"))
+    return {name: factor * getattr(record, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
@@ -15,7 +15,6 @@ from dflop_jax.plan.explain import Saving
 from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
 from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.records import (
-    LayerTiming,
     ModelProfile,
     Plan,
     Profile,
@@ -151,19 +150,8 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
 
 def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
     """Return the profile with half the seconds in a module."""
-    timings = tuple(_halved(t) if t.module == module else t for t in profile.timings)
+    timings = tuple(t.scaled(0.5) if t.module == module else t for t in profile.timings)
     return replace(profile, timings=timings)
-
-
-def _halved(t: LayerTiming) -> LayerTiming:
-    """Return the timing with half the seconds."""
-
-    def half(record: Any) -> dict[str, Any]:
-        names = (f.name for f in fields(record) if f.name.endswith("_s"))
-        return {name: getattr(record, name) / 2 for name in names}
-
-    recompute = {remat: replace(cost, **half(cost)) for remat, cost in t.recompute.items()}
-    return replace(t, recompute=recompute, **half(t))
 
 
 def check_trainable(config: Config) -> None:

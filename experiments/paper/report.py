@@ -27,7 +27,7 @@ ASSUMED = (
     "Costs are predicted: a roofline over the models' own kernels with the default efficiencies "
     "below, the same for every system; nothing was measured on an A100.",
     "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
-    "its samples, and no padding. So has DFLOP, except in the column of static buckets.",
+    "its samples, and no padding. So has DFLOP, except in the column of this project's default.",
     "Every system keeps what a stage's forward computed for its backward, or recomputes each layer "
     "where that is what fits. Optimizer state is AdamW in float32, sharded over data ranks.",
     "PyTorch: layers of encoder and LLM dealt to stages by count. Megatron-LM: the encoder on 0 to "

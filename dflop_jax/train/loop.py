@@ -112,6 +112,8 @@ class Loop:
         with preemption() as asked:
             with closing(batches):
                 preempted = self._steps(batches, held_out, asked)
+            if self._next:  # a SIGTERM may have come while it was searched
+                preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
             self._save(done)
             self.saver.wait()

@@ -110,7 +110,8 @@ class Trainer:
             while True:
                 with ExitStack() as stack:
                     results.append(self._fit(stack))
-                if (new := results[-1].next) is None:
+                new = results[-1].next
+                if new is None or results[-1].preempted:
                     break
                 self._existing, self.profile, self._timed = "resume", new.profile, None
                 self._executor = self._make_executor(new.plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from dflop_jax.records import DataProfile, Plan, Predicted, Profile
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import redecide
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.redecide import Redecider, drift, largest, observed
+from dflop_jax.train.redecide import NewPlan, Redecider, drift, largest, observed
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, TILE_TOKENS, bucket, load, nano_profile
@@ -124,6 +126,21 @@ def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, tmp_path, c
     plan = read(Plan, tmp_path / "run/plan.json")
     assert plan.buckets != PLAN.buckets or plan.segments != PLAN.segments
     assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] <= EVERY
+
+
+def test_sigterm_while_another_plan_is_searched_ends_the_run(plain, monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
+
+    def look(self, done, step_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return NewPlan(dataclasses.replace(PLAN, buckets=(bucket(28, 256),)), nano_profile())
+
+    monkeypatch.setattr(Redecider, "look", look)
+    result = fit(tmp_path / "run")
+    assert (result.preempted, result.steps_done, result.evaluation) == (True, EVERY, None)
+    assert result.losses == plain.losses[:EVERY]
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps()[0] == EVERY
+    assert read(Plan, tmp_path / "run/plan.json").buckets == PLAN.buckets
 
 
 def test_nothing_better_and_too_dear_go_on(plain, monkeypatch, tmp_path, capsys):

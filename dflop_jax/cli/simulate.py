@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
-    from dflop_jax.plan.evaluate import sample_batches
     from dflop_jax.plan.predict import schedule_batches
     from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.record_files import load, save
@@ -34,6 +33,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
+    from dflop_jax.schedule.sample import sample_batches
     from dflop_jax.sim.pipeline import simulate_schedules
     from dflop_jax.train import planning, prepare
 

@@ -50,6 +50,7 @@ from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms
 from dflop_jax.schedule.online import solve
+from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
@@ -61,16 +62,6 @@ _RANK_WORK = 100  # units for a batch of a plan that is ranked
 _EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
 _STEP_END = (REDUCE, UPDATE)
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
-
-
-def sample_batches(
-    loads: Sequence[Load], global_batch: int, n: int, seed: int = 0
-) -> list[list[Load]]:
-    """`n` global batches drawn from the profile's loads, without repeats where it has enough."""
-    rng = np.random.default_rng(seed)
-    repeats = global_batch > len(loads)
-    picks = [rng.choice(len(loads), global_batch, replace=repeats) for _ in range(n)]
-    return [[loads[int(i)] for i in pick] for pick in picks]
 
 
 def as_plan(
@@ -134,7 +125,11 @@ class Uniform:
 
 
 class Evaluator:
-    """Schedules and simulates the same sampled batches on every plan."""
+    """Schedules and simulates the same sampled batches on every plan.
+
+    Shapes are sized and candidates ranked by `batches`; what comes of that is judged by `unseen`
+    ones, of which `drifted` hold other shares of media.
+    """
 
     def __init__(
         self,
@@ -146,6 +141,9 @@ class Evaluator:
     ):
         self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
+        self.unseen = sample_batches(loads, global_batch, len(batches), seed=1)
+        n_drifted = max(2, len(batches))  # one of each direction at least
+        self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
         self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
 
@@ -303,10 +301,10 @@ class Evaluator:
         work = min(work_budget(about_s), _EVALUATE_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(self.batches)
+            for i, b in enumerate(self.unseen)
         ]
         if not own:  # else its programs are compiled, for the rooms that they have
-            plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.batches))
+            plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.unseen))
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
@@ -318,6 +316,17 @@ class Evaluator:
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
             best = other if other.predicted.makespan_s < worth_s else best
         return replace(best, work_budget=work_budget(best.predicted.makespan_s))
+
+    def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
+        """Seconds by which evaluated plans are compared: of a step, half of which have drifted."""
+        prices = prices or self.prices(plan)
+        trainable = self.rules.trainable(plan)
+        work = min(plan.work_budget, _EVALUATE_WORK)
+        drifted_s = [
+            schedule_batch(b, plan, prices, trainable, step=i, work=work).makespan_s
+            for i, b in enumerate(self.drifted)
+        ]
+        return (plan.predicted.makespan_s + float(np.mean(drifted_s))) / 2
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

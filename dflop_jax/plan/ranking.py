@@ -8,6 +8,7 @@ machine to machine; of equals the first by name is the better one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,9 @@ from dflop_jax.plan.space import families
 from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
+# Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
+# options differ by little, and of a look at one policy.
+_ENOUGH, _A_FEW = 1_500, 100
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,10 @@ class Ranking:
         self._exact = self._arrivals(baseline)
 
     def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Ranked]:
-        """The best choice of each of the `n` best placements, exact, best first."""
+        """The best choice of each of the `n` best placements, exact, best first; fewer, and the
+        best of what was looked at, where that takes too many steps."""
         best: dict[tuple[str, str], Ranked] = {}
-        for ranked in self._in_order():
+        for ranked in self._in_order(_ENOUGH):
             name = ranked.policy, ranked.name
             if name not in best:
                 best[name] = ranked
@@ -165,12 +170,26 @@ class Ranking:
                 break
         return list(best.values())
 
-    def _in_order(self) -> Iterator[Ranked]:
-        """All candidates, exact, best first; equals by name."""
+    @property
+    def policies(self) -> set[str]:
+        """Those that are searched."""
+        return {policy for policy, _ in self._tables}
+
+    def about_best(self, policy: str) -> Ranked | None:
+        """The best candidate of a policy, if a few simulations tell it: else of those that seem
+        best then, the one that turns out so; None where none fits."""
+        tables = [t for t in self._tables if t[0] == policy]
+        alone = Ranking(self.evaluator, tables, (), self.allowed)
+        return next(alone._in_order(_A_FEW), None)
+
+    def _in_order(self, most_steps: float = math.inf) -> Iterator[Ranked]:
+        """All candidates, exact, best first; equals by name. After so many steps, what has the
+        least bound then is taken for the best."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
         exact = list(self._exact)
+        n_steps = 0
         while exact or heap or upcoming:
             known_s = heap[0][0] if heap else np.inf
             upcoming_s = upcoming[0] if upcoming else np.inf
@@ -189,6 +208,11 @@ class Ranking:
             ranked = heapq.heappop(heap)[-1]
             self.n_evaluated += ranked.steps == 0
             ranked = ranked.refined(self.evaluator)
+            n_steps += 1
+            if n_steps >= most_steps:
+                while not ranked.exact:
+                    ranked = ranked.refined(self.evaluator)
+                heap, upcoming = [], None
             if ranked.exact:
                 exact.append(ranked)
             else:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import TIE, Evaluator, sample_batches
+from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.ranking import Candidate, Ranked, Ranking, searched
 from dflop_jax.plan.space import baseline
@@ -33,11 +33,13 @@ from dflop_jax.records import (
     SubmeshPlan,
     Zero,
 )
+from dflop_jax.schedule.sample import sample_batches
 
 _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
+FAR = 1.3  # the same of the best of other policies
 
 TimePlan = Callable[[Plan], Prices]
 
@@ -138,19 +140,17 @@ def search_plan(
     best = ranking.ranked(n, on_progress)
     if not best:
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
-    plans = _refined(evaluator, best) if spec.refine else [best[0].plan]
+    plans = [best[0].plan]
+    timed: list[Plan] = []
     if spec.refine:
+        plans = _refined(evaluator, [*best[:FINALISTS], *_others(ranking, best)])
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
         plans = [with_spare(p, data.tail, evaluator) for p in plans[:n_wanted]]
-    timed = plans[: spec.config.finalists] if time_plan and spec.refine else []
+        timed = plans[: spec.config.finalists] if time_plan else []
     if time_plan and timed:
-        plans = [_timed(evaluator, p, time_plan(p)) for p in timed]
-        if len(plans) == 1:  # the profile chose
-            by_profile_s = timed[0].predicted.makespan_s
-            predicted = replace(plans[0].predicted, chosen_by_s=by_profile_s)
-            plans = [replace(plans[0], predicted=predicted)]
+        plans = [_by_its_own(evaluator, timed, time_plan)]
     return SearchResult(
-        _fastest(plans),
+        plans[0],
         tuple(r.candidate(evaluator) for r in best),
         n_placements=ranking.n_placements,
         n_candidates=ranking.n_candidates,
@@ -192,54 +192,76 @@ def _prepared(
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
 
 
-def _timed(evaluator: Evaluator, plan: Plan, prices: Prices) -> Plan:
-    """The plan with the figures of its own programs."""
-    return evaluator.evaluate(replace(plan, lookahead=0), plan.predicted.makespan_s, prices)
-
-
-def _fastest(plans: Sequence[Plan]) -> Plan:
-    """The plan of least predicted makespan; of equals that of fewer buckets, then the first."""
-    least_s = min(p.predicted.makespan_s for p in plans)
-    equal = [p for p in plans if p.predicted.makespan_s <= least_s * (1 + TIE)]
-    return min(equal, key=lambda p: len(p.buckets))
-
-
 @dataclass(frozen=True)
-class _Tried:
-    """A plan with chosen buckets, of a ranked candidate, cut into `finest` microbatches at most."""
+class _Judged:
+    """A plan, and the seconds that plans are compared by; `ranked`, and the microbatches that its
+    buckets cut a mean batch into at most, where they were chosen."""
 
     plan: Plan
-    ranked: Ranked
-    finest: int
+    seconds: float
+    ranked: Ranked | None = None
+    finest: int = 0
+
+
+def _by_its_own(evaluator: Evaluator, plans: Sequence[Plan], time_plan: TimePlan) -> Plan:
+    """The fastest plan by the times of its own programs, with the figures that these give."""
+    judged = []
+    for plan in plans:
+        prices, by_profile_s = time_plan(plan), plan.predicted.makespan_s
+        timed = evaluator.evaluate(replace(plan, lookahead=0), by_profile_s, prices)
+        if len(plans) == 1:  # the profile chose
+            timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
+        judged.append(_Judged(timed, evaluator.judged_s(timed, prices)))
+    return _fastest(judged).plan
+
+
+def _fastest(judged: Sequence[_Judged]) -> _Judged:
+    """The plan of least seconds; of equals that of fewer buckets, then the first."""
+    least_s = min(j.seconds for j in judged)
+    equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
+    return min(equal, key=lambda j: len(j.plan.buckets))
+
+
+def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
+    """About the best of every policy that `best` holds none of, as far as it is not far behind:
+    with one bucket policies compare otherwise than with chosen ones."""
+    found = [ranking.about_best(p) for p in ranking.policies - {r.policy for r in best[:FINALISTS]}]
+    limit_s = FAR * best[0].bound_s
+    return sorted((r for r in found if r and r.bound_s <= limit_s), key=lambda r: r.policy)
 
 
 def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
-    """Plans of the best candidates with suitable buckets, the fastest first; with effort "full"
-    several granularities of buckets are tried, and the best are searched through."""
+    """Plans of candidates with suitable buckets, the fastest first: of the first, of the first of
+    other policies, and with effort "full" of all that are close to it, with several granularities
+    of buckets; the best are then searched through."""
     first = best[0]
     if first.plan.grouping == "arrival":
         return [r.plan for r in best]
     quick = evaluator.config.effort == "quick"
-    close = [r for r in best[:FINALISTS] if r.bound_s <= CLOSE * first.bound_s]
-    tried: list[_Tried] = []
-    for ranked in close[: 1 if quick else None]:
+    by_policy = {r.policy: r for r in reversed(best)}
+    close = [
+        r for r in best
+        if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE * first.bound_s)
+    ]  # fmt: skip
+    tried: list[_Judged] = []
+    for ranked in close:
         cut = ranked.cut * ranked.plan.group_size
         most = evaluator.config.max_microbatches
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
         for n in finest[:1] if quick else finest:
             tried += _with_buckets(evaluator, ranked, n, "quick")
-    if tried and not quick:  # the fastest, searched through
-        fastest = _fastest([t.plan for t in tried])
-        winner = next(t for t in tried if t.plan is fastest)
+        if ranked is by_policy[ranked.policy]:
+            plan = evaluator.evaluate(ranked.plan, ranked.bound_s)
+            tried.append(_Judged(plan, evaluator.judged_s(plan), ranked, cut))
+    if not quick:  # the fastest, searched through
+        winner = _fastest(tried)
+        assert winner.ranked is not None
         tried += _with_buckets(evaluator, winner.ranked, winner.finest, "full")
-    plans = [t.plan for t in tried]
-    if all(_programs(p) != _programs(first.plan) for p in plans):
-        plans.append(evaluator.evaluate(first.plan, first.bound_s))
-    in_order = []
-    while plans:
-        fastest = _fastest(plans)
+    in_order: list[Plan] = []
+    while tried:
+        fastest = _fastest(tried).plan
         in_order.append(fastest)
-        plans = [p for p in plans if _programs(p) != _programs(fastest)]
+        tried = [t for t in tried if _programs(t.plan) != _programs(fastest)]
     return in_order
 
 
@@ -248,11 +270,13 @@ def _programs(plan: Plan) -> tuple[object, ...]:
     return plan.submeshes, plan.segments, plan.buckets, plan.group_size
 
 
-def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Tried]:
+def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Judged]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
         plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.evaluate(evaluator.with_cheapest_options(plan), ranked.bound_s)
-    return [_Tried(plan, ranked, finest)] if evaluator.fits(plan) else []
+    if not evaluator.fits(plan):
+        return []
+    return [_Judged(plan, evaluator.judged_s(plan), ranked, finest)]

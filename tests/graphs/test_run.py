@@ -10,12 +10,12 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.plan.evaluate import sample_batches
 from dflop_jax.plan.predict import simulate
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
 from dflop_jax.report.run_folder import CHECKPOINTS, TRACE, read_metrics
 from dflop_jax.report.trace import read_trace
+from dflop_jax.schedule.sample import sample_batches
 
 
 def config(folder, policy="dflop", devices=4, steps=12) -> Config:

@@ -13,7 +13,6 @@ import numpy as np
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import in_flight_limit
-from dflop_jax.plan.evaluate import sample_batches
 from dflop_jax.plan.placement import lay_out
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
@@ -41,6 +40,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule import BucketChoice, schedule_batch
+from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 

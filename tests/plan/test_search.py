@@ -13,12 +13,13 @@ import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.search as search_module
 from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.evaluate import sample_batches, work_budget
+from dflop_jax.plan.evaluate import work_budget
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, schedule_batch
+from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 
@@ -90,15 +91,10 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
 @pytest.mark.parametrize("faster", [1e-9, 1e-2])
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     plan = run().plan
-    more = dataclasses.replace(
-        plan,
-        buckets=(*plan.buckets, Bucket.of({"llm": Shape(1, 4096)})),
-        predicted=dataclasses.replace(
-            plan.predicted, makespan_s=plan.predicted.makespan_s * (1 - faster)
-        ),
-    )
-    for plans in ([plan, more], [more, plan]):
-        assert search_module._fastest(plans) is (plan if faster < 1e-6 else more)
+    larger = dataclasses.replace(plan, buckets=(*plan.buckets, Bucket.of({"llm": Shape(1, 4096)})))
+    few, more = search_module._Judged(plan, 1.0), search_module._Judged(larger, 1 - faster)
+    for judged in ([few, more], [more, few]):
+        assert search_module._fastest(judged) is (few if faster < 1e-6 else more)
 
 
 def keeps_little():
@@ -166,12 +162,13 @@ def test_options_follow_the_buckets_that_were_chosen():
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])
 def test_predictions_are_those_of_the_scheduled_batches(policy):
-    """Makespan and busy shares of the simulated mean; memory by the depths of their orders."""
+    """Makespan and busy shares of the simulated mean; memory by the depths of their orders. The
+    batches are not those that the buckets were sized for."""
     plan, profile = run(policy).plan, model_profile()
     trainable = [s.name for s in plan.segments]
     prices = plan_prices(plan, profile)
     traces, depths = [], []
-    for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, 2)):
+    for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, 2, seed=1)):
         schedule = schedule_batch(batch, plan, prices, trainable, step=i, work=plan.work_budget)
         traces.append(simulate_step(plan, schedule, prices, trainable))
         depths.append(most_in_flight(schedule.order))
@@ -210,7 +207,6 @@ def test_programs_of_finalists_are_timed_and_decide():
     assert asked[0] == untimed.plan
     assert untimed.n_timed == 0
     by_profile = [p.predicted.makespan_s for p in asked]
-    assert by_profile == sorted(by_profile)
     assert timed.plan.buckets != untimed.plan.buckets or timed.plan.segments != asked[0].segments
     predicted = timed.plan.predicted
     assert predicted.chosen_by_s == predicted.makespan_s  # not the profile's, which chose no plan

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 
 import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
+from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
 from dflop_jax.schedule.shapes.milp import solve_choices
 from dflop_jax.schedule.shapes.sizes import (
@@ -147,12 +148,13 @@ def _choice(buckets: Buckets, evaluator: Evaluator) -> BucketChoice:
 
 
 def _drawn(loads: Sequence[Load], spec: BucketSpec, effort: _Effort) -> list[list[Load]]:
-    """Global batches drawn from the loads."""
-    rng = np.random.default_rng(spec.seed)
-    least = max(1, round(4 * min(1.0, _LARGE_BATCH / spec.global_batch)))
+    """Global batches drawn from the loads, every second one drifted."""
+    least = max(2, round(4 * min(1.0, _LARGE_BATCH / spec.global_batch)))
     usual = round(effort.batches * min(1.0, 2 * _USUAL_BATCH / spec.global_batch))
-    picks = [rng.choice(len(loads), spec.global_batch) for _ in range(max(least, usual))]
-    return [[loads[i] for i in pick] for pick in picks]
+    n = max(least, usual)
+    plain = sample_batches(loads, spec.global_batch, n - n // 2, spec.seed)
+    drifted = drifted_batches(loads, tuple(spec.ranks), spec.global_batch, n // 2, spec.seed)
+    return [b for pair in zip_longest(plain, drifted) for b in pair if b is not None]
 
 
 def _holding(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:

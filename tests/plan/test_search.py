@@ -363,6 +363,20 @@ def test_auto_takes_the_best_of_its_policies(weights):
         assert chosen.plan.policy == min(best, key=best.get)
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])
+def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
+    """By batches that no shape was sized for, half of them drifted; so it is as fast as each."""
+    profile, data = model_profile(*weights), data_profile()
+    spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="auto"))
+    evaluator = search_module._prepared(profile, data, spec)[1]
+    drifted = {tuple(map(repr, b)) for b in evaluator.drifted}
+    assert not drifted & {tuple(map(repr, b)) for b in (*evaluator.batches, *evaluator.unseen)}
+    judged = {}
+    for policy in ("auto", *POLICIES):
+        judged[policy] = evaluator.judged_s(run(policy, 4, profile=profile).plan)
+    assert judged["auto"] == pytest.approx(min(judged.values()), rel=1e-6)
+
+
 def test_auto_searches_what_has_a_placement():
     """One device: nothing apart and no pipeline."""
     assert run("auto", 1).plan.policy == "orch"

@@ -26,7 +26,7 @@ from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.order import Link, in_flight_limit, resources
-from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.programs import KEEPING, Programs
 from dflop_jax.pipeline.segment import EVALUATE
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.train.prepare import set_up
@@ -111,7 +111,7 @@ def plan_programs(job: Job) -> Programs:
 def described(programs: Programs, key: Any) -> ProgramReport:
     """A program's name and place, before it is compiled."""
     name, *rest = key
-    segment = programs.segments[name]
+    segment = programs.segment_of(key)
     kind, words = _words(rest)
     return ProgramReport(
         name=f"{name} {words}",
@@ -119,6 +119,7 @@ def described(programs: Programs, key: Any) -> ProgramReport:
         submesh=programs.submesh[name],
         kind=kind,
         mesh=tuple(segment.mesh.devices.shape),
+        keeping=KEEPING in key,
     )
 
 
@@ -132,7 +133,8 @@ def _words(key: list[Any]) -> tuple[str, str]:
     kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
     shapes = [k.name for k in key if isinstance(k, Shape)]
     sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
-    return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes])
+    keeping = [KEEPING] * (KEEPING in key)
+    return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes, *keeping])
 
 
 def compiled(
@@ -174,7 +176,7 @@ def compiled(
 
 
 def _of_head(head: ProgramReport) -> dict[str, Any]:
-    fields = ("name", "segment", "submesh", "kind", "mesh")
+    fields = ("name", "segment", "submesh", "kind", "mesh", "keeping")
     return {name: getattr(head, name) for name in fields}
 
 
@@ -182,7 +184,7 @@ def _needed(programs: Programs, head: ProgramReport, key: Any) -> tuple[float, f
     """FLOPs that a program needs, and the share of pairs that its attention sees."""
     if head.kind not in (FORWARD, BACKWARD, EVALUATE):
         return 0.0, 1.0
-    segment = programs.segments[head.segment]
+    segment = programs.segment_of(key)
     shape = next(k for k in key if isinstance(k, Shape))
     alone = FORWARD not in programs.kinds(head.segment)
     needed = needed_flops(segment, shape, head.kind, with_forward=alone)

@@ -63,8 +63,9 @@ def device_memory(
 
 
 def _handed_bytes(segment: str, programs: Sequence[ProgramReport]) -> float:
-    """What a forward task leaves for its backward task, of the largest shape."""
-    own = [p for p in programs if p.segment == segment]
+    """What a forward task leaves for its backward task, of the largest shape, under the segment's
+    own recompute policy."""
+    own = [p for p in programs if p.segment == segment and not p.keeping]
     if not any(p.kind == BACKWARD for p in own):
         return 0.0
     return max((p.output_bytes for p in own if p.kind == FORWARD), default=0.0)

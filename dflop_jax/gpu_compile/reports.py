@@ -24,6 +24,7 @@ class ProgramReport:
       name: in words, unique in its plan.
       segment: on whose submesh it runs; `kind` its task, "exchange" or "sum".
       mesh: (stage, data, model).
+      keeping: whether it is of its segment's second recompute policy.
       same_as: program of equal text that was compiled before it, in this plan or another.
       compile_s: seconds of XLA; 0 where `same_as` is given.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
@@ -38,6 +39,7 @@ class ProgramReport:
     submesh: str
     kind: str
     mesh: tuple[int, int, int]
+    keeping: bool = False
     same_as: str = ""
     compile_s: float = 0.0
     argument_bytes: float = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -87,15 +87,19 @@ def calibrate(
     scales = dict.fromkeys(plan.modules, 1.0)
     for b in range(len(plan.buckets)):
         groups, arrays = programs.stand_in_groups(b)
-        for evaluate in (False, True) if programs.evaluates else (False,):
-            graph = step_graph(plan, groups, trainable, evaluate=evaluate)
-            order = [t for t in order_tasks(plan, graph, groups) if t.group != NO_GROUP]
+        steps = [(groups, False)]
+        if less := tuple(programs.keeping):
+            steps.append((tuple(replace(g, remat_less=less) for g in groups), False))
+        if programs.evaluates:
+            steps.append((groups, True))
+        for of_step, evaluate in steps:
+            graph = step_graph(plan, of_step, trainable, evaluate=evaluate)
+            order = [t for t in order_tasks(plan, graph, of_step) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
                 into = timed if repeat else Calibration()
-                call = StepCall(programs, state, groups, arrays, scales, evaluate=evaluate)
+                call = StepCall(programs, state, of_step, arrays, scales, evaluate=evaluate)
                 for task in order:
-                    key = ProgramId(task.segment, groups[task.group].shape, task.direction)
-                    _time(call, task, key, into, sync)
+                    _time(call, task, ProgramId.of(task, of_step[task.group]), into, sync)
     if ends:
         graph = step_graph(plan, (), trainable)
         for repeat in range(repeats + 1):

@@ -27,6 +27,7 @@ from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Sh
 Tree = Any
 Job = Callable[[], jax.stages.Lowered]
 Program = Callable[..., Any]
+KEEPING = "keeping more"  # in the key of a program under its segment's second recompute policy
 PIECES = 4  # in a row, where programs are timed
 
 
@@ -73,6 +74,12 @@ class Programs:
     ):
         self.model, self.plan, self.evaluates = model, plan, evaluates
         self.segments = make_segments(model, plan, devices, freeze=freeze)
+        # Of some segments the programs under their second recompute policy.
+        self.keeping = {
+            n: replace(s, plan=s.plan.keeping)
+            for n, s in self.segments.items()
+            if s.plan.remat_less is not None
+        }
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
         self.backward = with_backward(plan, self.trainable)
         self.owner_of = tied_ends(plan)
@@ -188,16 +195,20 @@ class Programs:
             found[name] = first.setdefault(replace(s, plan=plan), name) if inside else name
         return found
 
+    def segment_of(self, key: Any) -> Segment:
+        """The segment that the program of a key is of, under the recompute policy that it has."""
+        return self.keeping[key[0]] if KEEPING in key else self.segments[key[0]]
+
     def _forward_of(self, key: Any) -> Any:
         """The program that has to be compiled before another can be lowered, if any: of forward,
         whose compiler chooses how the residuals are split."""
-        segment, forward = self.segments[key[0]], (*key[:-1], FORWARD)
+        segment, forward = self.segment_of(key), (*key[:-1], FORWARD)
         split = key[-1] == BACKWARD and segment.hands_over and segment.splits_tensors
         return forward if split else None
 
     def learn(self, key: Any, compiled: jax.stages.Compiled) -> None:
         """Take from a compiled program what others need to be lowered."""
-        segment = self.segments[key[0]]
+        segment = self.segment_of(key)
         if key[-1] == FORWARD and segment.hands_over and segment.splits_tensors:
             segment.learn_residuals(key[1], compiled)
 
@@ -214,6 +225,8 @@ class Programs:
         for shape in self.plan.shapes(segment.plan.module):
             for kind in self.kinds(name):
                 jobs[name, shape, kind] = partial(segment.lower, shape, kind)
+            for kind in (FORWARD, BACKWARD) if name in self.keeping else ():
+                jobs[name, shape, KEEPING, kind] = partial(self.keeping[name].lower, shape, kind)
             for struct in self._summed(name, shape):
                 jobs[name, "sum", struct] = partial(_lower_sum, struct)
         for link in self.out_of[name]:
@@ -262,10 +275,12 @@ class Programs:
     # A program on devices of other processes only is not run here: its outputs are arrays of which
     # this process holds nothing.
 
-    def of_segment(self, name: str, shape: Shape, kind: Kind) -> Program:
+    def of_segment(self, name: str, group: Group, kind: Kind) -> Program:
+        """What runs a group; evaluation and generation have no second policy."""
         if name not in self.local:
-            return self._elsewhere(name, kind, shape)
-        return self._compiled[name, shape, kind]
+            return self._elsewhere(name, kind, group.shape)
+        keeping = (KEEPING,) if name in group.remat_less else ()
+        return self._compiled[name, group.shape, *keeping, kind]
 
     def of_exchange(self, link: Link, low: Shape, high: Shape, *, backward: bool) -> Program:
         if link.source not in self.local:

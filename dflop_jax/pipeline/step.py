@@ -167,7 +167,7 @@ class StepCall:
         programs, group = self.programs, self.groups[g]
         x, fields = self._inputs(name, g)
         kind = programs.forward_kind(name, self.evaluate)
-        y = programs.of_segment(name, group.shape, kind)(self.state.program_params(name), x, fields)
+        y = programs.of_segment(name, group, kind)(self.state.program_params(name), x, fields)
         residuals = y.pop("residuals", {})
         if name in programs.backward and not self.evaluate:
             self.kept[name, g] = (x, fields, residuals)
@@ -196,10 +196,10 @@ class StepCall:
         self.inbox.setdefault((name, g, kind), []).append(array)
 
     def _backward(self, name: str, g: int) -> Tree:
-        shape, state = self.groups[g].shape, self.state
+        state = self.state
         kept = self.kept.pop((name, g), None)
         x, fields, residuals = (*self._inputs(name, g), {}) if kept is None else kept
-        program = self.programs.of_segment(name, shape, BACKWARD)
+        program = self.programs.of_segment(name, self.groups[g], BACKWARD)
         sums, dx, grads, done = program(
             state.program_params(name),
             x,

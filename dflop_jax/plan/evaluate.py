@@ -49,6 +49,7 @@ from dflop_jax.schedule import (
 from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms
+from dflop_jax.schedule.memory_plan import more_bytes
 from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.sub_microbatches import widened
@@ -307,7 +308,8 @@ class Evaluator:
             plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.unseen))
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
-        for lookahead in LOOKAHEADS if plan.grouping == "balanced" else ():
+        # Where groups share out what memory is left, the lookahead is chosen already.
+        for lookahead in LOOKAHEADS if plan.grouping == "balanced" and not plan.kept else ():
             longer = replace(plan, lookahead=lookahead)
             if not self.fits(longer):
                 break
@@ -340,10 +342,22 @@ class Evaluator:
             busy_fraction={
                 m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
             },
-            peak_bytes=self.peak_bytes(plan, in_flight),
+            peak_bytes=_with_more(self.peak_bytes(plan, in_flight), plan, schedules),
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)
+
+
+def _with_more(
+    peak_bytes: Mapping[str, float], plan: Plan, schedules: Sequence[Schedule]
+) -> dict[str, float]:
+    """Peaks with what groups keep beyond their segments' own recompute policies."""
+    of = resources(plan)
+    more = [more_bytes(plan, s) for s in schedules] if plan.kept else []
+    return {
+        name: n + max((by_resource.get(of[name], 0.0) for by_resource in more), default=0.0)
+        for name, n in peak_bytes.items()
+    }
 
 
 def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:

@@ -62,15 +62,19 @@ def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) ->
 def program_prices(
     plan: Plan, costs: CostModel, hardware: Hardware | None = None
 ) -> dict[ProgramId, Price]:
-    """Price of every segment at every shape of its module, forward and backward."""
+    """Price of every segment at every shape of its module, forward and backward, under each of its
+    recompute policies."""
     programs: dict[ProgramId, Price] = {}
     known: dict[object, list[tuple[Shape, Direction, Price]]] = {}
     for s in plan.segments:
         mesh = plan.submesh(s.submesh).shape
-        key = costs.kind(s), mesh
-        if key not in known:
-            known[key] = list(_segment_prices(plan, s, mesh, costs, hardware))
-        programs |= {ProgramId(s.name, shape, d): price for shape, d, price in known[key]}
+        for less, policy in enumerate([s, s.keeping] if s.remat_less is not None else [s]):
+            key = costs.kind(policy), mesh
+            if key not in known:
+                known[key] = list(_segment_prices(plan, policy, mesh, costs, hardware))
+            programs |= {
+                ProgramId(s.name, shape, d, bool(less)): price for shape, d, price in known[key]
+            }
     return programs
 
 

@@ -19,6 +19,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.ranking import Candidate, Ranked, Ranking, searched
+from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.volume import volume_of
@@ -146,6 +147,7 @@ def search_plan(
         plans = _refined(evaluator, [*best[:FINALISTS], *_others(ranking, best)])
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
         plans = [with_spare(p, data.tail, evaluator) for p in plans[:n_wanted]]
+        plans = [with_second_policies(p, evaluator) for p in plans]
         timed = plans[: spec.config.finalists] if time_plan else []
     if time_plan and timed:
         plans = [_by_its_own(evaluator, timed, time_plan)]
@@ -208,7 +210,8 @@ def _by_its_own(evaluator: Evaluator, plans: Sequence[Plan], time_plan: TimePlan
     judged = []
     for plan in plans:
         prices, by_profile_s = time_plan(plan), plan.predicted.makespan_s
-        timed = evaluator.evaluate(replace(plan, lookahead=0), by_profile_s, prices)
+        free = plan if plan.kept else replace(plan, lookahead=0)
+        timed = evaluator.evaluate(free, by_profile_s, prices)
         if len(plans) == 1:  # the profile chose
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
         judged.append(_Judged(timed, evaluator.judged_s(timed, prices)))

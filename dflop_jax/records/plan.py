@@ -86,7 +86,9 @@ class SegmentPlan:
     only elementwise work; "dots": all but products with weights; "named": all but what the model
     names (attention's output); "layers": each layer, from its input; "segment": the whole segment,
     from its input. A segment that nobody reads has one task for forward and backward; there
-    "segment" is "none", and the others say what is kept within the task.
+    "segment" is "none", and the others say what is kept within the task. `remat_less` is a policy
+    that keeps more, compiled beside it, for groups that memory has room for as a step goes (see
+    `Group.remat_less`); None: there is none.
 
     `zero` says what is split over the data ranks instead of whole on each (ZeRO): 1: optimizer
     state, 2: gradients too, 3: parameters too.
@@ -101,15 +103,28 @@ class SegmentPlan:
     last: bool
     remat: Remat = "none"
     zero: Zero = 1
+    remat_less: Remat | None = None
 
     def __post_init__(self) -> None:
         require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
         require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
         require(self.zero in ZERO, f"segment {self.name!r}: zero={self.zero!r} not in {ZERO}")
+        less = self.remat_less
+        require(
+            less is None or less in REMAT[: REMAT.index(self.remat)],
+            f"segment {self.name!r}: remat_less={less!r} is none of those that keep more than "
+            f"{self.remat!r}",
+        )
 
     @property
     def n_layers(self) -> int:
         return self.stop - self.start
+
+    @property
+    def keeping(self) -> SegmentPlan:
+        """The segment under its second recompute policy."""
+        assert self.remat_less is not None, f"{self.name} has one recompute policy"
+        return dataclasses.replace(self, remat=self.remat_less, remat_less=None)
 
     def sends(self, edge: Edge) -> bool:
         """Whether the edge leaves from this segment; a tap leaves from where its layer ran."""
@@ -146,6 +161,17 @@ class ExchangeRoom:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Bytes per device that a segment keeps of a group of this shape from forward to backward, and
+    how many more under its second recompute policy."""
+
+    segment: str
+    shape: Shape
+    n_bytes: float
+    more_bytes: float
+
+
+@dataclass(frozen=True)
 class Predicted:
     """What the planner expects of a plan: seconds of a mean step, share of it in which each
     submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
@@ -171,8 +197,10 @@ class Plan:
     The exits of `tied` modules read the parameters of their entries. `work_budget` bounds the
     solver of one batch in units of work (pairs of rows priced), so that the step hides it; 0: the
     scheduler's default. Every `node` devices, counted from the first, share a node; 0: all do.
-    `exchange_rooms` are what batches that the planner saw move between data ranks. `predicted`
-    holds the planner's figures.
+    `exchange_rooms` are what batches that the planner saw move between data ranks. `kept` says what
+    groups hold of the segments with two recompute policies, and `free_bytes`, by submesh, what of a
+    device's memory is left when every segment keeps as many groups as it ever may under the first.
+    `predicted` holds the planner's figures.
     """
 
     policy: str
@@ -189,6 +217,8 @@ class Plan:
     work_budget: int = 0
     exchange_rooms: tuple[ExchangeRoom, ...] = ()
     node: int = 0
+    kept: tuple[Kept, ...] = ()
+    free_bytes: dict[str, float] = field(default_factory=dict)
     predicted: Predicted = Predicted()
 
     def __post_init__(self) -> None:
@@ -310,9 +340,9 @@ class Plan:
 
 
 def with_remat(plan: Plan, remat: Remat) -> Plan:
-    """The plan with every segment's `remat` replaced."""
-    segments = tuple(dataclasses.replace(s, remat=remat) for s in plan.segments)
-    return dataclasses.replace(plan, segments=segments)
+    """The plan with every segment's `remat` replaced, and no second policy."""
+    segments = tuple(dataclasses.replace(s, remat=remat, remat_less=None) for s in plan.segments)
+    return dataclasses.replace(plan, segments=segments, kept=(), free_bytes={})
 
 
 def home_rank(rank: int, low: int, high: int) -> int:

@@ -9,16 +9,24 @@ from dataclasses import dataclass, field
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
 from dflop_jax.records.plan import Plan
-from dflop_jax.records.schedule import NO_GROUP, Direction, Schedule, Task
+from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
 
 
 @dataclass(frozen=True)
 class ProgramId:
-    """A compiled program: a segment at a shape in a direction."""
+    """A compiled program: a segment at a shape in a direction, under its own recompute policy or
+    under its second one."""
 
     segment: str
     shape: Shape
     direction: Direction
+    remat_less: bool = False
+
+    @staticmethod
+    def of(task: Task, group: Group) -> ProgramId:
+        """What a task of a group runs."""
+        less = task.segment in group.remat_less
+        return ProgramId(task.segment, group.shape, task.direction, less)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Prices:
         if task.group == NO_GROUP:
             return self.step_end.get(task, 0.0)
         group = schedule.groups[task.group]
-        price = self.programs.get(ProgramId(task.segment, group.shape, task.direction))
+        price = self.programs.get(ProgramId.of(task, group))
         return price.of(group.pairs) if price else 0.0
 
 

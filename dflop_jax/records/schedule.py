@@ -31,7 +31,8 @@ class Group:
     through the samples of the global batch (see `numbered`). `feeds` are the places in the schedule
     of the groups that read its output, one of every module that reads the module's. `pairs` is the
     sum of p^2 over the pieces of the data rank with most: what attention costs where the kernel
-    skips what is not in a piece.
+    skips what is not in a piece. `remat_less` names the segments that run it under their second
+    recompute policy.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Group:
     rows: tuple[tuple[RankRows, ...], ...]
     feeds: tuple[int, ...] = ()
     pairs: int = 0
+    remat_less: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.rows) > 0, f"a group of {self.module!r} holds no microbatch")

@@ -18,8 +18,9 @@ Labelled = tuple[Trace, dict[int, str]]  # a trace and the labels of its groups
 
 
 def group_label(group: Group) -> str:
-    """How pictures, tables and memory curves call a group: its module and its shape."""
-    return f"{group.module}:{group.shape.name}"
+    """How pictures, tables and memory curves call a group: its module, its shape, and the segments
+    that keep more of it."""
+    return f"{group.module}:{group.shape.name}" + "".join(f" +{s}" for s in group.remat_less)
 
 
 def group_labels(schedules: Iterable[Schedule]) -> dict[int, str]:

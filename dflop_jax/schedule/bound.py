@@ -8,6 +8,7 @@ run, and after its last one too; all that is updated waits for all reductions.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from dflop_jax.records import (
     Bucket,
     Direction,
     Plan,
+    Price,
     Prices,
     ProgramId,
     Shape,
@@ -39,7 +41,8 @@ def lower_bound_s(
     batch: Batch, plan: Plan, capacity: Capacity, prices: Prices, trainable: Collection[str]
 ) -> float:
     """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
-    whatever order they run."""
+    whatever order and under whatever recompute policies they run."""
+    prices = _cheapest(prices)
     costs = group_costs(plan, prices, trainable)
     work_R = np.zeros(costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
@@ -80,6 +83,17 @@ def lower_bound_s(
     )
     alone = float((first_R + work_R + tail_R).max())
     return max(alone, shared / prices.concurrency) * _SAFE
+
+
+def _cheapest(prices: Prices) -> Prices:
+    """Every program at the price of the cheaper of its segment's recompute policies."""
+    programs = dict(prices.programs)
+    for less, price in prices.programs.items():
+        if less.remat_less:
+            own = replace(less, remat_less=False)
+            static_s = min(price.static_s, programs[own].static_s)
+            programs[own] = Price(static_s, min(price.pair_s, programs[own].pair_s))
+    return replace(prices, programs=programs)
 
 
 def _volume_s(

@@ -22,6 +22,7 @@ from dflop_jax.records import (
     Prices,
     ProgramId,
     Schedule,
+    Task,
     Trace,
 )
 from dflop_jax.schedule.batch import Batch
@@ -57,7 +58,8 @@ class Correction:
 def name_of(program: ProgramId) -> str:
     """Key of a program in the state's JSON. Buckets that share a module's shape share its program,
     and what was learnt of it."""
-    return f"{program.segment}/{program.shape.name}/{program.direction}"
+    less = "/remat_less" * program.remat_less
+    return f"{program.segment}/{program.shape.name}/{program.direction}{less}"
 
 
 def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float, ...]]:
@@ -65,8 +67,9 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
     times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            shape = schedule.groups[e.group].shape
-            program = ProgramId(e.segment, shape, FORWARD if e.direction == FORWARD else BACKWARD)
+            direction = FORWARD if e.direction == FORWARD else BACKWARD
+            task = Task(e.segment, e.group, direction)
+            program = ProgramId.of(task, schedule.groups[e.group])
             times[program] = (*times.get(program, ()), e.end_s - e.start_s)
     return times
 

@@ -26,6 +26,7 @@ from dflop_jax.schedule.groups import (
     greedy_answer,
     schedule_groups,
 )
+from dflop_jax.schedule.memory_plan import with_memory_plan
 from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
@@ -96,15 +97,19 @@ def schedule_batch(
     outline = solution.outline
     if plan.grouping == "balanced" and plan.order == "1f1b":
         outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
+        outline = with_memory_plan(plan, outline, prices, trainable, order_budget)
     makespan_s = outline.makespan_s
     bound_s = lower_bound_s(batch, wide, capacity_of(plan), wide_prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
+    groups = schedule_groups(solution.room, solution.answer, plan, with_pieces=True)
     return replace(
         outline,
         step=step,
-        groups=schedule_groups(solution.room, solution.answer, plan, with_pieces=True),
+        groups=tuple(
+            replace(g, remat_less=o.remat_less) for g, o in zip(groups, outline.groups, strict=True)
+        ),
         lower_bound_s=min(bound_s, makespan_s),
         status=status,
         work=round(solution.work + order_budget.spent),

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dflop_jax.pipeline.order import links, resources, with_backward
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, SegmentBytes
-from dflop_jax.records import BACKWARD, FORWARD, SEND, ModelProfile, Plan, Shape, Trace
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    SEND,
+    ModelProfile,
+    Plan,
+    SegmentPlan,
+    Shape,
+    Trace,
+)
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
@@ -22,11 +31,13 @@ class ByteTable:
 
     `constant` of each submesh: parameters, gradients, optimizer state and the largest program's
     temporaries. `kept` by (segment, shape): what a group of that shape holds from forward to
-    backward, its input and what forward hands over.
+    backward, its input and what forward hands over; `keeping` the same under the segment's second
+    recompute policy, where it has one.
     """
 
     constant: Mapping[str, float]
     kept: Mapping[tuple[str, Shape], float]
+    keeping: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
 
 
 def peaks_of(
@@ -52,13 +63,15 @@ def peak_bytes(
     """Peak bytes per device of each submesh, with `in_flight[segment]` groups kept.
 
     The groups in flight are those of an order (`pipeline.order.most_in_flight`), each of the
-    module's largest shape. `trainable` names the segments that train; None: all.
+    module's largest shape, and run under their segments' own recompute policies; programs of
+    either policy have room. `trainable` names the segments that train; None: all.
     """
     resource = resources(plan)
     trains = {s.name for s in plan.segments} if trainable is None else set(trainable)
     backward = set(with_backward(plan, trains))
-    needs = [
-        costs.largest_bytes(
+
+    def most(s: SegmentPlan) -> SegmentBytes:
+        return costs.largest_bytes(
             s,
             plan.submesh(s.submesh).shape,
             plan.group_size,
@@ -66,8 +79,14 @@ def peak_bytes(
             trained=s.name in trains,
             backward=s.name in backward,
         )
-        for s in plan.segments
-    ]
+
+    needs = []
+    for s in plan.segments:
+        need = most(s)
+        if s.remat_less is not None:
+            work = np.maximum(need.temporaries, most(s.keeping).temporaries)
+            need = replace(need, temporaries=work)
+        needs.append(need)
     peaks = peaks_of(
         needs,
         [resource[s.submesh] for s in plan.segments],
@@ -84,12 +103,19 @@ def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
     """
     costs = CostModel(profile)
     kept: dict[tuple[str, Shape], float] = {}
+    keeping: dict[tuple[str, Shape], float] = {}
     for s in plan.segments:
-        mesh = plan.submesh(s.submesh).shape
         for shape in plan.shapes(s.module):
-            needs = costs.segment_bytes(s, mesh, plan.group_size, shape.rows, shape.tokens)
-            kept[s.name, shape] = float(needs.kept)
-    return ByteTable(peak_bytes(plan, costs, {}), kept)
+            kept[s.name, shape] = kept_bytes(plan, costs, s, shape)
+            if s.remat_less is not None:
+                keeping[s.name, shape] = kept_bytes(plan, costs, s.keeping, shape)
+    return ByteTable(peak_bytes(plan, costs, {}), kept, keeping)
+
+
+def kept_bytes(plan: Plan, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
+    """Bytes per device that a segment holds of a group from forward to backward."""
+    mesh = plan.submesh(s.submesh).shape
+    return float(costs.segment_bytes(s, mesh, plan.group_size, shape.rows, shape.tokens).kept)
 
 
 def memory_over_time(
@@ -98,6 +124,7 @@ def memory_over_time(
     shapes: Mapping[int, Shape],
     table: ByteTable,
     feeds: Mapping[int, Sequence[int]] | None = None,
+    keeping: Collection[tuple[str, int]] = (),
 ) -> dict[str, StepFunction]:
     """Bytes per device of each submesh of the plan while the trace runs.
 
@@ -109,6 +136,7 @@ def memory_over_time(
       shapes: shape of each group of the trace; groups that are absent hold nothing.
       feeds: groups that each group's output goes to. A trace does not name them: without, what
         other modules send counts from when it is read.
+      keeping: (segment, group) that run under the segment's second recompute policy.
     """
     submesh = {s.name: s.submesh for s in plan.segments}
     module = {s.name: s.module for s in plan.segments}
@@ -130,7 +158,8 @@ def memory_over_time(
     spans = {(e.segment, e.group, e.direction): e for e in trace.events}
     for name, group in dict.fromkeys((e.segment, e.group) for e in trace.events):
         runs = [spans[k] for d in (FORWARD, BACKWARD) if (k := (name, group, d)) in spans]
-        size = table.kept.get((name, shapes[group]), 0.0) if group in shapes else 0.0
+        held = table.keeping if (name, group) in keeping else table.kept
+        size = held.get((name, shapes[group]), 0.0) if group in shapes else 0.0
         if not runs or not size:
             continue
         arrivals = [
@@ -158,19 +187,22 @@ def memory_of_run(
     shapes_by_name: Mapping[int, str],
     feeds: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, StepFunction]:
-    """`memory_over_time` of a saved trace, whose groups' shapes are known as "module:ROWSxTOKENS".
+    """`memory_over_time` of a saved trace, whose groups are known as "module:ROWSxTOKENS", with
+    " +SEGMENT" for each that runs them under its second recompute policy.
 
     Raises:
       ValueError: a group's shape is not known, or the profile is not of this plan.
     """
     known = {f"{m}:{shape.name}": shape for m in plan.modules for shape in plan.shapes(m)}
     groups = {e.group for e in trace.events if e.group >= 0}
-    if any(shapes_by_name.get(g) not in known for g in groups):
+    named = {g: shapes_by_name.get(g, "").split(" +") for g in groups}
+    if any(name not in known for name, *_ in named.values()):
         raise ValueError("the trace does not name a shape of the plan for every group")
     if {e.segment for e in trace.events} - {s.name for s in plan.segments}:
         raise ValueError("the trace is of another plan")
-    shapes = {g: known[shapes_by_name[g]] for g in groups}
-    return memory_over_time(plan, trace, shapes, byte_table(plan, profile), feeds)
+    shapes = {g: known[name] for g, (name, *_) in named.items()}
+    keeping = {(segment, g) for g, (_, *segments) in named.items() for segment in segments}
+    return memory_over_time(plan, trace, shapes, byte_table(plan, profile), feeds, keeping)
 
 
 def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:

@@ -150,17 +150,16 @@ def simulate_order(
 
 def task_seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
-    first: dict[Shape, int] = {}
-    shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
+    first: dict[tuple[Shape, tuple[str, ...]], int] = {}
+    alike = [first.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)]
     programs: dict[tuple[str, int, str], Price | None] = {}
 
     def seconds(task: Task) -> float:
         if task.group == NO_GROUP:
             return prices.step_end.get(task, 0.0)
-        key = task.segment, shapes[task.group], task.direction
+        key = task.segment, alike[task.group], task.direction
         if key not in programs:
-            shape = schedule.groups[task.group].shape
-            programs[key] = prices.programs.get(ProgramId(task.segment, shape, task.direction))
+            programs[key] = prices.programs.get(ProgramId.of(task, schedule.groups[task.group]))
         price = programs[key]
         return price.of(schedule.groups[task.group].pairs) if price else 0.0
 

@@ -64,6 +64,22 @@ def chunked(m, ranks, rounds, parts, *, data=1, model=1, remats=("none",)):
     return Plan("dip", submeshes, tuple(segments), buckets, edges_of(m), fan_in=parts, tied=tied)
 
 
+def keeping_more(plan, schedule):
+    """The plan with a second policy that keeps all, and the schedule with every other group under
+    it, in segments by turns."""
+    segments = tuple(
+        dataclasses.replace(s, remat_less=None if s.remat == "none" else "none")
+        for s in plan.segments
+    )
+    second = [s.name for s in segments if s.remat_less]
+    groups = tuple(
+        dataclasses.replace(g, remat_less=tuple(second[i % 2 :: 2]) if i % 3 else tuple(second))
+        for i, g in enumerate(schedule.groups)
+    )
+    plan = dataclasses.replace(plan, segments=segments)
+    return plan, dataclasses.replace(schedule, groups=groups)
+
+
 def ran(trace, rank):
     """What a rank ran, in its order."""
     events = sorted(trace.events, key=lambda e: e.start_s)
@@ -92,6 +108,7 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     assert all({s.module for s in plan.segments if s.submesh == r.name} == {"vision", "llm"}
                for r in plan.submeshes)  # fmt: skip
     schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,), feeding=parts)
+    plan, schedule = keeping_more(plan, schedule)
     trainable = [s.name for s in plan.segments if not (s.module in freeze and not s.last)]
     prices = Prices(programs(plan))
     listed, _ = with_order(plan, schedule, prices, trainable)

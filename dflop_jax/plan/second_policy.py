@@ -1,0 +1,65 @@
+"""A second recompute policy for segments that compute things again, so that schedules may use what
+memory is left group by group (`schedule.memory_plan`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+from dflop_jax.pipeline.order import in_flight_limit, with_backward
+from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
+from dflop_jax.sim.memory import kept_bytes
+
+_WORTH = 0.005  # share of the step that it must save: it doubles the programs to be compiled
+
+
+def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
+    """The plan with the second policies that make its steps fastest, evaluated; as it is where no
+    segment computes anything again, or none is worth its programs."""
+    best, candidates = plan, _candidates(plan, evaluator)
+    least_s = (1 - _WORTH) * evaluator.judged_s(plan) if candidates else 0.0
+    for candidate in candidates:
+        evaluated = evaluator.evaluate(candidate, plan.predicted.makespan_s)
+        if (judged_s := evaluator.judged_s(evaluated)) < least_s:
+            least_s, best = judged_s, evaluated
+    return best
+
+
+def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+    """Plans in which every segment that can may keep as much as one policy does."""
+    if not evaluator.rules.memory_bytes or plan.grouping != "balanced":
+        return []
+    backward = set(with_backward(plan, evaluator.rules.trainable(plan)))
+    found = []
+    for less in get_args(Remat):
+        segments = tuple(
+            replace(s, remat_less=less) if _may(s, less, backward, evaluator) else s
+            for s in plan.segments
+        )
+        second = replace(plan, segments=segments)
+        if second != plan and evaluator.fits(second):
+            found.append(_with_room(second, backward, evaluator))
+    return found
+
+
+def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) -> bool:
+    """Whether a segment has tasks of both directions, and a policy keeps more than its own."""
+    rules = evaluator.rules
+    known = less in rules.costs.fits.known_policies(s.module)
+    keeps_more = known and less in REMAT[: REMAT.index(s.remat)]
+    return keeps_more and s.name in backward and rules.costs.hands_over(s)
+
+
+def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
+    """The plan with what its groups keep, and what of every device's memory is left."""
+    costs = evaluator.rules.costs
+    kept = []
+    for s in plan.segments:
+        for shape in plan.shapes(s.module) if s.name in backward else ():
+            own = kept_bytes(plan, costs, s, shape)
+            less = s if s.remat_less is None else s.keeping
+            kept.append(Kept(s.name, shape, own, kept_bytes(plan, costs, less, shape) - own))
+    peaks = evaluator.peak_bytes(plan, in_flight_limit(plan))
+    free = {name: evaluator.rules.memory_bytes - peak for name, peak in peaks.items()}
+    return replace(plan, kept=tuple(kept), free_bytes=free)

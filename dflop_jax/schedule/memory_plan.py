@@ -1,0 +1,240 @@
+"""Which groups keep more from forward to backward than their segment's recompute policy says: a
+step's memory plan (DIP, arXiv 2504.14145).
+
+A segment with a second recompute policy may run any of its groups under it: backward then takes
+less time, and the group takes more memory in between. An order of tasks says which groups a device
+holds at every moment, and so what is left. Of the groups that may keep more those are chosen,
+device by device, that save most time in all: by a MILP, where it beats the greedy choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import highspy
+import numpy as np
+
+from dflop_jax.pipeline.order import in_flight_limit, resources, step_graph
+from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
+from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.sim.pipeline import simulate_order
+
+_GAIN = 1e-3  # of the seconds saved: what the MILP must add to the greedy choice
+_GRAIN = 2.0**16  # bytes; needs are rounded up to whole grains, room down
+_TICKS = 1e6  # of what saves most
+_MOST_VARIABLES = 2_000
+# Units of work, measured: a variable's, and an iteration's of the simplex.
+_VARIABLE_WORK, _ITERATION_WORK = 0.5, 0.5
+_NODES = 50
+
+
+@dataclass(frozen=True)
+class Item:
+    """A group of a segment that may keep more: what it then saves, and takes while it is held, at
+    the moments [first, stop)."""
+
+    segment: str
+    group: int
+    saved_s: float
+    more_bytes: float
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """The items of one resource, and the bytes that are free for them at each moment."""
+
+    items: tuple[Item, ...]
+    room_bytes: tuple[float, ...]
+
+    def fits(self, chosen: Sequence[int]) -> bool:
+        """Whether these items fit together at every moment."""
+        used = np.zeros(len(self.room_bytes))
+        for i in chosen:
+            used[self.items[i].first : self.items[i].stop] += self.items[i].more_bytes
+        return bool((used <= np.array(self.room_bytes)).all())
+
+    def saved_s(self, chosen: Sequence[int]) -> float:
+        return sum(self.items[i].saved_s for i in chosen)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Items of a device that keep more, and what no choice saves more than."""
+
+    items: tuple[int, ...]
+    bound_s: float
+
+
+def with_memory_plan(
+    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str], budget: Budget
+) -> Schedule:
+    """The schedule with the groups that keep more, and its makespan in the same order; as it is
+    where no segment has a second policy or nothing is gained."""
+    if not plan.kept:
+        return schedule
+    keeping: dict[int, list[str]] = {}
+    for device in devices_of(plan, schedule, prices):
+        for i in chosen(device, budget).items:
+            keeping.setdefault(device.items[i].group, []).append(device.items[i].segment)
+    if not keeping:
+        return schedule
+    groups = tuple(
+        replace(g, remat_less=tuple(keeping.get(i, ()))) for i, g in enumerate(schedule.groups)
+    )
+    planned = replace(schedule, groups=groups)
+    graph = step_graph(plan, groups, trainable)
+    makespan_s = simulate_order(plan, planned, graph, schedule.order, prices).makespan_s
+    if makespan_s >= schedule.makespan_s * (1 - ROUNDING):
+        return schedule
+    return replace(planned, makespan_s=makespan_s)
+
+
+def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
+    """What every resource with anything to choose may keep more of, in the schedule's order.
+
+    The moments are those at which a resource holds most: the last forward before a backward. Beside
+    the groups that it holds then, a segment is taken to hold the input of one more, which waits.
+    """
+    own = {(k.segment, k.shape): k.n_bytes for k in plan.kept}
+    more = {(k.segment, k.shape): k.more_bytes for k in plan.kept}
+    largest: dict[str, float] = {}
+    for k in plan.kept:
+        largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
+    both = _forward_and_backward(schedule.order)
+    limit = in_flight_limit(plan)
+    reserved = {n: limit[n] * n_bytes for n, n_bytes in largest.items()}
+    of = resources(plan)
+    devices = []
+    for r in sorted(set(of.values())):
+        names = {s.name: s for s in plan.segments if of[s.submesh] == r and s.name in largest}
+        if all(s.remat_less is None for s in names.values()):
+            continue
+        free = min(plan.free_bytes.get(s.submesh, 0.0) for s in names.values())
+        tasks = [t for t in schedule.order if t.segment in names and (t.segment, t.group) in both]
+        held = dict.fromkeys(names, 0.0)
+        begun: dict[tuple[str, int], int] = {}
+        items: list[Item] = []
+        room: list[float] = []
+        opened = False
+        for t in tasks:
+            group, key = schedule.groups[t.group], (t.segment, t.group)
+            n_bytes = own[t.segment, group.shape]
+            if t.direction == FORWARD:
+                held[t.segment] += n_bytes
+                begun[key] = len(room)
+                opened = True
+                continue
+            if opened:
+                used = {n: max(held[n], min(held[n] + largest[n], reserved[n])) for n in names}
+                room.append(max(0.0, free + sum(reserved[n] - used[n] for n in names)))
+                opened = False
+            held[t.segment] -= n_bytes
+            saved_s = _saved_s(schedule, t, prices)
+            if saved_s > 0:
+                extra = max(0.0, more[t.segment, group.shape])
+                items.append(Item(*key, saved_s, extra, begun[key], len(room)))
+        devices.append(Device(tuple(items), tuple(room)))
+    return devices
+
+
+def more_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
+    """Most bytes that each resource holds at once beyond its segments' own recompute policies."""
+    more = {(k.segment, k.shape): k.more_bytes for k in plan.kept}
+    of = resources(plan)
+    where = {s.name: of[s.submesh] for s in plan.segments}
+    held = dict.fromkeys(where.values(), 0.0)
+    most = dict(held)
+    for t in schedule.order:
+        if t.direction in (FORWARD, BACKWARD) and t.segment in schedule.groups[t.group].remat_less:
+            r, sign = where[t.segment], 1 if t.direction == FORWARD else -1
+            held[r] += sign * more[t.segment, schedule.groups[t.group].shape]
+            most[r] = max(most[r], held[r])
+    return most
+
+
+def _forward_and_backward(order: Sequence[Task]) -> set[tuple[str, int]]:
+    each = [
+        {(t.segment, t.group) for t in order if t.direction == direction}
+        for direction in (FORWARD, BACKWARD)
+    ]
+    return each[0] & each[1]
+
+
+def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
+    """Seconds of both tasks of a group in a segment that its second policy saves."""
+    group = schedule.groups[backward.group]
+    saved_s = 0.0
+    for direction in (FORWARD, BACKWARD):
+        own = ProgramId(backward.segment, group.shape, direction)
+        less = replace(own, remat_less=True)
+        if own not in prices.programs or less not in prices.programs:
+            return 0.0
+        saved_s += prices.programs[own].of(group.pairs) - prices.programs[less].of(group.pairs)
+    return saved_s
+
+
+def greedy(device: Device) -> list[int]:
+    """Items that fit, those first that save most for what they take and how long."""
+    room = np.array(device.room_bytes)
+    found = []
+
+    def worth(i: int) -> tuple[float, int]:
+        item = device.items[i]
+        taken = item.more_bytes * (item.stop - item.first)
+        return (-item.saved_s / taken if taken else -np.inf), i
+
+    for i in sorted(range(len(device.items)), key=worth):
+        item = device.items[i]
+        span = slice(item.first, item.stop)
+        if (room[span] >= item.more_bytes).all():
+            room[span] -= item.more_bytes
+            found.append(i)
+    return sorted(found)
+
+
+def chosen(device: Device, budget: Budget) -> Choice:
+    """The items that save most: the greedy choice, or a MILP's where that is better."""
+    first = greedy(device)
+    everything = device.saved_s(range(len(device.items)))
+    if len(first) == len(device.items) or len(device.items) > _MOST_VARIABLES or budget.done:
+        return Choice(tuple(first), everything)
+    solver = _model(device)
+    solver.run()
+    info = solver.getInfo()
+    iterations = max(0, info.simplex_iteration_count)
+    budget.spend(_VARIABLE_WORK * len(device.items) + _ITERATION_WORK * iterations)
+    tick_s = max(i.saved_s for i in device.items) / _TICKS
+    bound_s = min(everything, max(device.saved_s(first), -info.mip_dual_bound * tick_s))
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return Choice(tuple(first), everything)
+    values = solver.getSolution().col_value
+    found = [i for i, x in enumerate(values) if x > 0.5]
+    gain = device.saved_s(found) > device.saved_s(first) * (1 + _GAIN)
+    return Choice(tuple(found if gain and device.fits(found) else first), bound_s)
+
+
+def _model(device: Device) -> highspy.Highs:
+    """One binary for every item; a row for every moment. Equal choices are told apart by a share of
+    a tick, so that the answer is one."""
+    n = len(device.items)
+    saved = np.array([i.saved_s for i in device.items])
+    ticks = np.rint(saved / saved.max() * _TICKS) + (n - np.arange(n)) / n**2
+    needs = np.ceil(np.array([i.more_bytes for i in device.items]) / _GRAIN)
+    room = np.floor(np.array(device.room_bytes) / _GRAIN)
+    solver = highspy.Highs()
+    solver.silent()
+    for name, value in (("threads", 1), ("parallel", "off"), ("mip_max_nodes", _NODES)):
+        solver.setOptionValue(name, value)
+    solver.addVars(n, np.zeros(n), np.ones(n))
+    columns = np.arange(n, dtype=np.int32)
+    solver.changeColsIntegrality(n, columns, np.full(n, highspy.HighsVarType.kInteger))
+    solver.changeColsCost(n, columns, -ticks)
+    for moment, most in enumerate(room):
+        here = [i for i, x in enumerate(device.items) if x.first <= moment < x.stop]
+        if needs[here].sum() > most:
+            solver.addRow(-np.inf, most, len(here), np.array(here, np.int32), needs[here])
+    return solver

@@ -1,0 +1,73 @@
+"""A second recompute policy: taken where it makes steps faster, within memory at every moment."""
+
+import dataclasses
+
+import pytest
+
+import dflop_jax.plan.search as search_module
+from dflop_jax.plan.search import SearchSpec
+from dflop_jax.plan.second_policy import with_second_policies
+from dflop_jax.records import REMAT
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.sim.memory import byte_table
+
+from .cases import BATCH, CONFIG, data_profile, run
+from .test_search import keeps_little
+
+SHARES = (0.55, 0.65, 0.75, 0.85)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return run("dip", 4, profile=keeps_little()).plan
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_groups_keep_more_where_there_is_room(free, share):
+    profile, limit = keeps_little(), share * max(free.predicted.peak_bytes.values())
+    plan = run("dip", 4, profile=profile, memory_bytes=limit).plan
+    spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
+    evaluator = search_module._prepared(profile, data_profile(), spec)[1]
+    assert max(plan.predicted.peak_bytes.values()) <= limit
+    one = tuple(dataclasses.replace(s, remat_less=None) for s in plan.segments)
+    plain = dataclasses.replace(plan, segments=one, kept=(), free_bytes={})
+    assert bool(plan.kept) == (one != plan.segments)
+    if plan.kept:
+        assert evaluator.judged_s(plan) < evaluator.judged_s(evaluator.evaluate(plain, 0.0))
+    table, prices = byte_table(plan, profile), evaluator.prices(plan)
+    trainable = [s.name for s in plan.segments]
+    for batch in (*evaluator.unseen, *evaluator.drifted):
+        schedule = schedule_batch(batch, plan, prices, trainable)
+        assert max(held(plan, schedule, table)) <= limit
+
+
+def held(plan, schedule, table):
+    """Bytes of the device of each task of an order when it has run, from the forwards that no
+    backward has followed."""
+    where = {s.name: s.submesh for s in plan.segments}
+    both = {(t.segment, t.group) for t in schedule.order if t.direction == "forward"}
+    now = dict(table.constant)
+    for t in schedule.order:
+        if (t.segment, t.group) in both and t.direction in ("forward", "backward"):
+            group = schedule.groups[t.group]
+            kept = table.keeping if t.segment in group.remat_less else table.kept
+            sign = 1 if t.direction == "forward" else -1
+            now[where[t.segment]] += sign * kept[t.segment, group.shape]
+        yield now[where[t.segment]]
+
+
+def test_some_plan_has_one(free):
+    most = max(free.predicted.peak_bytes.values())
+    plans = [
+        run("dip", 4, profile=keeps_little(), memory_bytes=share * most).plan for share in SHARES
+    ]
+    second = [s for p in plans for s in p.segments if s.remat_less]
+    assert second
+    assert all(REMAT.index(s.remat_less) < REMAT.index(s.remat) for s in second)
+
+
+def test_without_a_limit_or_anything_recomputed_there_is_none(free):
+    for limit in (0.0, 1e12):
+        spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
+        evaluator = search_module._prepared(keeps_little(), data_profile(), spec)[1]
+        assert with_second_policies(free, evaluator) == free

@@ -95,6 +95,7 @@ def ranking(result: SearchResult, explain: bool) -> Table:
 
 def chosen(result: SearchResult) -> str:
     """The plan in a line, with the buckets that it got at last."""
+    from dflop_jax.plan.options import saving_words
     from dflop_jax.report.summary import submesh_rows
 
     plan = result.plan
@@ -104,6 +105,8 @@ def chosen(result: SearchResult) -> str:
     buckets = ", ".join(b.name for b in plan.buckets)
     if plan.fan_in > 1:
         buckets += f", up to {plan.fan_in} groups of {' and '.join(plan.divided)} for one"
+    if plan.kept:
+        buckets += f"; groups keep more where memory is left ({saving_words(plan)})"
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"

@@ -16,8 +16,8 @@ class Option:
     zero: Zero = 1
 
     def of(self, segment: SegmentPlan) -> SegmentPlan:
-        """The segment with this option."""
-        return replace(segment, remat=self.remat, zero=self.zero)
+        """The segment with this option, and no second recompute policy."""
+        return replace(segment, remat=self.remat, zero=self.zero, remat_less=None)
 
     @property
     def words(self) -> str:
@@ -39,6 +39,11 @@ def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:
 
 
 def saving_words(plan: Plan) -> str:
-    """How the plan's modules save memory; "none" if they do not."""
-    words = (f"{m} {o.words}" for m, o in options_of(plan).items() if o.words)
+    """How the plan's modules save memory; "none" if they do not. A module with a second recompute
+    policy is "named or none"."""
+    words = []
+    for m, option in options_of(plan).items():
+        less = next((s.remat_less for s in plan.segments_of(m) if s.remat_less), None)
+        own = option.words.replace(option.remat, f"{option.remat} or {less}", 1)
+        words += [f"{m} {own if less else option.words}"] * bool(option.words)
     return ", ".join(words) or "none"

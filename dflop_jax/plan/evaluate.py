@@ -49,7 +49,7 @@ from dflop_jax.schedule import (
 from dflop_jax.schedule.batch import Batch, check_fits
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms
-from dflop_jax.schedule.memory_plan import more_bytes
+from dflop_jax.schedule.memory_plan import held_bytes
 from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.sub_microbatches import widened
@@ -61,6 +61,7 @@ LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
 _EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
+_DRIFTED_SHARE = 1 / 3  # of the steps that plans are judged by
 _STEP_END = (REDUCE, UPDATE)
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
@@ -320,7 +321,8 @@ class Evaluator:
         return replace(best, work_budget=work_budget(best.predicted.makespan_s))
 
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
-        """Seconds by which evaluated plans are compared: of a step, half of which have drifted."""
+        """Seconds by which evaluated plans are compared: of a step, a third of which have
+        drifted."""
         prices = prices or self.prices(plan)
         trainable = self.rules.trainable(plan)
         work = min(plan.work_budget, _EVALUATE_WORK)
@@ -328,36 +330,33 @@ class Evaluator:
             schedule_batch(b, plan, prices, trainable, step=i, work=work).makespan_s
             for i, b in enumerate(self.drifted)
         ]
-        return (plan.predicted.makespan_s + float(np.mean(drifted_s))) / 2
+        share = _DRIFTED_SHARE
+        return (1 - share) * plan.predicted.makespan_s + share * float(np.mean(drifted_s))
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
     ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [most_in_flight(s.order) for s in schedules]
-        in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}
+        if plan.kept:  # groups of one segment differ in what they keep
+            held = [held_bytes(plan, s) for s in schedules]
+            peak_bytes = {
+                name: n_bytes + max(h[resources(plan)[name]] for h in held)
+                for name, n_bytes in self.peak_bytes(plan, {}).items()
+            }
+        else:
+            in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}
+            peak_bytes = self.peak_bytes(plan, in_flight)
         makespan_s = float(np.mean([t.makespan_s for t in traces]))
         predicted = Predicted(
             makespan_s=makespan_s,
             busy_fraction={
                 m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
             },
-            peak_bytes=_with_more(self.peak_bytes(plan, in_flight), plan, schedules),
+            peak_bytes=peak_bytes,
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)
-
-
-def _with_more(
-    peak_bytes: Mapping[str, float], plan: Plan, schedules: Sequence[Schedule]
-) -> dict[str, float]:
-    """Peaks with what groups keep beyond their segments' own recompute policies."""
-    of = resources(plan)
-    more = [more_bytes(plan, s) for s in schedules] if plan.kept else []
-    return {
-        name: n + max((by_resource.get(of[name], 0.0) for by_resource in more), default=0.0)
-        for name, n in peak_bytes.items()
-    }
 
 
 def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:

@@ -29,7 +29,8 @@ from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
 # options differ by little, and of a look at one policy.
-_ENOUGH, _A_FEW = 1_500, 100
+_ENOUGH, _A_FEW = 1_500, 150
+_NEAREST = 5  # of least bounds then
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple
 
 
 class Ranking:
-    """Spaces of policies, (policy, bounds) of each, and a baseline's placements, best-first."""
+    """Spaces of policies, (policy, bounds) of each, and a baseline's placements, best-first, by
+    all sampled batches or by the first `n_batches`."""
 
     def __init__(
         self,
@@ -148,8 +150,10 @@ class Ranking:
         tables: Sequence[tuple[str, Bounds]],
         baseline: Sequence[Placement],
         allowed: Callable[[SubmeshPlan], bool],
+        n_batches: int | None = None,
     ):
         self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
+        self._n_batches = n_batches
         self._tables = tables
         self.n_placements = sum(len(b.bound_s) for _, b in tables) + len(baseline)
         self.n_candidates = self.n_fit = self.n_evaluated = 0
@@ -176,15 +180,15 @@ class Ranking:
         return {policy for policy, _ in self._tables}
 
     def about_best(self, policy: str) -> Ranked | None:
-        """The best candidate of a policy, if a few simulations tell it: else of those that seem
-        best then, the one that turns out so; None where none fits."""
+        """About the best candidate of a policy: by one sampled batch, and after some simulations of
+        those that seem best then; None where none fits."""
         tables = [t for t in self._tables if t[0] == policy]
-        alone = Ranking(self.evaluator, tables, (), self.allowed)
+        alone = Ranking(self.evaluator, tables, (), self.allowed, n_batches=1)
         return next(alone._in_order(_A_FEW), None)
 
     def _in_order(self, most_steps: float = math.inf) -> Iterator[Ranked]:
-        """All candidates, exact, best first; equals by name. After so many steps, what has the
-        least bound then is taken for the best."""
+        """All candidates, exact, best first; equals by name. After so many steps those that are
+        exact then, and the few of least bounds, are all."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
@@ -210,13 +214,19 @@ class Ranking:
             ranked = ranked.refined(self.evaluator)
             n_steps += 1
             if n_steps >= most_steps:
-                while not ranked.exact:
-                    ranked = ranked.refined(self.evaluator)
+                nearest = [ranked, *(r for *_, r in heapq.nsmallest(_NEAREST - 1, heap))]
+                exact += [self._made_exact(r) for r in nearest]
                 heap, upcoming = [], None
+                continue
             if ranked.exact:
                 exact.append(ranked)
             else:
                 heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
+
+    def _made_exact(self, ranked: Ranked) -> Ranked:
+        while not ranked.exact:
+            ranked = ranked.refined(self.evaluator)
+        return ranked
 
     def _by_table(self) -> Iterator[_Upcoming]:
         """Candidates that memory holds, the least bound first."""
@@ -254,11 +264,11 @@ class Ranking:
                     placement.name,
                     cut,
                     plan,
-                    float(np.mean(choice.bounds_s)),
+                    float(np.mean(choice.bounds_s[: self._n_batches])),
                     most,
                     uniform,
-                    groups,
-                    choice.bounds_s,
+                    groups[: self._n_batches],
+                    choice.bounds_s[: self._n_batches],
                 )
             )
         return found

@@ -25,12 +25,14 @@ from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
+    Bucket,
     DataProfile,
     ModelProfile,
     Plan,
     Prices,
     Remat,
     SegmentPlan,
+    Shape,
     SubmeshPlan,
     Zero,
 )
@@ -41,6 +43,7 @@ FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
 FAR = 1.3  # the same of the best of other policies
+SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
 
 TimePlan = Callable[[Plan], Prices]
 
@@ -253,8 +256,8 @@ def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
         for n in finest[:1] if quick else finest:
             tried += _with_buckets(evaluator, ranked, n, "quick")
-        if ranked is by_policy[ranked.policy]:
-            plan = evaluator.evaluate(ranked.plan, ranked.bound_s)
+        for plan in _with_one(ranked.plan, evaluator.rules) if ranked in by_policy.values() else ():
+            plan = evaluator.evaluate(plan, ranked.bound_s)
             tried.append(_Judged(plan, evaluator.judged_s(plan), ranked, cut))
     if not quick:  # the fastest, searched through
         winner = _fastest(tried)
@@ -266,6 +269,24 @@ def _refined(evaluator: Evaluator, best: Sequence[Ranked]) -> list[Plan]:
         in_order.append(fastest)
         tried = [t for t in tried if _programs(t.plan) != _programs(fastest)]
     return in_order
+
+
+def _with_one(plan: Plan, rules: Rules) -> list[Plan]:
+    """The plan with its one bucket, and with a small one beside it for what does not fit: a second
+    group of the same size would double the step."""
+    (bucket,) = plan.buckets
+    shapes: dict[str, Shape | None] = {}
+    for m, shape in bucket.shapes:
+        rows, tokens = max(1, round(SMALL * shape.rows)), shape.tokens
+        if shape.rows == 1 and m not in rules.profile.piece_tokens:
+            tokens = _up(SMALL * tokens, rules.token_multiple)
+        shapes[m] = shape if m in plan.divided else Shape(rows, tokens)
+    small = Bucket.of(shapes)
+    return [plan] if small == bucket else [plan, replace(plan, buckets=(bucket, small))]
+
+
+def _up(tokens: float, multiple: int) -> int:
+    return -(-int(tokens) // multiple) * multiple
 
 
 def _programs(plan: Plan) -> tuple[object, ...]:

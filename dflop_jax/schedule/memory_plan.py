@@ -141,17 +141,22 @@ def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
     return devices
 
 
-def more_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
-    """Most bytes that each resource holds at once beyond its segments' own recompute policies."""
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.kept}
+def held_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
+    """Most bytes that groups between forward and backward take at once on each resource, under the
+    recompute policies that they run under."""
+    kept = {(k.segment, k.shape): k for k in plan.kept}
+    both = _forward_and_backward(schedule.order)
     of = resources(plan)
     where = {s.name: of[s.submesh] for s in plan.segments}
     held = dict.fromkeys(where.values(), 0.0)
     most = dict(held)
     for t in schedule.order:
-        if t.direction in (FORWARD, BACKWARD) and t.segment in schedule.groups[t.group].remat_less:
-            r, sign = where[t.segment], 1 if t.direction == FORWARD else -1
-            held[r] += sign * more[t.segment, schedule.groups[t.group].shape]
+        if (t.segment, t.group) in both:
+            group = schedule.groups[t.group]
+            here = kept[t.segment, group.shape]
+            n_bytes = here.n_bytes + here.more_bytes * (t.segment in group.remat_less)
+            r = where[t.segment]
+            held[r] += n_bytes if t.direction == FORWARD else -n_bytes
             most[r] = max(most[r], held[r])
     return most
 

@@ -197,18 +197,9 @@ class Executor:
         return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 
     def _crowded_resources(self) -> frozenset[int]:
-        """Resources of several CPU devices of one process.
-
-        Their collectives block threads of one pool that has a thread per device, so two programs
-        in flight on the same devices can wait for each other's threads for ever. They run one task
-        at a time; real accelerators queue as many as there are.
-        """
-        programs = self.programs
-        return frozenset(
-            programs.resource[name]
-            for name, s in programs.segments.items()
-            if s.mesh.size > 1 and s.mesh.devices.flat[0].platform == "cpu"
-        )
+        """Resources of several CPU devices, which run one task at a time; real accelerators queue
+        as many as there are."""
+        return frozenset(self.programs.resource[name] for name in self.programs.crowded)
 
     def calibrate(
         self,

@@ -95,6 +95,13 @@ class Programs:
             for n in self.trainable
         }
         self.local = frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
+        # Collectives of CPU devices hold threads of a pool that has one for each device, so that
+        # two programs in flight on the same devices can wait for each other for ever.
+        self.crowded = frozenset(
+            n
+            for n, s in self.segments.items()
+            if s.mesh.size > 1 and s.mesh.devices.flat[0].platform == "cpu"
+        )
         every = links(plan)
         self.into = {n: tuple(k for k in every if k.target == n) for n in self.segments}
         self.out_of = {n: tuple(k for k in every if k.source == n) for n in self.segments}
@@ -283,9 +290,12 @@ class Programs:
         return self._compiled[name, group.shape, *keeping, kind]
 
     def of_exchange(self, link: Link, low: Shape, high: Shape, *, backward: bool) -> Program:
+        """One round of an exchange; a task may have several, which wait for nothing of each other,
+        so they end one by one where devices are crowded."""
         if link.source not in self.local:
             return self._elsewhere(link, "scatter" if backward else "gather", (low, high))
-        return self._compiled[link.source, link, low, high, backward]
+        program = self._compiled[link.source, link, low, high, backward]
+        return partial(_awaited, program) if link.source in self.crowded else program
 
     def of_update(self, name: str, direction: str) -> Program:
         if name not in self.local:
@@ -347,6 +357,10 @@ class Programs:
                 exchange = self.exchange(link, shapes[link.edge.source], shapes[module])
                 places[place[link.edge.source]] = exchange.stand_in_places()
         return GroupArrays(fields, places)
+
+
+def _awaited(program: Program, *args: Any) -> Any:
+    return jax.block_until_ready(program(*args))
 
 
 def _lower_sum(struct: jax.ShapeDtypeStruct) -> jax.stages.Lowered:

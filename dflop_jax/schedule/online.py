@@ -38,6 +38,7 @@ WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of 
 DEFAULT_WORK = 4_000
 _MOST_BUCKETS = 10  # among which a set is searched, those without a module included
 _ORDER_SHARE = 0.25  # of the work, for the order of tasks
+_MEMORY_SHARE = 0.05  # for the groups that keep more, where some may
 _PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
 
 
@@ -89,15 +90,18 @@ def schedule_batch(
     wide, wide_prices = widened(plan, prices)
     if plan.grouping == "balanced":
         check_fits(batch, wide.buckets, capacity_of(plan))
-    order_budget = Budget(_ORDER_SHARE * work)
-    solution = solve(batch, plan, prices, trainable, work - order_budget.left, seed)
+    order_budget, memory_budget = Budget(_ORDER_SHARE * work), Budget(0)
+    if plan.kept:
+        memory_budget = Budget(_MEMORY_SHARE * work)
+    rest = work - order_budget.left - memory_budget.left
+    solution = solve(batch, plan, prices, trainable, rest, seed)
     if plan.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
         bring_home(solution.room, solution.answer, plan)
     outline = solution.outline
     if plan.grouping == "balanced" and plan.order == "1f1b":
         outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
-        outline = with_memory_plan(plan, outline, prices, trainable, order_budget)
+        outline = with_memory_plan(plan, outline, prices, trainable, memory_budget)
     makespan_s = outline.makespan_s
     bound_s = lower_bound_s(batch, wide, capacity_of(plan), wide_prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
@@ -112,7 +116,7 @@ def schedule_batch(
         ),
         lower_bound_s=min(bound_s, makespan_s),
         status=status,
-        work=round(solution.work + order_budget.spent),
+        work=round(solution.work + order_budget.spent + memory_budget.spent),
         elapsed_s=time.perf_counter() - start_s,
     )
 

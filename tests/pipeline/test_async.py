@@ -3,11 +3,13 @@ calibration before them does not either."""
 
 import dataclasses
 
+import jax
 import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import NO_GROUP, ProgramId, Task
+from dflop_jax.pipeline.order import Link
+from dflop_jax.records import NO_GROUP, ExchangeRoom, ProgramId, Task
 from tests.small import Small
 
 from . import plain
@@ -62,3 +64,45 @@ def test_steps_in_flight_equal_steps_awaited(name):
         assert len(took) == len(times.arrived[key])
         assert 0 < took[0] <= times.arrived[key][0]
     assert ex.awaited == {"vision", "llm"}  # several CPU devices of one process
+
+
+def test_rounds_of_an_exchange_end_one_by_one():
+    """On devices of a CPU, whose collectives could wait for each other's threads: a room so small
+    that features need several rounds."""
+    model = Small()
+    samples = plain.random_samples(model, 12, 0)
+    plan = plain.plan_of(model, (0, 1, 4, 1), (4, 1, 2, 1), bucket=(36, 240))
+    low, high = plan.shapes("vision")[0], plan.shapes("llm")[0]
+    room = ExchangeRoom("vision", "llm", low, high, 0.01)
+    plan = dataclasses.replace(plan, exchange_rooms=(room,))
+    schedule = plain.random_schedule(plan, samples, 2, seed=1)
+    arrays = plain.pack(model, plan, schedule, samples)
+    ex = Executor(model, plan, optax.adam(1e-3))
+    outputs = {True: [], False: []}  # by direction
+    try:
+        ex.compile()
+        ex.init(0)
+        for key, program in list(ex.programs._compiled.items()):
+            if isinstance(key[1], Link):
+
+                def spy(*args, program=program, seen=outputs[key[-1]]):
+                    assert all(x.is_ready() for each in seen for x in jax.tree.leaves(each))
+                    seen.append(program(*args))
+                    return seen[-1]
+
+                ex.programs._compiled[key] = spy
+        assert ex.programs.crowded == {"vision", "llm"}
+        ex.run_step(schedule, arrays, {"llm": 1e-2}).result()
+    finally:
+        ex.close()
+    n_groups = sum(bool(g.feeds) for g in schedule.groups)
+    assert len(outputs[True]) == len(outputs[False]) > n_groups  # some have several rounds
+
+
+def test_nothing_waits_where_each_process_has_one_device():
+    plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1), bucket=(36, 240))
+    ex = Executor(Small(), plan, optax.adam(1e-3))
+    try:
+        assert ex.programs.crowded == ex.awaited == frozenset()
+    finally:
+        ex.close()

@@ -20,10 +20,11 @@ from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip_space import dip_bounds, why_none
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import TIE, Evaluator, Uniform, as_plan
+from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.space import families
+from dflop_jax.plan.uniform import Uniform, as_plan
 from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)

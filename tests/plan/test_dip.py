@@ -18,10 +18,10 @@ from dflop_jax.plan.dip import (
     with_sub_microbatches,
 )
 from dflop_jax.plan.dip_space import dip_bounds
-from dflop_jax.plan.evaluate import as_plan
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.search import SearchSpec, _prepared, search_plan
+from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import BACKWARD, FORWARD, Bucket, Group, Load, Schedule, SegmentPlan, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step

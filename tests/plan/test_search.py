@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dflop_jax.plan.evaluate as evaluate_module
+import dflop_jax.plan.finalists as finalists
 import dflop_jax.plan.search as search_module
 from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
@@ -92,9 +93,9 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     plan = run().plan
     larger = dataclasses.replace(plan, buckets=(*plan.buckets, Bucket.of({"llm": Shape(1, 4096)})))
-    few, more = search_module._Judged(plan, 1.0), search_module._Judged(larger, 1 - faster)
+    few, more = finalists.Judged(plan, 1.0), finalists.Judged(larger, 1 - faster)
     for judged in ([few, more], [more, few]):
-        assert search_module._fastest(judged) is (few if faster < 1e-6 else more)
+        assert finalists.fastest_of(judged) is (few if faster < 1e-6 else more)
 
 
 def keeps_little():

@@ -1,0 +1,131 @@
+"""The last choice among plans: candidates of several policies get buckets of their own, and what
+comes of them is judged by batches that no shape was sized for, then by their own programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.ranking import Ranked, Ranking
+from dflop_jax.records import Bucket, Plan, Prices, Shape
+
+FINALISTS = 3  # placements whose buckets are chosen
+FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
+CLOSE = 1.05  # makespan over the best, up to which that may change their order
+FAR = 1.3  # the same of the best of other policies
+SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
+
+TimePlan = Callable[[Plan], Prices]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan, and the seconds that plans are compared by; `ranked`, and the microbatches that its
+    buckets cut a mean batch into at most, where they were chosen."""
+
+    plan: Plan
+    seconds: float
+    ranked: Ranked | None = None
+    finest: int = 0
+
+
+def by_its_own(evaluator: Evaluator, plans: Sequence[Plan], time_plan: TimePlan) -> Plan:
+    """The fastest plan by the times of its own programs, with the figures that these give."""
+    judged = []
+    for plan in plans:
+        prices, by_profile_s = time_plan(plan), plan.predicted.makespan_s
+        free = plan if plan.kept else replace(plan, lookahead=0)
+        timed = evaluator.evaluate(free, by_profile_s, prices)
+        if len(plans) == 1:  # the profile chose
+            timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
+        judged.append(Judged(timed, evaluator.judged_s(timed, prices)))
+    return fastest_of(judged).plan
+
+
+def fastest_of(judged: Sequence[Judged]) -> Judged:
+    """The plan of least seconds; of equals that of fewer buckets, then the first."""
+    least_s = min(j.seconds for j in judged)
+    equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
+    return min(equal, key=lambda j: len(j.plan.buckets))
+
+
+def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
+    """About the best of every policy that `best` holds none of, as far as it is not far behind:
+    with one bucket policies compare otherwise than with chosen ones."""
+    found = [ranking.about_best(p) for p in ranking.policies - {r.policy for r in best[:FINALISTS]}]
+    limit_s = FAR * best[0].bound_s
+    return sorted((r for r in found if r and r.bound_s <= limit_s), key=lambda r: r.policy)
+
+
+def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:
+    """Plans of candidates with suitable buckets, the fastest first: of the first of those that are
+    ranked, of the first of other policies, and with effort "full" of all that are close to it, with
+    several granularities of buckets; the best are then searched through."""
+    evaluator, first = ranking.evaluator, ranked[0]
+    if first.plan.grouping == "arrival":
+        return [r.plan for r in ranked]
+    best = [*ranked[:FINALISTS], *_others(ranking, ranked)]
+    quick = evaluator.config.effort == "quick"
+    by_policy = {r.policy: r for r in reversed(best)}
+    close = [
+        r for r in best
+        if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE * first.bound_s)
+    ]  # fmt: skip
+    tried: list[Judged] = []
+    for candidate in close:
+        cut = candidate.cut * candidate.plan.group_size
+        most = evaluator.config.max_microbatches
+        finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
+        for n in finest[:1] if quick else finest:
+            tried += _with_buckets(evaluator, candidate, n, "quick")
+        for plan in _with_one(candidate.plan, evaluator) if candidate in by_policy.values() else ():
+            plan = evaluator.evaluate(plan, candidate.bound_s)
+            tried.append(Judged(plan, evaluator.judged_s(plan), candidate, cut))
+    if not quick:  # the fastest, searched through
+        winner = fastest_of(tried)
+        assert winner.ranked is not None
+        tried += _with_buckets(evaluator, winner.ranked, winner.finest, "full")
+    in_order: list[Plan] = []
+    while tried:
+        fastest = fastest_of(tried).plan
+        in_order.append(fastest)
+        tried = [t for t in tried if _programs(t.plan) != _programs(fastest)]
+    return in_order
+
+
+def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+    """The plan with its one bucket, and, where several are allowed, with a small one beside it for
+    what does not fit: a second group of the same size would double the step."""
+    rules, (bucket,) = evaluator.rules, plan.buckets
+    shapes: dict[str, Shape | None] = {}
+    for m, shape in bucket.shapes:
+        rows, tokens = max(1, round(SMALL * shape.rows)), shape.tokens
+        if shape.rows == 1 and m not in rules.profile.piece_tokens:
+            tokens = _up(SMALL * tokens, rules.token_multiple)
+        shapes[m] = shape if m in plan.divided else Shape(rows, tokens)
+    small = Bucket.of(shapes)
+    if small == bucket or evaluator.config.buckets < 2:
+        return [plan]
+    return [plan, replace(plan, buckets=(bucket, small))]
+
+
+def _up(tokens: float, multiple: int) -> int:
+    return -(-int(tokens) // multiple) * multiple
+
+
+def _programs(plan: Plan) -> tuple[object, ...]:
+    """What a plan's compiled programs depend on."""
+    return plan.submeshes, plan.segments, plan.buckets, plan.group_size
+
+
+def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[Judged]:
+    """The candidate's plan with chosen buckets; nothing if they do not fit."""
+    try:
+        plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
+    except ValueError:  # memory holds the largest sample only beside a smaller share
+        return []
+    plan = evaluator.evaluate(evaluator.with_cheapest_options(plan), ranked.bound_s)
+    if not evaluator.fits(plan):
+        return []
+    return [Judged(plan, evaluator.judged_s(plan), ranked, finest)]

@@ -1,0 +1,70 @@
+"""Plans of a placement with one bucket, whose groups are all alike: simulated before anything is
+scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from dflop_jax.plan.baselines import BASELINES
+from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.options import Option, with_options
+from dflop_jax.plan.placement import Placement
+from dflop_jax.records import Bucket, Group, Plan, Prices, Schedule, Trace
+from dflop_jax.sim.pipeline import simulate_step
+
+
+def as_plan(
+    placement: Placement,
+    policy: str,
+    buckets: Sequence[Bucket],
+    rules: Rules,
+    options: Mapping[str, Option] | None = None,
+) -> Plan:
+    """The plan of a placement; `options` by module, None: the simplest that the rules allow."""
+    options = options or {m: rules.options(m)[0] for m in rules.n_layers}
+    plan = replace(
+        rules.structure(placement, policy),
+        buckets=tuple(buckets),
+        grouping="arrival" if policy in BASELINES else "balanced",
+    )
+    return with_options(plan, options)
+
+
+def uniform_groups(
+    plan: Plan, pairs: Mapping[str, int], n: int, parts: Mapping[str, int] | None = None
+) -> tuple[Group, ...]:
+    """`n` times the groups of the plan's only bucket: of every module that it has a shape of as
+    many as `parts` says (None: one), with the same content; it is not said which pieces they hold.
+    """
+    (bucket,) = plan.buckets
+    shapes = [(m, s) for m in plan.modules if (s := bucket.shape(m)) is not None]
+    counts = [(parts or {}).get(m, 1) for m, _ in shapes]
+    place = {m: first for (m, _), first in zip(shapes, accumulate(counts, initial=0))}
+    groups: list[Group] = []
+    for i in range(n):
+        for (m, shape), count in zip(shapes, counts, strict=True):
+            feeds = (i * sum(counts) + place[t] for t in plan.targets(m) if t in place)
+            group = Group(m, shape, ((),) * plan.group_size, tuple(feeds), pairs[m])
+            groups += [group] * count
+    return tuple(groups)
+
+
+@dataclass
+class Uniform:
+    """Makespans of a plan with one bucket by its number of groups, each simulated once; `parts` as
+    for `uniform_groups`."""
+
+    plan: Plan
+    pairs: Mapping[str, int]
+    prices: Prices
+    trainable: Sequence[str]
+    parts: Mapping[str, int] | None = None
+    _traces: dict[int, Trace] = field(default_factory=dict)
+
+    def trace(self, n: int) -> Trace:
+        if n not in self._traces:
+            schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n, self.parts))
+            self._traces[n] = simulate_step(self.plan, schedule, self.prices, self.trainable)
+        return self._traces[n]

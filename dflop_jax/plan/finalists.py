@@ -13,7 +13,7 @@ from dflop_jax.records import Bucket, Plan, Prices, Shape
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
-FAR = 1.3  # the same of the best of other policies
+FAR = 1.2  # the same of the best of other policies
 SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
 
 TimePlan = Callable[[Plan], Prices]
@@ -53,9 +53,9 @@ def fastest_of(judged: Sequence[Judged]) -> Judged:
 def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
     """About the best of every policy that `best` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
-    found = [ranking.about_best(p) for p in ranking.policies - {r.policy for r in best[:FINALISTS]}]
-    limit_s = FAR * best[0].bound_s
-    return sorted((r for r in found if r and r.bound_s <= limit_s), key=lambda r: r.policy)
+    others = sorted(ranking.policies - {r.policy for r in best[:FINALISTS]})
+    found = (ranking.about_best(p, FAR * best[0].bound_s) for p in others)
+    return [r for r in found if r]
 
 
 def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:

@@ -180,16 +180,18 @@ class Ranking:
         """Those that are searched."""
         return {policy for policy, _ in self._tables}
 
-    def about_best(self, policy: str) -> Ranked | None:
+    def about_best(self, policy: str, most_s: float) -> Ranked | None:
         """About the best candidate of a policy: by one sampled batch, and after some simulations of
-        those that seem best then; None where none fits."""
+        those that seem best then; None where none fits or takes at most `most_s` seconds."""
         tables = [t for t in self._tables if t[0] == policy]
         alone = Ranking(self.evaluator, tables, (), self.allowed, n_batches=1)
-        return next(alone._in_order(_A_FEW), None)
+        best = next(alone._in_order(_A_FEW, most_s), None)
+        return best if best and best.bound_s <= most_s else None
 
-    def _in_order(self, most_steps: float = math.inf) -> Iterator[Ranked]:
+    def _in_order(self, most_steps: float = math.inf, most_s: float = math.inf) -> Iterator[Ranked]:
         """All candidates, exact, best first; equals by name. After so many steps those that are
-        exact then, and the few of least bounds, are all."""
+        exact then, and the few of least bounds, are all. Ends where all others take longer than
+        `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
@@ -199,6 +201,8 @@ class Ranking:
             known_s = heap[0][0] if heap else np.inf
             upcoming_s = upcoming[0] if upcoming else np.inf
             least_s = min((r.bound_s for r in exact), default=np.inf)
+            if min(known_s, upcoming_s, least_s) > most_s:
+                return
             if exact and least_s * (1 + TIE) < min(known_s, upcoming_s):
                 equal = [r for r in exact if r.bound_s <= least_s * (1 + TIE)]
                 first = min(equal, key=lambda r: r.key)

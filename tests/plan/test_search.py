@@ -16,6 +16,7 @@ from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.evaluate import work_budget
 from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
@@ -365,6 +366,23 @@ def test_auto_takes_the_best_of_its_policies(weights):
         chosen = run("auto", 4, profile=profile, allowed=allowed, refine=False)
         assert chosen.candidates[0].makespan_s == pytest.approx(min(best.values()), rel=2e-6)
         assert chosen.plan.policy == min(best, key=best.get)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_look_at_one_policy_finds_its_best(policy):
+    """Where a few simulations tell it, by one batch; and nothing beyond what is asked for."""
+    config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1, max_microbatches=2)
+    spec, profile = SearchSpec(4, BATCH, config), model_profile()
+    rules, evaluator = search_module._prepared(profile, data_profile(), spec)
+    ranking = Ranking(evaluator, list(searched(rules, 4, config)), (), lambda m: True)
+    best = ranking.about_best(policy, np.inf)
+    alone = search_plan(
+        profile, data_profile(), spec, config=dataclasses.replace(config, policy=policy),
+        refine=False,
+    ).candidates[0]  # fmt: skip
+    assert (best.policy, best.name, best.bound_s) == (policy, alone.name, alone.makespan_s)
+    assert ranking.about_best(policy, 1.001 * best.bound_s) == best
+    assert ranking.about_best(policy, 0.999 * best.bound_s) is None
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])

@@ -279,8 +279,8 @@ def _costs(
         for option in options:
             key = tuple(getattr(option, n) for n in names)
             if key not in known:
-                known[key] = of(option)
-            found.append(np.broadcast_to(known[key], figures.is_there.shape))
+                known[key] = np.broadcast_to(of(option), figures.is_there.shape)
+            found.append(known[key])
         return np.stack(found)
 
     none = np.zeros((len(options), *figures.is_there.shape))

@@ -58,7 +58,8 @@ TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
-_EVALUATE_WORK = 4_000  # most units for a batch of a plan that is looked at closely
+_GLANCED = 2  # batches of one that is looked at quickly
+_EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
 _DRIFTED_SHARE = 1 / 3  # of the steps that plans are judged by
 _STEP_END = (REDUCE, UPDATE)
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
@@ -266,15 +267,24 @@ class Evaluator:
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
         """Seconds by which evaluated plans are compared: of a step, a third of which have
         drifted."""
-        prices = prices or self.prices(plan)
-        trainable = self.rules.trainable(plan)
         work = min(plan.work_budget, _EVALUATE_WORK)
-        drifted_s = [
-            schedule_batch(b, plan, prices, trainable, step=i, work=work).makespan_s
-            for i, b in enumerate(self.drifted)
-        ]
+        drifted_s = self._mean_s(plan, self.drifted, prices, work)
         share = _DRIFTED_SHARE
-        return (1 - share) * plan.predicted.makespan_s + share * float(np.mean(drifted_s))
+        return (1 - share) * plan.predicted.makespan_s + share * drifted_s
+
+    def glance_s(self, plan: Plan) -> float:
+        """About the seconds of a plan that was not evaluated, from few batches and little work."""
+        return self._mean_s(plan, self.unseen[:_GLANCED], None, _RANK_WORK)
+
+    def _mean_s(
+        self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int
+    ) -> float:
+        prices, trainable = prices or self.prices(plan), self.rules.trainable(plan)
+        steps = [
+            schedule_batch(b, plan, prices, trainable, step=i, work=work)
+            for i, b in enumerate(batches)
+        ]
+        return float(np.mean([s.makespan_s for s in steps]))
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

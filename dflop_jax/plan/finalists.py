@@ -20,14 +20,21 @@ TimePlan = Callable[[Plan], Prices]
 
 
 @dataclass(frozen=True)
+class _Refined:
+    """A candidate's plan with buckets that cut a mean batch into at most `finest` microbatches."""
+
+    plan: Plan
+    candidate: Ranked
+    finest: int
+
+
+@dataclass(frozen=True)
 class Judged:
-    """A plan, and the seconds that plans are compared by; `ranked`, and the microbatches that its
-    buckets cut a mean batch into at most, where they were chosen."""
+    """A plan, evaluated, and the seconds that plans are compared by; `of`: what it was made of."""
 
     plan: Plan
     seconds: float
-    ranked: Ranked | None = None
-    finest: int = 0
+    of: _Refined | None = None
 
 
 def by_its_own(evaluator: Evaluator, plans: Sequence[Plan], time_plan: TimePlan) -> Plan:
@@ -72,26 +79,39 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:
         r for r in best
         if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE * first.bound_s)
     ]  # fmt: skip
-    tried: list[Judged] = []
+    tried: list[_Refined] = []
     for candidate in close:
         cut = candidate.cut * candidate.plan.group_size
         most = evaluator.config.max_microbatches
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
         for n in finest[:1] if quick else finest:
             tried += _with_buckets(evaluator, candidate, n, "quick")
-        for plan in _with_one(candidate.plan, evaluator) if candidate in by_policy.values() else ():
-            plan = evaluator.evaluate(plan, candidate.bound_s)
-            tried.append(Judged(plan, evaluator.judged_s(plan), candidate, cut))
+        if candidate in by_policy.values():
+            tried += [_Refined(p, candidate, cut) for p in _with_one(candidate.plan, evaluator)]
+    judged = _judged(evaluator, tried)
     if not quick:  # the fastest, searched through
-        winner = fastest_of(tried)
-        assert winner.ranked is not None
-        tried += _with_buckets(evaluator, winner.ranked, winner.finest, "full")
+        winner = fastest_of(judged).of
+        assert winner is not None
+        judged += _judged(
+            evaluator, _with_buckets(evaluator, winner.candidate, winner.finest, "full")
+        )
     in_order: list[Plan] = []
-    while tried:
-        fastest = fastest_of(tried).plan
+    while judged:
+        fastest = fastest_of(judged).plan
         in_order.append(fastest)
-        tried = [t for t in tried if _programs(t.plan) != _programs(fastest)]
+        judged = [j for j in judged if _programs(j.plan) != _programs(fastest)]
     return in_order
+
+
+def _judged(evaluator: Evaluator, plans: Sequence[_Refined]) -> list[Judged]:
+    """Those that are close to the fastest at a glance, looked at closely."""
+    glances_s = [evaluator.glance_s(r.plan) for r in plans]
+    found = []
+    for r, glance_s in zip(plans, glances_s, strict=True):
+        if glance_s <= CLOSE * min(glances_s):
+            plan = evaluator.evaluate(r.plan, r.candidate.bound_s)
+            found.append(Judged(plan, evaluator.judged_s(plan), r))
+    return found
 
 
 def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
@@ -119,13 +139,13 @@ def _programs(plan: Plan) -> tuple[object, ...]:
     return plan.submeshes, plan.segments, plan.buckets, plan.group_size
 
 
-def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[Judged]:
+def _with_buckets(
+    evaluator: Evaluator, ranked: Ranked, finest: int, effort: str
+) -> list[_Refined]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
         plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
-    plan = evaluator.evaluate(evaluator.with_cheapest_options(plan), ranked.bound_s)
-    if not evaluator.fits(plan):
-        return []
-    return [Judged(plan, evaluator.judged_s(plan), ranked, finest)]
+    plan = evaluator.with_cheapest_options(plan)
+    return [_Refined(plan, ranked, finest)] if evaluator.fits(plan) else []

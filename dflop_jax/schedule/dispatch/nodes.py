@@ -49,9 +49,10 @@ def kept(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
 def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
     """[R, P]: sums over the columns whose label is the one wanted."""
     labels = np.union1d(label_Q, wanted_P)
-    sums = np.zeros((len(moved_RQ), len(labels)))
-    np.add.at(sums.T, np.searchsorted(labels, label_Q), moved_RQ.T)
-    return sums[:, np.searchsorted(labels, wanted_P)]
+    rows, columns = np.nonzero(moved_RQ)  # few: a rank has to do with few others
+    cells = rows * len(labels) + np.searchsorted(labels, label_Q)[columns]
+    sums = np.bincount(cells, moved_RQ[rows, columns], len(moved_RQ) * len(labels))
+    return sums.reshape(-1, len(labels))[:, np.searchsorted(labels, wanted_P)]
 
 
 def best_names(kept_RP: Floats) -> Ints:

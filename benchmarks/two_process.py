@@ -186,9 +186,16 @@ def useful_share(plan, seconds, row) -> float:
     for program, took_s in seconds.items():
         segment = plan.segment(program.segment)
         cores = plan.submesh(segment.submesh).n_devices
-        runs = row["groups"].get(f"{segment.module}:{program.shape.name}", 0)
+        runs = sum(n for label, n in row["groups"].items() if ran(program, segment.module, label))
         useful_s += took_s * cores * runs * (1 - row["padding_fraction"][segment.module])
     return useful_s / 2 / row["step_s"]
+
+
+def ran(program, module: str, label: str) -> bool:
+    """Whether groups of a label (see `dflop_jax.report.trace`) ran a program."""
+    shape, *keeping = label.split(" +")
+    alike = shape == f"{module}:{program.shape.name}"
+    return alike and (program.segment in keeping) == program.remat_less
 
 
 def rate(plan, seconds, module: str) -> float:

@@ -139,9 +139,7 @@ def _programs(plan: Plan) -> tuple[object, ...]:
     return plan.submeshes, plan.segments, plan.buckets, plan.group_size
 
 
-def _with_buckets(
-    evaluator: Evaluator, ranked: Ranked, finest: int, effort: str
-) -> list[_Refined]:
+def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Refined]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
         plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)

@@ -46,9 +46,12 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
 
 def evaluation_scalars(row: Any) -> dict[str, float]:
     """What is tracked of an evaluation (of `train.evaluate`), by name."""
-    scalars = {"held_out/loss": row.loss, "held_out/accuracy": row.accuracy}
-    for name, own in row.by_source.items():
-        scalars |= {f"held_out/{name}/loss": own.loss, f"held_out/{name}/accuracy": own.accuracy}
+    scalars = {}
+    for name, own in {"": row, **row.by_source}.items():
+        place = f"held_out/{name}/" if name else "held_out/"
+        scalars[f"{place}loss"] = own.loss
+        if own.accuracy is not None:
+            scalars[f"{place}accuracy"] = own.accuracy
     return scalars
 
 

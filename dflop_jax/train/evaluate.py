@@ -24,10 +24,14 @@ logger = logging.getLogger("dflop_jax.train")
 @dataclass(frozen=True)
 class HeldOutLoss:
     """Loss of some held-out samples, and mean accuracy of the supervised tokens of the last module
-    with a loss."""
+    with a loss; None where that predicts no tokens."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
+
+    def __str__(self) -> str:
+        correct = "" if self.accuracy is None else f", token accuracy {self.accuracy:.3f}"
+        return f"held-out loss {self.loss:.4f}{correct}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Evaluation:
 
     step: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
 
 
@@ -84,10 +88,12 @@ class HeldOut:
             for module in modules
             for what in ("loss_sum", "correct")
         ]
-        totals = self._peers.sums(f"evaluated/{step}", [own[name].get(k, 0.0) for name, k in keys])
+        known = [own[name].get(k, 0.0) for name, k in keys] + [float(k in own[n]) for n, k in keys]
+        totals = self._peers.sums(f"evaluated/{step}", known)
         sums: dict[str, dict[str, float]] = {name: {} for name in own}
-        for (name, key), total in zip(keys, totals, strict=True):
-            sums[name][key] = total
+        for i, (name, key) in enumerate(keys):
+            if totals[len(keys) + i]:  # who predicts no tokens has none that are correct
+                sums[name][key] = totals[i]
         model = self._ex.model
         whole = _held_out_loss(model, _added(sums.values()), _added(denominators.values()))
         by_source = {
@@ -135,7 +141,9 @@ def _held_out_loss(
     model: MultimodalModel, sums: Mapping[str, float], denominators: Mapping[str, float]
 ) -> HeldOutLoss:
     losses = BatchLoss.of(model, denominators)
-    accuracy = list(losses.means(sums, "correct").values())[-1] if denominators else 0.0
+    accuracy = None
+    if f"{list(denominators)[-1]}.correct" in sums:
+        accuracy = list(losses.means(sums, "correct").values())[-1]
     return HeldOutLoss(losses.total(sums), accuracy)
 
 

@@ -26,7 +26,7 @@ from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
-from dflop_jax.train.evaluate import Evaluation, HeldOut
+from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.redecide import NewPlan, Redecider
@@ -239,13 +239,9 @@ class Loop:
 
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
         row = held_out.run(done)
-        self.progress.log(
-            f"after step {done}: held-out loss {row.loss:.4f}, token accuracy {row.accuracy:.3f}"
-        )
+        self.progress.log(f"after step {done}: {HeldOutLoss(row.loss, row.accuracy)}")
         for name, own in row.by_source.items():
-            self.progress.log(
-                f"  {name}: held-out loss {own.loss:.4f}, token accuracy {own.accuracy:.3f}"
-            )
+            self.progress.log(f"  {name}: {own}")
         if self.folder:
             self.folder.append_evaluation(row)
         return row

@@ -38,6 +38,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.train.evaluate import HeldOutLoss
 from models import wan
 from tests.pipeline import plain
 
@@ -306,6 +307,8 @@ def run(folder):
 def test_a_run_resumes_bit_for_bit_in_another_epoch(run, folder):
     assert run.compiles_after_warmup == 0
     assert run.evaluation.loss > 0
+    assert run.evaluation.accuracy is None  # it predicts no tokens
+    assert str(HeldOutLoss(run.evaluation.loss, None)).endswith(f"loss {run.evaluation.loss:.4f}")
     shutil.copytree(folder / "run", folder / "cut")
     store = CheckpointStore(folder / "cut" / CHECKPOINTS)
     for step in store.steps():

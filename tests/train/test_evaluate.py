@@ -149,6 +149,7 @@ def test_what_was_evaluated_is_reported(tmp_path):
         "held_out/b/loss": 3.0,
         "held_out/b/accuracy": 0.25,
     }
+    assert evaluation_scalars(Evaluation(2, 2.0, None)) == {"held_out/loss": 2.0}
     assert read_last_evaluation(tmp_path) is None
     save(make_plan(), tmp_path / "plan.json")
     with RunFolder(tmp_path, existing="overwrite") as folder:

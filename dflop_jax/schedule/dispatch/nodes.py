@@ -51,7 +51,8 @@ def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
     labels = np.union1d(label_Q, wanted_P)
     rows, columns = np.nonzero(moved_RQ)  # few: a rank has to do with few others
     cells = rows * len(labels) + np.searchsorted(labels, label_Q)[columns]
-    sums = np.bincount(cells, moved_RQ[rows, columns], len(moved_RQ) * len(labels))
+    counted = np.bincount(cells, moved_RQ[rows, columns], len(moved_RQ) * len(labels))
+    sums: Floats = counted.astype(np.float64, copy=False)
     return sums.reshape(-1, len(labels))[:, np.searchsorted(labels, wanted_P)]
 
 

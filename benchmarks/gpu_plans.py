@@ -1,13 +1,15 @@
-"""DIP's smaller models under the plans of their own policy, compiled for the H100s they are for.
+"""Plans that the planner chooses for GPUs that are not here, every program of them compiled.
 
-Command:  python benchmarks/gpu_dip.py [--json FILE] [--models NAME ...] [--policy NAME]
+Command:  python benchmarks/gpu_plans.py [--json FILE] [--cases NAME ...]
 Minutes:  not timed on free cores yet
 Needs:    the extra gpu-compile
 Expected: every program compiles, the plan fits, and its peak bytes are within 5% of the compiled
 
-VLM-S and T2V-S of experiments/paper on 16 H100s at full width and depth in bfloat16. Prices and
-bytes that the planner goes by come from a few layers compiled for the chip; then every program of
-the plan that it chooses is compiled, as by `dflop compile`.
+DIP's smaller models (experiments/paper) under their own policy, and LLaVA-OneVision, fully
+fine-tuned on the embedded samples: the 7B on a node without tensor parallelism, the 72B on eight
+nodes. All at full width and depth in bfloat16. Prices and bytes that the planner goes by come from
+a few layers compiled for the chip; then every program of the plan that it chooses is compiled, as
+by `dflop compile`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,13 @@ GIB = 2**30
 SMALL = {c.name: c for c in CASES if c.name in ("VLM-S", "T2V-S")}
 SAMPLES = 1024
 WITHIN = 0.05
+# Model size, chip, devices, global batch, most tensor parallelism.
+LLAVA = {
+    "7B, 8 H100": ("llava-ov-7b", "h100", 8, 64, 1),
+    "7B, 8 A100": ("llava-ov-7b", "a100-80", 8, 64, 1),
+    "72B, 64 H100": ("llava-ov-72b", "h100", 64, 256, 8),
+}
+NAMES = (*SMALL, *LLAVA)
 
 
 def build(size: str, dtype: str) -> MultimodalModel:
@@ -72,21 +81,23 @@ class Lengths:
         return f"{self.name}[{index}]"
 
 
-def config(name: str, policy: Any) -> Config:
+def config(name: str) -> Config:
+    searched = PlanConfig(effort="quick", buckets=4, max_stage=8, max_microbatches=64)
+    if name in LLAVA:
+        size, chip, devices, batch, tensor = LLAVA[name]
+        return Config(
+            model=ModelConfig(size=size, dtype="bfloat16"),
+            data=DataConfig(max_tokens=8192),
+            plan=replace(searched, hardware=chip, devices=devices, max_model=tensor),
+            train=TrainConfig(global_batch=batch),
+            cache_dir="runs/cache",
+        )
     case = SMALL[name]
+    chip, devices = case.hardware.name, case.n_devices
     return Config(
-        model=ModelConfig(factory="benchmarks.gpu_dip:build", size=name, dtype="bfloat16"),
-        data=DataConfig(factory="benchmarks.gpu_dip:sequences", path=name),
-        plan=PlanConfig(
-            policy=policy,
-            hardware=case.hardware.name,
-            devices=case.n_devices,
-            effort="quick",
-            buckets=4,
-            max_model=8,
-            max_stage=8,
-            max_microbatches=64,
-        ),
+        model=ModelConfig(factory="benchmarks.gpu_plans:build", size=name, dtype="bfloat16"),
+        data=DataConfig(factory="benchmarks.gpu_plans:sequences", path=name),
+        plan=replace(searched, policy="dip", hardware=chip, devices=devices, max_model=8),
         train=TrainConfig(global_batch=case.global_batch),
         cache_dir="runs/cache",
     )
@@ -94,7 +105,7 @@ def config(name: str, policy: Any) -> Config:
 
 @dataclass(frozen=True)
 class Row:
-    model: str
+    case: str
     submesh: str
     planned_bytes: float
     compiled_bytes: float
@@ -104,9 +115,9 @@ class Row:
         return self.planned_bytes / self.compiled_bytes - 1
 
 
-def measure(name: str, policy: str) -> tuple[list[Row], dict[str, Any]]:
+def measure(name: str) -> tuple[list[Row], dict[str, Any]]:
     """Planned and compiled bytes of every submesh, and facts about the plan."""
-    chosen = config(name, policy)
+    chosen = config(name)
     place = set_up(chosen)
     start_s = time.perf_counter()
     profile = predicted_profile(place, ticker("compiling for the prediction"))
@@ -116,7 +127,7 @@ def measure(name: str, policy: str) -> tuple[list[Row], dict[str, Any]]:
     rows = [Row(name, m.submesh, m.planned_bytes, m.peak_bytes) for m in report.memory]
     failed = [f"{p.name}: {p.error}" for p in report.programs if p.error]
     told = {
-        "plan": parallelism(plan),
+        "plan": f"{plan.policy}: {parallelism(plan)}",
         "chunks": len(plan.segments),
         "step_s": plan.predicted.makespan_s,
         "programs": len(report.programs),
@@ -133,15 +144,14 @@ def measure(name: str, policy: str) -> tuple[list[Row], dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the numbers")
-    parser.add_argument("--models", nargs="+", choices=SMALL, default=list(SMALL))
-    parser.add_argument("--policy", default="dip", choices=("dip", "dflop", "orch"))
+    parser.add_argument("--cases", nargs="+", choices=NAMES, default=NAMES)
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     rows: list[Row] = []
     plans: dict[str, dict[str, Any]] = {}
-    for name in args.models:
+    for name in args.cases:
         try:
-            found, plans[name] = measure(name, args.policy)
+            found, plans[name] = measure(name)
         except ValueError as e:
             parser.error(f"{name}: {e}")
         rows += found
@@ -149,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             kept = [asdict(r) for r in rows]
             args.json.write_text(json.dumps({"rows": kept, "plans": plans}, indent=1))
-    table = Table("model", "submesh", "planned GiB", "compiled GiB", "off")
+    table = Table("case", "submesh", "planned GiB", "compiled GiB", "off")
     for r in rows:
         gib = (f"{n / GIB:.1f}" for n in (r.planned_bytes, r.compiled_bytes))
-        table.add_row(r.model, r.submesh, *gib, f"{r.off:+.1%}")
+        table.add_row(r.case, r.submesh, *gib, f"{r.off:+.1%}")
     Console().print(table)
     off = [abs(r.off) for r in rows]
     print(f"peak bytes: off by {statistics.median(off):.1%} (median), {max(off):.1%} (worst)")

@@ -21,6 +21,7 @@ from experiments.paper import (
     idle,
     orch,
     overheads,
+    phases,
     policies,
     scaling,
     stages,
@@ -42,6 +43,7 @@ EXPERIMENTS = {
     "dip-ablation": dip.ablation,
     "orch": orch.run,
     "nodes": orch.nodes,
+    "phases": phases.run,
     "policies": policies.run,
 }
 LONG = ("policies",)  # run only where named
@@ -59,6 +61,7 @@ ANSWERS = {
     "dip-ablation": dip.KEYS,
     "orch": orch.KEYS,
     "nodes": orch.KEYS,
+    "phases": orch.KEYS,
     "policies": policies.KEYS,
     "throughput": throughput.PLANNED,
     "correction": correction.PLANNED,

@@ -1,12 +1,13 @@
 """DIP's and OrchMLLM's results from end to end, on a model small enough for a test."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from experiments.paper import cases, dip, dispatching, orch, policies, systems
+from experiments.paper import cases, dip, dispatching, orch, phases, policies, systems
 from experiments.paper.cases import Case, answer, mean_s, reported
 from models import omni
 
@@ -130,6 +131,34 @@ def test_exchange_against_a_loop_over_pieces():
     assert row[0] == TINY.name
     (row,) = orch.run([TINY]).rows
     assert row[4] == f"{answer(TINY, 'megatron').step_s / found.step_s:.2f}x"
+
+
+def test_slowest_rank_of_every_phase_against_all_assignments():
+    rng = np.random.default_rng(0)
+    seconds = {"vision": rng.integers(1, 9, 6).astype(float), "llm": rng.integers(1, 9, 6) * 1.0}
+    ranks = {"vision": 3, "llm": 2}
+    best = {}
+    for m, n in ranks.items():
+        spans = [
+            np.bincount(bins, seconds[m], n).max() for bins in itertools.product(range(n), repeat=6)
+        ]
+        best[m] = min(spans) * n / seconds[m].sum()
+    every = phases.slowest(seconds, ranks, phases.EVERY)
+    assert every == {m: pytest.approx(b) for m, b in best.items()}
+    halves = {m: max(s[:3].sum(), s[3:].sum()) / s.sum() * 2 for m, s in seconds.items()}
+    assert phases.slowest(seconds, ranks, phases.ARRIVING) == pytest.approx(halves)
+    by_llm = phases.slowest(seconds, ranks, phases.BY_LLM)
+    assert by_llm["llm"] == pytest.approx(best["llm"])
+    assert by_llm["vision"] >= 1
+    nothing = {"vision": np.zeros(1), "llm": np.ones(1)}
+    assert phases.slowest(nothing, {"vision": 1, "llm": 1}, phases.EVERY) == {
+        "vision": 1.0,
+        "llm": 1.0,
+    }
+    (row,) = phases.run([TINY]).rows
+    shares = [float(cell) for cell in row[-3:]]
+    assert row[0] == TINY.name
+    assert shares[2] <= min(shares) + 0.01
 
 
 def placed(group, loads):

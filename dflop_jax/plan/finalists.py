@@ -65,10 +65,11 @@ def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
     return [r for r in found if r]
 
 
-def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:
-    """Plans of candidates with suitable buckets, the fastest first: of the first of those that are
-    ranked, of the first of other policies, and with effort "full" of all that are close to it, with
-    several granularities of buckets; the best are then searched through."""
+def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int) -> list[Plan]:
+    """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
+    as many: of the first of those that are ranked, of the first of other policies, and with effort
+    "full" of all that are close to it, with several granularities of buckets; the best are then
+    searched through."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.grouping == "arrival":
         return [r.plan for r in ranked]
@@ -88,13 +89,12 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:
             tried += _with_buckets(evaluator, candidate, n, "quick")
         if candidate in by_policy.values():
             tried += [_Refined(p, candidate, cut) for p in _with_one(candidate.plan, evaluator)]
-    judged = _judged(evaluator, tried)
+    judged = _judged(evaluator, tried, n)
     if not quick:  # the fastest, searched through
         winner = fastest_of(judged).of
         assert winner is not None
-        judged += _judged(
-            evaluator, _with_buckets(evaluator, winner.candidate, winner.finest, "full")
-        )
+        searched = _with_buckets(evaluator, winner.candidate, winner.finest, "full")
+        judged += _judged(evaluator, searched, 1)
     in_order: list[Plan] = []
     while judged:
         fastest = fastest_of(judged).plan
@@ -103,14 +103,14 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked]) -> list[Plan]:
     return in_order
 
 
-def _judged(evaluator: Evaluator, plans: Sequence[_Refined]) -> list[Judged]:
-    """Those that are close to the fastest at a glance, looked at closely."""
+def _judged(evaluator: Evaluator, plans: Sequence[_Refined], n: int) -> list[Judged]:
+    """The first `n` at a glance, and all that are close to the fastest, looked at closely."""
     glances_s = [evaluator.glance_s(r.plan) for r in plans]
     found = []
-    for r, glance_s in zip(plans, glances_s, strict=True):
-        if glance_s <= CLOSE * min(glances_s):
-            plan = evaluator.evaluate(r.plan, r.candidate.bound_s)
-            found.append(Judged(plan, evaluator.judged_s(plan), r))
+    for place, i in enumerate(sorted(range(len(plans)), key=glances_s.__getitem__)):
+        if place < n or glances_s[i] <= CLOSE * min(glances_s):
+            plan = evaluator.evaluate(plans[i].plan, plans[i].candidate.bound_s)
+            found.append(Judged(plan, evaluator.judged_s(plan), plans[i]))
     return found
 
 

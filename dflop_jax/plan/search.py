@@ -138,8 +138,8 @@ def search_plan(
     plans = [best[0].plan]
     timed: list[Plan] = []
     if spec.refine:
-        plans = refined(ranking, best)
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
+        plans = refined(ranking, best, n_wanted)
         plans = [with_spare(p, data.tail, evaluator) for p in plans[:n_wanted]]
         plans = [with_second_policies(p, evaluator) for p in plans]
         timed = plans[: spec.config.finalists] if time_plan else []

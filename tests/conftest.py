@@ -46,6 +46,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(4, cores + 1)
 
 
+class _Failures:
+    """Names a failed test at once: a suite that is cut off by a time limit prints no summary."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = crash.message if crash else report.longreprtext
+            print(f"\n{report.nodeid} ({report.when}): {why[:300]}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the process that prints, not its workers, name failures."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures())
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected, which stays, out of every later collection."""
     gc.freeze()

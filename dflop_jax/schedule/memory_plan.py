@@ -18,6 +18,7 @@ import numpy as np
 from dflop_jax.pipeline.order import in_flight_limit, resources, step_graph
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
 from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import simulate_order
 
@@ -222,7 +223,7 @@ def chosen(device: Device, budget: Budget) -> Choice:
     return Choice(tuple(found if gain and device.fits(found) else first), bound_s)
 
 
-def _model(device: Device) -> highspy.Highs:
+def _model(device: Device) -> Highs:
     """One binary for every item; a row for every moment. Equal choices are told apart by a share of
     a tick, so that the answer is one."""
     n = len(device.items)
@@ -230,10 +231,7 @@ def _model(device: Device) -> highspy.Highs:
     ticks = np.rint(saved / saved.max() * _TICKS) + (n - np.arange(n)) / n**2
     needs = np.ceil(np.array([i.more_bytes for i in device.items]) / _GRAIN)
     room = np.floor(np.array(device.room_bytes) / _GRAIN)
-    solver = highspy.Highs()
-    solver.silent()
-    for name, value in (("threads", 1), ("parallel", "off"), ("mip_max_nodes", _NODES)):
-        solver.setOptionValue(name, value)
+    solver = Highs(mip_max_nodes=_NODES)
     solver.addVars(n, np.zeros(n), np.ones(n))
     columns = np.arange(n, dtype=np.int32)
     solver.changeColsIntegrality(n, columns, np.full(n, highspy.HighsVarType.kInteger))

@@ -193,7 +193,11 @@ class ScheduleWorker:
                 line = child.stdout.readline()
                 if not line.endswith(b"\n"):
                     break  # died; a half-written line is no answer
-                reply = msgspec.json.decode(line, type=Reply)
+                try:
+                    reply = msgspec.json.decode(line, type=Reply)
+                except msgspec.DecodeError as e:
+                    _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
+                    break
                 answered += 1
                 with self._changed:
                     self._down = False

@@ -6,6 +6,7 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def main() -> None:
     # A cluster signals all processes of a job; this one ends when its parent does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lines, out = sys.stdin.buffer, sys.stdout.buffer
+    lines, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print goes elsewhere than the schedules
     setup = msgspec.json.decode(lines.readline(), type=Setup)
     prices = Prices({})
     for line in lines:

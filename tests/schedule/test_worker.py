@@ -94,6 +94,29 @@ def test_a_child_that_cannot_start_is_given_up(small_plan, monkeypatch):
         assert groups_of(worker.get(0)[0]) == list(range(40))
 
 
+def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
+    noisy = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import {0} as w; answer = w.answer\n"
+        "w.answer = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
+    )
+    monkeypatch.setattr("dflop_jax.schedule.worker._START", noisy)
+    prices = make_prices(small_plan)
+    with worker_for(small_plan, prices, stop_step=1) as worker:
+        assert worker.get(0)[0].groups == inline(0, small_plan, prices).groups
+        assert worker.fallbacks == worker.deaths == 0
+
+
+def test_a_child_that_writes_no_schedules_is_given_up(small_plan, monkeypatch, caplog):
+    chatty = "print('hello', flush=True); import sys; sys.stdin.read()"
+    monkeypatch.setattr("dflop_jax.schedule.worker._START", chatty)
+    with worker_for(small_plan, make_prices(small_plan)) as worker:
+        assert groups_of(worker.get(0)[0]) == list(range(40))
+        wait_until(lambda: not worker._thread.is_alive())
+        assert worker.fallbacks == 1
+        assert worker.deaths == 3
+    assert "wrote b'hello\\n'" in caplog.text
+
+
 def test_new_prices_reach_the_batches_requested_later(small_plan):
     """Steps up to `ahead` past the last `get` keep the old prices, whatever the timing."""
     old = make_prices(small_plan)

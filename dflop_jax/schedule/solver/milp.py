@@ -15,6 +15,7 @@ import highspy
 import numpy as np
 
 from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
@@ -90,17 +91,12 @@ def _deal(samples: Ints, kind_of: Ints, count_TP: Ints) -> list[Ints]:
     return [samples[bin_of == k] for k in range(count_TP.shape[1])]
 
 
-def _model(
-    state: State, pool: Ints, sizes_RT: Floats, counts_T: Ints, before: float
-) -> highspy.Highs:
+def _model(state: State, pool: Ints, sizes_RT: Floats, counts_T: Ints, before: float) -> Highs:
     """Variables: count[t, k] of samples of size t in pool bin k, then the makespan."""
     p = state.problem
     n_kinds, n_pool = len(counts_T), len(pool)
     span = n_kinds * n_pool
-    solver = highspy.Highs()
-    solver.silent()
-    for name, value in (("threads", 1), ("parallel", "off"), ("mip_rel_gap", _GAIN)):
-        solver.setOptionValue(name, value)
+    solver = Highs(mip_rel_gap=_GAIN)
     upper = np.append(np.repeat(counts_T, n_pool).astype(float), before * (1 - _GAIN))
     solver.addVars(span + 1, np.zeros(span + 1), upper)
     whole = np.full(span, highspy.HighsVarType.kInteger)

@@ -13,10 +13,12 @@ from dflop_jax.records import Bucket, Plan, Prices, Shape
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
 CLOSE = 1.05  # makespan over the best, up to which that may change their order
-FAR = 1.2  # the same of the best of other policies
+ABOUT = 1.15  # the same of the first of another policy, at a glance
+FAR = 1.2  # and by one bucket
 SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
 
 TimePlan = Callable[[Plan], Prices]
+Finish = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,14 @@ def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
     return [r for r in found if r]
 
 
-def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int) -> list[Plan]:
+def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) -> list[Plan]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the first of those that are ranked, of the first of other policies, and with effort
     "full" of all that are close to it, with several granularities of buckets; the best are then
-    searched through."""
+    searched through. What `finish` adds to an evaluated plan is judged with it."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.grouping == "arrival":
-        return [r.plan for r in ranked]
+        return [finish(r.plan) for r in ranked[:n]]
     best = [*ranked[:FINALISTS], *_others(ranking, ranked)]
     quick = evaluator.config.effort == "quick"
     by_policy = {r.policy: r for r in reversed(best)}
@@ -85,16 +87,16 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int) -> list[Plan]:
         cut = candidate.cut * candidate.plan.group_size
         most = evaluator.config.max_microbatches
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
-        for n in finest[:1] if quick else finest:
-            tried += _with_buckets(evaluator, candidate, n, "quick")
+        for at_most in finest[:1] if quick else finest:
+            tried += _with_buckets(evaluator, candidate, at_most, "quick")
         if candidate in by_policy.values():
             tried += [_Refined(p, candidate, cut) for p in _with_one(candidate.plan, evaluator)]
-    judged = _judged(evaluator, tried, n)
+    judged = _judged(evaluator, tried, n, finish)
     if not quick:  # the fastest, searched through
         winner = fastest_of(judged).of
         assert winner is not None
         searched = _with_buckets(evaluator, winner.candidate, winner.finest, "full")
-        judged += _judged(evaluator, searched, 1)
+        judged += _judged(evaluator, searched, 1, finish)
     in_order: list[Plan] = []
     while judged:
         fastest = fastest_of(judged).plan
@@ -103,13 +105,18 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int) -> list[Plan]:
     return in_order
 
 
-def _judged(evaluator: Evaluator, plans: Sequence[_Refined], n: int) -> list[Judged]:
-    """The first `n` at a glance, and all that are close to the fastest, looked at closely."""
+def _judged(
+    evaluator: Evaluator, plans: Sequence[_Refined], n: int, finish: Finish
+) -> list[Judged]:
+    """The first `n` at a glance, and all that are close to the fastest, looked at closely; the
+    first of a policy even where it is less close, since a glance misses other things of each."""
     glances_s = [evaluator.glance_s(r.plan) for r in plans]
-    found = []
-    for place, i in enumerate(sorted(range(len(plans)), key=glances_s.__getitem__)):
-        if place < n or glances_s[i] <= CLOSE * min(glances_s):
-            plan = evaluator.evaluate(plans[i].plan, plans[i].candidate.bound_s)
+    found: list[Judged] = []
+    for i in sorted(range(len(plans)), key=glances_s.__getitem__):
+        is_first = all(j.plan.policy != plans[i].plan.policy for j in found)
+        near = ABOUT if is_first else CLOSE
+        if len(found) < n or glances_s[i] <= near * min(glances_s):
+            plan = finish(evaluator.evaluate(plans[i].plan, plans[i].candidate.bound_s))
             found.append(Judged(plan, evaluator.judged_s(plan), plans[i]))
     return found
 

@@ -30,7 +30,7 @@ from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
 # options differ by little, and of a look at one policy.
-_ENOUGH, _A_FEW = 1_500, 40
+_ENOUGH, _A_FEW = 1_500, 100
 _NEAREST = 5  # of least bounds then
 
 

@@ -139,9 +139,11 @@ def search_plan(
     timed: list[Plan] = []
     if spec.refine:
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
-        plans = refined(ranking, best, n_wanted)
-        plans = [with_spare(p, data.tail, evaluator) for p in plans[:n_wanted]]
-        plans = [with_second_policies(p, evaluator) for p in plans]
+
+        def finish(plan: Plan) -> Plan:
+            return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
+
+        plans = refined(ranking, best, n_wanted, finish)
         timed = plans[: spec.config.finalists] if time_plan else []
     if time_plan and timed:
         plans = [by_its_own(evaluator, timed, time_plan)]

@@ -145,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=15, help="random set-ups")
     parser.add_argument("--first", type=int, default=0, help="the first random one")
     args = parser.parse_args(argv)
+    if args.random < 0 or (args.first and (args.papers or not args.random)):
+        parser.error("--first K takes random set-ups from the Kth on: leave out --papers")
     cases = [] if args.first else list(policies.CASES)
     if not args.papers:
         cases += [random_case(args.first + i) for i in range(args.random)]

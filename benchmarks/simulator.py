@@ -1,12 +1,13 @@
-"""The simulator against measured steps: its error for 20 schedules of two set-ups each.
+"""The simulator against measured steps: its error for 16 to 20 schedules of three set-ups each.
 
 Command:  python benchmarks/simulator.py [--json FILE [--more]] [--runs N] [--only SET_UP] [--quick]
 Minutes:  some 11 per set-up and run on 2 cores with nothing else running; more where steps are
-          repeated; three runs of both: an hour and more
+          repeated; three runs of all: an hour and a half
 Target:   median error 5%, worst 12%. Shown: 3.0% and 11.2% (docs/results.md)
 
-Set-ups: two processes pinned to a core each; and one process with 8 pretended CPU devices on the
-cores that there are. Each runs 5 plans on batches of 4 sizes. Before the first step of a plan its
+Set-ups: two processes pinned to a core each; the same with small batches of clips and text, whose
+share of media differs from batch to batch; and one process with 8 pretended CPU devices on the
+cores that there are. Each runs 4 or 5 plans on 4 batches. Before the first step of a plan its
 steps are predicted three times:
   calibrated  from every compiled program run alone (tasks, sends, reductions, updates)
   chosen by   from the prices that a run chooses its plan and schedules its batches by: its own
@@ -34,11 +35,12 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from real_choice import MIXES
 from simulator_errors import error, result, show
 from simulator_steps import calibrated, run_batches, undisturbed
 
@@ -68,6 +70,7 @@ class SetUp:
     size: str  # of the model
     batches: tuple[int, ...]
     kinds: dict[str, Kind]
+    mixture: dict[str, float] = field(default_factory=dict)  # of scenes, instead of the usual one
 
 
 PINNED = SetUp(
@@ -85,6 +88,16 @@ PINNED = SetUp(
         "blind data": Kind("blind", devices=2),
     },
 )
+SWINGING = SetUp(
+    "two pinned processes, swinging shares of media",
+    2,
+    1,
+    1,
+    "tiny+tiny-short",
+    (16, 16, 16, 16),
+    {p: Kind(p) for p in ("dflop", "orch", "dip", "blind")},
+    MIXES["swinging"],
+)
 PRETENDED = SetUp(
     "8 pretended devices",
     1,
@@ -100,7 +113,7 @@ PRETENDED = SetUp(
         "blind": Kind("blind"),
     },
 )
-SET_UPS = {"pinned": PINNED, "pretended": PRETENDED}
+SET_UPS = {"pinned": PINNED, "swinging": SWINGING, "pretended": PRETENDED}
 
 
 def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
@@ -126,8 +139,10 @@ def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
 
 def measure(set_up: SetUp, quick: bool, out: Path) -> None:
     """Predict and run every schedule of a set-up; process 0 writes the rows."""
+    from dflop_jax.data.datasets import scenes
     from dflop_jax.train import prepare, profiling
 
+    scenes.MIXTURE.update(set_up.mixture)
     sizes = (8, 16) if quick else set_up.batches
     kinds = list(set_up.kinds.items())[: 2 if quick else None]
     place = prepare.set_up(config(kinds[0][1], set_up, quick))

@@ -10,19 +10,16 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.pipeline.order import in_flight_limit, most_in_flight, resources
-from dflop_jax.plan.dip import POLICY, with_sub_microbatches
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import with_options
-from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.uniform import Uniform, as_plan
+from dflop_jax.plan.uniform import Uniform
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     NO_GROUP,
     REDUCE,
     UPDATE,
-    Bucket,
     Load,
     Plan,
     Predicted,
@@ -37,11 +34,8 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import (
     WORK_PER_S,
-    BucketSpec,
     Capacity,
-    arrival_buckets,
     capacity_of,
-    choose_buckets,
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch, check_fits
@@ -176,62 +170,6 @@ class Evaluator:
             answer = solve(arrays, whole, prices, (), _RANK_WORK, 0).answer
             self._groups[key] = max(Counter(m for t in answer for m in t.placed).values())
         return self._groups[key]
-
-    def arrival_plan(self, placement: Placement, policy: str, cap: int) -> Plan:
-        """A baseline's plan, whose buckets are quantiles of what arrives."""
-        plan = as_plan(placement, policy, self.rules.structure(placement).buckets, self.rules)
-        ranks = capacity_of(plan).ranks
-        per_rank = max(1, -(-self.global_batch // (ranks[plan.modules[-1]] * cap)))
-        spec = self._spec(plan, None, self.config.max_microbatches, "quick")
-        return replace(plan, buckets=arrival_buckets(self.loads, spec, per_rank))
-
-    def with_buckets(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> Plan:
-        """The plan with the buckets that suit it best, none larger than `most` or than its one
-        bucket where prices are not believed, cutting an average batch into at most `finest`
-        microbatches.
-
-        Raises:
-          ValueError: the largest sample needs a larger one.
-        """
-        whole = replace(plan, fan_in=1)
-        choice = choose_buckets(self.loads, self._spec(whole, most, finest, effort))
-        whole = replace(whole, buckets=tuple(choice.buckets))
-        return with_sub_microbatches(whole, self.rules) if plan.policy == POLICY else whole
-
-    def _spec(self, plan: Plan, most: Bucket | None, finest: int, effort: str) -> BucketSpec:
-        capacity, of = capacity_of(plan), resources(plan)
-        limits = {
-            m: max(self.rules.trusted_tokens(m), max((s.size for s in plan.shapes(m)), default=0))
-            for m in plan.modules
-        }
-        for m, shape in most.shapes if most else ():
-            limits[m] = min(limits[m], shape.size)
-        return BucketSpec(
-            global_batch=self.global_batch,
-            ranks=dict(capacity.ranks),
-            edges=plan.edges,
-            piece_tokens=self.rules.profile.piece_tokens,
-            n_buckets=self.config.buckets,
-            group_size=plan.group_size,
-            seconds=lambda bucket: self._module_seconds(replace(plan, buckets=(bucket,))),
-            token_multiple=self.rules.token_multiple,
-            max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
-            max_microbatches=finest,
-            effort=effort,
-            devices={m: of[plan.segments_of(m)[0].submesh] for m in plan.modules},
-        )
-
-    def _module_seconds(self, plan: Plan) -> dict[str, float]:
-        """Seconds of one group of each module of a plan with one bucket, forward and backward, on
-        the busiest of its devices."""
-        prices, of = self.prices(plan).programs, resources(plan)
-        by_devices: dict[str, dict[int, float]] = {}
-        for s in plan.segments:
-            if (shape := plan.buckets[0].shape(s.module)) is not None:
-                programs = (ProgramId(s.name, shape, d) for d in (FORWARD, BACKWARD))
-                took_s, r = by_devices.setdefault(s.module, {}), of[s.submesh]
-                took_s[r] = took_s.get(r, 0.0) + sum(prices[p].static_s for p in programs)
-        return {m: max(took_s.values()) for m, took_s in by_devices.items()}
 
     def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
         """The plan with its predicted figures and budget of work, and with the lookahead that makes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.ranking import Ranked, Ranking
+from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
 
 FINALISTS = 3  # placements whose buckets are chosen
@@ -149,7 +150,7 @@ def _programs(plan: Plan) -> tuple[object, ...]:
 def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Refined]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan = evaluator.with_buckets(ranked.plan, ranked.most, finest, effort)
+        plan = with_buckets(evaluator, ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)

@@ -23,6 +23,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import Placement
+from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import Uniform, as_plan
 from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
@@ -306,7 +307,7 @@ class Ranking:
                 continue
             for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
                 self.n_candidates += 1
-                buckets = self.evaluator.arrival_plan(placement, policy, cap).buckets
+                buckets = arrival_plan(self.evaluator, placement, policy, cap).buckets
                 plans = [
                     as_plan(placement, policy, buckets, self.rules, options)
                     for options in self._alike()

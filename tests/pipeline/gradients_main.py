@@ -14,28 +14,42 @@ from dflop_jax.pipeline.executor import Executor
 from tests.small import Small
 
 from . import plain
+from .test_dip import chunked
 from .test_gradients import N
 
-# (processes, devices of each) -> name -> (vision, llm, options), as in test_gradients: submeshes on
-# processes of their own, with differing (data, model) on the two sides, and on the same processes.
-# Every layout compiles on every process, so they are few.
+# (processes, devices of each) -> name -> plan: submeshes on processes of their own, with differing
+# (data, model) on the two sides, and on the same processes. Every layout compiles on every process,
+# so they are few.
 LAYOUTS = {
     (2, 4): {
-        "a process each, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
+        "a process each, dp 4 and tp 2 x dp 2": lambda m: plan_of(m, (0, 1, 4, 1), (4, 1, 2, 2)),
     },
     (2, 1): {
-        "1+1": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
-        "tied across processes": ((0, 1, 1, 1), (0, 1, 1, 1), {"llm_segments": 2}),
-        "both on both": ((0, 1, 2, 1), (0, 1, 2, 1), {"zero": {"vision": 2, "llm": 3}}),
+        "1+1": lambda m: plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1)),
+        "tied across processes": lambda m: plan_of(
+            m, (0, 1, 1, 1), (0, 1, 1, 1), llm_segments=2
+        ),
+        "both on both": lambda m: plain.with_zero(
+            plan_of(m, (0, 1, 2, 1), (0, 1, 2, 1)), vision=2, llm=3
+        ),
     },
-}
+    (4, 1): {
+        "both on all": lambda m: plain.with_zero(
+            plan_of(m, (0, 1, 4, 1), (0, 1, 4, 1)), vision=3, llm=2
+        ),
+        "chunks of both on two ranks of two": lambda m: chunked(
+            m, 2, {"vision": 1, "llm": 2}, 2, data=2
+        ),
+    },
+}  # fmt: skip
+plan_of = partial(plain.plan_of, bucket=(36, 240))
 
 
 def main(args: list[str]) -> None:
     want = np.load(args[0])
     local = jax.local_device_count()
-    for name, (vision, llm, options) in LAYOUTS[jax.process_count(), local].items():
-        check(want, name, vision, llm, options)
+    for name, make_plan in LAYOUTS[jax.process_count(), local].items():
+        check(want, name, make_plan(Small()))
         print("equal:", name, flush=True)
 
 
@@ -53,16 +67,13 @@ def print_order(programs):
     programs._jobs_of = told
 
 
-def check(want, name, vision, llm, options):
-    options = dict(options)
-    zero = options.pop("zero", {})
+def check(want, name, plan):
     m = Small()
     samples = plain.random_samples(m, N, 1)
-    plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(36, 240), **options), **zero)
-    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
+    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,), feeding=plan.fan_in)
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
-    if name == "both on both":
+    if name.startswith("both on"):
         ex.programs.autotunes = True  # as on GPUs
         print_order(ex.programs)
     ex.compile(sync=lambda: multihost_utils.sync_global_devices("compiled"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-import dflop_jax.plan.evaluate as evaluate_module
+import dflop_jax.plan.sizing as sizing
 
 from .cases import simple_buckets
 
@@ -10,7 +10,7 @@ from .cases import simple_buckets
 @pytest.fixture(autouse=True)
 def _quick_buckets(monkeypatch, request):
     if "real_buckets" not in request.fixturenames:
-        monkeypatch.setattr(evaluate_module, "choose_buckets", simple_buckets)
+        monkeypatch.setattr(sizing, "choose_buckets", simple_buckets)
 
 
 @pytest.fixture

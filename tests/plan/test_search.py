@@ -9,9 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-import dflop_jax.plan.evaluate as evaluate_module
 import dflop_jax.plan.finalists as finalists
 import dflop_jax.plan.search as search_module
+import dflop_jax.plan.sizing as sizing
 from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.evaluate import work_budget
@@ -78,7 +78,7 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
         huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
         return BucketChoice((large if fits else huge, *small), 0.0, {})
 
-    monkeypatch.setattr(evaluate_module, "choose_buckets", choose)
+    monkeypatch.setattr(sizing, "choose_buckets", choose)
     quick = run(profile=profile, memory_bytes=limit)
     assert tried == ["quick"]
     full = run(effort="full", profile=profile, memory_bytes=limit)

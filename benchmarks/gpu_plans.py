@@ -81,7 +81,8 @@ class Lengths:
         return f"{self.name}[{index}]"
 
 
-def config(name: str) -> Config:
+def config(name: str, max_model: int) -> Config:
+    """What to plan for; `max_model`: most tensor parallelism of DIP's models."""
     searched = PlanConfig(effort="quick", buckets=4, max_stage=8, max_microbatches=64)
     if name in LLAVA:
         size, chip, devices, batch, tensor = LLAVA[name]
@@ -97,7 +98,7 @@ def config(name: str) -> Config:
     return Config(
         model=ModelConfig(factory="benchmarks.gpu_plans:build", size=name, dtype="bfloat16"),
         data=DataConfig(factory="benchmarks.gpu_plans:sequences", path=name),
-        plan=replace(searched, policy="dip", hardware=chip, devices=devices, max_model=8),
+        plan=replace(searched, policy="dip", hardware=chip, devices=devices, max_model=max_model),
         train=TrainConfig(global_batch=case.global_batch),
         cache_dir="runs/cache",
     )
@@ -115,9 +116,9 @@ class Row:
         return self.planned_bytes / self.compiled_bytes - 1
 
 
-def measure(name: str) -> tuple[list[Row], dict[str, Any]]:
+def measure(name: str, max_model: int) -> tuple[list[Row], dict[str, Any]]:
     """Planned and compiled bytes of every submesh, and facts about the plan."""
-    chosen = config(name)
+    chosen = config(name, max_model)
     place = set_up(chosen)
     start_s = time.perf_counter()
     profile = predicted_profile(place, ticker("compiling for the prediction"))
@@ -145,13 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the numbers")
     parser.add_argument("--cases", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument(
+        "--max-model", type=int, default=8, help="most tensor parallelism of DIP's models"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     rows: list[Row] = []
     plans: dict[str, dict[str, Any]] = {}
     for name in args.cases:
         try:
-            found, plans[name] = measure(name)
+            found, plans[name] = measure(name, args.max_model)
         except ValueError as e:
             parser.error(f"{name}: {e}")
         rows += found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.hardware import HARDWARE, USABLE_MEMORY
+from dflop_jax.hardware import HARDWARE
 from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
@@ -85,7 +85,7 @@ def why_nothing_fits(
         return "no placement: the devices at hand cannot form its submeshes; use another number"
     over = (least_bytes - rules.memory_bytes) / _GIB
     more = _devices_that_fit(rules, n_devices, config)
-    larger = [h.name for h in HARDWARE.values() if h.memory_bytes * USABLE_MEMORY >= least_bytes]
+    larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
     if larger and rules.hardware:
         known = " or ".join(larger)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.contract import SAVED_NAMES
-from dflop_jax.hardware import USABLE_MEMORY, hardware_like
+from dflop_jax.hardware import PLANNED_SHARE, hardware_like
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan import search
@@ -99,11 +99,11 @@ def _check_names(place: Workplace) -> None:
 
 
 def _memory_bytes(place: Workplace) -> float:
-    """Bytes that a device may use; 0 where the backend does not say (CPU)."""
+    """Bytes of a device that a plan may fill; 0 where the backend does not say (CPU)."""
     if place.hardware:
-        return USABLE_MEMORY * place.hardware.memory_bytes
+        return place.hardware.plannable_bytes
     stats = place.devices[0].memory_stats() or {}
-    return float(stats.get("bytes_limit", 0))
+    return PLANNED_SHARE * stats.get("bytes_limit", 0)
 
 
 @dataclass(frozen=True)

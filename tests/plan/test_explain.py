@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dflop_jax.hardware import HARDWARE, USABLE_MEMORY, find_hardware
+from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.explain import why_it_lost
 from dflop_jax.plan.ranking import Candidate
 from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
@@ -62,7 +62,7 @@ def test_which_hardware_would_do_is_true():
     assert re.search(r"(so would \w|\w would do)", str(failed.value))
     for h in HARDWARE.values():
         if re.search(rf"\b{h.name}\b", str(failed.value)):
-            plan(2, h.memory_bytes * USABLE_MEMORY, h)
+            plan(2, h.plannable_bytes, h)
 
 
 def test_when_no_number_of_devices_would_do_none_is_named():

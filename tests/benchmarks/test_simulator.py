@@ -45,11 +45,14 @@ def test_runs_are_shown_apart(report):
     assert report.spread(report.by_run(both[:2])) == ""
 
 
-def test_twenty_schedules_of_each_set_up(simulator):
-    for set_up in simulator.SET_UPS.values():
-        assert len(set_up.kinds) * len(set_up.batches) == 20
+def test_schedules_of_each_set_up(simulator):
+    counts = {"pinned": 20, "swinging": 16, "pretended": 20}
+    assert set(simulator.SET_UPS) == set(counts)
+    for key, set_up in simulator.SET_UPS.items():
+        assert len(set_up.kinds) * len(set_up.batches) == counts[key]
         policies = {kind.policy for kind in set_up.kinds.values()}
-        assert policies == {"dflop", "orch", "blind"}
+        assert policies - {"dip"} == {"dflop", "orch", "blind"}
+        assert ("dip" in policies) == (key == "swinging")
 
 
 def test_only_undisturbed_steps_count():

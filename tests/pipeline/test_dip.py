@@ -93,8 +93,9 @@ CASES = {
         Deep(False, 6), 2, {"vision": 2, "llm": 3}, 4,
         {"model": 2, "remats": ("none", "layers", "segment", "dots", "named")}, (),
     ),
-    "4 ranks, 3 rounds, frozen encoder": (
-        Deep(), 4, {"vision": 1, "llm": 3}, 3, {"remats": ("none", "segment")}, ("vision",),
+    "4 ranks of dp 2, 3 rounds, frozen encoder": (
+        Deep(), 4, {"vision": 1, "llm": 3}, 3,
+        {"data": 2, "remats": ("none", "segment")}, ("vision",),
     ),
     "2 ranks of dp 2, one part": (Small(), 2, {"vision": 1, "llm": 1}, 1, {"data": 2}, ()),
 }  # fmt: skip

@@ -18,12 +18,14 @@ ROLLOUTS = 10  # of an expansion
 _EXPLORE = 0.1  # UCB's constant, for rewards of about 1
 
 
-def interleaved(plan: Plan, schedule: Schedule, graph: StepGraph, problem: Problem) -> list[Task]:
+def interleaved(
+    plan: Plan, schedule: Schedule, graph: StepGraph, problem: Problem
+) -> list[Task] | None:
     """Interleaved 1F1B: every rank has a fixed list. It runs its chunks in turn for as many
     microbatches as there are ranks, warms up with as many of them as the textbook says, then
     alternates forward and backward. A microbatch is a group that feeds none, with those that feed
     it. Where ranks would wait for each other, or memory is short, all warm up as much longer or
-    shorter as it takes.
+    shorter as it takes; None where no warm-up fits into memory.
     """
     of = resources(plan)
     ranks = sorted({of[s.submesh] for s in plan.segments})
@@ -40,7 +42,7 @@ def interleaved(plan: Plan, schedule: Schedule, graph: StepGraph, problem: Probl
         order = _joined(graph, in_order)
         if order is not None and problem.allows([place[t] for t in order]):
             return order
-    raise AssertionError("no warm-up fits into memory")
+    return None
 
 
 def _chunk_lists(

@@ -84,7 +84,9 @@ def measure(case: Case, *, small: bool) -> list[Row]:
         return searched(problem, numbers(today.order), budget, 0).order
 
     add(ONE, lambda: numbers(order_tasks(case.plan, graph, case.schedule.groups)))
-    add(INTERLEAVED, lambda: numbers(interleaved(case.plan, case.schedule, graph, problem)))
+    start = time.perf_counter()
+    if (order := interleaved(case.plan, case.schedule, graph, problem)) is not None:
+        add(INTERLEAVED, lambda: numbers(order), time.perf_counter() - start)
     add(TREE, lambda: tree_search(problem, case.schedule, graph, TREE_ORDERS))
     reached = add(RUN, run, listed_s)
     if small:

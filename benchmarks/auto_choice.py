@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
 Minutes:  about 17 on 2 cores for all 30
-Expected: never more than 2% behind; on 2026-11-23 so in 24 of 30, see docs/results.md
+Expected: never more than 2% behind; on 2026-11-23 so in 27 of 30, see docs/results.md
 
 The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an
 encoder of sounds on 8 to 128 devices, and data that drift, so that the kinds of samples come in

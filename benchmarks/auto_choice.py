@@ -145,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=15, help="random set-ups")
     parser.add_argument("--first", type=int, default=0, help="the first random one")
     args = parser.parse_args(argv)
-    if args.random < 0 or (args.first and (args.papers or not args.random)):
+    if args.random < 0:
+        parser.error("--random must not be negative")
+    if args.first and (args.papers or not args.random):
         parser.error("--first K takes random set-ups from the Kth on: leave out --papers")
     cases = [] if args.first else list(policies.CASES)
     if not args.papers:

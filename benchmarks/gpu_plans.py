@@ -1,6 +1,6 @@
 """Plans that the planner chooses for GPUs that are not here, every program of them compiled.
 
-Command:  python benchmarks/gpu_plans.py [--json FILE] [--cases NAME ...]
+Command:  python benchmarks/gpu_plans.py [--json FILE] [--cases NAME ...] [--max-model N]
 Minutes:  4 for VLM-S with --max-model 2; more for each tensor degree and for larger models
 Needs:    the extra gpu-compile
 Expected: every program compiles, the plan fits, and its peak bytes are within 5% of the compiled

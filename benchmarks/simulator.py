@@ -1,8 +1,8 @@
 """The simulator against measured steps: its error for 16 to 20 schedules of three set-ups each.
 
 Command:  python benchmarks/simulator.py [--json FILE [--more]] [--runs N] [--only SET_UP] [--quick]
-Minutes:  some 11 per set-up and run on 2 cores with nothing else running; more where steps are
-          repeated; three runs of all: an hour and a half
+Minutes:  some 11 per set-up and run (swinging: 2 to 6) on 2 cores with nothing else running; more
+          where steps are repeated; three runs of all: an hour and a half
 Target:   median error 5%, worst 12%. Shown: 3.0% and 11.2% (docs/results.md)
 
 Set-ups: two processes pinned to a core each; the same with small batches of clips and text, whose
@@ -88,15 +88,12 @@ PINNED = SetUp(
         "blind data": Kind("blind", devices=2),
     },
 )
-SWINGING = SetUp(
-    "two pinned processes, swinging shares of media",
-    2,
-    1,
-    1,
-    "tiny+tiny-short",
-    (16, 16, 16, 16),
-    {p: Kind(p) for p in ("dflop", "orch", "dip", "blind")},
-    MIXES["swinging"],
+SWINGING = replace(
+    PINNED,
+    name="two pinned processes, swinging shares of media",
+    batches=(16, 16, 16, 16),
+    kinds={p: Kind(p) for p in ("dflop", "orch", "dip", "blind")},
+    mixture=MIXES["swinging"],
 )
 PRETENDED = SetUp(
     "8 pretended devices",

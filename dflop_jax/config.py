@@ -120,7 +120,9 @@ class PlanConfig:
     max_model: Annotated[PositiveInt, "largest tensor-parallel degree tried"] = 2
     max_stage: Annotated[PositiveInt, "largest pipeline degree tried (of dip: ranks)"] = 4
     max_microbatches: Annotated[PositiveInt, "most microbatches of a global batch tried"] = 16
-    memory_bytes: Annotated[NonNegativeFloat, "memory per device; 0: what the device reports"] = 0.0
+    memory_bytes: Annotated[
+        NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
+    ] = 0.0
     zero: Annotated[
         Zero,
         "what data ranks share: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "

@@ -50,9 +50,14 @@ class Hardware:
                 raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
 
     @property
+    def usable_bytes(self) -> float:
+        """Bytes of a device that jax takes."""
+        return USABLE_MEMORY * self.memory_bytes
+
+    @property
     def plannable_bytes(self) -> float:
         """Bytes of a device that a plan may fill."""
-        return PLANNED_SHARE * USABLE_MEMORY * self.memory_bytes
+        return PLANNED_SHARE * self.usable_bytes
 
     def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s of matrix products of a dtype; ValueError names the known ones."""

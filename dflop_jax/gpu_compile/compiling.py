@@ -17,7 +17,7 @@ from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.memory import device_memory, verdict
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
 from dflop_jax.gpu_compile.toolchain import compiler_environment
-from dflop_jax.hardware import USABLE_MEMORY, find_hardware
+from dflop_jax.hardware import find_hardware
 
 OnProgress = Callable[[int, int], None]
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -152,7 +152,7 @@ def _answer(job: Job, known: _Known) -> CompileReport | str:
     if known.refused:
         return known.refused
     hardware = find_hardware(job.config.plan.hardware)
-    budget = job.config.plan.memory_bytes or USABLE_MEMORY * hardware.memory_bytes
+    budget = job.config.plan.memory_bytes or hardware.usable_bytes
     memory = device_memory(known.states, known.programs, job.plan.predicted.peak_bytes)
     fits, words = verdict(hardware.name, budget, memory, known.programs, known.states)
     return CompileReport(

@@ -10,8 +10,8 @@ ORCH, DFLOP, DIP = "orch", "dflop", "dip"
 
 
 def looked_at(glances, n):
-    """Indices of the candidates (policy, seconds at a glance) that are evaluated, in order, and
-    whether all of them were finished."""
+    """Indices of the candidates (policy, seconds at a glance) that are evaluated, in order; each is
+    finished."""
     plans = [SimpleNamespace(policy=p, seconds=s, at=i) for i, (p, s) in enumerate(glances)]
     candidate = SimpleNamespace(bound_s=0.0)
     evaluator = SimpleNamespace(

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.evaluate import TIE, Evaluator
-from dflop_jax.plan.ranking import Ranked, Ranking
+from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
 

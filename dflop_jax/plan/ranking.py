@@ -10,117 +10,30 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, all_bounds
+from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip_space import dip_bounds, why_none
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
-from dflop_jax.plan.options import Option, options_of, saving_words
+from dflop_jax.plan.options import Option, saving_words
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
-from dflop_jax.plan.uniform import Uniform, as_plan
-from dflop_jax.records import REMAT, Bucket, Plan, SubmeshPlan
+from dflop_jax.plan.uniform import as_plan
+from dflop_jax.records import Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
 # options differ by little, and of a look at one policy.
 _ENOUGH, _A_FEW = 1_500, 100
 _NEAREST = 5  # of least bounds then
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A placement with its best cut into groups of one bucket, simulated.
-
-    saving: how its modules save memory, in words; "none" if they do not. busy_s: seconds that each
-    submesh computes in a step of `makespan_s`, on average. peak_bytes: of the device that needs
-    most.
-    """
-
-    policy: str
-    name: str
-    microbatches: int
-    saving: str
-    makespan_s: float
-    busy_s: dict[str, float]
-    peak_bytes: float
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A placement with a cut, whose mean makespan is at least `bound_s`.
-
-    most: the largest bucket that memory holds with these options; None: any. uniform: simulates its
-    groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
-    bounds_s: of each batch's makespan. steps: taken towards exactness. The first ones simulate each
-    batch with the least number of groups, the others with the number that the scheduler makes.
-    """
-
-    policy: str
-    name: str
-    cut: int
-    plan: Plan
-    bound_s: float
-    most: Bucket | None = None
-    uniform: Uniform | None = None
-    groups: tuple[int, ...] = ()
-    bounds_s: tuple[float, ...] = ()
-    steps: int = 0
-
-    @property
-    def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
-        options = options_of(self.plan).values()
-        simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
-        return self.policy, self.name, self.cut, simplest
-
-    @property
-    def exact(self) -> bool:
-        return self.uniform is None or self.steps == 2 * len(self.groups)
-
-    def refined(self, evaluator: Evaluator) -> Ranked:
-        """The same a step nearer to exact."""
-        assert self.uniform is not None, "a baseline is exact"
-        groups, bounds_s = list(self.groups), list(self.bounds_s)
-        counts, batch = divmod(self.steps, len(groups))
-        if counts:
-            groups[batch] = max(groups[batch], evaluator.n_groups(self.plan, batch))
-        bounds_s[batch] = self.uniform.trace(groups[batch]).makespan_s
-        return replace(
-            self,
-            groups=tuple(groups),
-            bounds_s=tuple(bounds_s),
-            bound_s=float(np.mean(bounds_s)),
-            steps=self.steps + 1,
-        )
-
-    def candidate(self, evaluator: Evaluator) -> Candidate:
-        plan, uniform = self.plan, self.uniform
-        if uniform is None:
-            figures = plan.predicted
-            busy_s = {m: b * figures.makespan_s for m, b in figures.busy_fraction.items()}
-        else:
-            traces = [uniform.trace(n) for n in self.groups]
-            seconds = [{m: b * t.makespan_s for m, b in t.busy_fraction().items()} for t in traces]
-            busy_s = {
-                m.name: float(np.mean([s.get(m.name, 0.0) for s in seconds]))
-                for m in plan.submeshes
-            }
-        return Candidate(
-            policy=self.policy,
-            name=self.name,
-            microbatches=self.cut * plan.group_size,
-            saving=saving_words(plan),
-            makespan_s=self.bound_s,
-            busy_s=busy_s,
-            peak_bytes=evaluator.most_bytes(plan),
-        )
 
 
 # What no schedule of a candidate undercuts, and what makes it, with each choice of options.

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.finalists import FINALISTS, TimePlan, by_its_own, refined
-from dflop_jax.plan.ranking import Candidate, Ranking, searched
+from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare

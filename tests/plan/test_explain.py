@@ -6,8 +6,8 @@ import re
 import pytest
 
 from dflop_jax.hardware import HARDWARE, find_hardware
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.explain import why_it_lost
-from dflop_jax.plan.ranking import Candidate
 from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
 
 from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile

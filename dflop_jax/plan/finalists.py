@@ -110,17 +110,27 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
 def _judged(
     evaluator: Evaluator, plans: Sequence[_Refined], n: int, finish: Finish
 ) -> list[Judged]:
-    """The first `n` at a glance, and all that are close to the fastest, looked at closely; the
-    first of a policy even where it is less close, since a glance misses other things of each."""
+    """All that are close to the fastest at a glance, looked at closely; the first of a policy even
+    where it is less close, since a glance misses other things of each; and `n` of the fastest's, so
+    that it is as well searched as alone."""
     glances_s = [evaluator.glance_s(r.plan) for r in plans]
     found: list[Judged] = []
     for i in sorted(range(len(plans)), key=glances_s.__getitem__):
-        is_first = all(j.plan.policy != plans[i].plan.policy for j in found)
-        near = ABOUT if is_first else CLOSE
-        if len(found) < n or glances_s[i] <= near * min(glances_s):
+        policy = plans[i].plan.policy
+        alike = sum(j.plan.policy == policy for j in found)
+        wanted = n if not found or policy == found[0].plan.policy else 0
+        near = CLOSE if alike else ABOUT
+        if alike < wanted or glances_s[i] <= near * min(glances_s):
             plan = finish(evaluator.evaluate(plans[i].plan, plans[i].candidate.bound_s))
             found.append(Judged(plan, evaluator.judged_s(plan), plans[i]))
     return found
+
+
+def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
+    """The first `n` plans, and `n` of the first one's policy: a policy that is far from the fastest
+    takes no place of it."""
+    alike = [p for p in plans if p.policy == plans[0].policy][:n]
+    return [p for i, p in enumerate(plans) if i < n or p in alike]
 
 
 def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:

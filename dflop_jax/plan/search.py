@@ -19,7 +19,7 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
-from dflop_jax.plan.finalists import FINALISTS, TimePlan, by_its_own, refined
+from dflop_jax.plan.finalists import FINALISTS, TimePlan, by_its_own, refined, to_time
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
@@ -145,7 +145,7 @@ def search_plan(
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
         plans = refined(ranking, best, n_wanted, finish)
-        timed = plans[: spec.config.finalists] if time_plan else []
+        timed = to_time(plans, spec.config.finalists) if time_plan else []
     if time_plan and timed:
         plans = [by_its_own(evaluator, timed, time_plan)]
     return SearchResult(

@@ -84,6 +84,13 @@ class Exchange:
         return (self._at_home(self.placed),) * self.routes.blocks
 
     @cached_property
+    def gradient_structs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """What `lower` with `backward` gives."""
+        ranks = self._source.devices.shape[:2]
+        sharding = NamedSharding(self._source, P("stage", "data"))
+        return self.features, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
+
+    @cached_property
     def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """One round's arrays on the target's submesh, each data rank its own rows."""
         r, sharding = self.routes, self.placed.sharding
@@ -113,11 +120,12 @@ class Exchange:
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
         """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
-        -> dfeatures; all on the source's submesh, for the sources of one round."""
-        first = self.block_structs if backward else self.features
-        out: Any = self.features.sharding
-        if not backward:
-            out = tuple(b.sharding for b in self.block_structs)
+        -> (dfeatures, a small output to wait for, since the first is donated onwards); all on the
+        source's submesh, for the sources of one round."""
+        first: Any = self.features
+        out = self.block_structs
+        if backward:
+            first, out = self.block_structs, self.gradient_structs
         own = P("stage", "data")
         program = jax.shard_map(
             self._scatter if backward else self._gather,
@@ -126,7 +134,8 @@ class Exchange:
             out_specs=own,
             check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
         )
-        return jax.jit(program, out_shardings=out).lower(first, self.source_block_structs)
+        shardings = tuple(struct.sharding for struct in out)
+        return jax.jit(program, out_shardings=shardings).lower(first, self.source_block_structs)
 
     def _gather(self, features: Array, sources: tuple[tuple[Array, ...], ...]) -> tuple[Array, ...]:
         table = features.reshape(-1, features.shape[-1])
@@ -141,7 +150,9 @@ class Exchange:
         blocks = jnp.split(placed[0], self.routes.blocks)
         return tuple(b.reshape(m // self.routes.stages, -1, *rest) for b in blocks)
 
-    def _scatter(self, blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]) -> Array:
+    def _scatter(
+        self, blocks: tuple[Array, ...], sources: tuple[tuple[Array, ...], ...]
+    ) -> tuple[Array, Array]:
         r, width, dtype = self.routes, self.features.shape[-1], self.features.dtype
         asked, slots, *weights = self._opened(sources)
         if asked is not None:  # of the ranks that got the same rows one gives the gradient
@@ -158,7 +169,8 @@ class Exchange:
             more = scatter_gradient(like, came[None, None], index, most=r.high)[0, 0]
             total = (total.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
         m, n, tokens, _ = self.features.shape
-        return total.reshape(m // r.stages, n // r.low, tokens, width)
+        done = jnp.zeros((1, 1), jnp.float32)
+        return total.reshape(m // r.stages, n // r.low, tokens, width), done
 
     def _opened(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
         """What this device asks of each rank [V, blocks, capacity] or None, and its slots and

@@ -321,7 +321,7 @@ class Programs:
             structs = update.reduced_structs() if kind == REDUCE else update.updated_structs()
         else:
             exchange = self.exchange(what, *shapes)
-            structs = exchange.block_structs if kind == "gather" else exchange.features
+            structs = exchange.block_structs if kind == "gather" else exchange.gradient_structs
         outputs = jax.tree.map(absent, structs)
         return lambda *_: outputs
 

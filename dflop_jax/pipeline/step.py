@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from dflop_jax.pipeline.communicator import place, send, zeros
 from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.pipeline.watcher import Observation, own_seconds, to_events
+from dflop_jax.pipeline.watcher import Observation, Outputs, Span, own_seconds, to_events
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
 
 Tree = Any
@@ -32,13 +32,17 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """One process's part of a step: (place in the order, dispatched, ended) of the tasks on its
-    devices, in seconds of its `time.perf_counter`; sums over its part of the batch; the global
-    gradient norm, 0 when it does not know."""
+    """One process's part of a step: the tasks on its devices, in seconds of its
+    `time.perf_counter`; sums over its part of the batch; the global gradient norm, 0 when it does
+    not know."""
 
-    spans: tuple[tuple[int, float, float], ...]
+    spans: tuple[Span, ...]
     sums: dict[str, float]
     grad_norm: float
+
+    def later(self, by_s: float) -> LocalResult:
+        """The same in a clock that is ahead by `by_s`."""
+        return replace(self, spans=tuple(s.later(by_s) for s in self.spans))
 
 
 @dataclass
@@ -104,12 +108,12 @@ class StepCall:
         self.sums: list[dict[str, jax.Array]] = []
         self.norms: list[jax.Array] = []
 
-    def run(self, task: Task) -> Tree:
-        """Dispatch a task; returns outputs to wait for (never donated onwards)."""
+    def run(self, task: Task) -> Outputs:
+        """Dispatch a task; returns what to wait for."""
         if task.direction == REDUCE:
-            return self._reduce(task.segment)
+            return Outputs((), self._reduce(task.segment), ())
         if task.direction == UPDATE:
-            return self._update(task.segment)
+            return Outputs((), self._update(task.segment), ())
         if task.direction == FORWARD:
             return self._forward(task.segment, task.group)
         return self._backward(task.segment, task.group)
@@ -163,7 +167,7 @@ class StepCall:
 
     # ---- tasks of groups ----
 
-    def _forward(self, name: str, g: int) -> Tree:
+    def _forward(self, name: str, g: int) -> Outputs:
         programs, group = self.programs, self.groups[g]
         x, fields = self._inputs(name, g)
         kind = programs.forward_kind(name, self.evaluate)
@@ -173,7 +177,7 @@ class StepCall:
             self.kept[name, g] = (x, fields, residuals)
         self._add_sums(name, y.pop("sums", None))
         self.collect(name, g)
-        sent: list[Any] = [y]
+        sent: list[Any] = []
         for link in programs.out_of[name]:
             fed = self._fed(link, g)
             if fed is None:
@@ -190,21 +194,22 @@ class StepCall:
                 arrived = programs.exchange(link, *shapes).deliver(blocks)
                 self._deliver(link.target, fed, link.edge.name, arrived)
                 sent.append(blocks)
-        return sent
+        return Outputs((), y, sent)
 
     def _deliver(self, name: str, g: int, kind: str, array: jax.Array) -> None:
         self.inbox.setdefault((name, g, kind), []).append(array)
 
-    def _backward(self, name: str, g: int) -> Tree:
+    def _backward(self, name: str, g: int) -> Outputs:
         state = self.state
         kept = self.kept.pop((name, g), None)
         x, fields, residuals = (*self._inputs(name, g), {}) if kept is None else kept
         program = self.programs.of_segment(name, self.groups[g], BACKWARD)
+        dy, received = self._gradient_of_output(name, g)
         sums, dx, grads, done = program(
             state.program_params(name),
             x,
             fields,
-            self._gradient_of_output(name, g),
+            dy,
             state.grads.get(name, {}),
             residuals,
         )
@@ -214,17 +219,19 @@ class StepCall:
         for link in self.programs.into[name]:
             if link.source in self.programs.backward:
                 self._send_gradient(link, g, dx)
-        return done
+        return Outputs(received, done, ())
 
     def _add_sums(self, name: str, sums: Tree) -> None:
         module = self.programs.segments[name].plan.module
         if sums:
             self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
-    def _gradient_of_output(self, name: str, g: int) -> Tree:
-        """Cotangents of what the segment gives, zeros where this group's output is not read."""
+    def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
+        """Cotangents of what the segment gives, zeros where this group's output is not read; and
+        what to wait for until exchanges have brought them."""
         programs, shape = self.programs, self.groups[g].shape
         dy: Tree = {}
+        arrived: list[jax.Array] = []
         if name in self.scales:
             dy["sums"] = self.scales[name]
         by_output: dict[str, list[jax.Array]] = {}
@@ -237,8 +244,10 @@ class StepCall:
                 dy["next"] = received
                 continue
             scatter = programs.of_exchange(link, shape, self.groups[fed].shape, backward=True)
-            parts = [scatter(received, one) for one in self.places[name, link.target, g]]
-            by_output.setdefault(link.edge.tap, []).extend(parts)
+            for one in self.places[name, link.target, g]:
+                part, done = scatter(received, one)
+                by_output.setdefault(link.edge.tap, []).append(part)
+                arrived.append(done)
         for key in [k for k in self.places if k[0] == name and k[2] == g]:
             del self.places[key]
         structs = programs.signature(name, shape).y
@@ -246,7 +255,7 @@ class StepCall:
             dy.setdefault("taps", {})[kind] = self._total(name, by_output.get(kind), struct)
         if "exit" in structs:
             dy["exit"] = self._total(name, by_output.get(""), structs["exit"])
-        return dy
+        return dy, arrived
 
     def _total(
         self, name: str, parts: list[jax.Array] | None, struct: jax.ShapeDtypeStruct
@@ -347,7 +356,7 @@ class StepHandle:
                 total = sum(float(np.asarray(a, np.float64).sum()) for a in held)
                 sums[k] = sums.get(k, 0.0) + total
         norm = next((float(n.addressable_data(0)) for n in call.norms if n.addressable_shards), 0.0)
-        spans = tuple((i, o.dispatched_s, o.end_s) for i, o in self._seen.items())
+        spans = tuple(o.span(i) for i, o in self._seen.items())
         return LocalResult(spans, sums, norm)
 
     def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
@@ -357,10 +366,10 @@ class StepHandle:
         when: dict[int, tuple[float, float]] = {}
         sums: dict[str, float] = {}
         for part in parts:
-            for i, dispatched_s, end_s in part.spans:
+            for s in part.spans:
                 # A task over several processes begins with the last to dispatch it.
-                known = when.get(i, (dispatched_s, end_s))
-                when[i] = max(known[0], dispatched_s), max(known[1], end_s)
+                known = when.get(s.place, (s.dispatched_s, s.end_s))
+                when[s.place] = max(known[0], s.dispatched_s), max(known[1], s.end_s)
             for k, v in part.sums.items():
                 sums[k] = sums.get(k, 0.0) + v
         programs = self._call.programs

@@ -95,7 +95,7 @@ class StepLog:
         answer = b""
         if self.peers.is_hub:
             reports = [msgspec.json.decode(v, type=_Report) for v in gathered]
-            parts = [_shifted(r.part, self.peers.offset_s(p)) for p, r in enumerate(reports)]
+            parts = [r.part.later(self.peers.offset_s(p)) for p, r in enumerate(reports)]
             result = handle.result(parts)
             decided = Verdict(
                 batch.loss.total(result.sums),
@@ -175,9 +175,3 @@ class StepLog:
             return
         trace, batch = self._kept
         self.folder.write_trace([trace], group_labels([batch.schedule]))
-
-
-def _shifted(part: LocalResult, by_s: float) -> LocalResult:
-    """Return a part in process 0's clock."""
-    spans = tuple((i, d + by_s, e + by_s) for i, d, e in part.spans)
-    return LocalResult(spans, part.sums, part.grad_norm)

@@ -1,10 +1,11 @@
 """Start and end of tasks from hand-made observations, and the threads that make them."""
 
 import threading
+import time
 
 import pytest
 
-from dflop_jax.pipeline.watcher import Watcher, to_events
+from dflop_jax.pipeline.watcher import Outputs, Watcher, to_events
 from dflop_jax.records import BACKWARD, FORWARD, Task
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
@@ -82,8 +83,8 @@ def test_resources_are_watched_apart_and_each_in_order():
     watcher = Watcher({0, 1})
     try:
         slow, fast = Output(), Output()
-        a = watcher.watch(0, VISION, 1.0, slow)
-        b = watcher.watch(1, LLM, 2.0, fast)
+        a = watcher.watch(0, VISION, 1.0, Outputs((), slow, ()))
+        b = watcher.watch(1, LLM, 2.0, Outputs((), fast, ()))
         fast.ready.set()
         b.wait()
         assert not a.done.is_set()
@@ -95,11 +96,30 @@ def test_resources_are_watched_apart_and_each_in_order():
         watcher.close()
 
 
+def test_an_exchange_is_told_from_what_a_task_computes():
+    watcher = Watcher({0})
+    try:
+        outputs = Outputs(Output(), Output(), Output())
+        seen = watcher.watch(0, VISION, 0.5, outputs)
+        for i, one in enumerate(outputs):
+            assert all(s > 0 for s in seen.span(3)[2 : 2 + i])
+            assert not any(seen.span(3)[2 + i :])
+            one.ready.set()
+            while not seen.span(3)[2 + i]:
+                time.sleep(1e-3)
+        seen.wait()
+        place, dispatched_s, *ends_s = seen.span(3)
+        assert (place, dispatched_s) == (3, 0.5)
+        assert ends_s == sorted(ends_s)
+    finally:
+        watcher.close()
+
+
 def test_an_error_reaches_whoever_waits_and_does_not_end_the_thread():
     watcher = Watcher({0})
     try:
         outputs = [Output(fails=True), Output()]
-        failed, fine = (watcher.watch(0, VISION, 0.0, o) for o in outputs)
+        failed, fine = (watcher.watch(0, VISION, 0.0, Outputs((), o, ())) for o in outputs)
         for o in outputs:
             o.ready.set()
         with pytest.raises(RuntimeError, match="the device is gone"):

@@ -19,7 +19,8 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_MAX_VECTORS = 20_000
+_MAX_VECTORS = 20_000  # listed, of up to so many buckets; of more fewer, as each adds a level
+_FEW_BUCKETS = 4
 _UNREACHABLE = 1e200
 _VOLUME_STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _SHARES = (0.5, 0.95)
@@ -104,6 +105,7 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
     what is left would pass the ceiling.
     """
     room_DC, need_D = wanted.room_DC, wanted.need_D
+    most = int(_MAX_VECTORS * min(1.0, _FEW_BUCKETS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
     cost_X = np.zeros(1)
     complete = True
@@ -118,9 +120,9 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
         left_XD = np.maximum(0.0, need_D - counts_XC @ room_DC.T)
         promise_X = cost_X + _cheapest(left_XD, room_DC[:, c + 1 :], cost_C[c + 1 :])
         keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
-        if len(keep) > _MAX_VECTORS:
+        if len(keep) > most:
             share_X = np.round(promise_X[keep] / max(ceiling, 1e-30), 9)
-            keep = keep[np.argsort(share_X, kind="stable")[:_MAX_VECTORS]]
+            keep = keep[np.argsort(share_X, kind="stable")[:most]]
             complete = False
         counts_XC, cost_X = counts_XC[keep], cost_X[keep]
     room_X = np.round((counts_XC @ room_DC.T).sum(axis=1), 3)

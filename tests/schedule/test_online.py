@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from dflop_jax.pipeline.order import check_order, step_graph
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Group, Load, Schedule, Shape, Task
@@ -363,6 +364,21 @@ def test_cheap_covers_are_all_the_covers(seed):
     assert minimal <= got <= cheap
     spent = found @ cost
     assert (np.diff(spent) >= -1e-9).all()
+
+
+@pytest.mark.parametrize("buckets, most", [(4, 20_000), (8, 5_000), (20, 800)])
+def test_of_many_buckets_fewer_covers_are_listed(buckets, most):
+    """As covers of more buckets take longer each; the cheapest are among them."""
+    rng = np.random.default_rng(buckets)
+    room = rng.integers(1, 5, (3, buckets)).astype(float)
+    need, cost = np.full(3, 60.0), rng.integers(3, 9, buckets).astype(float)
+    found, complete = cheap_covers(Demand(room, need), cost, 400.0)
+    assert complete == (buckets == 4)
+    assert 0 < len(found) <= most
+    assert (found @ room.T >= need).all()
+    holds = optimize.LinearConstraint(room, need)
+    least = optimize.milp(cost, constraints=holds, integrality=np.ones(buckets))
+    assert (found @ cost)[0] == pytest.approx(least.fun)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -52,7 +52,8 @@ TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
-_GLANCED = 2  # batches of one that is looked at quickly
+_JUDGED = 512  # samples by which plans are judged at least, in up to twice as many batches
+_GLANCED = 0.5  # of these batches for one that is looked at quickly
 _EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
 _DRIFTED_SHARE = 1 / 3  # of the steps that plans are judged by
 _STEP_END = (REDUCE, UPDATE)
@@ -81,8 +82,10 @@ class Evaluator:
     ):
         self.rules, self.loads, self.batches = rules, loads, batches
         self.config, self.global_batch = config, global_batch
-        self.unseen = sample_batches(loads, global_batch, len(batches), seed=1)
-        n_drifted = max(2, len(batches))  # one of each direction at least
+        # Small batches differ most, and with them the number of groups.
+        n = min(max(len(batches), _JUDGED // global_batch), 2 * len(batches))
+        n_drifted = max(2, n)  # one of each direction at least
+        self.unseen = sample_batches(loads, global_batch, n, seed=1)
         self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
         self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
@@ -212,7 +215,8 @@ class Evaluator:
 
     def glance_s(self, plan: Plan) -> float:
         """About the seconds of a plan that was not evaluated, from few batches and little work."""
-        return self._mean_s(plan, self.unseen[:_GLANCED], None, _RANK_WORK)
+        n = max(2, round(_GLANCED * len(self.unseen)))
+        return self._mean_s(plan, self.unseen[:n], None, _RANK_WORK)
 
     def _mean_s(
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int

@@ -173,7 +173,8 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     trainable = [s.name for s in plan.segments]
     prices = plan_prices(plan, profile)
     traces, depths = [], []
-    for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, 2, seed=1)):
+    twice = 2 * CONFIG.sampled_batches  # of small batches
+    for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, twice, seed=1)):
         schedule = schedule_batch(batch, plan, prices, trainable, step=i, work=found.work_budget)
         traces.append(simulate_step(plan, schedule, prices, trainable))
         depths.append(most_in_flight(schedule.order))

@@ -1,8 +1,8 @@
 """How far `auto` is behind the best of its policies, on data and costs that no plan was made for.
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
-Minutes:  about 17 on 2 cores for all 30
-Expected: never more than 2% behind; on 2026-11-23 so in 27 of 30, see docs/results.md
+Minutes:  64 beside other work on 2 cores for all 30
+Expected: never more than 2% behind; on 2026-11-24 so in all 30, see docs/results.md
 
 The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an
 encoder of sounds on 8 to 128 devices, and data that drift, so that the kinds of samples come in

@@ -34,7 +34,8 @@ from experiments.paper.common import (
     placements,
     say,
 )
-from experiments.paper.exact import ExactCosts, run_step
+from experiments.paper.dealing import run_step
+from experiments.paper.exact import ExactCosts
 from experiments.paper.systems import predicted
 from experiments.paper.tune import tune
 

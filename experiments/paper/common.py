@@ -28,7 +28,8 @@ from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Load, ModelProfile, Trace
 from experiments.paper import data
-from experiments.paper.exact import ExactCosts, ExactStep, run_step
+from experiments.paper.dealing import run_step
+from experiments.paper.exact import ExactCosts, ExactStep
 from experiments.paper.public_rule import pipelined, public_rule
 from experiments.paper.systems import CLUSTER, Setup, profile_of
 from experiments.paper.tune import Tuned, tune, with_remat

@@ -15,7 +15,7 @@ from dflop_jax.schedule import schedule_batch
 from experiments.paper import data
 from experiments.paper.cases import answer, prices_of
 from experiments.paper.common import Result, main, outcome, percent, seen_batches
-from experiments.paper.exact import bins_of
+from experiments.paper.dealing import bins_of
 from experiments.paper.static import case_of
 from experiments.paper.systems import INTERNVL_72B, LLAVA, Setup
 from experiments.paper.throughput import hours

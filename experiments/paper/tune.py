@@ -16,19 +16,16 @@ import numpy as np
 from dflop_jax.pipeline.order import resources
 from dflop_jax.plan.placement import Placement
 from dflop_jax.records import FORWARD, Direction, Load, Remat, SegmentPlan, SubmeshPlan
+from experiments.paper.dealing import Rates, bins_of, dealt_quickly, rates_of
 from experiments.paper.exact import (
     DIRECTIONS,
     Content,
     ExactCosts,
-    Rates,
     Times,
-    bins_of,
     content_of,
-    dealt_quickly,
     peak_bytes,
     plan_of,
     ranks_of,
-    rates_of,
     replica_trace,
     segment_seconds,
 )

@@ -12,17 +12,14 @@ from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, Load
+from experiments.paper.dealing import bins_of, dealt_quickly, rates_of, run_step
 from experiments.paper.exact import (
     ExactCosts,
-    bins_of,
     content_of,
-    dealt_quickly,
     is_replicated,
     peak_bytes,
     ranks_of,
-    rates_of,
     run_bins,
-    run_step,
     segment_seconds,
 )
 from experiments.paper.tune import Search, largest_amounts, replica_bounds, tune, with_remat

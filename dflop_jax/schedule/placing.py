@@ -189,11 +189,13 @@ class Content:
     shapes: list[Shape]
     groups: list[list[Placed]]
 
-    def pairs_D(self, batch: Batch, g: int) -> Ints:
-        """Content of each rank in all microbatches of a group."""
-        each = [rank_pairs(p, batch, self.module, self.shapes[g], self.ranks)
-                for p in self.groups[g]]  # fmt: skip
-        return np.sum(each, axis=0)
+    def pairs_GD(self, batch: Batch) -> Ints:
+        """Content of each rank in all microbatches of each group."""
+        sums_GD = np.zeros((len(self.groups), self.ranks), np.int64)
+        for sums_D, group, shape in zip(sums_GD, self.groups, self.shapes):
+            for placed in group:
+                sums_D += rank_pairs(placed, batch, self.module, shape, self.ranks)
+        return sums_GD
 
 
 def balance_content(content: Content, batch: Batch, budget: Budget, seed: int) -> None:
@@ -202,18 +204,20 @@ def balance_content(content: Content, batch: Batch, budget: Budget, seed: int) -
     without making a group's busiest rank busier."""
     places = [(g, m) for g, group in enumerate(content.groups) for m in range(len(group))]
     _match_ranks(content, batch)
+    pairs_GD = content.pairs_GD(batch)
+    bound = content_bound(batch.lengths[content.module] ** 2, content.ranks)
     for turn in range(_TURNS):
         for left, (g, m) in zip(range(len(places), 0, -1), places):
             part = budget.part(budget.left / left / (_TURNS - turn))
-            _even_step(content, batch, g, m, part, seed, may_rise=turn > 0)
+            _even_step(content, batch, pairs_GD, g, m, bound, part, seed, may_rise=turn > 0)
 
 
 def uneven(content: Content, batch: Batch) -> float:
     """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
-    each_GD = [content.pairs_D(batch, g) for g in range(len(content.groups))]
-    if not each_GD:
+    if not content.groups:
         return 0.0
-    return float(np.sum(each_GD, axis=0).max() + _RISE * sum(int(x.max()) for x in each_GD))
+    pairs_GD = content.pairs_GD(batch)
+    return float(pairs_GD.sum(axis=0).max() + _RISE * pairs_GD.max(axis=1).sum())
 
 
 def _match_ranks(content: Content, batch: Batch) -> None:
@@ -226,27 +230,33 @@ def _match_ranks(content: Content, batch: Batch) -> None:
         )
         for placed, ranks_D in zip(group, matched(pairs_KD)):
             moved_to(placed, ranks_D, shape)
-    sums_KD = np.stack([content.pairs_D(batch, g) for g in range(len(content.groups))])
-    for group, shape, ranks_D in zip(content.groups, content.shapes, matched(sums_KD)):
+    ranks_GD = matched(content.pairs_GD(batch))
+    for group, shape, ranks_D in zip(content.groups, content.shapes, ranks_GD):
         for placed in group:
             moved_to(placed, ranks_D, shape)
 
 
 def _even_step(
-    content: Content, batch: Batch, g: int, m: int, budget: Budget, seed: int, may_rise: bool
+    content: Content,
+    batch: Batch,
+    pairs_GD: Ints,
+    g: int,
+    m: int,
+    bound: int,
+    budget: Budget,
+    seed: int,
+    may_rise: bool,
 ) -> None:
-    """Lower the busiest rank of the step by what one microbatch holds, in place. The busiest rank
-    of its group `may_rise` by less than that."""
+    """Lower the busiest rank of the step, at best to `bound`, by what one microbatch holds, in
+    place, `pairs_GD` too. The busiest rank of its group `may_rise` by less than that."""
     placed, shape, ranks = content.groups[g][m], content.shapes[g], content.ranks
-    length_P = batch.lengths[content.module][placed.pieces]
-    group_D = content.pairs_D(batch, g)
-    own_D = rank_pairs(placed, batch, content.module, shape, ranks)
-    total_D = np.sum([content.pairs_D(batch, k) for k in range(len(content.groups))], axis=0)
+    group_D, total_D = pairs_GD[g], pairs_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
-    bound = content_bound(batch.lengths[content.module] ** 2, ranks)
-    if budget.done or len(length_P) == 0 or total_max <= bound:
+    if budget.done or len(placed.pieces) == 0 or total_max <= bound:
         return
+    own_D = rank_pairs(placed, batch, content.module, shape, ranks)
     most = group_max + ((total_max - bound) / _RISE if may_rise else 0)
+    length_P = batch.lengths[content.module][placed.pieces]
     problem = _step_problem(length_P, shape, total_D - own_D, group_D - own_D, most)
     budget.spend(1)
     state = State(problem, placed.rows_P)
@@ -255,3 +265,4 @@ def _even_step(
     after_RD = problem.loads(search.state.bins)[:, :: shape.rows]
     if after_RD[0].max() + _RISE * after_RD[2].max() < total_max + _RISE * group_max:
         placed.rows_P = search.state.bins
+        pairs_GD[g] = after_RD[2]

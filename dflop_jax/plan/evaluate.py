@@ -197,11 +197,11 @@ class Evaluator:
         # Where groups share out what memory is left, the lookahead is chosen already.
         for lookahead in LOOKAHEADS if plan.grouping == "balanced" and not plan.kept else ():
             longer = replace(plan, lookahead=lookahead)
-            if not self.fits(longer):
+            worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
+            if _busiest_s(plan, traces) >= worth_s or not self.fits(longer):
                 break
             again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
             other = self._predicted(longer, [s for s, _ in again], [trace for _, trace in again])
-            worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
             best = other if other.predicted.makespan_s < worth_s else best
         return replace(best, work_budget=work_budget(best.predicted.makespan_s))
 
@@ -252,6 +252,18 @@ class Evaluator:
             chosen_by_s=makespan_s,
         )
         return replace(plan, predicted=predicted)
+
+
+def _busiest_s(plan: Plan, traces: Sequence[Trace]) -> float:
+    """Seconds that the busiest devices compute, on average: no order of tasks is faster."""
+    of, found = resources(plan), []
+    for trace in traces:
+        busy_s = dict.fromkeys(of.values(), 0.0)
+        for name, share in trace.busy_fraction().items():
+            if name in of:  # and not a link
+                busy_s[of[name]] += share * trace.makespan_s
+        found.append(max(busy_s.values()))
+    return float(np.mean(found))
 
 
 def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from dflop_jax.pipeline.order import in_flight_limit, with_backward
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
 from dflop_jax.sim.memory import kept_bytes
 
@@ -17,9 +17,14 @@ _WORTH = 0.005  # share of the step that it must save: it doubles the programs t
 def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
     """The plan with the second policies that make its steps fastest, evaluated; as it is where no
     segment computes anything again, or none is worth its programs."""
-    best, candidates = plan, _candidates(plan, evaluator)
-    least_s = (1 - _WORTH) * evaluator.judged_s(plan) if candidates else 0.0
+    candidates = _candidates(plan, evaluator)
+    if not candidates:
+        return plan
+    glance_s = evaluator.glance_s(plan)
+    best, least_s = plan, (1 - _WORTH) * evaluator.judged_s(plan)
     for candidate in candidates:
+        if evaluator.glance_s(candidate) >= glance_s * (1 - TIE):
+            continue
         evaluated = evaluator.evaluate(candidate, plan.predicted.makespan_s)
         if (judged_s := evaluator.judged_s(evaluated)) < least_s:
             least_s, best = judged_s, evaluated

@@ -122,11 +122,9 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
             steps_run = read_metrics(run.run_dir)[WARMUP:]
             share = partial(useful_share, plan, calibrated[name])
             rows[name] = summary(plan, steps_run, list(map(share, steps_run)))
-    if not prepared("dflop")[0].peers.is_hub:
-        return
+    place, profile = prepared("dflop")
     trained = [name for name in names if name in POLICIES]
-    if trained:
-        place, profile = prepared("dflop")
+    if place.peers.is_hub and trained:
         rates = {
             module: min(rate(planned(n), calibrated[n], module) for n in trained)
             for module in profile.model.n_layers
@@ -135,7 +133,9 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
         for name in names:
             if name not in PAIR:
                 rows[name]["best_rate"] = useful_s / 2 / rows[name]["step_s"]
-    out.write_text(json.dumps(rows))
+    if place.peers.is_hub:
+        out.write_text(json.dumps(rows))
+    place.peers.barrier("written")  # who ends before the other is taken for dead
 
 
 def model_of(name: str) -> str:

@@ -13,6 +13,7 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import Demand, demand
 from dflop_jax.schedule.shapes.evaluate import roomiest_first
 from dflop_jax.schedule.shapes.sizes import Buckets, BucketSpec, SecondsOf
+from dflop_jax.schedule.solver.highs import silent_for_others
 from dflop_jax.schedule.solver.problem import Floats
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need
@@ -94,7 +95,8 @@ def solve_choices(
     answers: dict[Buckets, None] = {}
     for value in SLACKS:
         slack.value = value
-        with warnings.catch_warnings():  # the best answer within the nodes is what is asked for
+        with silent_for_others(), warnings.catch_warnings():
+            # The best answer within the nodes is what is asked for.
             warnings.filterwarnings("ignore", message="Solution may be inaccurate")
             problem.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
         on_C = np.zeros(len(candidates)) if z.value is None else z.value

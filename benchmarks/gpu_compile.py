@@ -163,7 +163,7 @@ CASES = _cases()
 def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None) -> dict[str, Any]:
     """What one program came to."""
     peak = find_hardware(CHIPS[case.arch]).peak_flops("bfloat16")
-    actual = program.work_bytes if program.kind == BACKWARD else program.output_bytes
+    actual = program.work_bytes if program.kind == BACKWARD else program.handed_bytes
     return {
         "model": case.model,
         "program": program.name,

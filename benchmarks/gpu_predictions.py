@@ -52,11 +52,9 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
         return None
     segment, mesh = plan.segment(program.segment), plan.submesh(program.submesh).shape
     (shape,) = plan.shapes(segment.module)
-    needs = costs.segment_bytes(segment, mesh, plan.group_size, shape.rows, shape.tokens)
-    if program.kind == BACKWARD:
-        return float(needs.temporaries)
-    inputs = costs.fits.predict(segment.module, mesh[2], shape.rows, shape.tokens, "hidden")
-    return float(needs.kept - inputs * plan.group_size * costs.inputs_kept(segment)) or None
+    figures = costs.at(segment.module, mesh[2], shape.rows, shape.tokens)
+    handed, taken = costs.task_bytes(segment, mesh, plan.group_size, figures, trained=True)
+    return float(taken if program.kind == BACKWARD else handed) or None
 
 
 def errors(outcomes: dict[str, dict[str, Any]], kind: str) -> dict[str, float]:

@@ -159,6 +159,10 @@ def compiled(
         return replace(head, error=one_line(e))
     if head.kind == FORWARD:
         programs.learn(key, executable)
+        shape = next(k for k in key if isinstance(k, Shape))
+        head = replace(
+            head, handed_bytes=device_bytes(programs.segment_of(key).residual_structs(shape))
+        )
     needed, seen = _needed(programs, head, key)
     optimized = executable.as_text() or ""
     cost = hlo_cost(optimized, seen)

@@ -1,10 +1,10 @@
 """The profile of a model on a chip that is not here, from programs compiled for it.
 
-Of every module a few layers are compiled (`probes`), two depths, whose difference is a layer: at a
-small and a large shape, and with every recompute policy at the large one. Seconds are those of the
-compiled kernels under the roofline, bytes the compiler's own. What no program tells comes from
-traces: how much of attention is computed again, and what a segment that runs forward and backward
-in one task would hand over.
+Of every module a few layers are compiled (`probes`) with every recompute policy: two depths, whose
+difference is a layer, at a small and a large shape. Seconds are those of the compiled kernels under
+the roofline, bytes the compiler's own. What no program tells comes from traces: how much of
+attention is computed again, and what a segment that runs forward and backward in one task would
+hand over.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ class Ladder:
 
     @property
     def probes(self) -> list[Probe]:
-        points: list[tuple[Shape, Remat]] = [(s, "none") for s in self.shapes]
-        points += [(self.shapes[1], r) for r in self.remats if r != "none"]
+        points = [(s, r) for r in self.remats for s in self.shapes]
         kinds = [(d, True) for d in self.depths] + [(self.depths[1], False)] * self.has_loss
         return [self._probe(s, r, d, ends) for s, r in points for d, ends in kinds]
 
@@ -196,16 +195,7 @@ class Ladder:
     def _split(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
     ) -> tuple[_Cost, _Cost]:
-        """What (one layer, all else) of programs with the module's ends, or without, costs. Of
-        policies only the large shape was compiled: what they change grows with the size."""
-        if remat != "none" and shape != self.shapes[1]:
-            none, there = (
-                self._split(costs, self.shapes[1], r, ends=ends) for r in ("none", remat)
-            )
-            here = self._split(costs, shape, "none", ends=ends)
-            ratio = shape.size / self.shapes[1].size
-            layer, rest = (h + ratio * (t - n) for h, t, n in zip(here, there, none, strict=True))
-            return layer, rest
+        """What (one layer, all else) of programs with the module's ends, or without, costs."""
         if not ends:
             whole = costs[self._probe(shape, remat, self.depths[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
@@ -254,7 +244,7 @@ class Ladder:
             whole_bytes = ends[_WORK] + self.depths[1] * layer[_WORK]
             layer, ends = self._split(costs, shape, remat, ends=False)
             kept = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
-            loss_bytes = whole_bytes - ends[_WORK] - kept
+            loss_bytes = whole_bytes - kept
         figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
         layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
         names = ("layer_bytes", "ends_bytes", "temp_bytes", "layer_temp_bytes", "loss_bytes")

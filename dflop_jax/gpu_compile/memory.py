@@ -9,7 +9,7 @@ import numpy as np
 
 from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
 from dflop_jax.profile.state import SegmentBytes
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE
+from dflop_jax.records import FORWARD, REDUCE, UPDATE
 from dflop_jax.sim.memory import peaks_of
 
 
@@ -31,8 +31,8 @@ def device_memory(
     kept = {s.segment: s.input_bytes + handed[s.segment] for s in states}
 
     def work(p: ProgramReport) -> float:
-        if p.kind == FORWARD and handed[p.segment]:  # its outputs are kept
-            return p.temp_bytes
+        if p.kind == FORWARD:  # what backward is given counts as kept
+            return p.work_bytes - p.handed_bytes
         return _work_bytes(p, shards[resource[p.segment]])
 
     needs = []
@@ -65,10 +65,8 @@ def device_memory(
 def _handed_bytes(segment: str, programs: Sequence[ProgramReport]) -> float:
     """What a forward task leaves for its backward task, of the largest shape, under the segment's
     own recompute policy."""
-    own = [p for p in programs if p.segment == segment and not p.keeping]
-    if not any(p.kind == BACKWARD for p in own):
-        return 0.0
-    return max((p.output_bytes for p in own if p.kind == FORWARD), default=0.0)
+    own = (p.handed_bytes for p in programs if p.segment == segment and not p.keeping)
+    return max(own, default=0.0)
 
 
 def _work_bytes(program: ProgramReport, shard_bytes: float) -> float:

@@ -27,6 +27,7 @@ class ProgramReport:
       keeping: whether it is of its segment's second recompute policy.
       same_as: program of equal text that was compiled before it, in this plan or another.
       compile_s: seconds of XLA; 0 where `same_as` is given.
+      handed_bytes: of its outputs, what a forward task leaves for its backward task.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
       modelled_s: seconds of its kernels under the roofline (`dflop_jax.profile.efficiency`), one
         after another, every row full of one piece.
@@ -44,6 +45,7 @@ class ProgramReport:
     compile_s: float = 0.0
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
+    handed_bytes: float = 0.0
     aliased_bytes: float = 0.0
     temp_bytes: float = 0.0
     flops: float = 0.0

@@ -200,34 +200,49 @@ class CostModel:
         trained: bool,
         backward: bool,
     ) -> SegmentBytes:
-        """`segment_bytes` from figures at hand.
-
-        What forward keeps is there for every tick of the loop over stages, those included in which
-        a stage has nothing of its own to do. A task that runs forward and backward holds it among
-        its temporaries, with the hidden states after the last layer and their gradients.
-        """
-        stages, again = mesh[0], _again(segment)
-        ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        inputs = figures["hidden"] * group_size * self.inputs_kept(segment)
-        kept = ticks * layers * figures[f"{again}.layer_bytes"]
-        kept = kept + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        temporaries = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
-        temporaries = temporaries + whole_bytes(segment, mesh, self.profile, trained=trained)
-        if not backward:
-            kept = np.zeros_like(inputs)
-        elif FORWARD in self.loops(segment, BACKWARD):
-            temporaries = temporaries + kept + 2 * ticks * figures["hidden"]
-            if not self.hands_over(segment):
-                temporaries = temporaries + figures[f"{again}.loss_bytes"]
-            kept = np.zeros_like(inputs)
-        temporaries = np.where(figures.is_there, temporaries, 0.0)
+        """`segment_bytes` from figures at hand."""
+        handed, temporaries = self.task_bytes(
+            segment, mesh, group_size, figures, trained=trained, backward=backward
+        )
         if trained:
             temporaries = np.maximum(temporaries, end_bytes(segment, mesh, self.profile))
         return SegmentBytes(
             state=state_bytes(segment, mesh, self.profile, trained=trained),
-            kept=inputs + kept,
+            kept=figures["hidden"] * group_size * self.inputs_kept(segment) + handed,
             temporaries=temporaries,
         )
+
+    def task_bytes(
+        self,
+        segment: SegmentPlan,
+        mesh: Mesh,
+        group_size: int,
+        figures: Figures,
+        *,
+        trained: bool,
+        backward: bool = True,
+    ) -> tuple[Array, Array]:
+        """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
+        takes beside its arguments and what it hands over).
+
+        What forward hands over is there for every tick of the loop over stages, those included in
+        which a stage has nothing of its own to do. A task that runs forward and backward holds it
+        among its temporaries, with the hidden states after the last layer and their gradients.
+        """
+        stages, again = mesh[0], _again(segment)
+        ticks, layers = group_size + stages - 1, segment.n_layers / stages
+        handed = ticks * layers * figures[f"{again}.layer_bytes"]
+        handed = handed + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
+        if not backward:
+            handed = np.zeros_like(handed)
+        elif FORWARD in self.loops(segment, BACKWARD):
+            if not self.hands_over(segment):
+                work = np.maximum(work, figures[f"{again}.loss_bytes"])
+            work = work + handed + 2 * ticks * figures["hidden"]
+            handed = np.zeros_like(handed)
+        work = work + whole_bytes(segment, mesh, self.profile, trained=trained)
+        return handed, np.where(figures.is_there, work, 0.0)
 
 
 def _again(segment: SegmentPlan) -> Remat:

@@ -20,8 +20,8 @@ class Recompute:
       pair_s: the same of a layer for each pair of tokens of one piece.
       layer_bytes, ends_bytes: kept from forward to backward, of one microbatch.
       temp_bytes: temporaries of the backward program beside what was kept, however many layers it
-        has; `layer_temp_bytes`: more of them for each layer; `loss_bytes`: more where the program
-        ends in a loss.
+        has; `layer_temp_bytes`: more of them for each layer; `loss_bytes`: what one that runs
+        forward, too, and ends in a loss takes at least, beside what would be kept.
     """
 
     layer_s: float = 0.0

@@ -112,8 +112,8 @@ def test_a_file_of_a_row_has_what_is_predicted_and_modelled():
     assert row["modelled_mfu"] == pytest.approx(4e12 / 0.01 / 989.4e12)
     assert row["actual_bytes"] == 8.0
     assert row["predicted_bytes"] == pytest.approx(5.0 * 8 * 729)
-    ahead = script.row(case, replace(report, kind="forward"), plan, costs)
-    assert ahead["actual_bytes"] == 5.0
+    ahead = script.row(case, replace(report, kind="forward", handed_bytes=3.0), plan, costs)
+    assert ahead["actual_bytes"] == 3.0
     assert ahead["predicted_bytes"] == pytest.approx(layers["vision"] * 8 * 729)
     other = script.row(case, replace(report, kind="reduce", needed_flops=0.0), plan, costs)
     assert other["predicted_bytes"] is other["modelled_mfu"] is None

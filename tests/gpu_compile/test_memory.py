@@ -24,7 +24,9 @@ def state(segment: str, resource: int, **gib: float) -> SegmentState:
     )
 
 
-def program(segment: str, kind: str, temp: float, out: float = 0.0, alias: float = 0.0):
+def program(
+    segment: str, kind: str, temp: float, out: float = 0.0, alias: float = 0.0, handed: float = 0.0
+):
     return ProgramReport(
         name=f"{segment} {kind}",
         segment=segment,
@@ -34,13 +36,14 @@ def program(segment: str, kind: str, temp: float, out: float = 0.0, alias: float
         temp_bytes=temp * GIB,
         output_bytes=out * GIB,
         aliased_bytes=alias * GIB,
+        handed_bytes=handed * GIB,
     )
 
 
 def test_the_peak_is_state_inputs_and_the_largest_program():
     states = [state("a", 0), state("b", 1, state=8.0, input=0.25)]
     programs = [
-        program("a", "forward", 1.0, out=0.5),
+        program("a", "forward", 1.0, out=0.75, handed=0.5),
         program("a", "backward", 6.0, out=3.0, alias=2.0),
         program("b", "backward", 2.0),
     ]

@@ -159,10 +159,8 @@ def compiled(
         return replace(head, error=one_line(e))
     if head.kind == FORWARD:
         programs.learn(key, executable)
-        shape = next(k for k in key if isinstance(k, Shape))
-        head = replace(
-            head, handed_bytes=device_bytes(programs.segment_of(key).residual_structs(shape))
-        )
+        residuals = programs.segment_of(key).residual_structs(_shape_of(key))
+        head = replace(head, handed_bytes=device_bytes(residuals))
     needed, seen = _needed(programs, head, key)
     optimized = executable.as_text() or ""
     cost = hlo_cost(optimized, seen)
@@ -184,12 +182,17 @@ def _of_head(head: ProgramReport) -> dict[str, Any]:
     return {name: getattr(head, name) for name in fields}
 
 
+def _shape_of(key: Any) -> Shape:
+    """The shape that a segment's task is compiled for."""
+    return next(k for k in key if isinstance(k, Shape))
+
+
 def _needed(programs: Programs, head: ProgramReport, key: Any) -> tuple[float, float]:
     """FLOPs that a program needs, and the share of pairs that its attention sees."""
     if head.kind not in (FORWARD, BACKWARD, EVALUATE):
         return 0.0, 1.0
     segment = programs.segment_of(key)
-    shape = next(k for k in key if isinstance(k, Shape))
+    shape = _shape_of(key)
     alone = FORWARD not in programs.kinds(head.segment)
     needed = needed_flops(segment, shape, head.kind, with_forward=alone)
     return needed, seen_pairs(segment.module, shape.tokens)

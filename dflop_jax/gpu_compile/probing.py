@@ -48,8 +48,8 @@ def compiled_probes(
       ValueError: the compiler is not installed, or the chip is not described.
     """
     folder = Path(config.cache_dir) / "compiled"
-    base = _content(config, model)
-    files = {p: folder / f"{_name(base, p)}.json" for p in dict.fromkeys(probes)}
+    base = {m: _content(config, model, m) for m in {p.module for p in probes}}
+    files = {p: folder / f"{_name(base[p.module], p)}.json" for p in dict.fromkeys(probes)}
     found: dict[Probe, Found] = {}
     for probe, file in files.items():
         with suppress(ValueError):  # not known yet, or of another version
@@ -70,17 +70,18 @@ def compiled_probes(
     return found
 
 
-def _content(config: Config, model: MultimodalModel) -> bytes:
-    """A digest of all that the compiled programs of probes depend on, but the probe: sources,
-    sizes, chip, compiler."""
+def _content(config: Config, model: MultimodalModel, module: str) -> bytes:
+    """A digest of all that the compiled programs of a module's probes depend on, but the probe:
+    sources, sizes, chip, compiler; not the modules beside it."""
     here = _ROOT / "dflop_jax"
     models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
     sources = sorted({f for place in (*(here / name for name in _MADE_OF), *models)
                       for f in ([place] if place.is_file() else place.glob("*.py"))})  # fmt: skip
     facts = (
         [_file_digest(f) for f in sources],
-        {name: repr(m) for name, m in model.modules.items()},
-        [repr(e) for e in edges_of(model)],
+        repr(model.modules[module]),
+        [repr(e) for e in edges_of(model) if module in (e.source, e.target)],
+        model.piece_tokens.get(module),
         repr(find_hardware(config.plan.hardware)),
         jax.__version__,
         os.environ.get("XLA_FLAGS", ""),

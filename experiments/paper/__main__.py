@@ -1,7 +1,9 @@
 """All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
 
-Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 17 on 2 cores; `--only policies` 12 more
+Command:  python -m experiments.paper [--out DIR] [--only NAME ...] [--costs compiled]
+          (or `make paper`)
+Minutes:  about 17 on 2 cores; `--only policies` 12 more; `--costs compiled` minutes for each model
+          the first time, with the extra gpu-compile
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 
@@ -28,7 +30,9 @@ from experiments.paper import (
     throughput,
 )
 from experiments.paper.common import prepare, print_result, say
+from experiments.paper.compiled import compile_all
 from experiments.paper.report import draw, write_report, write_timelines
+from experiments.paper.systems import COSTS, take_costs
 
 EXPERIMENTS = {
     "throughput": throughput.run,
@@ -75,7 +79,14 @@ def main() -> int:
     )
     parser.add_argument("--out", default="runs/paper", metavar="DIR", help="default: runs/paper")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, metavar="NAME", default=[])
+    parser.add_argument(
+        "--costs",
+        choices=COSTS,
+        default=COSTS[0],
+        help="from traced kernels (default) or from programs compiled for the devices",
+    )
     args = parser.parse_args()
+    take_costs(args.costs)
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -85,6 +96,13 @@ def main() -> int:
     start_s = time.perf_counter()
     names = args.only or [name for name in EXPERIMENTS if name not in LONG]
     results = []
+    if args.costs == "compiled":
+        asked = [key for name in names for key in (*OUTCOMES.get(name, ()), *ANSWERS.get(name, ()))]
+        try:
+            compile_all(key[0] for key in asked)
+        except ValueError as e:
+            print(f"error: {e}")
+            return 2
     prepare(key for name in names for key in OUTCOMES.get(name, ()))
     cases.prepare(key for name in names for key in ANSWERS.get(name, ()))
     for i, name in enumerate(names):

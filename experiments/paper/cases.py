@@ -23,6 +23,7 @@ from dflop_jax.plan.options import saving_words
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.fit import Fits
 from dflop_jax.records import DataProfile, Load, ModelProfile, Plan, Prices, Remat, Schedule, Trace
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
@@ -200,7 +201,7 @@ def _tuned(case: Case) -> Answer:
         costs,
         grouping="arrival",
         memory_bytes=case.memory_bytes,
-        remats=REMATS,
+        remats=_priced(costs.profile),
     )
     search_s = time.perf_counter() - start_s
     steps = [
@@ -213,6 +214,12 @@ def _tuned(case: Case) -> Answer:
         float(np.mean([s.idle_share for s in steps])),
         search_s,
     )
+
+
+def _priced(profile: ModelProfile) -> list[Remat]:
+    """Those of `REMATS` that the profile has prices of, for every module."""
+    known = [Fits(profile).known_policies(module) for module in profile.n_layers]
+    return [r for r in REMATS if all(r in policies for policies in known)]
 
 
 def _planned(case: Case, policy: Policy) -> Answer:

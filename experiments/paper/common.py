@@ -31,7 +31,7 @@ from experiments.paper import data
 from experiments.paper.dealing import run_step
 from experiments.paper.exact import ExactCosts, ExactStep
 from experiments.paper.public_rule import pipelined, public_rule
-from experiments.paper.systems import CLUSTER, Setup, profile_of
+from experiments.paper.systems import CLUSTER, Setup, costs, profile_of, take_costs
 from experiments.paper.tune import Tuned, tune, with_remat
 
 MAX_MODEL, MAX_STAGE = 8, 16
@@ -169,7 +169,8 @@ def on_all_cores(work: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[D
     if workers < 2:
         yield from map(work, jobs)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, take_costs, (costs(),)) as pool:
         for done in as_completed([pool.submit(work, job) for job in jobs]):
             yield done.result()
 

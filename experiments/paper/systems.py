@@ -77,9 +77,32 @@ def profile_of(setup: Setup, hardware: Hardware = CLUSTER) -> ModelProfile:
     return predicted(model_of(setup), hardware)
 
 
+COSTS = ("roofline", "compiled")
+_costs = COSTS[0]
+
+
+def take_costs(name: str) -> None:
+    """Say where this process has predicted costs from, one of `COSTS`; before the first of them."""
+    global _costs
+    _costs = name
+
+
+def costs() -> str:
+    """What `take_costs` was told."""
+    return _costs
+
+
 @cache
 def predicted(model: MultimodalModel, hardware: Hardware) -> ModelProfile:
-    """A profile by the roofline, at the shapes that all experiments use."""
+    """A profile by the roofline over traced kernels, or over those of compiled programs."""
+    if _costs == "compiled":
+        from experiments.paper.compiled import compiled_profile  # which knows all models
+
+        return compiled_profile(model, hardware)
+    return _by_roofline(model, hardware)
+
+
+def _by_roofline(model: MultimodalModel, hardware: Hardware) -> ModelProfile:
     shapes = {
         name: [Shape(n, model.piece_tokens[name]) for n in ITEMS]
         if name in model.piece_tokens

@@ -95,8 +95,7 @@ def join(arrays: list[Array], dims: Mapping[int, int], ways: int, *, together: b
     """Put whole arrays in the place of pieces.
 
     Args:
-      together: lay them end to end; not where a dim is sharded by the compiler, which would have to
-        gather it.
+      together: lay them end to end; not where some are split over "model" and others are not.
     """
     for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
         if len(part) == 1:

@@ -40,18 +40,44 @@ def gather(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
       specs: how each array is split; the leading dims that an array lacks (the layers' dim of one
         layer) are left out.
     """
-    local, tree = jax.tree.flatten(arrays)
-    fused.join(local, _dims(specs, local), mesh.shape["data"], together=mesh.shape["model"] == 1)
-    return jax.tree.unflatten(tree, local)
+    return _on_tensor_ranks(fused.join, mesh, specs, arrays)
 
 
 def scatter(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
     """Whole arrays of each data rank -> float32 pieces of their sum over the ranks; an array that
     is not split stays this rank's own. `specs` as for `gather`."""
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
-    local, tree = jax.tree.flatten(jax.tree.map(lambda a: a.astype(jnp.float32), arrays))
-    fused.scatter(local, _dims(specs, local), mesh.shape["data"], together=mesh.shape["model"] == 1)
+    whole = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    return _on_tensor_ranks(fused.scatter, mesh, specs, whole)
+
+
+def _on_tensor_ranks(
+    collective: Callable[..., None], mesh: Mesh, specs: Tree, arrays: Tree
+) -> Tree:
+    """A collective over "data" on what each tensor-parallel device has of the arrays: left to the
+    compiler, "model" is gathered first."""
+    local, tree = jax.tree.flatten(arrays)
+    dims, ways = _dims(specs, local), mesh.shape["data"]
+    if mesh.shape["model"] == 1:
+        collective(local, dims, ways)
+        return jax.tree.unflatten(tree, local)
+
+    def own(moved: list[Array]) -> list[Array]:
+        collective(moved, dict(enumerate(dims.values())), ways, together=False)
+        return moved
+
+    named = jax.tree.leaves(specs)
+    parts = [_over_model(named[i], local[i].ndim) for i in dims]
+    moved = jax.shard_map(own, in_specs=(parts,), out_specs=parts, axis_names={"model"})
+    for i, array in zip(dims, moved([local[i] for i in dims]), strict=True):
+        local[i] = array
     return jax.tree.unflatten(tree, local)
+
+
+def _over_model(spec: P, n_dims: int) -> P:
+    """How the last dims of an array are split over "model"."""
+    axes = list(spec)[len(spec) - n_dims :]
+    return P(*("model" if "model" in fused.axes_of(axis) else None for axis in axes))
 
 
 def _dims(specs: Tree, arrays: list[Array]) -> dict[int, int]:

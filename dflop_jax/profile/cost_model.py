@@ -226,22 +226,27 @@ class CostModel:
         takes beside its arguments and what it hands over).
 
         What forward hands over is there for every tick of the loop over stages, those included in
-        which a stage has nothing of its own to do. A task that runs forward and backward holds it
-        among its temporaries, with the hidden states after the last layer and their gradients.
+        which a stage has nothing of its own to do; backward copies that of the tick that it is at,
+        where there are several. A task that runs forward and backward holds all of it among its
+        temporaries, with the hidden states after the last layer and their gradients; when its loss
+        is computed, backward has not begun.
         """
-        stages, again = mesh[0], _again(segment)
+        stages, again, alone = mesh[0], _again(segment), not self.hands_over(segment)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        handed = ticks * layers * figures[f"{again}.layer_bytes"]
-        handed = handed + ticks * self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        of_tick = layers * figures[f"{again}.layer_bytes"]
+        of_tick = of_tick + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        handed = ticks * of_tick
         work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
+        if backward and ticks > 1:
+            work = work + of_tick
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):
-            if not self.hands_over(segment):
+            if alone:
                 work = np.maximum(work, figures[f"{again}.loss_bytes"])
             work = work + handed + 2 * ticks * figures["hidden"]
             handed = np.zeros_like(handed)
-        work = work + whole_bytes(segment, mesh, self.profile, trained=trained)
+        work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
         return handed, np.where(figures.is_there, work, 0.0)
 
 

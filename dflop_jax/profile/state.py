@@ -109,16 +109,22 @@ def state_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trai
     return state + gradients + own * (2 + (working < 1.0))
 
 
-def whole_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool) -> Array:
-    """Bytes of what a program has whole that is split between programs: parameters of two layers
-    (the next one's come early) and of the ends; and what is on its way: a layer's parameters, and
-    its float32 gradients, which come in one piece and are taken apart."""
+def whole_bytes(
+    segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool, ends_in_loss: bool
+) -> Array:
+    """Bytes of what a backward has whole that is split between programs (ZeRO 2 and 3).
+
+    At its fullest that is a layer's parameters and float32 gradients, and beside them the ends'
+    gradients, which come after it. In a task that ends in a loss these are among what the loss
+    takes; there the parameters that the loss reads are whole instead, half of untied ends.
+    """
     layer, ends = (of(segment, mesh, profile) for of in (layer_bytes, ends_bytes))
+    read = ends if segment.module in profile.tied else ends / 2
     whole = 0.0
     if segment.zero == 3:
-        whole += profile.working_share(segment.module) * (3 * layer + ends)
+        whole += profile.working_share(segment.module) * (layer + ends_in_loss * read)
     if segment.zero >= 2 and trained:
-        whole += layer
+        whole += layer + (not ends_in_loss) * ends
     return np.where(np.asarray(mesh[1]) > 1, whole, 0.0)
 
 

@@ -351,12 +351,15 @@ def test_peak_bytes_by_hand(remat, zero, half):
     def one(forward, layers, ticks, flying, fused, ranks, params):
         """Bytes of a segment: the input is 100 forwards of a layer. At the step's end it has its
         reduced gradients, and all new parameters where ranks gather them."""
-        kept = ticks * forward * (layers * own[0] + own[1])
-        work = own[2] * forward
+        of_tick = forward * (layers * own[0] + own[1])
+        kept = ticks * of_tick
+        work = own[2] * forward + of_tick * (ticks > 1)
         if fused or again:
             work += kept + 2 * ticks * 100 * forward
             kept = 0.0
-        whole = (zero == 3) * (0.5 if half else 1.0) * (3 * layer + ends) + (zero > 1) * layer
+        reads = layer + ends / 2 * fused  # where the loss is
+        whole = (zero == 3) * (0.5 if half else 1.0) * reads
+        whole += (zero > 1) * (layer + ends * (not fused))
         work += whole * (ranks > 1)
         gathers = ranks > 1 and zero < 3
         end = (2.5 if gathers else 1.7) * params / ranks

@@ -10,7 +10,15 @@ from jax.sharding import Mesh
 
 from dflop_jax.pipeline.segment import AXES, Segment, parts_of
 from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.state import end_bytes, shared_share, split_bytes, state_bytes
+from dflop_jax.profile.state import (
+    end_bytes,
+    ends_bytes,
+    layer_bytes,
+    shared_share,
+    split_bytes,
+    state_bytes,
+    whole_bytes,
+)
 from dflop_jax.records import LayerTiming, ParamDims, SegmentPlan, Shape
 from models.llava import build
 
@@ -68,3 +76,27 @@ def test_only_gathered_parameters_are_whole_at_the_end():
     assert end_bytes(three, (1, 4, 1), PROFILE) == pytest.approx(1.7 * own)
     assert end_bytes(one, (1, 4, 1), PROFILE) == pytest.approx(2.5 * own + size)
     assert end_bytes(one, (1, 1, 1), PROFILE) == end_bytes(three, (1, 1, 1), PROFILE)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("data", [1, 4])
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_whole_while_a_task_runs(zero, data, half):
+    """By hand: a layer's parameters (3) and gradients (2 and 3), the ends' gradients or, in a task
+    that ends in the loss, the parameters that the loss reads."""
+    plan = SegmentPlan(
+        "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
+    )
+    loose = dataclasses.replace(PROFILE, tied=(), halved=("llm",) if half else ())
+    working, mesh = 0.5 if half else 1.0, (1, data, 1)
+    layer, ends = (of(plan, mesh, loose) for of in (layer_bytes, ends_bytes))
+    moved = (data > 1) * (zero > 1)
+    whole = layer * (zero == 3) * working + layer + ends
+    assert whole_bytes(plan, mesh, loose, trained=True, ends_in_loss=False) == moved * whole
+    for tied, read in ((), 0.5), (("llm",), 1.0):
+        profile = dataclasses.replace(loose, tied=tied)
+        want = layer + (layer + read * ends) * working * (zero == 3)
+        got = whole_bytes(plan, mesh, profile, trained=True, ends_in_loss=True)
+        assert got == moved * want
+    frozen = whole_bytes(plan, mesh, loose, trained=False, ends_in_loss=False)
+    assert frozen == moved * (zero == 3) * working * layer

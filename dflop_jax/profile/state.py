@@ -130,7 +130,7 @@ def whole_bytes(
 
 # What the step's end takes in reduced gradients, as compiled: the gradients and parts of copies of
 # them, more where updated parameters are gathered.
-_REDUCED, _UPDATED = 1.7, 2.5
+_REDUCED, _UPDATED = 1.7, 2.0
 
 
 def end_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> Array:

@@ -362,7 +362,7 @@ def test_peak_bytes_by_hand(remat, zero, half):
         whole += (zero > 1) * (layer + ends * (not fused))
         work += whole * (ranks > 1)
         gathers = ranks > 1 and zero < 3
-        end = (2.5 if gathers else 1.7) * params / ranks
+        end = (2.0 if gathers else 1.7) * params / ranks
         work = max(work, end + gathers * (0.5 if half else 1.0) * params)
         return flying * (4 * 100 * forward + kept) + work
 

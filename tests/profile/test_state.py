@@ -74,7 +74,7 @@ def test_only_gathered_parameters_are_whole_at_the_end():
     own = sum(split_bytes(plan, (1, 4, 1), PROFILE))
     size = sum(split_bytes(plan, (1, 1, 1), PROFILE))
     assert end_bytes(three, (1, 4, 1), PROFILE) == pytest.approx(1.7 * own)
-    assert end_bytes(one, (1, 4, 1), PROFILE) == pytest.approx(2.5 * own + size)
+    assert end_bytes(one, (1, 4, 1), PROFILE) == pytest.approx(2.0 * own + size)
     assert end_bytes(one, (1, 1, 1), PROFILE) == end_bytes(three, (1, 1, 1), PROFILE)
 
 

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+
 from experiments.paper import (
     ablation,
     asymmetry,
@@ -87,6 +89,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     take_costs(args.costs)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; a GPU's plugin wants one
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)

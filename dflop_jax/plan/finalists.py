@@ -11,6 +11,9 @@ from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
+from dflop_jax.schedule.batch import Batch, capacity_of
+from dflop_jax.schedule.shapes.choose import largest
+from dflop_jax.schedule.sub_microbatches import widened
 
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
@@ -92,7 +95,9 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
         for at_most in finest[:1] if quick else finest:
             tried += _with_buckets(evaluator, candidate, at_most, "quick")
         if candidate in by_policy.values():
-            tried += [_Refined(p, candidate, cut) for p in _with_one(candidate.plan, evaluator)]
+            alike = _with_one(candidate.plan, evaluator)
+            alike += _with_shorter_rows(alike[-1], evaluator)
+            tried += [_Refined(p, candidate, cut) for p in alike]
     judged = _judged(evaluator, tried, n, finish)
     if not quick:  # the fastest, searched through
         winner = fastest_of(judged).of
@@ -147,6 +152,27 @@ def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     if small == bucket or evaluator.config.buckets < 2:
         return [plan]
     return [plan, replace(plan, buckets=(bucket, small))]
+
+
+def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+    """The plan with packed rows as short as the longest piece allows, no more of them than before;
+    nothing where they are, or where these hold not every sample. Programs of about the same size
+    may differ in speed by more than a fit of a few timings tells; their own times do."""
+    rules, loads = evaluator.rules, evaluator.loads
+    packed = set(plan.modules) - set(rules.profile.piece_tokens) - set(plan.divided)
+    shortest = {
+        m: _up(max((n for load in loads for n in load.lengths(m)), default=0), rules.token_multiple)
+        for m in packed
+    }
+    buckets = tuple(
+        Bucket.of({m: Shape(s.rows, min(s.tokens, shortest.get(m, s.tokens))) for m, s in b.shapes})
+        for b in plan.buckets
+    )
+    shorter = replace(plan, buckets=buckets)
+    wide, _ = widened(shorter, evaluator.prices(shorter))
+    every = Batch(largest(loads, plan.modules), plan.modules)
+    holds_all = every.able_any(wide.buckets, capacity_of(plan)).all()
+    return [shorter] if holds_all and buckets != plan.buckets else []
 
 
 def _up(tokens: float, multiple: int) -> int:

@@ -1,10 +1,14 @@
-"""Which candidates are looked at closely after a glance at all."""
+"""Which candidates are looked at closely after a glance at all, and what is made of them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from dflop_jax.plan import finalists
+from dflop_jax.records import Load, Prices
+
+from ..plans import TILE_TOKENS, bucket, chain, load
 
 ORCH, DFLOP, DIP = "orch", "dflop", "dip"
 
@@ -59,3 +63,31 @@ def test_the_first_the_close_and_the_first_of_other_policies(glances, n, expecte
 def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
     plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
     assert [p.at for p in finalists.to_time(plans, n)] == expected
+
+
+def shortened(plan, loads, alone=("vision",)):
+    """The plans with shorter rows that are made of a plan for these samples."""
+    profile = SimpleNamespace(piece_tokens=dict.fromkeys(alone, TILE_TOKENS))
+    rules = SimpleNamespace(profile=profile, token_multiple=32)
+    evaluator = SimpleNamespace(rules=rules, loads=loads, prices=lambda plan: Prices({}))
+    return [p.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
+
+
+def with_buckets(*buckets):
+    return replace(chain(2, vision=1), buckets=buckets)
+
+
+def test_packed_rows_are_tried_as_short_as_the_longest_piece():
+    plan = with_buckets(bucket(8, 384, 4), bucket(4, 384, 2), bucket(0, 256))
+    found = shortened(plan, [load(2, 337), load(0, 40)])
+    assert found == [(bucket(8, 352, 4), bucket(4, 352, 2), bucket(0, 256))]
+    assert shortened(plan, [load(1, 353)]) == []  # as short as can be
+    assert shortened(with_buckets(bucket(4, 32)), [load(0, 1)]) == []
+
+
+def test_rows_stay_where_a_sample_needs_their_length():
+    """Five pictures of 40 tokens take two rows of 128, three of which 64 are one too few."""
+    plan = with_buckets(bucket(8, 128, 2))
+    loads = [Load({"vision": (TILE_TOKENS,), "llm": (40,) * 5})]
+    assert shortened(plan, loads) == []
+    assert shortened(plan, [Load({"llm": (40,) * 2})]) == [(bucket(8, 64, 2),)]

@@ -1,13 +1,13 @@
 """Two processes pinned to a core each: what asynchronous dispatch and the planner's choice bring.
 
 Command:  python benchmarks/two_process.py [--json FILE] [--steps N] [--rows NAME ...]
-Minutes:  about 10 on 2 cores with nothing else running
+Minutes:  about 12 on 2 cores with nothing else running
 Expected: dispatch without waiting beats awaiting every task; `auto` beats both blind variants; the
           order by prices is no slower than the textbook's; kept activations are at least 1.15 times
           as fast as recomputed ones.
 
 Real wall time: each process computes on a core of its own. All runs train the same model on the
-same batches. Policies:
+same batches, and plan as any run does: the programs of a few plans are timed. Policies:
   blind pipeline   encoder on one process, LLM on the other, arrival order, padded
   blind data       the whole model on both, arrival order, padded: what most would do
   dflop            encoder and LLM apart, balanced microbatches in searched buckets
@@ -43,6 +43,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.records import Plan
 
 RUNS = Path("runs/two_process")
 WARMUP = 4  # steps left out of every median
@@ -53,6 +54,7 @@ AWAITED = "awaited"
 ORDERS = ("textbook order", "priced order")
 PAIR = {"kept": "none", "recomputed": "segment"}  # what backward computes again
 PAIR_SIZE = "tiny-deep+tiny-short"
+OWN_PLAN = (*SEARCHED, "kept")  # the others train by the plan of one of these, or a blind one
 ROWS = (*POLICIES, AWAITED, *ORDERS, *PAIR)
 
 
@@ -77,7 +79,9 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
     from dflop_jax.train import loop, prepare, profiling, timing, trainer
 
     make_executor, compile_and_time = timing.make_executor, timing.compile_and_time
+    took: dict[int, dict] = {}  # by executor: finalists are timed too
     calibrated: dict[str, dict] = {}
+    plans: dict[str, Plan] = {}
 
     def made(place, plan):
         """An executor, which awaits every task if it is to."""
@@ -91,7 +95,7 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
     def timed(place, ex):
         """What is measured of the programs, whose least seconds are kept."""
         result = compile_and_time(place, ex)
-        least = calibrated.setdefault(name, {})
+        took[id(ex)] = least = {}
         for program, runs in (row for part in result.parts for row in part.took.items()):
             least[program] = max(min(runs), least.get(program, 0.0))
         return result
@@ -102,22 +106,29 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
         place = prepare.set_up(config(like, steps, batch, size))
         return place, profiling.make_profile(place, place.source())
 
-    @cache
-    def planned(like: str):
-        return choose(like, *prepared(model_of(like)), config(like, steps, batch, size))
+    def given(name: str):
+        """The plan that a row trains by; None: it searches its own, as any run."""
+        if name in OWN_PLAN:
+            return None
+        like = name if name in BLIND else model_of(name)
+        own = config(like, steps, batch, size)
+        return plans.get(like) or choose(like, *prepared(model_of(like)), own)
 
     rows = {}
     for name in names:
         run = config(name, steps, batch, size)
         place, profile = prepared(model_of(name))
-        plan = planned(name if name in POLICIES else model_of(name))
+        plan = given(name)
         with ExitStack() as stack:
             if name in ORDERS:
                 stack.enter_context(patch.object(loop, "Schedules", partial(in_order, name, plan)))
             for module in (timing, trainer):
                 stack.enter_context(patch.object(module, "make_executor", made))
                 stack.enter_context(patch.object(module, "compile_and_time", timed))
-            trainer.Trainer(run, plan=plan, profile=profile, existing="overwrite").fit()
+            training = trainer.Trainer(run, plan=plan, profile=profile, existing="overwrite")
+            training.fit()
+        plans[name] = plan = training._executor.plan
+        calibrated[name] = took[id(training._executor)]
         if place.peers.is_hub:
             steps_run = read_metrics(run.run_dir)[WARMUP:]
             share = partial(useful_share, plan, calibrated[name])
@@ -126,7 +137,7 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
     trained = [name for name in names if name in POLICIES]
     if place.peers.is_hub and trained:
         rates = {
-            module: min(rate(planned(n), calibrated[n], module) for n in trained)
+            module: min(rate(plans[n], calibrated[n], module) for n in trained)
             for module in profile.model.n_layers
         }
         useful_s = work_s(config("dflop", steps, batch, size), place.source(), rates)

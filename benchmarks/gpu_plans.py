@@ -32,7 +32,6 @@ from rich.table import Table
 
 from dflop_jax.cli.terminal import ticker
 from dflop_jax.config import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.child import Job
 from dflop_jax.gpu_compile.chip_profile import predicted_profile
 from dflop_jax.gpu_compile.compiling import compile_plan
@@ -53,11 +52,6 @@ LLAVA = {
     "72B, 64 H100": ("llava-ov-72b", "h100", 64, 256, 8),
 }
 NAMES = (*SMALL, *LLAVA)
-
-
-def build(size: str, dtype: str) -> MultimodalModel:
-    """The model of a case, whose dtype is given."""
-    return SMALL[size].model()
 
 
 def sequences(config: DataConfig, model: Any, split: str) -> Lengths:
@@ -96,7 +90,7 @@ def config(name: str, max_model: int) -> Config:
     case = SMALL[name]
     chip, devices = case.hardware.name, case.n_devices
     return Config(
-        model=ModelConfig(factory="benchmarks.gpu_plans:build", size=name, dtype="bfloat16"),
+        model=ModelConfig(factory="experiments.paper.compiled:build", size=name, dtype="bfloat16"),
         data=DataConfig(factory="benchmarks.gpu_plans:sequences", path=name),
         plan=replace(searched, policy="dip", hardware=chip, devices=devices, max_model=max_model),
         train=TrainConfig(global_batch=case.global_batch),

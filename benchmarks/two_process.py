@@ -95,9 +95,7 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
     def timed(place, ex):
         """What is measured of the programs, whose least seconds are kept."""
         result = compile_and_time(place, ex)
-        took[id(ex)] = least = {}
-        for program, runs in (row for part in result.parts for row in part.took.items()):
-            least[program] = max(min(runs), least.get(program, 0.0))
+        took[id(ex)] = least_seconds(result)
         return result
 
     @cache
@@ -106,13 +104,14 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
         place = prepare.set_up(config(like, steps, batch, size))
         return place, profiling.make_profile(place, place.source())
 
+    @cache
+    def planned(like: str):
+        return choose(like, *prepared(model_of(like)), config(like, steps, batch, size))
+
     def given(name: str):
         """The plan that a row trains by; None: it searches its own, as any run."""
-        if name in OWN_PLAN:
-            return None
         like = name if name in BLIND else model_of(name)
-        own = config(like, steps, batch, size)
-        return plans.get(like) or choose(like, *prepared(model_of(like)), own)
+        return None if name in OWN_PLAN else plans.get(like) or planned(like)
 
     rows = {}
     for name in names:
@@ -147,6 +146,14 @@ def measure(names: Sequence[str], steps: int, batch: int, size: str, out: Path) 
     if place.peers.is_hub:
         out.write_text(json.dumps(rows))
     place.peers.barrier("written")  # who ends before the other is taken for dead
+
+
+def least_seconds(timed) -> dict:
+    """Of every program the least that it took, on the process where that is most."""
+    least: dict = {}
+    for program, runs in (row for part in timed.parts for row in part.took.items()):
+        least[program] = max(min(runs), least.get(program, 0.0))
+    return least
 
 
 def model_of(name: str) -> str:

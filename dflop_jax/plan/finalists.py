@@ -11,9 +11,7 @@ from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
-from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.shapes.choose import largest
-from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.schedule.shapes.spare import beyond
 
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
@@ -169,10 +167,7 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
         for b in plan.buckets
     )
     shorter = replace(plan, buckets=buckets)
-    wide, _ = widened(shorter, evaluator.prices(shorter))
-    every = Batch(largest(loads, plan.modules), plan.modules)
-    holds_all = every.able_any(wide.buckets, capacity_of(plan)).all()
-    return [shorter] if holds_all and buckets != plan.buckets else []
+    return [] if buckets == plan.buckets or beyond(loads, shorter) else [shorter]
 
 
 def _up(tokens: float, multiple: int) -> int:

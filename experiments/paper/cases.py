@@ -23,7 +23,6 @@ from dflop_jax.plan.options import saving_words
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.fit import Fits
 from dflop_jax.records import DataProfile, Load, ModelProfile, Plan, Prices, Remat, Schedule, Trace
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
@@ -201,7 +200,7 @@ def _tuned(case: Case) -> Answer:
         costs,
         grouping="arrival",
         memory_bytes=case.memory_bytes,
-        remats=_priced(costs.profile),
+        remats=_priced(costs.model),
     )
     search_s = time.perf_counter() - start_s
     steps = [
@@ -216,9 +215,9 @@ def _tuned(case: Case) -> Answer:
     )
 
 
-def _priced(profile: ModelProfile) -> list[Remat]:
-    """Those of `REMATS` that the profile has prices of, for every module."""
-    known = [Fits(profile).known_policies(module) for module in profile.n_layers]
+def _priced(costs: CostModel) -> list[Remat]:
+    """Those of `REMATS` that there are prices of, for every module."""
+    known = [costs.fits.known_policies(module) for module in costs.profile.n_layers]
     return [r for r in REMATS if all(r in policies for policies in known)]
 
 

@@ -14,11 +14,19 @@ from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.chip_profile import profile_at
 from dflop_jax.hardware import Hardware
-from dflop_jax.records import ModelProfile, Shape
+from dflop_jax.records import ModelProfile
 from experiments.paper import dip_models, orch, systems
 from experiments.paper.cases import Case
 from experiments.paper.common import say
-from experiments.paper.systems import DEGREES, DTYPE, INTERNVL_72B, LLAVA, QWEN2_AUDIO, Setup
+from experiments.paper.systems import (
+    DEGREES,
+    DTYPE,
+    INTERNVL_72B,
+    LLAVA,
+    MOST_DEVICES,
+    QWEN2_AUDIO,
+    Setup,
+)
 
 ITEMS, TOKENS = (4, 16), (2048, 8192)  # of the small and the large shape
 _EVERY = 20  # programs between two lines about progress
@@ -53,13 +61,8 @@ def compiled_profile(model: MultimodalModel, hardware: Hardware) -> ModelProfile
         train=TrainConfig(remat="layers"),
         cache_dir="runs/cache",
     )
-    shapes = {
-        m: [Shape(n, model.piece_tokens[m]) for n in ITEMS]
-        if m in model.piece_tokens
-        else [Shape(1, t) for t in TOKENS]
-        for m in model.modules
-    }
-    return profile_at(config, model, hardware, shapes, DEGREES, 4096, partial(_say, name))
+    shapes = systems.shapes_of(model, ITEMS, TOKENS)
+    return profile_at(config, model, hardware, shapes, DEGREES, MOST_DEVICES, partial(_say, name))
 
 
 def compile_all(models: Iterable[Setup | Case]) -> None:

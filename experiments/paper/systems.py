@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,6 +17,7 @@ from models.sizes import DECODERS, VISION, ModelSize
 # 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of that for each device.
 CLUSTER = replace(find_hardware("a100-80"), network_bandwidth=12.5e9)
 DEGREES = (1, 2, 4, 8)
+MOST_DEVICES = 4096
 ITEMS = (1, 4, 16, 64)
 TOKENS = (512, 2048, 8192, 16384)
 DTYPE = "bfloat16"
@@ -103,13 +104,19 @@ def predicted(model: MultimodalModel, hardware: Hardware) -> ModelProfile:
 
 
 def _by_roofline(model: MultimodalModel, hardware: Hardware) -> ModelProfile:
-    shapes = {
-        name: [Shape(n, model.piece_tokens[name]) for n in ITEMS]
-        if name in model.piece_tokens
-        else [Shape(1, t) for t in TOKENS]
-        for name in model.modules
+    shapes = shapes_of(model, ITEMS, TOKENS)
+    return roofline_profile(model, hardware, shapes, DEGREES, n_devices=MOST_DEVICES)
+
+
+def shapes_of(
+    model: MultimodalModel, items: Sequence[int], tokens: Sequence[int]
+) -> dict[str, list[Shape]]:
+    """By module rows of one piece each, or one row of so many tokens."""
+    alone = model.piece_tokens
+    return {
+        m: [Shape(n, alone[m]) for n in items] if m in alone else [Shape(1, t) for t in tokens]
+        for m in model.modules
     }
-    return roofline_profile(model, hardware, shapes, DEGREES, n_devices=4096)
 
 
 def described(hardware: Hardware = CLUSTER) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.plan import finalists
-from dflop_jax.records import Load, Prices
+from dflop_jax.records import Load
 
 from ..plans import TILE_TOKENS, bucket, chain, load
 
@@ -69,7 +69,7 @@ def shortened(plan, loads, alone=("vision",)):
     """The plans with shorter rows that are made of a plan for these samples."""
     profile = SimpleNamespace(piece_tokens=dict.fromkeys(alone, TILE_TOKENS))
     rules = SimpleNamespace(profile=profile, token_multiple=32)
-    evaluator = SimpleNamespace(rules=rules, loads=loads, prices=lambda plan: Prices({}))
+    evaluator = SimpleNamespace(rules=rules, loads=loads)
     return [p.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
 
 

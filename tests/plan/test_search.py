@@ -79,14 +79,16 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
         return BucketChoice((large if fits else huge, *small), 0.0, {})
 
     monkeypatch.setattr(sizing, "choose_buckets", choose)
+    # Chosen buckets alone: what is shorter may be faster in drifted batches, which no figure of a
+    # plan has.
+    monkeypatch.setattr(finalists, "_with_shorter_rows", lambda plan, evaluator: [])
     quick = run(profile=profile, memory_bytes=limit)
     assert tried == ["quick"]
     full = run(effort="full", profile=profile, memory_bytes=limit)
     assert tried[1:].count("full") == 1
     assert tried[1:].count("quick") >= 2
     assert full.candidates == quick.candidates
-    # A third of what plans are compared by are drifted batches, which are not in what is predicted.
-    assert full.plan.predicted.makespan_s <= 1.01 * quick.plan.predicted.makespan_s
+    assert full.plan.predicted.makespan_s <= quick.plan.predicted.makespan_s
     assert (len(full.plan.buckets) == 4) == fits
     assert most_bytes(full.plan) <= limit
 

@@ -68,7 +68,7 @@ class Ranked:
         counts, batch = divmod(self.steps, len(groups))
         if counts:
             groups[batch] = max(groups[batch], evaluator.n_groups(self.plan, batch))
-        bounds_s[batch] = self.uniform.trace(groups[batch]).makespan_s
+        bounds_s[batch] = self.uniform.makespan_s(groups[batch])
         return replace(
             self,
             groups=tuple(groups),

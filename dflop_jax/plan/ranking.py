@@ -31,8 +31,9 @@ from dflop_jax.records import Plan, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
-# options differ by little, and of a look at one policy.
-_ENOUGH, _A_FEW = 1_500, 100
+# options differ by little, and of a look at one policy, which also ends after so many in a row that
+# find nothing fast enough.
+_ENOUGH, _A_FEW, _HOPELESS = 1_500, 100, 30
 _NEAREST = 5  # of least bounds then
 
 
@@ -103,14 +104,14 @@ class Ranking:
         return best if best and best.bound_s <= most_s else None
 
     def _in_order(self, most_steps: float = math.inf, most_s: float = math.inf) -> Iterator[Ranked]:
-        """All candidates, exact, best first; equals by name. After so many steps those that are
-        exact then, and the few of least bounds, are all. Ends where all others take longer than
-        `most_s`."""
+        """All candidates, exact, best first; equals by name. After so many steps, or many
+        in a row that find nothing within `most_s`, those that are exact then, and the few of least
+        bounds, are all. Ends where all others take longer than `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []
         exact = list(self._exact)
-        n_steps = 0
+        n_steps = n_slow = 0
         while exact or heap or upcoming:
             known_s = heap[0][0] if heap else np.inf
             upcoming_s = upcoming[0] if upcoming else np.inf
@@ -132,7 +133,8 @@ class Ranking:
             self.n_evaluated += ranked.steps == 0
             ranked = ranked.refined(self.evaluator)
             n_steps += 1
-            if n_steps >= most_steps:
+            n_slow = n_slow + 1 if ranked.bound_s > most_s else 0
+            if n_steps >= most_steps or n_slow == _HOPELESS:
                 nearest = [ranked, *(r for *_, r in heapq.nsmallest(_NEAREST - 1, heap))]
                 exact += [self._made_exact(r) for r in nearest]
                 heap, upcoming = [], None

@@ -53,18 +53,21 @@ def uniform_groups(
 
 @dataclass
 class Uniform:
-    """Makespans of a plan with one bucket by its number of groups, each simulated once; `parts` as
-    for `uniform_groups`."""
+    """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`."""
 
     plan: Plan
     pairs: Mapping[str, int]
     prices: Prices
     trainable: Sequence[str]
     parts: Mapping[str, int] | None = None
-    _traces: dict[int, Trace] = field(default_factory=dict)
+    _makespans: dict[int, float] = field(default_factory=dict)
 
     def trace(self, n: int) -> Trace:
-        if n not in self._traces:
-            schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n, self.parts))
-            self._traces[n] = simulate_step(self.plan, schedule, self.prices, self.trainable)
-        return self._traces[n]
+        schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n, self.parts))
+        return simulate_step(self.plan, schedule, self.prices, self.trainable)
+
+    def makespan_s(self, n: int) -> float:
+        """Simulated once; no trace is kept, since a search has hundreds."""
+        if n not in self._makespans:
+            self._makespans[n] = self.trace(n).makespan_s
+        return self._makespans[n]

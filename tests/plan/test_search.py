@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import dflop_jax.plan.finalists as finalists
+import dflop_jax.plan.ranking as ranking_module
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.sizing as sizing
 from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
+from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.evaluate import work_budget
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.ranking import Ranking, searched
@@ -387,6 +389,31 @@ def test_a_look_at_one_policy_finds_its_best(policy):
     assert (best.policy, best.name, best.bound_s) == (policy, alone.name, alone.makespan_s)
     assert ranking.about_best(policy, 1.001 * best.bound_s) == best
     assert ranking.about_best(policy, 0.999 * best.bound_s) is None
+
+
+def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
+    config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1)
+    spec = SearchSpec(4, BATCH, config)
+    rules, evaluator = search_module._prepared(model_profile(), data_profile(), spec)
+    ranking = Ranking(evaluator, list(searched(rules, 4, config)), (), lambda m: True)
+    best = ranking.about_best("dflop", np.inf)
+    steps = []
+    refined = Ranked.refined
+
+    def counted(self, evaluator):
+        steps.append(refined(self, evaluator))
+        return steps[-1]
+
+    monkeypatch.setattr(Ranked, "refined", counted)
+    assert ranking.about_best("dflop", 0.999 * best.bound_s) is None
+    needed = len(steps)
+    monkeypatch.setattr(ranking_module, "_HOPELESS", 2)
+    for most_s in (0.999 * best.bound_s, 1.05 * best.bound_s):
+        steps.clear()
+        found = ranking.about_best("dflop", most_s)
+        assert len(steps) < needed
+        within = [s for s in steps if s.exact and s.bound_s <= most_s]
+        assert found == min(within, key=lambda s: s.bound_s, default=None)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])

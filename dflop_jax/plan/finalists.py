@@ -19,6 +19,7 @@ CLOSE = 1.05  # makespan over the best, up to which that may change their order
 ABOUT = 1.15  # the same of the first of another policy, at a glance
 FAR = 1.2  # and by one bucket
 SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
+MORE = 1.2  # groups of shorter rows over those of longer ones, at most
 
 TimePlan = Callable[[Plan], Prices]
 Finish = Callable[[Plan], Plan]
@@ -154,8 +155,10 @@ def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
 
 def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     """The plan with packed rows as short as the longest piece allows, no more of them than before;
-    nothing where they are, or where these hold not every sample. Programs of about the same size
-    may differ in speed by more than a fit of a few timings tells; their own times do."""
+    nothing where they are, where these hold not every sample, or where batches need many more
+    groups: whether a batch fits into one or two of them, too few are judged to tell. Programs of
+    about the same size may differ in speed by more than a fit of a few timings tells; their own
+    times do."""
     rules, loads = evaluator.rules, evaluator.loads
     packed = set(plan.modules) - set(rules.profile.piece_tokens) - set(plan.divided)
     shortest = {
@@ -167,7 +170,16 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
         for b in plan.buckets
     )
     shorter = replace(plan, buckets=buckets)
-    return [] if buckets == plan.buckets or beyond(loads, shorter) else [shorter]
+    if buckets == plan.buckets or beyond(loads, shorter):
+        return []
+    before, after = (_groups(evaluator, p) for p in (plan, shorter))
+    return [shorter] if after <= MORE * before else []
+
+
+def _groups(evaluator: Evaluator, plan: Plan) -> int:
+    """Groups of the largest bucket that hold the sampled batches."""
+    whole = replace(plan, buckets=plan.buckets[:1])
+    return sum(evaluator.n_groups(whole, i) for i in range(len(evaluator.batches)))
 
 
 def _up(tokens: float, multiple: int) -> int:

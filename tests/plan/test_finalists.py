@@ -65,11 +65,17 @@ def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
     assert [p.at for p in finalists.to_time(plans, n)] == expected
 
 
-def shortened(plan, loads, alone=("vision",)):
-    """The plans with shorter rows that are made of a plan for these samples."""
+def shortened(plan, loads, batch_tokens=(0,), alone=("vision",)):
+    """The plans with shorter rows that are made of a plan for these samples, in batches of so many
+    tokens."""
     profile = SimpleNamespace(piece_tokens=dict.fromkeys(alone, TILE_TOKENS))
     rules = SimpleNamespace(profile=profile, token_multiple=32)
-    evaluator = SimpleNamespace(rules=rules, loads=loads)
+
+    def n_groups(plan, batch):
+        (one,) = plan.buckets
+        return max(1, -(-batch_tokens[batch] // one.shape("llm").size))
+
+    evaluator = SimpleNamespace(rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups)
     return [p.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
 
 
@@ -83,6 +89,15 @@ def test_packed_rows_are_tried_as_short_as_the_longest_piece():
     assert found == [(bucket(8, 352, 4), bucket(4, 352, 2), bucket(0, 256))]
     assert shortened(plan, [load(1, 353)]) == []  # as short as can be
     assert shortened(with_buckets(bucket(4, 32)), [load(0, 1)]) == []
+
+
+@pytest.mark.parametrize(
+    "batch_tokens, tried", [((1400, 1400), True), ((1400, 1410), False), ((14_000, 15_000), True)]
+)
+def test_rows_stay_where_batches_need_many_more_groups(batch_tokens, tried):
+    """Four rows of 384 tokens hold 1,536, of 352 they hold 1,408."""
+    found = shortened(with_buckets(bucket(8, 384, 4)), [load(2, 337)], batch_tokens)
+    assert found == [(bucket(8, 352, 4),)] * tried
 
 
 def test_rows_stay_where_a_sample_needs_their_length():

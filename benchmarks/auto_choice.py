@@ -1,7 +1,7 @@
 """How far `auto` is behind the best of its policies, on data and costs that no plan was made for.
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
-Minutes:  64 beside other work on 2 cores for all 30
+Minutes:  18 on 2 cores with nothing else running, for all 30
 Expected: never more than 2% behind; on 2026-11-24 so in all 30, see docs/results.md
 
 The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an

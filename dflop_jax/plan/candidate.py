@@ -83,8 +83,9 @@ class Ranked:
             figures = plan.predicted
             busy_s = {m: b * figures.makespan_s for m, b in figures.busy_fraction.items()}
         else:
-            traces = [uniform.trace(n) for n in self.groups]
-            seconds = [{m: b * t.makespan_s for m, b in t.busy_fraction().items()} for t in traces]
+            traces = {n: uniform.trace(n) for n in set(self.groups)}
+            batches = [traces[n] for n in self.groups]
+            seconds = [{m: b * t.makespan_s for m, b in t.busy_fraction().items()} for t in batches]
             busy_s = {
                 m.name: float(np.mean([s.get(m.name, 0.0) for s in seconds]))
                 for m in plan.submeshes

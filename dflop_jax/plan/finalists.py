@@ -159,18 +159,15 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     groups: whether a batch fits into one or two of them, too few are judged to tell. Programs of
     about the same size may differ in speed by more than a fit of a few timings tells; their own
     times do."""
-    rules, loads = evaluator.rules, evaluator.loads
+    rules = evaluator.rules
     packed = set(plan.modules) - set(rules.profile.piece_tokens) - set(plan.divided)
-    shortest = {
-        m: _up(max((n for load in loads for n in load.lengths(m)), default=0), rules.token_multiple)
-        for m in packed
-    }
+    shortest = {m: rules.row_tokens(m) for m in packed}
     buckets = tuple(
         Bucket.of({m: Shape(s.rows, min(s.tokens, shortest.get(m, s.tokens))) for m, s in b.shapes})
         for b in plan.buckets
     )
     shorter = replace(plan, buckets=buckets)
-    if buckets == plan.buckets or beyond(loads, shorter):
+    if buckets == plan.buckets or beyond(evaluator.loads, shorter):
         return []
     before, after = (_groups(evaluator, p) for p in (plan, shorter))
     return [shorter] if after <= MORE * before else []

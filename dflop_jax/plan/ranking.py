@@ -104,9 +104,9 @@ class Ranking:
         return best if best and best.bound_s <= most_s else None
 
     def _in_order(self, most_steps: float = math.inf, most_s: float = math.inf) -> Iterator[Ranked]:
-        """All candidates, exact, best first; equals by name. After so many steps, or many
-        in a row that find nothing within `most_s`, those that are exact then, and the few of least
-        bounds, are all. Ends where all others take longer than `most_s`."""
+        """All candidates, exact, best first; equals by name. After so many steps, or many in a row
+        that find nothing within `most_s`, those that are exact then, and the few of least bounds,
+        are all. Ends where all others take longer than `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
         heap: list[tuple[float, tuple[object, ...], Ranked]] = []

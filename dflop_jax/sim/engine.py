@@ -12,10 +12,10 @@ import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """Something that takes `seconds` when nothing slows it down.
 
     It begins when all jobs of `waits_for` (smaller numbers than its own) have ended and its

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.plan import finalists
+from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import Load
 
 from ..plans import TILE_TOKENS, bucket, chain, load
@@ -65,11 +67,12 @@ def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
     assert [p.at for p in finalists.to_time(plans, n)] == expected
 
 
-def shortened(plan, loads, batch_tokens=(0,), alone=("vision",)):
+def shortened(plan, loads, batch_tokens=(0,)):
     """The plans with shorter rows that are made of a plan for these samples, in batches of so many
     tokens."""
-    profile = SimpleNamespace(piece_tokens=dict.fromkeys(alone, TILE_TOKENS))
-    rules = SimpleNamespace(profile=profile, token_multiple=32)
+    costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": TILE_TOKENS}))
+    volumes = {"llm": volume_of("llm", loads, [loads], len(loads), counts_pieces=False)}
+    rules = Rules(costs, volumes, 32, 1, trains=lambda segment: True)
 
     def n_groups(plan, batch):
         (one,) = plan.buckets

@@ -24,6 +24,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
+NonFinite = Literal["skip", "stop"]
 Oversize = Literal["drop", "truncate", "error"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
@@ -169,6 +170,17 @@ class TrainConfig:
     final_lr_fraction: Annotated[float, "learning rate at the end over its peak"] = 0.1
     weight_decay: Annotated[NonNegativeFloat, "AdamW weight decay of matrices"] = 0.01
     clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
+    nonfinite: Annotated[
+        NonFinite,
+        "a step whose gradients are not finite changes no parameter; it is counted and named "
+        "(skip) or ends the run (stop)",
+    ] = "skip"
+    loss_spike: Annotated[
+        NonNegativeFloat,
+        "skip a step, too, whose global gradient norm is more than this many times its running "
+        "median (8, say); 0: off",
+    ] = 0.0
+    max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
     beta2: Annotated[float, "AdamW second-moment decay"] = 0.95
     learning_rates: Annotated[
         tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"

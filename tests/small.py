@@ -16,16 +16,18 @@ WIDTH, HIDDEN, VOCAB = 8, 12, 512
 TILE_PX, PATCH_PX, PATCHES, MERGE = 32, 8, 16, 4  # a tile, its patches, and those of a feature
 
 
-def shifted(x, segment_ids):
-    """The token before, of the same piece; zeros at its start."""
-    before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    same = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1] == segment_ids
-    return jnp.where(same[..., None], before, jnp.zeros_like(before))
+def before(x, segment_ids):
+    """The mean of the tokens before, of the same piece; zeros at its start. So answers depend on
+    pictures, however far before them."""
+    same = segment_ids[:, :, None] == segment_ids[:, None]
+    earlier = jnp.tri(x.shape[1], k=-1, dtype=bool)[None]
+    seen = (same & earlier).astype(x.dtype)
+    return seen @ x / jnp.maximum(seen.sum(-1, keepdims=True), 1)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What both modules have: layers that look at a token's neighbour, and their parameters."""
+    """What both modules have: layers that look at the tokens before, and their parameters."""
 
     n_layers: int
     tied: bool = False
@@ -56,7 +58,7 @@ class Stack:
 
     def layer(self, params, x, batch):
         segments = batch.get("segment_ids", jnp.ones(x.shape[:2], jnp.int32))
-        hidden = jnp.tanh((x + shifted(x, segments)) @ params["up"])
+        hidden = jnp.tanh((x + before(x, segments)) @ params["up"])
         return x + hidden @ params["down"] + params["bias"][None, None]
 
 

@@ -137,6 +137,7 @@ def test_mistakes_are_one_line(values, says):
 
 AT_LEAST_ONE = [
     "train.steps",
+    "train.max_skips",
     "train.global_batch",
     "plan.buckets",
     "plan.max_model",
@@ -169,6 +170,7 @@ NOT_NEGATIVE = [
     "train.warmup_steps",
     "train.weight_decay",
     "train.clip_norm",
+    "train.loss_spike",
     "train.lora_rank",
     "train.eval_every",
     "train.eval_samples",

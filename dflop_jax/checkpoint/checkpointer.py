@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,10 @@ class Checkpointer:
 
     # ---- saving ----
 
-    def save(self, step: int, meta: Mapping[str, Any], logged: threading.Event) -> None:
+    def save(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
         """Begin to save the state after `step` steps; returns at once.
 
-        It is committed after `logged` is set, when the rows of these steps are in the metrics.
+        It is committed once `meta` is there, when the rows of these steps are in the metrics.
         A checkpoint that cannot be written is reported and left out; training goes on.
         """
         start = time.perf_counter()
@@ -145,7 +146,7 @@ class Checkpointer:
         held = list(self._local_shards())
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(step, held, meta, logged), name="checkpoint", daemon=True
+            target=self._run, args=(step, held, meta), name="checkpoint", daemon=True
         )
         self._thread.start()
         self.stall_s += time.perf_counter() - start
@@ -176,8 +177,7 @@ class Checkpointer:
         self,
         step: int,
         held: list[tuple[StateArray, Any]],
-        meta: Mapping[str, Any],
-        logged: threading.Event,
+        meta: Future[Mapping[str, Any]],
     ) -> None:
         try:
             try:
@@ -189,15 +189,13 @@ class Checkpointer:
                 held.clear()
             finally:
                 self._copied.set()
-            self._write(step, pieces, meta, logged)
+            self._write(step, pieces, meta)
         except RunFailed:
             pass  # the main thread meets it too
         except BaseException as e:
             self._error = e
 
-    def _write(
-        self, step: int, pieces: list[Piece], meta: Mapping[str, Any], logged: threading.Event
-    ) -> None:
+    def _write(self, step: int, pieces: list[Piece], meta: Future[Mapping[str, Any]]) -> None:
         key, ready, trouble = f"checkpoint/{step}", b"", ""
         if self._peers.is_hub:
             try:
@@ -216,11 +214,11 @@ class Checkpointer:
         if not self._peers.is_hub:
             return None
         parts = [msgspec.json.decode(v, type=tuple[Part | None, str]) for v in found]
-        logged.wait()
+        known = meta.result()
         try:
             if all(p for p, _ in parts):
                 whole = [p for p, _ in parts if p]
-                self._store.commit(step, list(self._specs.values()), whole, meta)
+                self._store.commit(step, list(self._specs.values()), whole, known)
                 return None
             trouble = next(why for p, why in parts if p is None)
             self._store.discard(step)

@@ -129,10 +129,12 @@ class Peers:
 
     def sums(self, key: str, values: Sequence[float]) -> list[float]:
         """The sums of everybody's values, on every process."""
-        found = self.gather(key, msgspec.json.encode(list(values)))
-        rows = [msgspec.json.decode(v, type=list[float]) for v in found]
+        # Not as JSON, which has no number for what is not finite.
+        gathered = self.gather(key, msgspec.msgpack.encode(list(values)))
+        rows = [msgspec.msgpack.decode(v, type=list[float]) for v in gathered]
         total = [sum(column) for column in zip(*rows, strict=True)]
-        return msgspec.json.decode(self.share(key, msgspec.json.encode(total)), type=list[float])
+        shared = self.share(key, msgspec.msgpack.encode(total))
+        return msgspec.msgpack.decode(shared, type=list[float])
 
     def first_text(self, key: str, text: str) -> str:
         """The first process's text that is not empty, on every process; "" when all are."""

@@ -20,7 +20,8 @@ from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
-from dflop_jax.pipeline.step import State, StepCall, share_tied
+from dflop_jax.pipeline.state import State, share_tied
+from dflop_jax.pipeline.step import StepCall
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -6,6 +6,7 @@ only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from dflop_jax.pipeline.held import KEY_IMPL
 from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.step import State, StepCall, StepHandle, share_tied
+from dflop_jax.pipeline.state import State, share_tied
+from dflop_jax.pipeline.step import StepCall, StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule
 
@@ -143,15 +145,18 @@ class Executor:
         schedule: Schedule,
         arrays: Sequence[GroupArrays],
         scales: Mapping[str, float],
+        *,
+        norm_limit: float = math.inf,
     ) -> StepHandle:
         """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
-        the token losses of modules. Does not wait.
+        the token losses of modules. Where the global gradient norm is above `norm_limit` or not
+        finite, parameters and optimizer state stay as they were. Does not wait.
 
         Raises:
           ValueError: the schedule's order is not one of its tasks, or groups are fed by more
             groups than the plan allows.
         """
-        return self._run(schedule, arrays, scales, evaluate=False)
+        return self._run(schedule, arrays, scales, norm_limit)
 
     def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
         """Dispatch the forward tasks of a batch: the same sums, no gradient."""
@@ -162,8 +167,9 @@ class Executor:
         schedule: Schedule,
         arrays: Sequence[GroupArrays],
         scales: Mapping[str, float],
+        norm_limit: float = math.inf,
         *,
-        evaluate: bool,
+        evaluate: bool = False,
     ) -> StepHandle:
         groups = schedule.groups
         fan_in = max(map(len, fed_by(groups).values()), default=0)
@@ -174,7 +180,15 @@ class Executor:
             )
         graph = step_graph(self.plan, groups, self.trainable, evaluate=evaluate)
         order = order_of(self.plan, schedule, graph)
-        call = StepCall(self.programs, self.state, groups, arrays, scales, evaluate=evaluate)
+        call = StepCall(
+            self.programs,
+            self.state,
+            groups,
+            arrays,
+            scales,
+            norm_limit=norm_limit,
+            evaluate=evaluate,
+        )
         seen: dict[int, Observation] = {}
         for i, task in enumerate(order):
             if task.direction == UPDATE:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflop_jax.pipeline.communicator import place, send, zeros
+from dflop_jax.pipeline.communicator import place, send
 from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.watcher import Observation, Outputs, Span, own_seconds, to_events
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
 
@@ -21,61 +23,43 @@ Tree = Any
 @dataclass(frozen=True)
 class StepResult:
     """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm
-    and the trace."""
+    and the trace.
+
+    Attributes:
+      applied: the parameters were updated; not where the norm is above `norm_limit` or not finite.
+      not_finite: modules whose gradients are not, in the order in which backward comes to them.
+    """
 
     sums: dict[str, float]
     grad_norm: float
     trace: Trace
     started_s: float
     ended_s: float
+    applied: bool = True
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LocalResult:
     """One process's part of a step: the tasks on its devices, in seconds of its
-    `time.perf_counter`; sums over its part of the batch; the global gradient norm, 0 when it does
-    not know."""
+    `time.perf_counter`; sums over its part of the batch; sums of squares of the gradients of the
+    segments on its devices, and of all segments, None when it does not know."""
 
     spans: tuple[Span, ...]
     sums: dict[str, float]
-    grad_norm: float
+    squares: dict[str, float]
+    total_squares: float | None
 
     def later(self, by_s: float) -> LocalResult:
         """The same in a clock that is ahead by `by_s`."""
         return replace(self, spans=tuple(s.later(by_s) for s in self.spans))
 
 
-@dataclass
-class State:
-    """What a run carries from step to step, by segment name; steps donate and replace it.
-
-    `masters` are {} for a segment whose programs hold the optimizer's own parameters.
-    `shared` are the entry's parameters of a tied module, as the segment that reads them has them.
-    """
-
-    params: dict[str, Tree] = field(default_factory=dict)
-    masters: dict[str, Tree] = field(default_factory=dict)
-    opt_state: dict[str, Tree] = field(default_factory=dict)
-    grads: dict[str, Tree] = field(default_factory=dict)
-    shared: dict[str, Tree] = field(default_factory=dict)
-    zeros: dict[jax.ShapeDtypeStruct, jax.Array] = field(default_factory=dict)
-
-    def program_params(self, name: str) -> Tree:
-        """What a segment's programs read."""
-        shared = self.shared.get(name)
-        return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
-
-    def zero(self, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros that are never donated, kept."""
-        if struct not in self.zeros:
-            self.zeros[struct] = zeros(struct)
-        return self.zeros[struct]
-
-
 class StepCall:
     """Dispatches the tasks of one step, in the order that it is given them.
 
-    `scales` multiply the losses of modules; a module without one has none.
+    `scales` multiply the losses of modules; a module without one has none. Parameters stay as they
+    are where the global gradient norm is above `norm_limit` or not finite.
     """
 
     def __init__(
@@ -86,6 +70,7 @@ class StepCall:
         arrays: Sequence[GroupArrays],
         scales: Mapping[str, float],
         *,
+        norm_limit: float = math.inf,
         evaluate: bool = False,
     ):
         assert len(groups) == len(arrays), (len(groups), len(arrays))
@@ -96,6 +81,7 @@ class StepCall:
             for n, s in programs.segments.items()
             if s.has_loss
         }
+        self.limit = np.asarray(min(norm_limit**2, np.finfo(np.float32).max), np.float32)
         self.fed_by = fed_by(groups)
         # (segment, group, input) -> parts that have arrived; (link, source group, target group) ->
         # the gradient that came back; (segment, group) -> inputs and residuals kept for
@@ -106,7 +92,7 @@ class StepCall:
         self.places: dict[tuple[str, str, int], list[Tree]] = {}  # by round
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
         self.sums: list[dict[str, jax.Array]] = []
-        self.norms: list[jax.Array] = []
+        self.totals: list[jax.Array] = []  # sums of squares of all segments, one a trained segment
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; returns what to wait for."""
@@ -303,25 +289,16 @@ class StepCall:
         if own:
             held = {p: params[p] for p in own}, state.masters[name], state.opt_state[name]
             update_program = self.programs.of_update(name, UPDATE)
-            new, *rest, norm = update_program(*held, grads, squares)
+            limit = place(self.limit, here)
+            new, *rest, total = update_program(*held, grads, squares, limit)
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
-            self.norms.append(norm)
+            self.totals.append(total)
         # Not kept until the step is read, which is after the next one was dispatched.
         self.reduced[name] = ({}, self.reduced[name][1])
         if update[name].shared:
             share_tied(self.programs, state, name)
-        return state.shared[name] if not own else norm
-
-
-def share_tied(programs: Programs, state: State, reader: str) -> None:
-    """Send the entry's parameters of a tied module from their owner to the segment that reads
-    them."""
-    structs = programs.segments[reader].program_structs()["entry"]
-    entry = state.params[programs.owner_of[reader]]["entry"]
-    state.shared[reader] = jax.tree.map(
-        lambda a, s: send(a, s.sharding, donated=True), entry, structs
-    )
+        return state.shared[name] if not own else total
 
 
 class StepHandle:
@@ -355,9 +332,14 @@ class StepHandle:
                 held = [s.data for s in v.addressable_shards if s.replica_id == 0]
                 total = sum(float(np.asarray(a, np.float64).sum()) for a in held)
                 sums[k] = sums.get(k, 0.0) + total
-        norm = next((float(n.addressable_data(0)) for n in call.norms if n.addressable_shards), 0.0)
+        squares = {
+            name: float(of_segment.addressable_data(0))
+            for name, (_, of_segment) in call.reduced.items()
+            if of_segment.addressable_shards
+        }
+        totals = [float(t.addressable_data(0)) for t in call.totals if t.addressable_shards]
         spans = tuple(o.span(i) for i, o in self._seen.items())
-        return LocalResult(spans, sums, norm)
+        return LocalResult(spans, sums, squares, totals[0] if totals else None)
 
     def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
         """The whole step, from what every process saw (their clocks made equal); from this one's
@@ -378,8 +360,23 @@ class StepHandle:
             spans, programs.submesh, programs.resource, self._graph.waits_for, self._free_s
         )
         trace = Trace(self._step, "measured", events)
-        norm = max((part.grad_norm for part in parts), default=0.0)
-        return StepResult(sums, norm, trace, origin, origin + trace.makespan_s)
+        squares = {name: value for part in parts for name, value in part.squares.items()}
+        not_finite = dict.fromkeys(
+            segment.plan.module
+            for name, segment in reversed(programs.segments.items())
+            if not math.isfinite(squares.get(name, 0.0))
+        )
+        totals = (part.total_squares for part in parts)
+        total = next((t for t in totals if t is not None), 0.0)
+        return StepResult(
+            sums,
+            math.sqrt(total),
+            trace,
+            origin,
+            origin + trace.makespan_s,
+            applied=bool(total <= self._call.limit),
+            not_finite=tuple(not_finite),
+        )
 
     def own_seconds(self, parts: Sequence[LocalResult]) -> tuple[dict[Task, float], ...]:
         """What every process took for its tasks, by process (see `watcher.own_seconds`)."""

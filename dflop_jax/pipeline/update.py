@@ -8,6 +8,7 @@ state, and what programs hold is made of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -159,9 +160,11 @@ class SegmentUpdate:
         outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
         return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, more)
 
-    def lower_update(self, n_norms: int) -> jax.stages.Lowered:
-        """(params, masters, state, gradient pieces, sums of squares of all segments) ->
-        (params, masters, state, global norm before clipping); params, masters and state donated.
+    def lower_update(self, n_segments: int) -> jax.stages.Lowered:
+        """(params, masters, state, gradient pieces, sums of squares of all segments, the most that
+        these may add up to) -> (params, masters, state, what they add up to); params, masters and
+        state donated. Where it is more than that, or not a number, all stay as they were: every
+        device of every segment adds up the same numbers in the same order, so all decide alike.
         Each data rank makes new parameters of its piece only; these are gathered in the dtype that
         programs hold them in."""
         pieces, scalar = self._own(self.shard_structs()), self._scalar()
@@ -170,26 +173,36 @@ class SegmentUpdate:
         whole = fused.gather(self.segment.mesh, split, _specs(self._params))
 
         def update(
-            params: Tree, masters: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...]
+            params: Tree,
+            masters: Tree,
+            state: Tree,
+            grads: Tree,
+            squares: tuple[Array, ...],
+            limit: Array,
         ) -> tuple[Tree, Tree, Tree, Array]:
-            norm = jnp.sqrt(jnp.stack(squares).sum())
+            total = functools.reduce(jnp.add, squares)  # in an order that no compiler changes
+            applies = total <= limit  # false for NaN
             if self.clip_norm > 0:
+                norm = jnp.sqrt(total)
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
             mine = masters or jax.lax.with_sharding_constraint(params, sharding)
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, state = self.tx.update(grads, state, mine)
+                updates, next_state = self.tx.update(grads, state, mine)
                 updates = {
                     part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
                     for part, tree in updates.items()
                 }
                 new = optax.apply_updates(mine, updates)
+            new, state = jax.tree.map(
+                lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)
+            )
             held = jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params)
-            return whole(held), new if masters else {}, state, norm
+            return whole(held), new if masters else {}, state, total
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
         # Parameters are donated also where the masters are read in their place.
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
         args = self._params, self.master_structs, self.state_structs, pieces
-        return fn.lower(*args, (scalar,) * n_norms)
+        return fn.lower(*args, (scalar,) * n_segments, scalar)

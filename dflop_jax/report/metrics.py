@@ -14,6 +14,16 @@ WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
+class SkippedUpdate:
+    """Why a step changed no parameter ("not finite" or "spike"); the modules whose gradients are
+    not finite, the first one in backward's order first; the batch's samples by name."""
+
+    why: str
+    modules: tuple[str, ...]
+    samples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
 
@@ -34,7 +44,8 @@ class StepMetrics:
     of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes of features that
     went to another data rank for each pair of modules ("source > target"), forward; as many bytes
     of gradients came back. `slowness` is how many times longer a process takes than it should
-    (median of the last steps, by process; empty in a run of one).
+    (median of the last steps, by process; empty in a run of one). `skipped` is null where the
+    step updated the parameters. Numbers that are not finite are null in the file.
     """
 
     step: int
@@ -66,6 +77,7 @@ class StepMetrics:
     moved_in_node: Mapping[str, float] = field(default_factory=dict)
     moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
     slowness: Mapping[str, float] = field(default_factory=dict)
+    skipped: SkippedUpdate | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

@@ -36,7 +36,7 @@ PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES)
 _OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
-_NUMBERS = {f.name for f in fields(StepMetrics)}
+_NUMBERS = {f.name for f in fields(StepMetrics)} - {"skipped"}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 

@@ -69,6 +69,7 @@ class RunSummary:
     loss_first: float
     loss_last: float
     n_bad: int
+    n_skipped: int
     held_out: dict[str, tuple[float, float]]
     submeshes: list[str]
     buckets: list[str]
@@ -120,6 +121,7 @@ def summarise(folder: str | Path) -> RunSummary:
         loss_first=losses[0],
         loss_last=losses[-1],
         n_bad=int(np.nansum(column(rows, "n_bad"))),
+        n_skipped=sum(row.get("skipped") is not None for row in rows),
         held_out=_held_out(path),
         submeshes=_submesh_texts(plan),
         buckets=[bucket_text(b) for b in plan.buckets],
@@ -223,6 +225,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
             for name, (a, b) in s.held_out.items()
         ),
         ("samples replaced", str(s.n_bad)),
+        ("steps that changed no parameter", str(s.n_skipped)),
     ]
 
 

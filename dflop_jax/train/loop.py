@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -32,6 +34,7 @@ from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Meta, Resumed
 from dflop_jax.train.sample_file import SampleFile
+from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
@@ -78,13 +81,16 @@ class Loop:
         self._redecider = Redecider(place, profile, ex.plan, self.loader.loads, start_s, progress)
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
-        self._unlogged: list[tuple[int, threading.Event]] = []
+        # Saves under way whose steps are not all finished, and what these are to be told.
+        self._unlogged: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
         """Run the steps that are left, and save what they reached."""
         config, peers = self.config, self.peers
         start = self.loader.restore(resumed.meta.loader) if resumed else 0
         self._done = self._saved = start
+        known = resumed.meta.skips if resumed else Skips()
+        self._skipping = Skipping(config.train, self._names, known)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
         if config.train.eval_samples:
@@ -103,6 +109,7 @@ class Loop:
             self._corrector,
             self.place.trained.rates,
             Peaks.of(config, self.ex.plan, self.place.devices),
+            self._skipping,
         )
         steps = range(start, config.train.steps)
         every = config.train.eval_every
@@ -186,8 +193,9 @@ class Loop:
             self._stalled_s = self.saver.stall_s
             stop |= self.log.finish(handle, batch, waits_s, asked.is_set()).stop
             self._done = batch.step + 1
-            while self._unlogged and self._unlogged[0][0] <= self._done:
-                self._unlogged.pop(0)[1].set()
+            self._tell_saves()
+            if self.folder and (why := self._skipping.end_reason()):
+                raise RunFailed(why)
 
         def drain() -> None:
             finish()
@@ -196,7 +204,12 @@ class Loop:
         with closing(self._profiler(drain)) as profiler:
             for batch, wait_s in batches:
                 with profiler.dispatching(batch.step):
-                    handle = self.ex.run_step(batch.schedule, batch.groups, batch.loss.scales)
+                    handle = self.ex.run_step(
+                        batch.schedule,
+                        batch.groups,
+                        batch.loss.scales,
+                        norm_limit=self._skipping.norm_limit(batch.step),
+                    )
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
                 pending = (handle, batch, wait_s)
@@ -208,6 +221,10 @@ class Loop:
                     break
             finish()
         return stop and self._done < self.config.train.steps
+
+    def _names(self, step: int) -> list[str]:
+        """The samples of a step's batch, by name."""
+        return [self.source.label(i) for i in self.loader.indices(step)]
 
     def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
         """Return what traces the steps of `train.profile_steps` that are still to be done."""
@@ -253,11 +270,6 @@ class Loop:
         if not self.config.checkpoint.every or done == self._saved:
             return
         self._saved = done
-        logged = threading.Event()
-        if done <= self._done:
-            logged.set()
-        else:
-            self._unlogged.append((done, logged))
         meta = Meta(
             done,
             self.config.plan.policy,
@@ -269,7 +281,17 @@ class Loop:
             len(self.place.devices),
             self._corrector.learnt(done) if self._corrector else None,
         )
-        self.saver.save(done, msgspec.to_builtins(meta), logged)
+        finished: Future[Mapping[str, Any]] = Future()
+        self._unlogged.append((meta, finished))
+        self._tell_saves()
+        self.saver.save(done, finished)
+
+    def _tell_saves(self) -> None:
+        """Complete what the saves under way keep whose steps are all finished: only then is known
+        which updates were skipped."""
+        while self._unlogged and self._unlogged[0][0].step <= self._done:
+            meta, finished = self._unlogged.pop(0)
+            finished.set_result(msgspec.to_builtins(replace(meta, skips=self._skipping.known)))
 
 
 def _row_tokens(plan: Plan) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reade
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.learnt import Learnt
+from dflop_jax.train.skips import Skips
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Meta:
       prices: that batches are scheduled by.
       processes, devices: of the run that saved it.
       learnt: corrections of the prices, where they are corrected.
+      skips: of the updates that were left out.
     """
 
     step: int
@@ -39,6 +41,7 @@ class Meta:
     processes: int
     devices: int
     learnt: Learnt | None = None
+    skips: Skips = field(default_factory=Skips)
 
 
 @dataclass(frozen=True)

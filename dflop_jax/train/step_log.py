@@ -20,6 +20,7 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.optimizer import learning_rates
+from dflop_jax.train.skips import Skipping, reason
 from dflop_jax.train.stragglers import Stragglers, slowness
 from dflop_jax.train.utilisation import Peaks, utilisation
 
@@ -35,10 +36,13 @@ class _Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What process 0 tells all about a finished step; `losses` are by module."""
+    """What process 0 tells all about a finished step; `losses` are by module, `applied`: the step
+    updated the parameters."""
 
     loss: float
     losses: dict[str, float]
+    grad_norm: float
+    applied: bool
     compiles: int
     stop: bool
 
@@ -51,6 +55,7 @@ class StepLog:
       prices: of programs run alone.
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
+      skipping: notes the steps whose updates are left out.
     """
 
     def __init__(
@@ -65,7 +70,9 @@ class StepLog:
         corrector: Corrector | None = None,
         rates: Mapping[str, float] | None = None,
         peaks: Peaks | None = None,
+        skipping: Skipping | None = None,
     ):
+        self._skipping = skipping or Skipping(config)
         self._corrector, self._peaks, self._prices = corrector, peaks, prices
         self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
         self.rates = learning_rates(config)
@@ -91,20 +98,23 @@ class StepLog:
         compiled = self._counter.read()
         report = _Report(part, compiled - self._compiled, stop)
         self._compiled = compiled
-        gathered = self.peers.gather(f"step/{batch.step}", msgspec.json.encode(report))
+        # Not as JSON, which has no number for what is not finite.
+        gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
         answer = b""
         if self.peers.is_hub:
-            reports = [msgspec.json.decode(v, type=_Report) for v in gathered]
+            reports = [msgspec.msgpack.decode(v, type=_Report) for v in gathered]
             parts = [r.part.later(self.peers.offset_s(p)) for p, r in enumerate(reports)]
             result = handle.result(parts)
             decided = Verdict(
                 batch.loss.total(result.sums),
                 batch.loss.means(result.sums),
+                result.grad_norm,
+                result.applied,
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
             )
-            answer = msgspec.json.encode(decided)
-        verdict = msgspec.json.decode(
+            answer = msgspec.msgpack.encode(decided)
+        verdict = msgspec.msgpack.decode(
             self.peers.share(f"verdict/{batch.step}", answer), type=Verdict
         )
         self.losses.append(verdict.loss)
@@ -118,6 +128,7 @@ class StepLog:
                     batch.step, slowness(handle.own_seconds(parts), alone_s)
                 )
             self._log(result, batch, waits_s, verdict)
+        self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
         return verdict
 
     def _log(
@@ -130,7 +141,12 @@ class StepLog:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
-        rate, last = float(self.rates[batch.step]), self.plan.modules[-1]
+        skipped = self._skipping.of(batch.step, result)
+        if skipped:
+            self.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
+        # The rate goes on with the updates that are made.
+        rate = float(self.rates[batch.step - self._skipping.known.count])
+        last = self.plan.modules[-1]
         row = StepMetrics(
             step=batch.step,
             loss=verdict.loss,
@@ -155,6 +171,7 @@ class StepLog:
             moved_across_nodes=batch.moved.across_nodes,
             correction=self._corrector.report if self._corrector else {},
             slowness=self._stragglers.factors,
+            skipped=skipped,
             **utilisation(batch.flops, step_s, self._peaks),
         )
         self.step_s.append(step_s)

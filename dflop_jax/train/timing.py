@@ -11,7 +11,7 @@ import msgspec
 
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.step import State
+from dflop_jax.pipeline.state import State
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.record_files import load, save
 from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -91,9 +91,9 @@ def saver_of(ex, folder, *, keep=3) -> Checkpointer:
 
 
 def save(saver: Checkpointer, step: int, meta=None) -> None:
-    logged = threading.Event()
-    logged.set()
-    saver.save(step, meta or {}, logged)
+    known: Future = Future()
+    known.set_result(meta or {})
+    saver.save(step, known)
     saver.wait()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -66,8 +67,8 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
     saver = saver_of(ex, tmp_path)
     slow = SlowNumpy(0.3)
     monkeypatch.setattr(checkpoint, "np", slow)
-    logged = threading.Event()
-    saver.save(1, {}, logged)
+    meta: Future = Future()
+    saver.save(1, meta)
     wait_copied = ex.before_update
     stalls = []
 
@@ -81,7 +82,7 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
     ex.run_step(*step).result()
     assert stalls[0] >= 0.3  # the first update waited for the copy
     assert stalls[-1] - stalls[0] < 0.3  # the others found it done
-    logged.set()
+    meta.set_result({})
     saver.wait()
     after = joined(ex)
     assert (before[1], after[1]) == ({1}, {2})
@@ -105,13 +106,13 @@ def test_a_restored_step_runs_as_the_first_time(training, tmp_path):
 
 def test_a_checkpoint_is_committed_after_its_rows(runs, tmp_path):
     saver = saver_of(runs("one device each").ex, tmp_path)
-    logged = threading.Event()
-    saver.save(1, {}, logged)
+    meta: Future = Future()
+    saver.save(1, meta)
     (thread,) = (t for t in threading.enumerate() if t.name == "checkpoint")
     thread.join(0.5)  # long enough to write, were it not to wait
     assert thread.is_alive()
     assert CheckpointStore(tmp_path).steps() == ()
-    logged.set()
+    meta.set_result({})
     saver.wait()
     assert CheckpointStore(tmp_path).steps() == (1,)
 

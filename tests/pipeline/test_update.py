@@ -53,14 +53,18 @@ def random_grads(update, rng, scale):
     )
 
 
-def run_steps(updates, grads_of_steps):
-    """Steps of the compiled programs; (parameters, state, norms, shards) by segment."""
+NO_LIMIT = np.asarray(np.finfo(np.float32).max)
+
+
+def run_steps(updates, grads_of_steps, limits=None):
+    """Steps of the compiled programs, under limits of the squared norm; (parameters, state) of
+    every step by segment, on the host, and the norms."""
     params = {n: start(u)[1] for n, u in updates.items()}
     state = {n: u.begin(params[n])[2] for n, u in updates.items()}
     reduce = {n: u.lower_reduce().compile() for n, u in updates.items()}
     update = {n: u.lower_update(len(updates)).compile() for n, u in updates.items()}
-    norms, shards = [], {}
-    for host in grads_of_steps:
+    norms, shards, after = [], {}, []
+    for host, most in zip(grads_of_steps, limits or [NO_LIMIT] * len(grads_of_steps), strict=True):
         squares = {}
         for n, u in updates.items():
             placed = jax.tree.map(
@@ -72,9 +76,13 @@ def run_steps(updates, grads_of_steps):
             assert [g.sharding for g in jax.tree.leaves(zeroed)] == want
         for n, u in updates.items():
             here = tuple(jax.device_put(q, u.segment.sharding()) for q in squares.values())
-            params[n], _, state[n], norm = update[n](params[n], {}, state[n], shards[n], here)
-            norms.append(float(norm))
-    return params, state, norms, shards
+            limit = place(np.asarray(most, np.float32), u.segment.sharding())
+            params[n], _, state[n], total = update[n](
+                params[n], {}, state[n], shards[n], here, limit
+            )
+            norms.append(float(np.sqrt(total)))
+        after.append(jax.tree.map(np.array, (params, state)))
+    return after, norms
 
 
 def plain_steps(tx, updates, grads_of_steps, clip_norm):
@@ -111,16 +119,31 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
     ],
     ids=["wide, clipped", "in parts", "small, unclipped", "frozen vision, below the norm, alone"],
 )
-def test_two_steps_equal_plain_optax(monkeypatch, meshes, clip_norm, freeze, together):
+def test_two_steps_equal_plain_optax_and_skipped_ones_change_nothing(
+    monkeypatch, meshes, clip_norm, freeze, together
+):
     monkeypatch.setattr(fused, "MOST_ELEMENTS", together)
     tx, updates = updates_of(meshes, clip_norm, freeze)
     rng = np.random.default_rng(0)
     scales = {"vision": 0.1, "llm": 1.0}  # unlike norms: clipping one alone would differ
     steps = [{n: random_grads(u, rng, scales[n]) for n, u in updates.items()} for _ in range(2)]
     want, want_norms = plain_steps(tx, updates, steps, clip_norm)
-    got, _, norms, _ = run_steps(updates, steps)
+    bad = {n: random_grads(u, rng, scales[n]) for n, u in updates.items()}
+    jax.tree.leaves(bad["llm"])[0].flat[-1] = np.nan
+    over = {n: random_grads(u, rng, scales[n]) for n, u in updates.items()}
+    jax.tree.leaves(over["llm"])[-1].flat[0] = np.inf
+    steps_of_run = [steps[0], bad, over, steps[0], steps[1]]
+    limits = [NO_LIMIT, NO_LIMIT, NO_LIMIT, 0.99 * want_norms[0] ** 2, 1.01 * want_norms[1] ** 2]
+    after, norms = run_steps(updates, steps_of_run, limits)
+    # What is not finite, and what is too large, leaves everything as it was: to the bit.
+    for skipped in (1, 2, 3):
+        jax.tree.map(np.testing.assert_array_equal, after[skipped], after[0])
+    ways = len(updates)
+    assert not np.isfinite(norms[ways : 3 * ways]).any()
+    norms = [*norms[:ways], *norms[-ways:]]
+    got, _ = after[-1]
     # Every segment sees the same norm, that of all segments.
-    np.testing.assert_allclose(np.reshape(norms, (2, -1)), np.c_[want_norms, want_norms], 1e-5)
+    np.testing.assert_allclose(np.reshape(norms, (2, -1)).T, [want_norms] * ways, 1e-5)
     if clip_norm == 1.0:
         assert min(norms) > 10
     for n in updates:
@@ -144,7 +167,7 @@ def test_each_part_steps_at_its_own_rate():
     }
     labels = {n: dict(MODEL.modules[n].freeze_groups) for n in updates}
     want, _ = plain_steps(optax.partition(optimizers, labels), updates, steps, 1.0)
-    got, state, _, _ = run_steps(updates, steps)
+    (*_, (got, state)), _ = run_steps(updates, steps)
     _, at_one_rate = updates_of(WIDE, 1.0)
     for n in updates:
         # The state is that of one optimizer, whatever the rates: checkpoints stay readable.
@@ -211,7 +234,7 @@ def test_only_matrices_decay():
         n: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), u.segment.grad_structs())
         for n, u in updates.items()
     }
-    after, _, norms, _ = run_steps(updates, [nothing])
+    ((after, _),), norms = run_steps(updates, [nothing])
     assert norms == [0.0, 0.0]  # and clipping by a zero norm gives no nan
     kept, shrunk = set(), set()
     for n in updates:
@@ -261,6 +284,7 @@ def test_working_parameters_are_made_of_float32_masters(zero):
         state,
         put(pieces, update.shard_structs()),
         (place(np.float32(1), segment.sharding()),),
+        place(NO_LIMIT, segment.sharding()),
     )
     changed = 0
     want = jax.tree.map(lambda m, g: m - np.float32(2.0**-12) * g, normal, pieces)

@@ -51,6 +51,19 @@ def config():
 """
 
 
+# Appended to an experiment: gradients of one step that are not finite.
+OVERFLOWS = """
+from dflop_jax.pipeline.executor import Executor
+_run_step = Executor.run_step
+
+def run_step(self, schedule, arrays, scales, **limits):
+    scales = {{m: s * (1e39 if schedule.step == {step} else 1) for m, s in scales.items()}}
+    return _run_step(self, schedule, arrays, scales, **limits)
+
+Executor.run_step = run_step
+"""
+
+
 @dataclass(frozen=True)
 class Jobs:
     """Files that jobs of one plan share, in `folder`; every job names its own run folder."""
@@ -59,7 +72,15 @@ class Jobs:
     plan: Plan
 
     @classmethod
-    def make(cls, folder: Path, plan: Plan, steps: int = STEPS, every: int = 4) -> Jobs:
+    def make(
+        cls,
+        folder: Path,
+        plan: Plan,
+        steps: int = STEPS,
+        every: int = 4,
+        overflows: int | None = None,
+    ) -> Jobs:
+        """`overflows`: the step whose gradients are not finite."""
         folder.mkdir(parents=True, exist_ok=True)
         text = EXPERIMENT.format(
             root=str(ROOT),
@@ -68,7 +89,8 @@ class Jobs:
             run_dir=str(folder / "run"),
             cache_dir=str(CACHE),
         )
-        (folder / "small.py").write_text(text)
+        more = "" if overflows is None else OVERFLOWS.format(step=overflows)
+        (folder / "small.py").write_text(text + more)
         save(plan, folder / "plan.json")
         save(nano_profile(), folder / "profile.json")
         return cls(folder, plan)

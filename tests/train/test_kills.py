@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import SubmeshPlan
+from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train.trainer import Trainer
 
 from ..benchmarks.scripts import module
 from ..plans import NANO, bucket, nano_profile
 from .many import Jobs, losses
 
-STEPS = 24
+STEPS, OVERFLOWS = 24, 12
 ON_BOTH = replace(  # everything split over both processes, parameters too
     NANO,
     policy="orch",
@@ -34,7 +35,7 @@ ALONE = replace(
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     kills = module("kills")
-    jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2)
+    jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2, overflows=OVERFLOWS)
     as_killed = tmp_path / "as_killed"
 
     def command(run_dir, *more):
@@ -48,6 +49,11 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert {k.victim for k in done} <= {kills.LAUNCHER, 0, 1}
     assert any(k.rows > 0 for k in done)
     assert kills.table(done, runs, STEPS).row_count >= 2
+
+    # A step whose gradients are not finite changes nothing, on both processes alike.
+    rows = read_metrics(tmp_path / "undisturbed")
+    assert [r["step"] for r in rows if r["skipped"]] == [OVERFLOWS]
+    assert all(np.isfinite(r["loss"]) for r in rows)
 
     assert {s.zero for s in ALONE.segments} == {1}
     config = replace(runpy.run_path(tmp_path / "small.py")["config"](), run_dir=str(as_killed))

@@ -1,0 +1,115 @@
+"""Steps whose update is left out: gradients that are not finite, or a norm that leaps.
+
+The devices decide (`pipeline.update`), by a limit that is known when the step is dispatched. The
+step before is in flight then, so norms count from the second step after theirs on, and a resumed
+run sets the same limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline.step import StepResult
+from dflop_jax.report.metrics import SkippedUpdate
+
+# Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
+# a single batch.
+NORM_WINDOW = 128
+# Norms that are needed before one counts as a spike; in the first steps they change by themselves.
+FEWEST_NORMS = 16
+NOT_FINITE, SPIKE = "not finite", "spike"
+_REMEDY = {
+    NOT_FINITE: "lower train.learning_rate, or look at the samples that metrics.jsonl names there",
+    SPIKE: "raise train.loss_spike (0: off), or lower train.learning_rate",
+}
+
+
+@dataclass(frozen=True)
+class Skips:
+    """What a run knows of its skipped steps after some step.
+
+    Attributes:
+      count: updates that were left out so far.
+      in_a_row: those since the last update that was made.
+      norms: (step, global gradient norm) of the last updates.
+    """
+
+    count: int = 0
+    in_a_row: int = 0
+    norms: tuple[tuple[int, float], ...] = ()
+
+    def after(self, step: int, norm: float, applied: bool) -> Skips:
+        """The same after one more step."""
+        if not applied:
+            return replace(self, count=self.count + 1, in_a_row=self.in_a_row + 1)
+        norms = (*self.norms, (step, norm))[-NORM_WINDOW:]
+        return replace(self, in_a_row=0, norms=norms)
+
+    def norm_limit(self, step: int, spike: float) -> float:
+        """Above which norm a step is left out: `spike` times the running median; infinite with
+        `spike` 0 and while few norms are known."""
+        known = [norm for of, norm in self.norms if of < step - 1]
+        if not spike or len(known) < FEWEST_NORMS:
+            return math.inf
+        return spike * median(known)
+
+
+def reason(skipped: SkippedUpdate) -> str:
+    """In words."""
+    if skipped.why == SPIKE:
+        return "its gradient norm is above train.loss_spike times the usual one"
+    first, *others = skipped.modules or ("all modules together",)
+    then = f", then those of {', '.join(others)}" if others else ""
+    return f"gradients of {first} were not finite{then}"
+
+
+class Skipping:
+    """Keeps count of a run's skipped steps, on every process alike.
+
+    Args:
+      names: of the samples of a step's batch.
+      known: of the steps before the first one.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        names: Callable[[int], Sequence[str]] = lambda step: (),
+        known: Skips = Skips(),
+    ):
+        self._config, self._names, self.known = config, names, known
+        self._step = -1
+        self._last: SkippedUpdate | None = None
+
+    def norm_limit(self, step: int) -> float:
+        """Above which norm a step is left out."""
+        return self.known.norm_limit(step, self._config.loss_spike)
+
+    def note(self, step: int, norm: float, applied: bool) -> None:
+        """Count a finished step."""
+        self.known = self.known.after(step, norm, applied)
+
+    def of(self, step: int, result: StepResult) -> SkippedUpdate | None:
+        """Why a step changed no parameter; None: it did."""
+        self._step, self._last = step, None
+        if not result.applied:
+            why = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
+            self._last = SkippedUpdate(why, result.not_finite, tuple(self._names(step)))
+        return self._last
+
+    def end_reason(self) -> str:
+        """Why the last steps end the run; "" where they do not. For who asked `of` about them."""
+        if self._last is None:
+            return ""
+        n, stops = self.known.in_a_row, self._config.nonfinite == "stop"
+        remedy = _REMEDY[self._last.why]
+        if stops and self._last.why == NOT_FINITE:
+            return f"step {self._step}: {reason(self._last)}; {remedy}"
+        if n < self._config.max_skips:
+            return ""
+        steps = "the step" if n == 1 else f"the {n} steps"
+        return f"{steps} up to {self._step} changed no parameter: {reason(self._last)}; {remedy}"

@@ -5,49 +5,42 @@ devices exchange goes another way (`pipeline.communicator`): this carries schedu
 and signs of life, from any thread, without touching a device.
 
 A connection that breaks, or stays silent for `timeout_s`, means a process that died or hangs. No
-step can then end, so every process says which it was and ends.
+step can then end, so every process says which it was and ends. Nothing on that way waits without a
+deadline: not for a lock, which a thread may hold that sends to a process that reads nothing any
+more, nor for a connection.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
 import msgspec
 
-from dflop_jax.cluster.handshake import receive
+from dflop_jax.cluster.links import BEAT, PeerLink
 
-_HEAD = struct.Struct("!IQ")  # bytes of the key, bytes of the value
-_BEAT, _FAILED, _BYE = "", "!failed", "!bye"
-_PINGS = 8
+_FAILED, _BYE = "!failed", "!bye"
 _REMEDY = "; the run ends, continue it with --resume auto"
+LONGEST_BEAT_S = 1.0  # between two signs of life
+BEATS_PER_TIMEOUT = 5  # at least; a short time-out has shorter beats
+# A process that has missed so many beats when another is lost is named beside it. Two processes
+# that hang for one reason differ by as much, so that long the first is held back.
+QUIET_BEATS = 2.5
+ANNOUNCE_S = 1.0  # longest wait for those who are to be told of a failure
+SAY_S = 1.0  # longest wait for standard error to take the last line
+MOST_NAMES = 8  # in one line
+MOST_WORDS = 4000  # characters of a reason; a message that long never waits in an empty buffer
 
 
 class RunFailed(RuntimeError):
     """The run cannot go on, through no mistake of the user; the message is one line."""
-
-
-@dataclass
-class _Link:
-    """A connection to a peer; `offset_s` is what its clock lacks to this one's."""
-
-    process: int
-    name: str
-    socket: socket.socket
-    offset_s: float
-    heard_s: float
-    sending: threading.Lock
-    left: bool = False
 
 
 class Peers:
@@ -60,6 +53,10 @@ class Peers:
       timeout_s: silence after which a process counts as hung.
       on_failure: called, with a line that names the process and an exit code, instead of ending
         this one.
+      clock: of this process, in seconds; what traces are in.
+
+    Raises:
+      RunFailed: a process has gone, or does not greet within `timeout_s`.
     """
 
     def __init__(
@@ -70,6 +67,7 @@ class Peers:
         *,
         timeout_s: float = 30.0,
         on_failure: Callable[[str, int], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         assert set(links) == (set(range(1, count)) if process == 0 else {0}), (process, links)
         self.process, self.count = process, count
@@ -82,8 +80,8 @@ class Peers:
         self._closing = False
         self._failed = False
         self._told = False  # of the failure, after which nobody waits any more
-        greet = self._greet_peer if process == 0 else self._greet_hub
-        self._links = {p: greet(p, s) for p, s in links.items()}
+        self._links = {p: PeerLink(p, s, self.is_hub, clock) for p, s in links.items()}
+        self._greet_all()
         for link in self._links.values():
             threading.Thread(
                 target=self._read, args=(link,), daemon=True, name=f"peer-{link.process}"
@@ -147,20 +145,18 @@ class Peers:
         self.sums(key, ())
 
     def offset_s(self, process: int) -> float:
-        """On process 0: what to add to another's `time.perf_counter` to get this one's."""
-        return 0.0 if process == self.process else self._links[process].offset_s
+        """On process 0: what to add now to another's clock to get this one's."""
+        return 0.0 if process == self.process else self._links[process].clock.seconds
 
     # ---- the end ----
 
     def fail(self, why: str, exit_code: int = 1) -> None:
         """Tell every process that this one stops, and why; they end with `exit_code`."""
-        with self._changed:
-            self._failed = self._told = True
-            self._changed.notify_all()
-        message = msgspec.json.encode((why, exit_code))
-        for link in self._links.values():
-            with suppress(OSError):
-                self._send(link, _FAILED, message)
+        if self._fails_first():
+            self._announce(why, exit_code)
+            self._end_waits()
+        else:
+            self._await_end()
 
     def close(self) -> None:
         """Leave together: after this a broken connection is no failure."""
@@ -172,39 +168,38 @@ class Peers:
             self._closing = True
             self._changed.notify_all()
         for link in self._links.values():
-            with suppress(OSError):
-                link.socket.shutdown(socket.SHUT_RDWR)
-            link.socket.close()
+            link.close()
 
     # ---- meeting ----
 
-    def _greet_peer(self, process: int, connection: socket.socket) -> _Link:
-        """Process 0: learn a peer's name, and its clock by a few round trips."""
-        connection.settimeout(self._timeout_s)
-        name = _receive(connection)[1].decode()
-        best = (float("inf"), 0.0)
-        for _ in range(_PINGS):
-            sent_s = time.perf_counter()
-            _transmit(connection, _BEAT, b"")
-            theirs_s = float(_receive(connection)[1])
-            got_s = time.perf_counter()
-            best = min(best, (got_s - sent_s, (sent_s + got_s) / 2 - theirs_s))
-        _transmit(connection, _BEAT, _name().encode())
-        return _link(process, name, connection, best[1])
-
-    def _greet_hub(self, process: int, connection: socket.socket) -> _Link:
-        connection.settimeout(self._timeout_s)
-        _transmit(connection, _BEAT, _name().encode())
-        for _ in range(_PINGS):
-            _receive(connection)
-            _transmit(connection, _BEAT, repr(time.perf_counter()).encode())
-        return _link(process, _receive(connection)[1].decode(), connection, 0.0)
+    def _greet_all(self) -> None:
+        """Learn the name of every process at the other end, and on process 0 its clock."""
+        # The others wait for those that process 0 greets before, so they leave it time to say who
+        # did not come.
+        patience_s = self._timeout_s if self.is_hub else 2 * self._timeout_s
+        deadline = time.monotonic() + patience_s
+        for link in self._links.values():
+            try:
+                link.greet(deadline)
+            except TimeoutError:
+                raise RunFailed(
+                    f"process {link.process} did not answer within {patience_s:g} s{_REMEDY}"
+                ) from None
+            except OSError:
+                raise RunFailed(f"process {link.process} died{_REMEDY}") from None
 
     # ---- threads ----
 
-    def _send(self, link: _Link, key: str, value: bytes) -> None:
-        with link.sending:
-            _transmit(link.socket, key, value)
+    def _send(self, link: PeerLink, key: str, value: bytes) -> None:
+        """Send a message of any length; where that waits for ever, `_beat` ends the run."""
+        try:
+            link.send(key, value)
+        except OSError:
+            if link.left:
+                return
+            self._lost(f"{link} died{_REMEDY}", {link.process})
+            self._await_end()
+            raise RunFailed(f"sending {key!r} to process {link.process}: it has gone") from None
 
     def _take(self, process: int, key: str) -> bytes:
         place = process, self._full(key)
@@ -225,93 +220,100 @@ class Peers:
     def _full(self, key: str) -> str:
         return f"{self._run}:{key}"
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         """Thread: sort what arrives on a connection until it ends."""
         try:
-            link.socket.settimeout(None)  # which fails too where it is closed already
             while True:
-                key, value = _receive(link.socket)
-                link.heard_s = time.monotonic()
+                key, value = link.receive()
                 if key == _FAILED:
-                    self._lost(*msgspec.json.decode(value, type=tuple[str, int]))
-                elif key != _BEAT:
+                    why, exit_code = msgspec.json.decode(value, type=tuple[str, int])
+                    self._lost(why, exit_code=exit_code)
+                elif key == BEAT:
+                    link.compare(value)
+                else:
                     with self._changed:
                         self._arrived.setdefault((link.process, key), []).append(value)
                         link.left |= key.endswith(_BYE)
                         self._changed.notify_all()
         except OSError:
             if not link.left:
-                self._lost(f"process {link.process} ({link.name}) died{_REMEDY}", told_by=link)
+                self._lost(f"{link} died{_REMEDY}", {link.process})
 
     def _beat(self) -> None:
         """Thread: give signs of life, and miss those of others."""
-        every_s = min(1.0, self._timeout_s / 5)
+        every_s = min(LONGEST_BEAT_S, self._timeout_s / BEATS_PER_TIMEOUT)
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing or self._failed, every_s):
                     return
+            if silent_s := self._silent_s(QUIET_BEATS * every_s):
+                self._lost(f"{_silence(self._links, silent_s)}{_REMEDY}", silent_s)
             for link in self._links.values():
-                silent_s = time.monotonic() - link.heard_s
-                if silent_s > self._timeout_s and not link.left:
-                    self._lost(
-                        f"process {link.process} ({link.name}) is silent for {silent_s:.0f} s"
-                        f"{_REMEDY}",
-                        told_by=link,
-                    )
-                else:
-                    self._give_sign(link)
+                link.post(BEAT, link.sign())
 
-    def _give_sign(self, link: _Link) -> None:
-        """A sign of life, unless it had to wait: who sends to a process that reads nothing waits
-        for ever, and would miss that it is silent."""
-        if link.sending.acquire(blocking=False):  # else a message is on its way there
-            try:
-                with suppress(OSError, ValueError):  # the reading thread says so
-                    room = select.poll()
-                    room.register(link.socket, select.POLLOUT)
-                    if room.poll(0):
-                        _transmit(link.socket, _BEAT, b"")
-            finally:
-                link.sending.release()
+    def _silent_s(self, quiet_s: float) -> dict[int, float]:
+        """Seconds of silence by process when one is lost, of all that are quiet; empty when none
+        is lost."""
+        now_s = time.monotonic()
+        silent_s = {p: now_s - k.heard_s for p, k in self._links.items() if not k.left}
+        patience_s = self._timeout_s + (quiet_s if len(silent_s) > 1 else 0.0)
+        if max(silent_s.values(), default=0.0) <= patience_s:
+            return {}
+        return {p: s for p, s in silent_s.items() if s > quiet_s}
 
-    def _lost(self, why: str, exit_code: int = 1, told_by: _Link | None = None) -> None:
+    def _lost(self, why: str, gone: Container[int] = (), exit_code: int = 1) -> None:
+        """End the run for a reason that is not this process's; `gone` are not waited for."""
+        if self._fails_first():
+            self._announce(why, exit_code, gone)
+            self._on_failure(why, exit_code)  # does not return in a real run
+            self._end_waits()
+
+    def _fails_first(self) -> bool:
+        """Whether nothing has failed before, nor has the run ended."""
         with self._changed:
-            if self._closing or self._failed:
+            first = not (self._closing or self._failed)
+            self._failed = self._failed or first
+        return first
+
+    def _announce(self, why: str, exit_code: int, gone: Container[int] = ()) -> None:
+        """Tell every process that can hear it."""
+        message = msgspec.json.encode((why[:MOST_WORDS], exit_code))
+        deadline = time.monotonic() + ANNOUNCE_S
+        links = list(self._links.values())
+        while links := [k for k in links if not k.post(_FAILED, message)]:
+            links = [k for k in links if k.process not in gone]
+            if time.monotonic() > deadline:
                 return
-            self._failed = True
-        message = msgspec.json.encode((why, exit_code))
-        for link in self._links.values():
-            # A hung process may not read any more, so nothing waits for it.
-            if link is not told_by:
-                link.socket.settimeout(1.0)
-                with suppress(OSError):
-                    self._send(link, _FAILED, message)
-        self._on_failure(why, exit_code)  # does not return in a real run
+            time.sleep(ANNOUNCE_S / 100)
+
+    def _end_waits(self) -> None:
         with self._changed:
             self._told = True
             self._changed.notify_all()
 
-
-def _name() -> str:
-    return f"{socket.gethostname()}, pid {os.getpid()}"
-
-
-def _link(process: int, name: str, connection: socket.socket, offset_s: float) -> _Link:
-    return _Link(process, name, connection, offset_s, time.monotonic(), threading.Lock())
+    def _await_end(self) -> None:
+        """Leave another thread, which was first, the time to end this process."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._told or self._closing, ANNOUNCE_S + 2 * SAY_S)
 
 
-def _transmit(connection: socket.socket, key: str, value: bytes) -> None:
-    name = key.encode()
-    connection.sendall(_HEAD.pack(len(name), len(value)) + name + value)
-
-
-def _receive(connection: socket.socket) -> tuple[str, bytes]:
-    """(key, value) of the next message; OSError at the end of the connection."""
-    key_bytes, value_bytes = _HEAD.unpack(receive(connection, _HEAD.size))
-    return receive(connection, key_bytes).decode(), receive(connection, value_bytes)
+def _silence(links: Mapping[int, PeerLink], silent_s: Mapping[int, float]) -> str:
+    """Who is silent, in words, the longest first."""
+    longest = sorted(silent_s, key=lambda p: (-silent_s[p], p))
+    named = [f"{links[p]} is silent for {silent_s[p]:.0f} s" for p in longest[:MOST_NAMES]]
+    more = [f"{n} more are silent"] if (n := len(longest) - MOST_NAMES) > 0 else []
+    return ", ".join([*named, *more])
 
 
 def _end(why: str, exit_code: int) -> NoReturn:
-    """End this process at once: its other threads may wait for ever for the one that is gone."""
-    print(f"dflop: {why}", file=sys.stderr, flush=True)
+    """End this process at once: its other threads may wait for ever for the one that is gone, or
+    hold standard error."""
+
+    def say() -> None:
+        with suppress(OSError, ValueError):  # nobody is there to read it
+            print(f"dflop: {why}", file=sys.stderr, flush=True)
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(SAY_S)
     os._exit(exit_code)

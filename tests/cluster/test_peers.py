@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +68,9 @@ def job():
     made: list[Job] = []
 
     def make(
-        n: int, timeout_s: float = 600.0, before: Callable[[int], Any] = lambda p: None
+        n: int,
+        timeout_s: float = 600.0,
+        clock: Callable[[int], Callable[[], float]] = lambda p: time.perf_counter,
     ) -> Job:
         wires = {}
         for p in range(1, n):
@@ -77,7 +78,6 @@ def job():
         failures: list[list[str]] = [[] for _ in range(n)]
 
         def start(p: int) -> Peers:
-            before(p)
             links = {0: wires[p][1]} if p else {q: wire[0] for q, wire in wires.items()}
             return Peers(
                 p,
@@ -85,6 +85,7 @@ def job():
                 links,
                 timeout_s=timeout_s,
                 on_failure=lambda why, code: failures[p].append(why),
+                clock=clock(p),
             )
 
         with ThreadPoolExecutor(n) as pool:
@@ -231,18 +232,21 @@ def test_who_waits_for_what_is_abandoned_is_told(job):
     assert two.failures == [[], []]
 
 
-def test_offsets_turn_a_peers_clock_into_process_0s(job, monkeypatch):
-    """With clocks that are apart, by process, as those of hosts are."""
-    greeting = threading.local()
+def test_offsets_turn_a_peers_clock_into_process_0s_and_follow_it(job):
+    """With clocks that are apart, by process, as those of hosts are, and one that then runs on."""
+    ahead_s = [1000.0 * p**2 for p in range(4)]
+    four = job(4, SMALL_S, clock=lambda p: lambda: time.perf_counter() + ahead_s[p])
 
-    def clock() -> float:
-        return time.perf_counter() + 1000.0 * getattr(greeting, "process", 0) ** 2
+    def offsets() -> list[float]:
+        return [four.peers[0].offset_s(p) for p in range(4)]
 
-    shifted = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic)
-    monkeypatch.setattr("dflop_jax.cluster.peers.time", shifted)
-    four = job(4, before=lambda p: setattr(greeting, "process", p))
-    found = [four.peers[0].offset_s(p) for p in range(4)]
-    assert found == [0.0, *(pytest.approx(-1000.0 * p**2, abs=5.0) for p in (1, 2, 3))]
+    assert offsets() == [0.0, *(pytest.approx(-1000.0 * p**2, abs=5.0) for p in (1, 2, 3))]
+    ahead_s[2] += 500.0
+    deadline = time.monotonic() + LIMIT_S
+    while offsets()[2] != pytest.approx(-4500.0, abs=5.0):
+        assert time.monotonic() < deadline, offsets()
+        time.sleep(0.02)
+    assert offsets()[1:4:2] == pytest.approx([-1000.0, -9000.0], abs=5.0)
 
 
 # ---- failures ----
@@ -262,7 +266,7 @@ def test_all_others_hear_of_a_process_that_dies(job, n, dead):
             hang_up(end)
         many.wait_for_failures(others)
         for wait in waiting:
-            assert isinstance(wait.exception(LIMIT_S), RunFailed | OSError)
+            assert isinstance(wait.exception(LIMIT_S), RunFailed)
     for p in others:
         (line,) = many.failures[p]
         assert line.startswith(f"process {dead} (")
@@ -299,7 +303,7 @@ def test_a_process_that_reads_nothing_any_more_is_noticed(job):
             assert not sending.done()  # a real process has ended by now
         finally:
             hang_up(stopped)
-        assert isinstance(sending.exception(LIMIT_S), OSError)
+        assert isinstance(sending.exception(LIMIT_S), RunFailed)
     assert many.failures[0][0].startswith("process 1 (")
     assert many.failures[2] == many.failures[0]
 
@@ -315,6 +319,34 @@ def test_a_process_that_stops_says_why(job, failing):
     ] * 3
     assert many.failures[failing] == []
     many.peers[failing].close()  # no more to say, and nobody to wait for
+
+
+def test_who_fails_waits_for_nobody_that_reads_nothing(job):
+    many = job(4)
+    stuck = [end for p in (1, 2) for end in many.ends_of(p)]
+    for end in stuck:
+        end.hung = True
+    with ThreadPoolExecutor(3) as pool:
+        for key in "ab":  # one of the two threads ends in the middle of a message to process 1
+            pool.submit(many.peers[0].share, key, bytes(1 << 24))
+        try:
+            failing = pool.submit(many.peers[0].fail, "process 0 stopped: no space left on device")
+            many.wait_for_failures([3])
+            failing.result(LIMIT_S)
+        finally:
+            for end in stuck:
+                hang_up(end)
+    assert many.failures[3] == ["process 0 stopped: no space left on device"]
+
+
+def test_a_process_that_does_not_greet_is_named():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RunFailed, match=r"process 1 did not answer within 0\.2 s"):
+        Peers(0, 2, {1: ours}, timeout_s=0.2)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(RunFailed, match="process 1 died"):
+        Peers(0, 2, {1: ours}, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

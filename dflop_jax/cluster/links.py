@@ -1,0 +1,141 @@
+"""A connection between two processes of a run: messages, signs of life, and the time over there.
+
+A message is bytes under a key. Any thread may send; one reads.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from dflop_jax.cluster.clocks import ROUND_TRIPS, ClockOffset
+from dflop_jax.cluster.handshake import receive
+
+BEAT = ""  # the key of a sign of life
+_HEAD = struct.Struct("!IQ")  # bytes of the key, bytes of the value
+
+
+class PeerLink:
+    """A connection to process `process`.
+
+    Args:
+      asks: whether this end compares clocks; the other then answers.
+      now_s: this process's clock.
+
+    Attributes:
+      name: of the other process, once it has greeted.
+      heard_s: `time.monotonic` of its last message.
+      left: it has said that it leaves, so that the end of the connection is no failure.
+      clock: what its clock lacks, where this end asks.
+    """
+
+    def __init__(
+        self, process: int, connection: socket.socket, asks: bool, now_s: Callable[[], float]
+    ) -> None:
+        self.process, self.name, self.left = process, "not greeted yet", False
+        self.heard_s = time.monotonic()
+        self.clock = ClockOffset()
+        self._socket, self._asks, self._now_s = connection, asks, now_s
+        self._sending = threading.Lock()
+        self._asked: tuple[float, ...] = ()  # the other's time, and when it came
+
+    def __str__(self) -> str:
+        return f"process {self.process} ({self.name})"
+
+    def greet(self, deadline: float) -> None:
+        """Learn each other's names, and what time it is there; the other end does the same.
+
+        Raises:
+          OSError: it has gone, or did not answer by `deadline` (TimeoutError).
+        """
+        if self._asks:
+            self.name = self.receive(deadline)[1].decode()
+        else:
+            self.send(BEAT, _my_name().encode())
+        for _ in range(ROUND_TRIPS):
+            if self._asks:
+                self.send(BEAT, self.sign())
+            self.compare(self.receive(deadline)[1])
+            if not self._asks:
+                self.send(BEAT, self.sign())
+        if self._asks:
+            self.send(BEAT, _my_name().encode())
+        else:
+            self.name = self.receive(deadline)[1].decode()
+        self._socket.settimeout(None)
+
+    # ---- messages ----
+
+    def send(self, key: str, value: bytes) -> None:
+        """Send a message of any length; to a process that reads nothing this waits for ever.
+
+        Raises:
+          OSError: the connection has ended.
+        """
+        with self._sending:
+            self._transmit(key, value)
+
+    def post(self, key: str, value: bytes) -> bool:
+        """Send a short message unless that has to wait; whether nothing is left to send."""
+        if not self._sending.acquire(blocking=False):  # a message is on its way there
+            return False
+        try:
+            room = select.poll()
+            room.register(self._socket, select.POLLOUT)
+            if not room.poll(0):
+                return False
+            self._transmit(key, value)
+        except (OSError, ValueError):  # it has gone, as who reads will notice
+            return True
+        finally:
+            self._sending.release()
+        return True
+
+    def receive(self, deadline: float | None = None) -> tuple[str, bytes]:
+        """(key, value) of the next message.
+
+        Raises:
+          OSError: the connection has ended, or nothing came by `deadline` (TimeoutError).
+        """
+        head = receive(self._socket, _HEAD.size, deadline)
+        key_bytes, value_bytes = _HEAD.unpack(head)
+        key = receive(self._socket, key_bytes, deadline).decode()
+        value = receive(self._socket, value_bytes, deadline)
+        self.heard_s = time.monotonic()
+        return key, value
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _transmit(self, key: str, value: bytes) -> None:
+        name = key.encode()
+        self._socket.sendall(_HEAD.pack(len(name), len(value)) + name + value)
+
+    # ---- clocks ----
+
+    def sign(self) -> bytes:
+        """What a sign of life says: this process's time, after what it was asked and when."""
+        return msgspec.json.encode((*self._asked, self._now_s()))
+
+    def compare(self, sign: bytes) -> None:
+        """Take in what a sign of life of the other says."""
+        now_s, times = self._now_s(), msgspec.json.decode(sign, type=list[float])
+        if self._asks:
+            sent_s, received_s, answered_s = times
+            self.clock.add(sent_s, received_s, answered_s, now_s)
+        else:
+            self._asked = times[0], now_s
+
+
+def _my_name() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

@@ -178,7 +178,7 @@ def run(data: str, loads: Sequence[Load], grouping: str, steps: int) -> Row:
                 ]
                 used = sum(load.tokens(m) for load in batch(step))
                 padded[m].append(1 - used / sum(sizes) if sizes else 0.0)
-        assert worker.fallbacks == 0
+        assert worker.solved_here == 0
     return Row(
         data,
         grouping,

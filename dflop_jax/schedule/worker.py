@@ -4,9 +4,10 @@ The parent keeps `ahead` batches requested; one thread per worker passes a reque
 and waits for its answer on a pipe (no solving under the parent's GIL). Requests are JSON lines
 over stdin/stdout of `python -c`, so scripts need no `__main__` guard and nothing is pickled.
 
-A schedule depends on (loads, prices, step, work, seed) only, however late it comes. The greedy
-answer solved inline, when the child is dead or out of grace, differs from the child's: a run is
-reproducible bit for bit as long as `fallbacks` stays 0.
+A schedule depends on (loads, prices, step, work, seed) only, however late it comes and whoever
+solves it: when the child is dead or out of grace the parent spends the same work on the same
+request, so the answer is the child's bit for bit. Training then waits for it, as its
+`schedule_wait_s` says.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ScheduleWorker:
       first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
       ahead: batches requested ahead of the one asked for.
       work: units of one solve, as for `schedule_batch`.
-      grace_s: longest wait for a living child before the greedy answer is used.
+      grace_s: longest wait for a living child before the parent solves a batch itself; it then
+        solves all until the child answers again.
     """
 
     def __init__(
@@ -67,11 +69,11 @@ class ScheduleWorker:
         self._changed = threading.Condition()
         self._requests: dict[int, Request] = {}
         self._replies: dict[int, Reply] = {}
-        self._down = False  # the child has died and its successor has not answered yet
+        self._down = False  # the child died or was late, and none has answered since
         self._closed = False
         self._child: subprocess.Popen[bytes] | None = None
         self.deaths = 0
-        self.fallbacks = 0
+        self.solved_here = 0  # batches that the parent solved in the child's place
         lists = {-1: prices, **(changes or {})}
         self._prices = {step: PriceList.of(p) for step, p in lists.items()}
         self._request_until(first_step + ahead)
@@ -105,10 +107,19 @@ class ScheduleWorker:
             ready = step in self._replies
             self._changed.wait_for(lambda: step in self._replies or self._down, self._grace_s)
             request, reply = self._requests.pop(step), self._replies.pop(step, None)
+            late = reply is None and not self._down
+            self._down |= late
+        if late:
+            _log.warning(
+                "step %d: no schedule from its worker in %g s; this process solves them until it "
+                "answers, and training waits meanwhile",
+                step,
+                self._grace_s,
+            )
         if reply is None:
-            self.fallbacks += 1
+            self.solved_here += 1
             assert request.prices is not None, "the parent keeps them with every request"
-            reply = answer(self._setup, request, request.prices.prices, work=0)
+            reply = answer(self._setup, request, request.prices.prices)
         if reply.schedule is None:
             raise ValueError(f"step {step}: {reply.error}")
         return reply.schedule, 0.0 if ready else time.perf_counter() - start_s
@@ -158,9 +169,11 @@ class ScheduleWorker:
                 self._changed.notify_all()
             stillborn = 0 if answered else stillborn + 1
             _log.warning(
-                "the schedule worker died (exit %s); %s, greedy schedules meanwhile",
+                "the schedule worker died (exit %s); %s, and training waits meanwhile",
                 self._child.returncode if self._child else None,
-                "restarting it" if stillborn < _MAX_STILLBORN else "it will not be restarted",
+                "it is restarted, this process solves the next schedules"
+                if stillborn < _MAX_STILLBORN
+                else "it is not restarted, this process solves all schedules",
             )
 
     def _run_child(self) -> int:
@@ -201,7 +214,7 @@ class ScheduleWorker:
                 answered += 1
                 with self._changed:
                     self._down = False
-                    if reply.step in self._requests:  # not answered greedily in the meantime
+                    if reply.step in self._requests:  # not solved here in the meantime
                         self._replies[reply.step] = reply
                     self._changed.notify_all()
         except BrokenPipeError:

@@ -45,8 +45,8 @@ class Reply:
     error: str = ""
 
 
-def answer(setup: Setup, request: Request, prices: Prices, work: int | None) -> Reply:
-    """Solve one request; `work=0` gives the greedy answer."""
+def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
+    """Solve one request."""
     try:
         schedule = schedule_batch(
             request.loads,
@@ -54,7 +54,7 @@ def answer(setup: Setup, request: Request, prices: Prices, work: int | None) -> 
             prices,
             setup.trainable,
             step=request.step,
-            work=work,
+            work=setup.work,
             seed=setup.seed,
         )
     except ValueError as e:
@@ -73,6 +73,6 @@ def main() -> None:
     for line in lines:
         request = msgspec.json.decode(line, type=Request)
         prices = request.prices.prices if request.prices else prices
-        reply = answer(setup, request, prices, setup.work)
+        reply = answer(setup, request, prices)
         out.write(msgspec.json.encode(reply) + b"\n")
         out.flush()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dflop_jax.checkpoint.format import (
     CorruptCheckpoint,
     Index,
     Manifest,
+    Part,
     StoredPiece,
     lost_file,
     process_file,
@@ -28,6 +29,7 @@ from dflop_jax.checkpoint.layout import intersect, is_inside, split_box
 
 RUN_BYTES = 8 << 20  # about the most that is read at once: gaps wider than this are not read
 CACHED_BLOCKS = 32  # small arrays share a block
+OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 
 class Reader:
@@ -40,8 +42,9 @@ class Reader:
         for part in manifest.parts:
             for piece in part.pieces:
                 self._pieces[piece.name].append((part.process, piece))
-        self._parts = {p.process: p for p in manifest.parts}
-        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
+        parts = {p.process: p for p in manifest.parts}
+        opened = lru_cache(OPEN_FILES)(partial(_opened, folder, parts))
+        self._block = lru_cache(CACHED_BLOCKS)(partial(_read_block, opened, parts))
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
         """The box of `shape` elements at `start` of an array, from the pieces that overlap it.
@@ -94,15 +97,46 @@ class Reader:
             done += len(part)
         return data
 
-    def _read_block(self, process: int, block: int) -> memoryview:
-        """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
-        path, part = process_file(self._folder, process), self._parts[process]
-        with lost_file(path), path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != part.n_bytes:
-                raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
-            file.seek(block * BLOCK_BYTES)
-            data = file.read(BLOCK_BYTES)
-        if zlib.crc32(data) != part.crc32s[block]:
-            raise CorruptCheckpoint(f"{path}: damaged (its checksum)")
-        return memoryview(data)
+
+class _OpenFile:
+    """A file of pieces, closed when nobody needs it any more; threads may share it.
+
+    Raises:
+      CorruptCheckpoint: it is missing, or not of `n_bytes`.
+    """
+
+    def __init__(self, path: Path, n_bytes: int):
+        self.path, self._descriptor = path, -1
+        with lost_file(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(self._descriptor).st_size
+        if size != n_bytes:
+            raise CorruptCheckpoint(f"{path}: has {size} bytes, {n_bytes} were written")
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, offset: int, n_bytes: int) -> bytes:
+        """So many bytes from there on, fewer at the end."""
+        parts = []
+        with lost_file(self.path):
+            while n_bytes and (part := os.pread(self._descriptor, n_bytes, offset)):
+                parts.append(part)
+                offset, n_bytes = offset + len(part), n_bytes - len(part)
+        return b"".join(parts)
+
+
+def _opened(folder: Path, parts: Mapping[int, Part], process: int) -> _OpenFile:
+    return _OpenFile(process_file(folder, process), parts[process].n_bytes)
+
+
+def _read_block(
+    opened: Callable[[int], _OpenFile], parts: Mapping[int, Part], process: int, block: int
+) -> memoryview:
+    """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
+    file = opened(process)
+    data = file.read(block * BLOCK_BYTES, BLOCK_BYTES)
+    if zlib.crc32(data) != parts[process].crc32s[block]:
+        raise CorruptCheckpoint(f"{file.path}: damaged (its checksum)")
+    return memoryview(data)

@@ -3,6 +3,7 @@
 Mistakes and full disks are in test_store_errors.py, damage and kills in test_store_damage.py.
 """
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,23 @@ def test_blocks_of_other_elements_are_not_read(store, small_blocks):
     assert same(reader.read("x", (2,), (30,)), array[2:32])
     with pytest.raises(CorruptCheckpoint, match="process-00000: damaged"):
         reader.read("x", (31,), (2,))
+
+
+def test_a_file_is_opened_once_and_closed_in_the_end(store, small_blocks, monkeypatch):
+    array = np.arange(64, dtype=np.int32)  # 4 blocks
+    save(store, 1, Case([ArraySpec("x", (64,), "int32")], {}, [[Piece("x", (0,), array)]]))
+    reader, opened, closed = store.open(1), [], []
+    for module, name, calls in ((os, "open", opened), (io, "open", opened), (os, "close", closed)):
+        genuine = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, f=genuine, c=calls, **k: (c.append(a[0]), f(*a, **k))[1]
+        )
+    for first in (0, 30, 10):
+        assert same(reader.read("x", (first,), (30,)), array[first : first + 30])
+    assert [Path(name).name for name in opened] == ["process-00000"]
+    assert not closed
+    del reader
+    assert len(closed) == 1
 
 
 def test_a_read_holds_little_beside_its_answer(store, monkeypatch):

@@ -33,6 +33,10 @@ class CorruptCheckpoint(ValueError):
     """A checkpoint is missing, damaged or incomplete; names the file. Use an older one."""
 
 
+class OtherVersion(ValueError):
+    """A checkpoint is whole, and of a version that this program does not read; another does."""
+
+
 @contextmanager
 def storage_errors(action: str, folder: Path) -> Iterator[None]:
     """Any OSError inside becomes one StorageError that names the folder and the cause."""
@@ -161,11 +165,11 @@ def decode_manifest(data: bytes) -> Manifest:
     """The reverse of `encode_manifest`, of bytes whose checksum was right.
 
     Raises:
-      ValueError: written by another version.
+      OtherVersion: written by another version.
     """
     record = json.loads(data)
     if record["version"] != VERSION:
-        raise ValueError(f"format version {record['version']}; this program reads {VERSION}")
+        raise OtherVersion(f"format version {record['version']}; this program reads {VERSION}")
     specs = msgspec.convert(record["arrays"], tuple[ArraySpec, ...])
     return Manifest(
         record["step"],

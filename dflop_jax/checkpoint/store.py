@@ -28,6 +28,7 @@ from dflop_jax.checkpoint.format import (
     ArraySpec,
     CorruptCheckpoint,
     Manifest,
+    OtherVersion,
     Part,
     Piece,
     StorageError,
@@ -46,11 +47,16 @@ __all__ = [
     "ArraySpec",
     "CheckpointStore",
     "CorruptCheckpoint",
+    "OtherVersion",
     "Part",
     "Piece",
     "Reader",
     "StorageError",
 ]
+
+
+DAMAGED, OTHER_VERSION = "damaged", "other-version"  # why a checkpoint is set aside
+_ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION})(\.\d+)?"
 
 
 class CheckpointStore:
@@ -169,7 +175,7 @@ class CheckpointStore:
         Raises:
           CorruptCheckpoint: it is not.
           StorageError: its files may not be read.
-          ValueError: written in another version of the format.
+          OtherVersion: written in another version of the format.
         """
         folder = self.folder(step)
         with storage_errors(f"read checkpoint {step}", self.root):
@@ -178,11 +184,29 @@ class CheckpointStore:
             raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged (its checksum, or {MARKER})")
         try:
             manifest = decode_manifest(data)
-        except ValueError as e:
-            raise ValueError(f"{folder / MANIFEST}: {e}") from None
+        except OtherVersion as e:
+            raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
             raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
         return Reader(folder, manifest)
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Rename a checkpoint that cannot be read, so that its step may be saved anew; returns its
+        folder, `00000120.damaged` where `why` is DAMAGED. Nothing lists it, and it is removed when
+        a checkpoint of this step or a newer one is committed.
+
+        Raises:
+          StorageError: it cannot be renamed.
+        """
+        assert re.fullmatch(_ASIDE, f"{step:08d}.{why}"), why
+        with storage_errors(f"set checkpoint {step} aside", self.root):
+            folder, n = self.root / f"{step:08d}.{why}", 1
+            while folder.exists():
+                n += 1
+                folder = self.root / f"{step:08d}.{why}.{n}"
+            self.folder(step).rename(folder)
+            _sync(self.root)
+        return folder
 
     def _found(self) -> list[tuple[int, bool]]:
         """(step, committed) of every checkpoint folder, newest first."""
@@ -199,6 +223,9 @@ class CheckpointStore:
         leftovers = [s for s, committed in found if not committed and s < step]
         for old in others[self.keep - 1 :] + leftovers:
             _remove(self.folder(old))
+        for name in os.listdir(self.root):
+            if (aside := re.fullmatch(_ASIDE, name)) and int(aside[1]) <= step:
+                _remove(self.root / name)
 
     def _refuse_committed(self, step: int) -> None:
         if (self.folder(step) / MARKER).exists():

@@ -118,6 +118,42 @@ def test_without_marker_there_is_no_checkpoint(store):
         store.open(1)
 
 
+# Set aside.
+
+
+def test_what_is_set_aside_stays_until_a_newer_checkpoint_is_committed(store):
+    for step in (1, 2, 3):
+        save(store, step, vector(first=step))
+    held = {file.name: file.read_bytes() for file in files_of(store.folder(3))}
+    folder = store.set_aside(3, "damaged")
+    assert folder.name == "00000003.damaged"
+    assert {file.name: file.read_bytes() for file in files_of(folder)} == held
+    assert store.steps() == (2,)
+    # Neither a save that fails nor an older one that is committed takes it.
+    store.prepare(3)
+    store.discard(3)
+    store.discard(2)
+    save(store, 2, vector())
+    assert folder.exists()
+    save(store, 3, vector())
+    assert sorted(os.listdir(store.root)) == ["00000002", "00000003"]
+
+
+def test_nothing_is_set_aside_over_another(store):
+    save(store, 1, vector())
+    for name in ("00000001.other-version", "00000001.copy", "mine.damaged"):
+        (store.root / name).mkdir()
+    assert store.set_aside(1, "other-version").name == "00000001.other-version.2"
+    save(store, 5, vector())
+    # What somebody else named stays.
+    assert sorted(os.listdir(store.root)) == ["00000001.copy", "00000005", "mine.damaged"]
+
+
+def test_setting_aside_what_is_not_there_is_said(store):
+    with pytest.raises(StorageError, match=r"cannot set checkpoint 1 aside in .*: No such file"):
+        store.set_aside(1, "damaged")
+
+
 # Readers beside a save.
 
 

@@ -56,6 +56,11 @@ def experiment_config(args: argparse.Namespace, base: Config | None = None) -> C
     return override(base or load_experiment(args.experiment), changed)
 
 
+def import_from_here() -> None:
+    """Let imports find modules of the folder that the command is given in."""
+    sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
+
+
 def load_experiment(path: str) -> Config:
     """The `config()` of an experiment file.
 
@@ -67,7 +72,7 @@ def load_experiment(path: str) -> Config:
         raise ValueError(
             f"{path}: no such experiment file; give a path such as experiments/demo.py"
         )
-    sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
+    import_from_here()
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.cli.generate import base_config
+from dflop_jax.cli.folder_config import add_factory, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--module", metavar="NAME", help="one module alone, such as llm or generator"
     )
+    add_factory(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
-    config = base_config(args.run_folder)
-    if config is None:
+    if not Path(args.run_folder).is_dir():
         raise ValueError(f"{args.run_folder}: no such run folder")
+    config = folder_config(args.run_folder, args)
     model: Any = adapted(build_model(config.model), config.train)
     map_, whole = _map(model, config, args.module)
     loaded = load_params(args.run_folder, model, jax.local_devices(backend="cpu")[0])

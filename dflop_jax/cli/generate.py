@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from dflop_jax.cli.experiment import experiment_config
+from dflop_jax.cli.folder_config import folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
-from dflop_jax.report.run_folder import CONFIG
 
 if TYPE_CHECKING:
     from dflop_jax.generate.generate import Answer
@@ -62,24 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def base_config(experiment: str) -> Config | None:
-    """The configuration that a run folder keeps; None where `experiment` is no folder.
-
-    Raises:
-      ValueError: a folder without a readable config.json.
-    """
-    folder = Path(experiment)
-    if not folder.is_dir():
-        return None
-    file = folder / CONFIG
-    if not file.is_file():
-        raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Config)
-    except msgspec.DecodeError as e:
-        raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
-
-
 def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
     from dflop_jax.generate.clip import generates_clips
@@ -88,7 +68,9 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.prepare import use_cache
 
-    config = experiment_config(args, base_config(args.experiment))
+    is_folder = Path(args.experiment).is_dir()
+    base = folder_config(args.experiment, args) if is_folder else None
+    config = experiment_config(args, base)
     if generates_clips(config):
         return _clip(args, config)
     how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)

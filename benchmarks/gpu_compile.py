@@ -4,7 +4,8 @@ Command:  python benchmarks/gpu_compile.py [--json FILE] [--quick] [--only TEXT 
 Minutes:  about 90 on 2 cores; --quick, which predicts nothing, under 3
 Needs:    the extra gpu-compile
 Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
-          a program's FLOPs, and no gather of whole queries, keys or values at any tensor degree;
+          a program's FLOPs, and at any tensor degree no gather of whole queries, keys or values,
+          nor of parameters over tensor ranks;
           bytes within 5% of the prediction by the median, 12% at worst
 
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
@@ -187,6 +188,7 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None)
         "executed_over_needed": program.executed_over_needed,
         "f32_dot_flops": program.float32_dot_flops,
         "attention_gathers": program.attention_gathers,
+        "parameter_gathers": program.parameter_gathers,
         "unknown": list(program.unknown),
         "error": program.error,
     }
@@ -241,6 +243,8 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
                 found.append(f"{where}: {share:.1%} of its products are in float32")
             if r["attention_gathers"]:
                 found.append(f"{where}: {r['attention_gathers']} gathers of whole heads")
+            if r["parameter_gathers"]:
+                found.append(f"{where}: {r['parameter_gathers']} gathers of parameters")
     return found
 
 
@@ -274,7 +278,7 @@ def show(outcomes: dict[str, dict[str, Any]]) -> Table:
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{min(shares):.0%}-{max(shares):.0%}" if shares else "-",
             f"{sum(r['f32_dot_flops'] for r in rows) / flops:.1%}",
-            str(sum(r["attention_gathers"] for r in rows)),
+            str(sum(r["attention_gathers"] + r["parameter_gathers"] for r in rows)),
             case["verdict"].split(" (")[0],
         )
     return table

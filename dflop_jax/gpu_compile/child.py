@@ -21,6 +21,7 @@ import msgspec
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
+from dflop_jax.gpu_compile.hlo_gathers import parameter_gathers
 from dflop_jax.gpu_compile.modelled import modelled_terms
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
@@ -171,6 +172,9 @@ def compiled(
         executed_over_needed=cost.flops / needed if needed else None,
         modelled_s=sum(modelled_terms(optimized, seen, find_hardware(hardware)).values()),
         **_bytes(executable.memory_analysis()),
+        parameter_gathers=0
+        if head.kind == "exchange"
+        else parameter_gathers(optimized, head.mesh[-1]),
         **_figures(cost),
     )
     known[text] = report

@@ -11,7 +11,7 @@ from math import prod
 # Bits of an element, where the type's name does not end in them.
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]|\b(token|opaque)\[\]")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _CALLED = re.compile(
     r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation|"
@@ -48,6 +48,7 @@ class Instruction:
       operands: names of the instructions that it reads.
       argument: the text between its parentheses, such as a parameter's number.
       attributes: the text behind them.
+      is_root: whether its result is its computation's.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Instruction:
     operands: tuple[str, ...]
     argument: str
     attributes: str
+    is_root: bool
 
     @cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
@@ -114,13 +116,14 @@ def _instruction(line: str) -> Instruction | None:
     argument = rest[open_at + 1 : close_at]
     opcode = rest[stop:open_at].strip()
     return Instruction(
-        name=head.group(1),
+        name=head.group(2),
         opcode=opcode,
         arrays=_arrays(rest[:stop]),
         # A constant's text is its value.
         operands=() if opcode == "constant" else tuple(_NAME.findall(argument)),
         argument=argument,
         attributes=rest[close_at + 1 :],
+        is_root=bool(head.group(1)),
     )
 
 

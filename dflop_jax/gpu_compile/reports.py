@@ -31,6 +31,8 @@ class ProgramReport:
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
       modelled_s: seconds of its kernels under the roofline (`dflop_jax.profile.efficiency`), one
         after another, every row full of one piece.
+      attention_gathers: see `hlo_cost`; `parameter_gathers`: see `hlo_gathers`, 0 of exchanges,
+        which are there to gather.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
     """
@@ -55,6 +57,7 @@ class ProgramReport:
     float32_dot_flops: float = 0.0
     collectives: tuple[Sent, ...] = ()
     attention_gathers: int = 0
+    parameter_gathers: int = 0
     unknown: tuple[str, ...] = ()
     error: str = ""
 

@@ -12,7 +12,8 @@ from tests.benchmarks import scripts
 
 script = scripts.module("gpu_compile")
 
-GOOD = {"error": "", "f32_dot_flops": 1.0, "flops": 100.0, "attention_gathers": 0, "program": "p"}
+GOOD = {"error": "", "f32_dot_flops": 1.0, "flops": 100.0, "attention_gathers": 0,
+        "parameter_gathers": 0, "program": "p"}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", script.MODELS)
@@ -63,6 +64,7 @@ def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
         ({}, None),
         ({"f32_dot_flops": 1.1}, "1.1% of its products are in float32"),
         ({"attention_gathers": 4}, "4 gathers of whole heads"),
+        ({"parameter_gathers": 3}, "3 gathers of parameters"),
         ({"error": "no tile fits"}, "no tile fits"),
     ],
 )

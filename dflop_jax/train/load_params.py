@@ -34,7 +34,7 @@ def load_params(run: str | Path, model: MultimodalModel, device: jax.Device) -> 
     A damaged one is named in the log and the one before it is taken.
 
     Raises:
-      ValueError: no such folder, no (whole) checkpoint in it, or it is of another model.
+      ValueError: no such folder, no (whole) checkpoint in it, or it is of another model or format.
       StorageError: it cannot be read.
     """
     store, steps = _find(Path(run))

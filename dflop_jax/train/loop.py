@@ -30,9 +30,10 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
+from dflop_jax.train.meta import Meta, planned_under
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.redecide import NewPlan, Redecider
-from dflop_jax.train.resume import Meta, Resumed
+from dflop_jax.train.resume import Resumed
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import StepLog
@@ -272,13 +273,11 @@ class Loop:
         self._saved = done
         meta = Meta(
             done,
-            self.config.plan.policy,
             self.loader.state(done),
             self.ex.plan,
             self.profile,
             PriceList.of(self.prices),
-            self.peers.count,
-            len(self.place.devices),
+            planned_under(self.place) if self.peers.is_hub else {},
             self._corrector.learnt(done) if self._corrector else None,
         )
         finished: Future[Mapping[str, Any]] = Future()

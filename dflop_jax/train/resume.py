@@ -3,109 +3,116 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
+from dflop_jax.checkpoint.store import (
+    DAMAGED,
+    OTHER_VERSION,
+    CheckpointStore,
+    CorruptCheckpoint,
+    OtherVersion,
+    Reader,
+)
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.records import Plan, PriceList, Profile
-from dflop_jax.schedule.learnt import Learnt
-from dflop_jax.train.skips import Skips
+from dflop_jax.train.meta import Meta, read_meta
 
 log = logging.getLogger(__name__)
+_WORDS = {DAMAGED: "is damaged", OTHER_VERSION: "is of another version of this program"}
+_NONE = {
+    DAMAGED: "no checkpoint is whole; start again with --overwrite",
+    OTHER_VERSION: "this version of the program reads none of the checkpoints; resume by the one "
+    "that wrote them, or choose another --run_dir",
+}
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What a checkpoint keeps beside arrays.
-
-    Attributes:
-      policy: as configured; the plan names what was chosen.
-      loader: see `Loader.state`.
-      prices: that batches are scheduled by.
-      processes, devices: of the run that saved it.
-      learnt: corrections of the prices, where they are corrected.
-      skips: of the updates that were left out.
-    """
+class Unreadable:
+    """A checkpoint that some process cannot read: why it is set aside, and what was met."""
 
     step: int
-    policy: str
-    loader: dict[str, Any]
-    plan: Plan
-    profile: Profile
-    prices: PriceList
-    processes: int
-    devices: int
-    learnt: Learnt | None = None
-    skips: Skips = field(default_factory=Skips)
+    why: str
+    met: str
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to continue from, open on this process."""
+    """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`."""
 
     meta: Meta
     reader: Reader
+    unreadable: tuple[Unreadable, ...] = ()
 
 
-def find_checkpoint(folder: Path, peers: Peers, below: int | None = None) -> Resumed | None:
-    """Return the newest whole checkpoint (before step `below`) that every process can open; None
-    if there is none. One that is damaged is named and left out.
+def find_checkpoint(
+    folder: Path, peers: Peers, unreadable: tuple[Unreadable, ...] = ()
+) -> Resumed | None:
+    """Return the newest checkpoint that every process can open, older than those known to be
+    `unreadable`; None if there is none at all. Others are named and left as they are.
 
     Raises:
-      ValueError: none of those that are there is whole.
+      ValueError: none of those that are there can be read.
       StorageError: the folder cannot be read.
     """
     store = CheckpointStore(folder)
+    below = min((u.step for u in unreadable), default=None)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
     key = f"checkpoints/{below}"
     shared = peers.share(key, msgspec.json.encode(steps))
     for step in msgspec.json.decode(shared, type=list[int]):
-        resumed, trouble = None, ""
+        resumed, trouble = None, None
         try:
             reader = store.open(step)
-            resumed = Resumed(msgspec.convert(reader.meta, Meta), reader)
-        except (CorruptCheckpoint, msgspec.ValidationError) as e:
-            trouble = f"checkpoint of step {step} is damaged, using an older one: {e}"
-        if not any_trouble(peers, f"{key}/{step}", trouble):
+            resumed = Resumed(read_meta(reader.meta), reader, unreadable)
+        except CorruptCheckpoint as e:
+            trouble = Unreadable(step, DAMAGED, str(e))
+        except OtherVersion as e:
+            trouble = Unreadable(step, OTHER_VERSION, str(e))
+        worst = any_trouble(peers, f"{key}/{step}", trouble)
+        if worst is None:
             return resumed
-    if shared != b"[]" and below is None:
-        raise ValueError(f"{folder}: no checkpoint is whole; start again with --overwrite")
-    return None
+        unreadable = (*unreadable, worst)
+    if not unreadable:
+        return None
+    why = OTHER_VERSION if any(u.why == OTHER_VERSION for u in unreadable) else DAMAGED
+    raise ValueError(f"{folder}: {_NONE[why]}")
 
 
-def any_trouble(peers: Peers, key: str, trouble: str) -> bool:
-    """Whether any process has trouble; process 0 logs the first."""
-    worst = peers.first_text(key, trouble)
-    if worst and peers.is_hub:
-        log.warning("%s", worst)
-    return bool(worst)
+def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadable | None:
+    """The first process's trouble, on every process; process 0 logs it."""
+    text = msgspec.json.encode(trouble).decode() if trouble else ""
+    if not (first := peers.first_text(key, text)):
+        return None
+    worst = msgspec.json.decode(first, type=Unreadable)
+    if peers.is_hub:
+        words = f"{_WORDS[worst.why]}, using an older one"
+        log.warning("checkpoint of step %d %s: %s", worst.step, words, worst.met)
+    return worst
 
 
 def restore(saver: Checkpointer, resumed: Resumed, peers: Peers) -> Resumed:
     """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
-    that was used. Newer ones are removed: this run writes those steps anew.
+    that was used. Newer ones are set aside: this run writes those steps anew.
 
     Raises:
-      ValueError: it is of another model, or none is whole.
+      ValueError: it is of another model, or none can be read.
     """
-    candidate: Resumed | None = resumed
-    while candidate is not None:
-        step = candidate.meta.step
+    while True:
+        step = resumed.meta.step
         try:
-            saver.restore(candidate.reader)
-        except CorruptCheckpoint as e:
-            if peers.is_hub:
-                log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
-            candidate = find_checkpoint(saver.folder, peers, below=step)
-            continue
-        if peers.is_hub:
-            store = CheckpointStore(saver.folder)
-            for later in (s for s in store.steps() if s > step):
-                store.discard(later)
-        return candidate
-    raise ValueError(f"{saver.folder}: no checkpoint is whole; start again with --overwrite")
+            saver.restore(resumed.reader)
+            break
+        except CorruptCheckpoint as e:  # on every process
+            trouble = any_trouble(peers, f"damaged/{step}", Unreadable(step, DAMAGED, str(e)))
+            assert trouble is not None
+            older = find_checkpoint(saver.folder, peers, (*resumed.unreadable, trouble))
+            assert older is not None, "it raises where none is left"
+            resumed = older
+    store = CheckpointStore(saver.folder)
+    for u in resumed.unreadable if peers.is_hub else ():
+        folder = store.set_aside(u.step, u.why)
+        log.warning("checkpoint of step %d stays as %s until a newer one is saved", u.step, folder)
+    return resumed

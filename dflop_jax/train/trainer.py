@@ -30,6 +30,7 @@ from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, LoopResult
+from dflop_jax.train.meta import Continued, continued, planned_under
 from dflop_jax.train.planning import check_trainable, make_plan
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import make_profile
@@ -192,20 +193,16 @@ class Trainer:
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the
         checkpoint where the run goes on as it was, so that it makes the same schedules."""
-        plan, prices = self._executor.plan if self._executor else None, None
-        if resumed and self.profile is None:
-            self.profile = resumed.meta.profile
-        if resumed and plan in (None, resumed.meta.plan):
-            was = resumed.meta.processes, resumed.meta.devices, resumed.meta.policy
-            now = self.peers.count, len(self.place.devices), self.config.plan.policy
-            if was == now:
-                plan, prices = resumed.meta.plan, resumed.meta.prices.prices
-            elif plan is None:
-                progress.log("the checkpoint is of other devices or another policy: planning anew")
-                self.profile = None
-        # What process 0 was given or found holds for all.
-        given = self.peers.share("given", msgspec.json.encode((self.profile, plan)))
-        self.profile, plan = msgspec.json.decode(given, type=tuple[Profile | None, Plan | None])
+        plan = self._executor.plan if self._executor else None
+        known = Continued(plan, self.profile)
+        if resumed and self.peers.is_hub:
+            known = continued(resumed.meta, planned_under(self.place), plan, self.profile)
+            if known.says:
+                progress.log(known.says)
+        # What process 0 was given or reads holds for all.
+        shared = self.peers.share("given", msgspec.json.encode((known.profile, known.plan)))
+        self.profile, plan = msgspec.json.decode(shared, type=tuple[Profile | None, Plan | None])
+        prices = known.prices
         if self.profile is None:
             progress.log("profiling model and data")
             self.profile = make_profile(self.place, self.source)

@@ -13,19 +13,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflop_jax import CheckpointConfig, ScheduleConfig
+from dflop_jax import CheckpointConfig, PlanConfig, ScheduleConfig
 from dflop_jax.cli import main
-from dflop_jax.record_files import save
-from dflop_jax.records import PriceList
+from dflop_jax.pipeline.programs import Programs
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan, PriceList
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.learnt import Sample
 from dflop_jax.schedule.worker_main import Request
 from dflop_jax.train.loop import Loop
+from dflop_jax.train.trainer import Trainer
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
+    CACHE,
     CONFIG,
     PLAN,
     STEPS,
@@ -42,6 +45,8 @@ from .resume_cases import (  # noqa: F401
     steps_saved,
     whole,
 )
+
+compile_all = Programs.compile  # before `quick` has one plan's for all
 
 # ---- the same run ----
 
@@ -113,6 +118,31 @@ def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
     assert len(result.losses) == STEPS
     assert_as_whole(folder, whole)
     assert steps_saved(folder) == ()
+
+
+# ---- other flags ----
+
+
+def test_changed_flags_plan_anew_and_the_training_goes_on(whole, monkeypatch, capsys):
+    monkeypatch.setattr(Programs, "compile", compile_all)
+    folder = as_killed(whole, saved=9, rows=11)
+    plan = PlanConfig(
+        policy="dflop", buckets=1, zero="3", finalists=0, effort="quick", max_microbatches=4
+    )
+    config = dataclasses.replace(CONFIG, run_dir=str(folder), plan=plan, **CACHE)
+    Trainer(config, existing="resume").fit()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "plan.zero was auto, now 3" in said
+    assert ": planning anew" in said
+    assert "profiling" not in said
+    assert "resumed after step 9 of 12" in said
+    planned = load(Plan, folder / "plan.json")
+    assert len(planned.buckets) == 1
+    assert all(s.zero == 3 for s in planned.segments)
+    assert essence(folder)[:9] == essence(whole)[:9]
+    losses, of_whole = ([r["loss"] for r in read_metrics(f)] for f in (folder, whole))
+    assert losses == pytest.approx(of_whole, rel=1e-4)
+    assert len(losses) == STEPS
 
 
 # ---- nothing left to do ----

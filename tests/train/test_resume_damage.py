@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import shutil
 import signal
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.checkpoint import format as format_module
+from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.train.loop import preemption
-from dflop_jax.train.resume import any_trouble, find_checkpoint
+from dflop_jax.train.loop import Loop, preemption
+from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -45,15 +49,89 @@ def test_a_damaged_checkpoint_is_passed_over(whole, caplog, what):
     folder = as_killed(whole, saved=9, rows=11)
     damage(what(folder, 9))
     fit(folder, "resume")
-    (warning,) = warnings_of(caplog)
+    warning, aside = warnings_of(caplog)
     assert "checkpoint of step 9 is damaged, using an older one" in warning
     assert what(folder, 9).name in warning
+    assert "checkpoint of step 9 stays as run/checkpoints/00000009.damaged until" in aside
     assert_as_whole(folder, whole)
-    # Step 9 was saved anew.
+    # Step 9 was saved anew, and only then the damaged one removed.
     assert steps_saved(folder) == (12, 9, 6, 3)
+    assert sorted(f.name for f in (folder / "checkpoints").iterdir())[2:] == [
+        "00000009", "00000012",
+    ]  # fmt: skip
     caplog.clear()
-    assert find_checkpoint(folder / "checkpoints", Peers(), below=10).meta.step == 9
+    known = (Unreadable(10, "damaged", ""),)
+    assert find_checkpoint(folder / "checkpoints", Peers(), known).meta.step == 9
     assert warnings_of(caplog) == []
+
+
+class Stopped(BaseException):
+    """As a kill."""
+
+
+@pytest.fixture
+def stops_before_its_steps(monkeypatch):
+    def run(self, stack, resumed):
+        raise Stopped
+
+    monkeypatch.setattr(Loop, "run", run)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
+
+
+@pytest.mark.parametrize("what", [manifest, data_file])
+def test_what_cannot_be_read_is_there_until_a_newer_one_is(whole, what, stops_before_its_steps):
+    folder = as_killed(whole, saved=12, rows=11)
+    damage(what(folder, 12))
+    damage(data_file(folder, 9))
+    held = [contents(folder / f"checkpoints/{step:08d}") for step in (9, 12)]
+    with pytest.raises(Stopped):
+        fit(folder, "resume")
+    assert steps_saved(folder) == (6, 3)
+    checkpoints = folder / "checkpoints"
+    asides = [checkpoints / f"{step:08d}.damaged" for step in (9, 12)]
+    assert [contents(f) for f in asides] == held
+
+
+def written_by_another_version(folder: Path, step: int, **meta) -> None:
+    """The same checkpoint with other meta, sound to the last checksum."""
+    store = CheckpointStore(folder / "checkpoints")
+    reader = store.open(step)
+    manifest_of = decode_manifest(manifest(folder, step).read_bytes())
+    data = encode_manifest(dataclasses.replace(manifest_of, meta={**reader.meta, **meta}))
+    manifest(folder, step).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    (manifest(folder, step).parent / "COMMITTED").write_text(f"sha256 {digest} manifest.json\n")
+
+
+def test_a_checkpoint_of_another_version_is_named_and_kept(whole, caplog, stops_before_its_steps):
+    folder = as_killed(whole, saved=9, rows=11)
+    written_by_another_version(folder, 9, version=77)
+    held = contents(folder / "checkpoints/00000009")
+    with pytest.raises(Stopped):
+        fit(folder, "resume")
+    warning, aside = warnings_of(caplog)
+    assert "step 9 is of another version of this program, using an older one" in warning
+    assert "version 77" in warning
+    assert "00000009.other-version" in aside
+    assert contents(folder / "checkpoints/00000009.other-version") == held
+    assert steps_saved(folder) == (6, 3)
+
+
+@pytest.mark.parametrize("damaged", [(), (3,)])
+def test_what_another_version_reads_is_not_to_be_overwritten(whole, damaged):
+    folder = as_killed(whole, saved=6, rows=7)
+    for step in (3, 6):
+        written_by_another_version(folder, step, version=77)
+    for step in damaged:
+        damage(data_file(folder, step))
+        damage(manifest(folder, step))
+    said = refused(folder)
+    assert "resume by the one that wrote them" in said
+    assert "overwrite" not in said
+    assert steps_saved(folder) == (6, 3)
 
 
 @pytest.mark.parametrize("what", [manifest, data_file])
@@ -81,29 +159,47 @@ def test_finding_checkpoints(whole, caplog):
     assert (found.meta.step, found.meta.loader["step"], found.reader.step) == (12, 12, 12)
     assert found.meta.plan == PLAN
     assert found.meta.profile == nano_profile()
-    assert found.meta.processes == 1
-    steps = {below: find_checkpoint(Path(checkpoints), peers, below) for below in (12, 9, 4, 3, 0)}
-    assert {b: f and f.meta.step for b, f in steps.items()} == {12: 9, 9: 6, 4: 3, 3: None, 0: None}
+    assert found.meta.planned_under["processes"] == 1
+    for below, step in {12: 9, 9: 6, 4: 3}.items():
+        known = (Unreadable(20, "damaged", ""), Unreadable(below, "damaged", ""))
+        older = find_checkpoint(Path(checkpoints), peers, known)
+        assert (older.meta.step, older.unreadable) == (step, known)
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        find_checkpoint(Path(checkpoints), peers, (Unreadable(3, "damaged", ""),))
     assert warnings_of(caplog) == []
     # An unfinished save is no checkpoint.
     (Path(checkpoints) / "00000012/COMMITTED").unlink()
     assert find_checkpoint(Path(checkpoints), peers).meta.step == 9
 
 
-def test_meta_of_another_program_is_damage(caplog):
+def test_meta_of_another_program_is_not_damage(caplog):
     store = CheckpointStore(Path("checkpoints"))
     store.prepare(1)
     store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
-    with pytest.raises(ValueError, match="no checkpoint is whole"):
+    with pytest.raises(ValueError, match="resume by the one that wrote them"):
         find_checkpoint(Path("checkpoints"), Peers())
-    assert "checkpoint of step 1 is damaged" in warnings_of(caplog)[0]
+    assert "checkpoint of step 1 is of another version" in warnings_of(caplog)[0]
+
+
+def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
+    store = CheckpointStore(Path("checkpoints"))
+    store.prepare(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(format_module, "VERSION", 9)
+        store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
+    with pytest.raises(ValueError, match="resume by the one that wrote them"):
+        find_checkpoint(Path("checkpoints"), Peers())
+    assert "format version 9; this program reads 2" in warnings_of(caplog)[0]
 
 
 def test_trouble_is_logged_once(caplog):
-    assert not any_trouble(Peers(), "k", "")
+    assert any_trouble(Peers(), "k", None) is None
     assert warnings_of(caplog) == []
-    assert any_trouble(Peers(), "k", "a 100% broken disk")
-    assert warnings_of(caplog) == ["a 100% broken disk"]
+    trouble = Unreadable(3, "damaged", "a 100% broken disk")
+    assert any_trouble(Peers(), "k", trouble) == trouble
+    assert warnings_of(caplog) == [
+        "checkpoint of step 3 is damaged, using an older one: a 100% broken disk"
+    ]
 
 
 def test_sigterm_is_ours_only_inside_and_only_in_the_main_thread():

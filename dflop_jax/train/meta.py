@@ -1,0 +1,155 @@
+"""What a checkpoint keeps beside arrays, and what of it a resumed run goes on with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dflop_jax.checkpoint.format import OtherVersion
+from dflop_jax.config import Config, fields
+from dflop_jax.records import Plan, PriceList, Prices, Profile
+from dflop_jax.schedule.learnt import Learnt
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.skips import Skips
+
+VERSION = 2  # of `Meta`; 1 had no number, and of `planned_under` three values only
+_PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
+_MEMORY, _FROZEN = "memory of a device", "frozen parts"
+# Flags of plan.* that say where, or when, and not which plan is the best.
+_NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
+_MORE_FLAGS = ("train.global_batch", "train.remat")
+_PROFILED_FLAGS = (
+    "plan.max_model",
+    "plan.profile_samples",
+    "model.dtype",
+    "model.attention_kernel",
+    *(f"data.{name}" for name in (
+        "max_tiles", "max_frames", "min_pixels", "max_pixels", "max_clip_pixels", "frames_per_s",
+        "max_tokens", "oversize", "tokenizer",
+    )),
+)  # fmt: skip
+_PROFILED = {*_PROFILED_FLAGS, _PROCESSES, _DEVICES, _KIND}
+# What jax may take of a device depends a little on what else was there when it began; plans leave
+# as much free.
+_SAME_MEMORY = 0.05
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint keeps beside arrays.
+
+    Attributes:
+      loader: see `Loader.state`.
+      prices: that batches are scheduled by.
+      planned_under: what the plan was chosen under, by name; see `planned_under`.
+      learnt: corrections of the prices, where they are corrected.
+      skips: of the updates that were left out.
+    """
+
+    step: int
+    loader: dict[str, Any]
+    plan: Plan
+    profile: Profile
+    prices: PriceList
+    planned_under: dict[str, Any] = field(default_factory=dict)
+    learnt: Learnt | None = None
+    skips: Skips = field(default_factory=Skips)
+    version: int = VERSION
+
+
+def read_meta(record: Mapping[str, Any]) -> Meta:
+    """The reverse of `msgspec.to_builtins` of a `Meta`, of this or an older version.
+
+    Raises:
+      OtherVersion: of a version that this program does not read.
+    """
+    version = record.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise OtherVersion(f"its state has version {version}, this program reads 1 to {VERSION}")
+    under = record.get("planned_under")
+    if version == 1:
+        names = {"plan.policy": "policy", _PROCESSES: "processes", _DEVICES: "devices"}
+        under = {name: record[key] for name, key in names.items() if key in record}
+    try:
+        return msgspec.convert({**record, "version": version, "planned_under": under}, Meta)
+    except msgspec.ValidationError as e:  # what the checksums cover is as it was written
+        raise OtherVersion(f"its state is of another version of this program: {e}") from None
+
+
+def planned_under(place: Workplace) -> dict[str, Any]:
+    """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
+    the devices."""
+    values = flags_that_plan(place.config)
+    first = place.devices[0]
+    values[_PROCESSES], values[_DEVICES] = place.peers.count, len(place.devices)
+    values[_KIND] = first.device_kind
+    values[_MEMORY] = (first.memory_stats() or {}).get("bytes_limit", 0)  # 0: it does not say
+    values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
+    return values
+
+
+def flags_that_plan(config: Config) -> dict[str, Any]:
+    """The flags that decide between plans, by dotted name."""
+    return {
+        leaf.name: msgspec.to_builtins(leaf.value(config))
+        for leaf in fields()
+        if (leaf.name.startswith("plan.") and leaf.name not in _NO_CHOICE)
+        or leaf.name in (*_MORE_FLAGS, *_PROFILED_FLAGS)
+    }
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing."""
+
+    plan: Plan | None
+    profile: Profile | None
+    prices: Prices | None = None
+    says: str = ""
+
+
+def continued(
+    meta: Meta, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
+) -> Continued:
+    """What of a checkpoint still serves: its plan and prices where nothing that decides between
+    plans differs now, its profile where nothing differs that it was measured under. A plan or a
+    profile that is given goes before the checkpoint's.
+
+    Raises:
+      ValueError: other parts train now.
+    """
+    then = meta.planned_under
+    changed = [n for n in now if n in then and not _equal(n, then[n], now[n])]
+    if _FROZEN in changed:
+        raise ValueError(
+            f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
+            " it is of another model or choice of frozen parts; give the same train.stage and "
+            "train.freeze, or start a new run"
+        )
+    if profile is None and not _PROFILED.intersection(changed):
+        profile = meta.profile
+    if plan is not None:
+        same = plan == meta.plan and not changed
+        return Continued(plan, profile, meta.prices.prices if same else None)
+    if changed:
+        says = "; ".join(f"{n} was {_text(then[n])}, now {_text(now[n])}" for n in changed)
+        return Continued(None, profile, says=f"{says}: planning anew")
+    says = ""
+    if meta.version == 1:
+        says = (
+            "the checkpoint is of an older version, which does not say under which flags its plan "
+            "was chosen: they are not compared, the plan stays"
+        )
+    return Continued(meta.plan, profile, meta.prices.prices, says)
+
+
+def _equal(name: str, then: Any, now: Any) -> bool:
+    return math.isclose(then, now, rel_tol=_SAME_MEMORY) if name == _MEMORY else then == now
+
+
+def _text(value: Any) -> str:
+    return str(value) or "empty"

@@ -85,14 +85,11 @@ def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
     from dflop_jax.pipeline.step import LocalResult
 
-    parts = peers.gather("step", msgspec.json.encode(handle.local()))
+    parts = peers.gather("step", msgspec.msgpack.encode(handle.local()))
     seconds, trace = 0.0, None
     if peers.is_hub:
-        every = []
-        for process, data in enumerate(parts):
-            part = msgspec.json.decode(data, type=LocalResult)
-            every.append(part.later(peers.offset_s(process)))
-        result = handle.result(every)
+        every = [msgspec.msgpack.decode(data, type=LocalResult) for data in parts]
+        result = handle.result(every, [peers.offset_s(p) for p in range(peers.count)])
         seconds, trace = result.ended_s - result.started_s, result.trace
     peers.barrier("finished")
     return seconds, trace

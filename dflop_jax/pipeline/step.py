@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
+from dflop_jax.pipeline import task_times
 from dflop_jax.pipeline.communicator import place, send
 from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.state import State, share_tied
-from dflop_jax.pipeline.watcher import Observation, Outputs, Span, own_seconds, to_events
+from dflop_jax.pipeline.task_times import Spans, TaskOrder, TaskTimes
+from dflop_jax.pipeline.watcher import Observation, Outputs
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
 
 Tree = Any
@@ -22,8 +25,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm
-    and the trace.
+    """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm,
+    the trace, and what every process saw.
 
     Attributes:
       applied: the parameters were updated; not where the norm is above `norm_limit` or not finite.
@@ -35,6 +38,7 @@ class StepResult:
     trace: Trace
     started_s: float
     ended_s: float
+    seen: list[TaskTimes]
     applied: bool = True
     not_finite: tuple[str, ...] = ()
 
@@ -45,14 +49,10 @@ class LocalResult:
     `time.perf_counter`; sums over its part of the batch; sums of squares of the gradients of the
     segments on its devices, and of all segments, None when it does not know."""
 
-    spans: tuple[Span, ...]
+    spans: Spans
     sums: dict[str, float]
     squares: dict[str, float]
     total_squares: float | None
-
-    def later(self, by_s: float) -> LocalResult:
-        """The same in a clock that is ahead by `by_s`."""
-        return replace(self, spans=tuple(s.later(by_s) for s in self.spans))
 
 
 class StepCall:
@@ -316,6 +316,11 @@ class StepHandle:
         self._step, self._call, self._graph = step, call, graph
         self._order, self._seen, self._free_s = order, seen, free_s
 
+    @cached_property
+    def order(self) -> TaskOrder:
+        """The step's tasks."""
+        return TaskOrder.of(self._order, self._graph.waits_for, self._call.programs.resource)
+
     def local(self) -> LocalResult:
         """Wait for this process's part of the step.
 
@@ -338,32 +343,33 @@ class StepHandle:
             if of_segment.addressable_shards
         }
         totals = [float(t.addressable_data(0)) for t in call.totals if t.addressable_shards]
-        spans = tuple(o.span(i) for i, o in self._seen.items())
+        spans = Spans.of({i: o.moments for i, o in self._seen.items()})
         return LocalResult(spans, sums, squares, totals[0] if totals else None)
 
-    def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
-        """The whole step, from what every process saw (their clocks made equal); from this one's
-        part alone when it is the only process."""
+    def result(
+        self, parts: Sequence[LocalResult] | None = None, offsets_s: Sequence[float] = (0.0,)
+    ) -> StepResult:
+        """The whole step, from what every process saw (whose clocks lack `offsets_s` to this one);
+        from this one's part alone when it is the only process."""
         parts = [self.local()] if parts is None else parts
-        when: dict[int, tuple[float, float]] = {}
         sums: dict[str, float] = {}
         for part in parts:
-            for s in part.spans:
-                # A task over several processes begins with the last to dispatch it.
-                known = when.get(s.place, (s.dispatched_s, s.end_s))
-                when[s.place] = max(known[0], s.dispatched_s), max(known[1], s.end_s)
             for k, v in part.sums.items():
                 sums[k] = sums.get(k, 0.0) + v
-        programs = self._call.programs
-        spans = [(task, *when[i]) for i, task in enumerate(self._order)]
-        origin, events = to_events(
-            spans, programs.submesh, programs.resource, self._graph.waits_for, self._free_s
+        seen = task_times.gathered([part.spans for part in parts], offsets_s)
+        n = len(self._order)
+        # A task over several processes begins with the last to dispatch it.
+        dispatched_s = task_times.latest_s(seen, task_times.DISPATCHED, n).tolist()
+        end_s = task_times.latest_s(seen, task_times.END, n).tolist()
+        submesh_of = self._call.programs.submesh
+        origin, events = task_times.to_events(
+            self.order, dispatched_s, end_s, submesh_of, self._free_s
         )
         trace = Trace(self._step, "measured", events)
         squares = {name: value for part in parts for name, value in part.squares.items()}
         not_finite = dict.fromkeys(
             segment.plan.module
-            for name, segment in reversed(programs.segments.items())
+            for name, segment in reversed(self._call.programs.segments.items())
             if not math.isfinite(squares.get(name, 0.0))
         )
         totals = (part.total_squares for part in parts)
@@ -374,12 +380,11 @@ class StepHandle:
             trace,
             origin,
             origin + trace.makespan_s,
+            seen,
             applied=bool(total <= self._call.limit),
             not_finite=tuple(not_finite),
         )
 
-    def own_seconds(self, parts: Sequence[LocalResult]) -> tuple[dict[Task, float], ...]:
-        """What every process took for its tasks, by process (see `watcher.own_seconds`)."""
-        spans = [part.spans for part in parts]
-        resources = self._call.programs.resource
-        return own_seconds(self._order, spans, resources, self._graph.waits_for)
+    def own_seconds(self, result: StepResult) -> list[TaskTimes]:
+        """What every process took for its tasks (see `task_times.own_seconds`)."""
+        return task_times.own_seconds(result.seen, self.order)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
+import numpy as np
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
@@ -26,12 +26,15 @@ from dflop_jax.train.utilisation import Peaks, utilisation
 
 
 @dataclass(frozen=True)
-class _Report:
+class Report:
     """What a process tells process 0 about a finished step."""
 
     part: LocalResult
     compiles: int
     stop: bool
+
+
+REPORTS = msgspec.msgpack.Decoder(Report)
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,15 @@ class StepLog:
         """
         part = handle.local()
         compiled = self._counter.read()
-        report = _Report(part, compiled - self._compiled, stop)
+        report = Report(part, compiled - self._compiled, stop)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
         gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
         answer = b""
         if self.peers.is_hub:
-            reports = [msgspec.msgpack.decode(v, type=_Report) for v in gathered]
-            parts = [r.part.later(self.peers.offset_s(p)) for p, r in enumerate(reports)]
-            result = handle.result(parts)
+            reports = [REPORTS.decode(v) for v in gathered]
+            offsets_s = [self.peers.offset_s(p) for p in range(self.peers.count)]
+            result = handle.result([r.part for r in reports], offsets_s)
             decided = Verdict(
                 batch.loss.total(result.sums),
                 batch.loss.means(result.sums),
@@ -122,11 +125,11 @@ class StepLog:
         if self.peers.is_hub:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
-            if len(parts) > 1:
-                alone_s = partial(self._prices.task_s, self.plan, batch.schedule)
-                self._stragglers.after_step(
-                    batch.step, slowness(handle.own_seconds(parts), alone_s)
-                )
+            if self.peers.count > 1:
+                of_task, schedule = self._prices.task_s, batch.schedule
+                alone_s = [of_task(self.plan, schedule, task) for task in handle.order.tasks]
+                slow = slowness(handle.own_seconds(result), np.array(alone_s))
+                self._stragglers.after_step(batch.step, slow)
             self._log(result, batch, waits_s, verdict)
         self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
         return verdict

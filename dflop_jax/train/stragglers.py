@@ -8,51 +8,85 @@ counts as slow only as far as the others keep to theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
-from dflop_jax.records import Task
+import numpy as np
+
+from dflop_jax.pipeline.task_times import TaskTimes
 
 _MEMORY = 9  # steps that a factor remembers
 _ENOUGH = 5  # steps before a process is named
 SLOW, RECOVERED = 1.4, 1.2  # times the rest's: above, named; below again, no more
+_REPORTED = 32  # processes in a row of metrics, the slowest ones: more would fill disk and trackers
 
 
-def slowness(
-    times: Sequence[Mapping[Task, float]], alone_s: Callable[[Task], float]
-) -> dict[int, float]:
+def slowness(times: Sequence[TaskTimes], alone_s: np.ndarray) -> dict[int, float]:
     """How many times longer a process takes than it should; those that cannot be told are left out.
 
     Of tasks that others run too, all seconds count. Of others, the lower quartile: waiting for
     inputs makes some tasks look slow, a slow process all of them.
 
     Args:
-      times: by process, seconds of its tasks in one step.
-      alone_s: seconds of a task run alone, 0 where they are not known.
+      times: [processes, tasks], seconds in one step; each process in one of them.
+      alone_s: float64 [tasks of the step], seconds of a task run alone, 0 where they are not known.
     """
-    takers: dict[Task, list[int]] = {}
-    for p, own in enumerate(times):
-        for task in own:
-            takers.setdefault(task, []).append(p)
-    by_price = {
-        p: ratio
-        for p, own in enumerate(times)
-        if (ratio := _quartile([s / alone_s(t) for t, s in own.items() if alone_s(t) > 0]))
+    by_price: dict[int, float] = {}
+    for group in times:
+        alone = alone_s[group.places]
+        ratios = group.times[:, alone > 0] / alone[alone > 0]
+        if ratios.size:
+            place = ratios.shape[1] // 4
+            quartiles = np.partition(ratios, place, axis=1)[:, place].tolist()
+            by_price |= {p: q for p, q in zip(group.processes, quartiles, strict=True) if q}
+    others = medians_of_others(np.array([[*by_price.values()]]))[0].tolist()
+    slow = {
+        p: min(ratio, ratio / rest)
+        for (p, ratio), rest in zip(by_price.items(), others, strict=True)
+        if len(by_price) > 1
     }
-    found: dict[int, float] = {}
-    for p, own in enumerate(times):
-        shared = {t: [times[q][t] for q in takers[t] if q != p] for t in own if len(takers[t]) > 1}
-        rest_s = sum(map(median, shared.values()))
-        others = [r for q, r in by_price.items() if q != p]
-        if rest_s > 0:
-            found[p] = sum(own[t] for t in shared) / rest_s
-        elif p in by_price and others:
-            found[p] = min(by_price[p], by_price[p] / median(others))
-    return found
+    for group, rest in zip(times, _rests(times, len(alone_s)), strict=True):
+        shared = ~np.isnan(rest[0])  # who runs a task has others, or nobody has
+        rest_s = rest[:, shared].sum(axis=1)
+        ratios = group.times[:, shared].sum(axis=1) / np.where(rest_s > 0, rest_s, np.inf)
+        known = zip(group.processes, ratios.tolist(), rest_s.tolist(), strict=True)
+        slow |= {p: ratio for p, ratio, seconds in known if seconds > 0}
+    return slow
 
 
-def _quartile(values: Sequence[float]) -> float:
-    """The lower quartile, 0 of nothing."""
-    return sorted(values)[len(values) // 4] if values else 0.0
+def _rests(times: Sequence[TaskTimes], n_tasks: int) -> list[np.ndarray]:
+    """For each of `times`, for each process and task the median of all other processes that ran it,
+    NaN where none did."""
+    counts = np.zeros(n_tasks, int)
+    for group in times:
+        counts[group.places] += len(group.processes)
+    # All seconds in one array, those of a task side by side.
+    first = np.cumsum(counts) - counts
+    taken, places = first.copy(), []
+    seconds = np.empty(int(counts.sum()))
+    for group in times:
+        places.append(taken[group.places] + np.arange(len(group.processes))[:, None])
+        seconds[places[-1]] = group.times
+        taken[group.places] += len(group.processes)
+    rest = np.full(len(seconds), np.nan)
+    for n in np.unique(counts[counts > 1]):
+        these = first[counts == n][:, None] + np.arange(n)
+        rest[these] = medians_of_others(seconds[these])
+    return [rest[place] for place in places]
+
+
+def medians_of_others(values: np.ndarray) -> np.ndarray:
+    """For each value the median of all others in its row, [rows, n]; NaN where there is none."""
+    n = values.shape[1]
+    if n < 2:
+        return np.full(values.shape, np.nan)
+    # Without one value the others are the sorted row less that place: the middle moves by one.
+    middle = (n - 1) // 2
+    places = range(max(middle - 1, 0), middle + 2)
+    ordered = np.partition(values, places, axis=1)
+    here, above = ordered[:, [middle]], ordered[:, [middle + 1]]
+    if n % 2 == 0:
+        return np.where(values > here, here, above)
+    below = ordered[:, [middle - 1]]
+    return (np.where(values < here, here, below) + np.where(values > here, here, above)) / 2
 
 
 class Stragglers:
@@ -65,26 +99,38 @@ class Stragglers:
 
     def __init__(self, log: Callable[[str], None]):
         self._log = log
-        self._recent: dict[int, tuple[float, ...]] = {}
+        self._recent = np.empty((0, _MEMORY))  # by process, oldest first, NaN before the first
+        self._usual = np.empty(0)  # their medians
         self._named: set[int] = set()
 
     @property
     def factors(self) -> dict[str, float]:
-        """By process, for the metrics."""
-        return {str(p): median(seen) for p, seen in sorted(self._recent.items())}
+        """By process, of the slowest ones, for the metrics."""
+        known = np.flatnonzero(~np.isnan(self._usual))
+        slowest = known[np.argsort(-self._usual[known], kind="stable")[:_REPORTED]]
+        return {str(p): float(self._usual[p]) for p in np.sort(slowest)}
 
     def after_step(self, step: int, seen: Mapping[int, float]) -> None:
         """Take in the `slowness` of a step."""
-        for p, factor in seen.items():
-            self._recent[p] = (*self._recent.get(p, ()), factor)[-_MEMORY:]
-            usual = median(self._recent[p])
-            if p in self._named and usual < RECOVERED:
-                self._named.discard(p)
-                self._log(f"step {step}: process {p} is no longer slow ({usual:.1f} times)")
-            elif p not in self._named and usual > SLOW and len(self._recent[p]) >= _ENOUGH:
-                self._named.add(p)
-                self._log(
-                    f"step {step}: process {p} takes {usual:.1f} times as long as it should, and "
-                    "all wait for it; if it stays so, end the run (SIGTERM saves it) and go on "
-                    "without its host by --resume auto, which plans for the devices that are left"
-                )
+        if not seen:
+            return
+        processes = np.array([*seen])
+        new = np.full((max(0, processes.max() + 1 - len(self._recent)), _MEMORY), np.nan)
+        self._recent = np.concatenate([self._recent, new])
+        self._recent[processes, :-1] = self._recent[processes, 1:]
+        self._recent[processes, -1] = [*seen.values()]
+        ordered = np.sort(self._recent, axis=1)  # NaN last
+        counts = np.count_nonzero(~np.isnan(ordered), axis=1)
+        every = np.arange(len(ordered))
+        self._usual = (ordered[every, (counts - 1) // 2] + ordered[every, counts // 2]) / 2
+        slow = (self._usual > SLOW) & (counts >= _ENOUGH)
+        for p in sorted({*np.flatnonzero(slow).tolist()} - self._named):
+            self._named.add(p)
+            self._log(
+                f"step {step}: process {p} takes {self._usual[p]:.1f} times as long as it should, "
+                "and all wait for it; if it stays so, end the run (SIGTERM saves it) and go on "
+                "without its host by --resume auto, which plans for the devices that are left"
+            )
+        for p in sorted(p for p in self._named if self._usual[p] < RECOVERED):
+            self._named.discard(p)
+            self._log(f"step {step}: process {p} is no longer slow ({self._usual[p]:.1f} times)")

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from dflop_jax.pipeline.watcher import Outputs, Watcher, to_events
+from dflop_jax.pipeline import task_times
+from dflop_jax.pipeline.watcher import Outputs, Watcher
 from dflop_jax.records import BACKWARD, FORWARD, Task
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
@@ -16,6 +17,12 @@ SUBMESH = {"vision": "enc", "llm": "dec"}
 
 def spans(events):
     return [(e.segment, e.direction, e.start_s, e.end_s) for e in events]
+
+
+def to_events(seen, submesh_of, resource_of, waits_for, free_s):
+    tasks, dispatched_s, end_s = zip(*seen, strict=True) if seen else ((), (), ())
+    order = task_times.TaskOrder.of(tasks, waits_for, resource_of)
+    return task_times.to_events(order, dispatched_s, end_s, submesh_of, free_s)
 
 
 def test_a_task_starts_when_its_inputs_are_made():
@@ -102,14 +109,14 @@ def test_an_exchange_is_told_from_what_a_task_computes():
         outputs = Outputs(Output(), Output(), Output())
         seen = watcher.watch(0, VISION, 0.5, outputs)
         for i, one in enumerate(outputs):
-            assert all(s > 0 for s in seen.span(3)[2 : 2 + i])
-            assert not any(seen.span(3)[2 + i :])
+            assert all(s > 0 for s in seen.moments[1 : 1 + i])
+            assert not any(seen.moments[1 + i :])
             one.ready.set()
-            while not seen.span(3)[2 + i]:
+            while not seen.moments[1 + i]:
                 time.sleep(1e-3)
         seen.wait()
-        place, dispatched_s, *ends_s = seen.span(3)
-        assert (place, dispatched_s) == (3, 0.5)
+        dispatched_s, *ends_s = seen.moments
+        assert dispatched_s == 0.5
         assert ends_s == sorted(ends_s)
     finally:
         watcher.close()

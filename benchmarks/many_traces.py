@@ -86,16 +86,14 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
     for process in range(plan.n_devices):
         held = {m.name for m in plan.submeshes if process in m.devices}
         slow = SLOW_TIMES if process == SLOW_PROCESS else 1.0
-        held_segments = [s.name for s in plan.segments if s.submesh in held]
         spans, scatter = {}, rng.lognormal(0, 0.03, len(placed)).tolist()
         for i, event in placed:
             if event.submesh in held:
                 start_s = process + event.start_s
                 end_s = start_s + slow * (event.end_s - event.start_s) * scatter[i]
                 spans[i] = start_s, start_s, end_s, end_s
-        part = LocalResult(
-            Spans.of(spans), {"llm.loss_sum": 1.0}, dict.fromkeys(held_segments, 1.0), 1.0
-        )
+        squares = {s.name: 1.0 for s in plan.segments if s.submesh in held}
+        part = LocalResult(Spans.of(spans), {"llm.loss_sum": 1.0}, squares, 1.0)
         messages.append(msgspec.msgpack.encode(Report(part, 0, False)))
     return messages
 

@@ -164,7 +164,7 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     from dflop_jax.report.progress import Progress
     from dflop_jax.train.timing import Finalists
 
-    finalists = Finalists(replace(place, config=run), profile.model, Progress(1, quiet=True))
+    finalists = Finalists(replace(place, config=run), profile, Progress(1, quiet=True))
     if not place.peers.is_hub:
         plan, prices = finalists.follow()
         finalists.take(plan)

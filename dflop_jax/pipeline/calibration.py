@@ -22,11 +22,13 @@ from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall
+from dflop_jax.pipeline.trial import Trial
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     NO_GROUP,
     UPDATE,
+    Group,
     Plan,
     Price,
     Prices,
@@ -98,14 +100,14 @@ def calibrate(
             order = [t for t in order_tasks(plan, graph, of_step) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
                 into = timed if repeat else Calibration()
-                call = StepCall(programs, state, of_step, arrays, scales, evaluate=evaluate)
+                call = _tried(programs, state, of_step, arrays, scales, evaluate=evaluate)
                 for task in order:
                     _time(call, task, ProgramId.of(task, of_step[task.group]), into, sync)
     if ends:
         graph = step_graph(plan, (), trainable)
         for repeat in range(repeats + 1):
             into = timed if repeat else Calibration()
-            call = StepCall(programs, state, (), (), {})
+            call = _tried(programs, state, (), (), {})
             for task in order_tasks(plan, graph, ()):
                 kept = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
@@ -121,6 +123,29 @@ def calibrate(
     return timed
 
 
+def rehearse(
+    programs: Programs,
+    state: State,
+    groups: Sequence[Group],
+    order: Sequence[Task],
+    sync: Callable[[], None],
+) -> None:
+    """Run a whole step in its order, on arrays that stand in for a batch's, each task awaited: so
+    all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
+    are others afterwards."""
+    arrays = programs.stand_in_arrays(groups)
+    scales = dict.fromkeys(programs.plan.modules, 1.0)
+    call = _tried(programs, state, groups, arrays, scales)
+    for task in order:
+        _time(call, task, task, Calibration(), sync)
+
+
+def _tried(programs: Programs, *args: Any, evaluate: bool = False) -> StepCall:
+    """A step's call of programs that may be too large for the memory."""
+    trial: Any = Trial(programs)
+    return StepCall(trial, *args, evaluate=evaluate)
+
+
 def _time(
     call: StepCall,
     task: Task,
@@ -131,9 +156,14 @@ def _time(
     if task.direction == FORWARD:
         call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
     call.settle()
+    trial: Any = call.programs
+    trial.check_room(task, call.groups, evaluate=call.evaluate)
     sync()
     start = time.perf_counter()
-    jax.block_until_ready(call.run(task))
+    outputs = call.run(task)
+    if trial.failed:
+        raise trial.failed
+    jax.block_until_ready(outputs)
     took = time.perf_counter() - start
     call.settle()
     into.arrived.setdefault(key, []).append(time.perf_counter() - start)

@@ -16,17 +16,17 @@ import jax
 import optax
 
 from dflop_jax.contract import MultimodalModel, Params
-from dflop_jax.pipeline.calibration import Calibration, calibrate
+from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.held import KEY_IMPL
-from dflop_jax.pipeline.order import fed_by, order_of, resources, step_graph
+from dflop_jax.pipeline.order import StepGraph, fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall, StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
-from dflop_jax.records import UPDATE, Plan, Schedule
+from dflop_jax.records import UPDATE, Plan, Schedule, Task
 
 
 class Executor:
@@ -96,9 +96,11 @@ class Executor:
         self,
         seed: int,
         begin: Callable[[Segment, Callable[[], Params]], Params] | None = None,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         """Fresh parameters, optimizer state and zero gradients; the same for any plan. `begin`, if
-        given, makes a segment's parameters; it may call for the fresh ones."""
+        given, makes a segment's parameters; it may call for the fresh ones. `sync` waits for the
+        other processes, before anything is sent to them."""
         modules = list(self.model.modules)
         for name, s in self.programs.segments.items():
             if name not in self.programs.local:
@@ -114,6 +116,7 @@ class Executor:
             began = self.programs.updates[name].begin(initial)
             self.state.params[name], self.state.masters[name], self.state.opt_state[name] = began
             self.state.grads[name] = zero_gradients(s)
+        sync()
         self.share_tied()
 
     def share_tied(self) -> None:
@@ -172,14 +175,7 @@ class Executor:
         evaluate: bool = False,
     ) -> StepHandle:
         groups = schedule.groups
-        fan_in = max(map(len, fed_by(groups).values()), default=0)
-        if fan_in > self.plan.fan_in:
-            raise ValueError(
-                f"step {schedule.step}: {fan_in} groups of a module feed one, the plan allows "
-                f"{self.plan.fan_in}; raise its fan_in"
-            )
-        graph = step_graph(self.plan, groups, self.trainable, evaluate=evaluate)
-        order = order_of(self.plan, schedule, graph)
+        graph, order = self._ordered(schedule, evaluate=evaluate)
         call = StepCall(
             self.programs,
             self.state,
@@ -210,6 +206,18 @@ class Executor:
             self.after_task()
         return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 
+    def _ordered(
+        self, schedule: Schedule, *, evaluate: bool = False
+    ) -> tuple[StepGraph, tuple[Task, ...]]:
+        fan_in = max(map(len, fed_by(schedule.groups).values()), default=0)
+        if fan_in > self.plan.fan_in:
+            raise ValueError(
+                f"step {schedule.step}: {fan_in} groups of a module feed one, the plan allows "
+                f"{self.plan.fan_in}; raise its fan_in"
+            )
+        graph = step_graph(self.plan, schedule.groups, self.trainable, evaluate=evaluate)
+        return graph, order_of(self.plan, schedule, graph)
+
     def _crowded_resources(self) -> frozenset[int]:
         """Resources of several CPU devices, which run one task at a time; real accelerators queue
         as many as there are."""
@@ -224,6 +232,12 @@ class Executor:
     ) -> Calibration:
         """Time every program on this process, alone; see `pipeline.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
+
+    def rehearse(self, schedule: Schedule, sync: Callable[[], None] = lambda: None) -> None:
+        """Run a step as `run_step` would, on arrays that stand in for a batch's, each task awaited:
+        does memory hold it? The state is of no use afterwards; see `pipeline.calibration`."""
+        _, order = self._ordered(schedule)
+        rehearse(self.programs, self.state, schedule.groups, order, sync)
 
     def close(self) -> None:
         """End the observing threads."""

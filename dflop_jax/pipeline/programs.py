@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -17,7 +17,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.pipeline.order import Link, links, resources, tied_ends, with_backward
+from dflop_jax.pipeline.order import Link, fed_by, links, resources, tied_ends, with_backward
 from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.pipeline.stand_in import packed_field
@@ -311,6 +311,11 @@ class Programs:
         return total
 
     def _skipped(self, what: Any, kind: str, shapes: Any) -> Program:
+        outputs = jax.tree.map(absent, self.output_structs(what, kind, shapes))
+        return lambda *_: outputs
+
+    def output_structs(self, what: Any, kind: str, shapes: Any) -> Tree:
+        """What a program of a segment (its name) or of a link gives, but for residuals."""
         structs: Any
         if kind in (FORWARD, EVALUATE):  # without residuals, of which only their shapes are known
             structs = self.segments[what].y_structs(shapes, sums=kind == EVALUATE)
@@ -322,8 +327,7 @@ class Programs:
         else:
             exchange = self.exchange(what, *shapes)
             structs = exchange.block_structs if kind == "gather" else exchange.gradient_structs
-        outputs = jax.tree.map(absent, structs)
-        return lambda *_: outputs
+        return structs
 
     # ---- groups that stand in for a batch's ----
 
@@ -332,30 +336,37 @@ class Programs:
         are: `pipeline.stand_in`."""
         shapes = dict(self.plan.buckets[bucket].shapes)
         place = {m: i for i, m in enumerate(shapes)}
-        groups, arrays = [], []
+        groups = []
         for m, shape in shapes.items():
             row: tuple[int, ...] = ()
             ranks = ((row,) * shape.rows,) * self.plan.data_ranks(m)
             feeds = tuple(place[t] for t in self.plan.targets(m) if t in place)
             groups.append(Group(m, shape, (ranks,) * self.plan.group_size, feeds))
-            arrays.append(self._stand_in_arrays(m, shapes, place))
-        return tuple(groups), tuple(arrays)
+        return tuple(groups), self.stand_in_arrays(groups)
 
-    def _stand_in_arrays(
-        self, module: str, shapes: Mapping[str, Shape], place: Mapping[str, int]
-    ) -> GroupArrays:
+    def stand_in_arrays(self, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
+        """Arrays of groups as those of full rows are, whatever samples the groups hold."""
+        sources = fed_by(groups)
+        return tuple(
+            self._stand_in_arrays(g, {i: groups[i] for e in self.plan.edges
+                                      for i in sources.get((n, e.source), ())})
+            for n, g in enumerate(groups)
+        )  # fmt: skip
+
+    def _stand_in_arrays(self, group: Group, sources: Mapping[int, Group]) -> GroupArrays:
+        """`sources`: the groups that feed it, by their place."""
         fields: dict[str, np.ndarray] = {}
         places: dict[int, tuple[np.ndarray, ...]] = {}
         below = self.model.vocab_size
-        for s in self.plan.segments_of(module):
-            structs = self.signature(s.name, shapes[module]).fields
+        for s in self.plan.segments_of(group.module):
+            structs = self.signature(s.name, group.shape).fields
             fields |= {n: packed_field(n, a.shape, a.dtype, PIECES, below)
                        for n, a in structs.items()}  # fmt: skip
             for link in self.into[s.name]:
-                if link.edge is None or link.edge.source not in place:
-                    continue
-                exchange = self.exchange(link, shapes[link.edge.source], shapes[module])
-                places[place[link.edge.source]] = exchange.stand_in_places()
+                for i, source in sources.items():
+                    if link.edge is not None and link.edge.source == source.module:
+                        exchange = self.exchange(link, source.shape, group.shape)
+                        places[i] = exchange.stand_in_places()
         return GroupArrays(fields, places)
 
 

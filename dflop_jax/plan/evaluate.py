@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +90,13 @@ class Evaluator:
         self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
         self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
+
+    def with_less_memory(self, n_bytes: float) -> Evaluator:
+        """The same for devices with so many bytes less to fill, where their memory is limited."""
+        limit = self.rules.memory_bytes
+        less = copy(self)
+        less.rules = replace(self.rules, memory_bytes=max(1.0, limit - n_bytes) if limit else 0.0)
+        return less
 
     def prices(self, plan: Plan) -> Prices:
         return prices_of(plan, self.rules.costs, self.rules.hardware)

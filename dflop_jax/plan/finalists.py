@@ -1,5 +1,5 @@
-"""The last choice among plans: candidates of several policies get buckets of their own, and what
-comes of them is judged by batches that no shape was sized for, then by their own programs."""
+"""The last choice among plans by the profile: candidates of several policies get buckets of their
+own, and what comes of them is judged by batches that no shape was sized for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ FAR = 1.2  # and by one bucket
 SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
 MORE = 1.2  # groups of shorter rows over those of longer ones, at most
 
-TimePlan = Callable[[Plan], Prices]
 Finish = Callable[[Plan], Plan]
 
 
@@ -36,24 +35,13 @@ class _Refined:
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan, evaluated, and the seconds that plans are compared by; `of`: what it was made of."""
+    """A plan, evaluated, and the seconds that plans are compared by; `of`: what it was made of;
+    `prices`: of its own programs."""
 
     plan: Plan
     seconds: float
     of: _Refined | None = None
-
-
-def by_its_own(evaluator: Evaluator, plans: Sequence[Plan], time_plan: TimePlan) -> Plan:
-    """The fastest plan by the times of its own programs, with the figures that these give."""
-    judged = []
-    for plan in plans:
-        prices, by_profile_s = time_plan(plan), plan.predicted.makespan_s
-        free = plan if plan.kept else replace(plan, lookahead=0)
-        timed = evaluator.evaluate(free, by_profile_s, prices)
-        if len(plans) == 1:  # the profile chose
-            timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
-        judged.append(Judged(timed, evaluator.judged_s(timed, prices)))
-    return fastest_of(judged).plan
+    prices: Prices | None = None
 
 
 def fastest_of(judged: Sequence[Judged]) -> Judged:

@@ -6,9 +6,22 @@ from collections.abc import Collection, Sequence
 
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.pricing import plan_prices
-from dflop_jax.records import Load, ModelProfile, Plan, Prices, Schedule, Trace
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Load,
+    ModelProfile,
+    Plan,
+    Prices,
+    Schedule,
+    Trace,
+)
 from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.sample import sample_batches
+from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.sim.pipeline import Noise, simulate_schedules
+
+_REHEARSED = 4  # sampled batches, of whose schedules the fullest is taken
 
 
 def simulate(
@@ -48,3 +61,41 @@ def schedule_batches(
 ) -> list[Schedule]:
     """Return the schedules of global batches, steps 0 and on, as a run makes them."""
     return [schedule_batch(b, plan, prices, trainable, step=i) for i, b in enumerate(batches)]
+
+
+def fullest_schedule(
+    plan: Plan,
+    loads: Sequence[Load],
+    global_batch: int,
+    prices: Prices,
+    trainable: Collection[str],
+) -> Schedule:
+    """Of schedules of sampled batches, as far as the plan's shapes hold their samples, that which
+    holds the most tokens at once from forward to backward.
+
+    Raises:
+      ValueError: the plan's shapes hold no sample.
+    """
+    large = set(beyond(loads, plan))
+    held = [load for i, load in enumerate(loads) if i not in large]
+    if not held:
+        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+    batches = sample_batches(held, global_batch, _REHEARSED)
+    return max(schedule_batches(plan, batches, prices, trainable), key=_most_held_tokens)
+
+
+def _most_held_tokens(schedule: Schedule) -> int:
+    """Tokens of the shapes of groups that wait for their backward, at the moment when these are
+    most."""
+    returns = {(t.segment, t.group) for t in schedule.order if t.direction == BACKWARD}
+    waiting: set[tuple[str, int]] = set()
+    held = most = 0
+    for task in schedule.order:
+        place = task.segment, task.group
+        if task.direction == FORWARD and place in returns:
+            waiting.add(place)
+            held += schedule.groups[task.group].shape.size
+        elif task.direction == BACKWARD and place in waiting:
+            held -= schedule.groups[task.group].shape.size
+        most = max(most, held)
+    return most

@@ -19,7 +19,8 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
-from dflop_jax.plan.finalists import FINALISTS, TimePlan, by_its_own, refined, to_time
+from dflop_jax.plan.finalists import FINALISTS, refined
+from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
@@ -30,6 +31,7 @@ from dflop_jax.records import (
     DataProfile,
     ModelProfile,
     Plan,
+    Prices,
     Remat,
     SegmentPlan,
     SubmeshPlan,
@@ -42,6 +44,10 @@ _LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they
 
 def _always(_: object) -> bool:
     return True
+
+
+def _no_step(_plan: Plan, _prices: Prices) -> None:
+    """No step is tried."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ def search_plan(
     spec: SearchSpec | None = None,
     *,
     time_plan: TimePlan | None = None,
+    try_step: TryStep = _no_step,
     on_progress: Callable[[int, int], None] | None = None,
     **changes: Any,
 ) -> SearchResult:
@@ -121,11 +128,13 @@ def search_plan(
     Args:
       spec: what is searched for; `changes` are fields of it by name, and make one where it is None.
       time_plan: compiles and times a plan's own programs; the last choice is then made by these.
+      try_step: runs a step of a plan that is timed, before it is chosen. Both raise PlanTooLarge
+        where the devices do not hold the plan; then the next one is tried.
       on_progress: told how many of how many placements are ranked.
 
     Raises:
-      ValueError: no device, no placement, or nothing fits into `memory_bytes`; the message says by
-        how much.
+      ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
+        devices; the message says by how much.
     """
     spec = replace(spec, **changes) if spec else SearchSpec(**changes)
     rules, evaluator = _prepared(profile, data, spec)
@@ -136,8 +145,7 @@ def search_plan(
     best = ranking.ranked(n, on_progress)
     if not best:
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
-    plans = [best[0].plan]
-    timed: list[Plan] = []
+    plans, n_timed = [best[0].plan], 0
     if spec.refine:
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
 
@@ -145,17 +153,17 @@ def search_plan(
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
         plans = refined(ranking, best, n_wanted, finish)
-        timed = to_time(plans, spec.config.finalists) if time_plan else []
-    if time_plan and timed:
-        plans = [by_its_own(evaluator, timed, time_plan)]
+    plan = plans[0]
+    if time_plan and spec.refine:
+        plan, n_timed = by_its_own(evaluator, plans, spec.config.finalists, time_plan, try_step)
     return SearchResult(
-        plans[0],
+        plan,
         tuple(r.candidate(evaluator) for r in best),
         n_placements=ranking.n_placements,
         n_candidates=ranking.n_candidates,
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,
-        n_timed=len(timed),
+        n_timed=n_timed,
     )
 
 

@@ -37,6 +37,7 @@ from dflop_jax.contract import (
 )
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
+from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import packed_field, random_values
@@ -130,7 +131,7 @@ def time_layers(
                     raise
                 undivided.add((module, tp))
             except jax.errors.JaxRuntimeError as e:  # a shape that memory does not hold
-                if "RESOURCE_EXHAUSTED" not in str(e) or shape == min(shapes[module]):
+                if not ran_out(e) or shape == min(shapes[module]):
                     raise
         if on_progress:
             on_progress(i + 1, len(jobs))

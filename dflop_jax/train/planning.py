@@ -74,7 +74,7 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
         "n_devices": place.n_devices,
         "global_batch": config.train.global_batch,
         "config": replace(config.plan, node=node),
-        "memory_bytes": config.plan.memory_bytes or _memory_bytes(place),
+        "memory_bytes": memory_bytes(place),
         "hardware": place.hardware,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
@@ -98,8 +98,10 @@ def _check_names(place: Workplace) -> None:
             )
 
 
-def _memory_bytes(place: Workplace) -> float:
-    """Bytes of a device that a plan may fill; 0 where the backend does not say (CPU)."""
+def memory_bytes(place: Workplace) -> float:
+    """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
+    if stated := place.config.plan.memory_bytes:
+        return stated
     if place.hardware:
         return place.hardware.plannable_bytes
     stats = place.devices[0].memory_stats() or {}
@@ -118,11 +120,11 @@ class WhatIf:
 def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
     """Return what searches with one thing changed each come to, the present state first."""
     given = _arguments(place, profile)
-    batch, memory_bytes = given["global_batch"], given["memory_bytes"]
+    batch, limit = given["global_batch"], given["memory_bytes"]
     sources = list(profile.model.n_layers)[:-1]
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
-    if memory_bytes:
-        changes.append(("twice the memory", {"memory_bytes": 2 * memory_bytes}, profile.model))
+    if limit:
+        changes.append(("twice the memory", {"memory_bytes": 2 * limit}, profile.model))
     if hardware := given["hardware"]:
         fast = replace(
             hardware,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,14 +14,17 @@ import msgspec
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.state import State
+from dflop_jax.plan.on_devices import PlanTooLarge
+from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.record_files import load, save
-from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices
+from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices, Profile, Schedule
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.trying import Sync, in_agreement, plan_words
 
-_FINALIST = "finalist"  # the key under which process 0 names plans to time, then the chosen one
+_FINALIST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
 
 
 def make_executor(place: Workplace, plan: Plan) -> Executor:
@@ -64,79 +69,160 @@ class Timed:
 
 
 def compile_and_time(place: Workplace, ex: Executor) -> Timed:
-    """Compile an executor's programs and time each alone; its state must be there (`init`)."""
+    """Compile an executor's programs and time each alone; its state must be there (`init`).
+
+    Raises:
+      PlanTooLarge: on every process, memory of one of them did not hold it.
+    """
     peers = place.peers
-    n = ex.compile(sync=lambda: peers.barrier("compiled"))
-    mine = ex.calibrate(sync=lambda: peers.barrier("calibrate"))
+    limit_s = place.config.distributed.peer_timeout_s
+    n = in_agreement(peers, ex.plan, "compiling its programs", lambda sync: ex.compile(sync=sync))
+    mine = in_agreement(
+        peers, ex.plan, "timing its programs", lambda sync: ex.calibrate(sync=sync), limit_s
+    )
     parts = peers.gather("calibrated", mine.encode())
     return Timed(ex, n, tuple(Calibration.decode(part) for part in parts))
 
 
-class Finalists:
-    """Times the programs of plans, for the choice between them and for the scheduler.
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What process 0 asks of all: to time a plan's programs, to run one step of it on this
+    schedule, or, with its prices, to take it."""
 
-    Process 0 searches and calls `prices`, then `choose`; the others are in `follow` meanwhile,
-    which times the same plans with it. What was timed is kept in the cache folder, so that the same
-    run comes to the same plan and the same schedules again, and compiles no other plan.
+    plan: Plan
+    schedule: Schedule | None = None
+    prices: PriceList | None = None
+
+
+class Finalists:
+    """Tries plans out, for the choice between them and for the scheduler: times their programs, and
+    runs a whole step of one that may be taken.
+
+    Process 0 searches and calls `prices` and `rehearse`, then `choose`; the others are in `follow`
+    meanwhile, which does the same with it. What was timed is kept in the cache folder, so that the
+    same run comes to the same plan and the same schedules again, and compiles no other plan.
+
+    Args:
+      memory_bytes: of a device, that plans fill; 0: not known, and no step is tried.
     """
 
-    def __init__(self, place: Workplace, profile: ModelProfile, progress: Progress):
+    def __init__(
+        self, place: Workplace, profile: Profile, progress: Progress, memory_bytes: float = 0.0
+    ):
         self._place, self._profile, self._progress = place, profile, progress
+        self._memory_bytes = memory_bytes
+        self._executors: dict[str, Executor] = {}
         self._timed: dict[str, Timed] = {}
 
     def prices(self, plan: Plan) -> Prices:
         """Prices of a plan's own programs, or the profile's where no plan is to be timed; process 0
-        only."""
+        only.
+
+        Raises:
+          PlanTooLarge: memory of a process did not hold it.
+        """
         if not self._place.config.plan.finalists:
-            return plan_prices(plan, self._profile)
+            return plan_prices(plan, self._profile.model)
         file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
         with suppress(ValueError):  # none yet, or one of another version
             return load(PriceList, file).prices
-        meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
-        self._progress.log(f"timing the programs of {plan.policy}: {meshes}")
-        self._place.peers.share(_FINALIST, msgspec.json.encode((plan, None)))
-        prices = self._time(plan).prices(self._profile)
+        self._progress.log(f"timing the programs of {plan_words(plan)}")
+        prices = self._all(Asked(plan)).prices(self._profile.model)
         file.parent.mkdir(parents=True, exist_ok=True)
         save(PriceList.of(prices), file)
         return prices
 
+    def rehearse(self, plan: Plan, prices: Prices) -> None:
+        """Run one step of a plan, where devices have limited memory, so that all that a step holds
+        at once meets before it is taken; process 0 only.
+
+        Raises:
+          PlanTooLarge: memory of a process did not hold it.
+        """
+        if self._memory_bytes:
+            loads, n = self._profile.data.loads, self._place.config.train.global_batch
+            trainable = self._executor(plan).trainable
+            schedule = fullest_schedule(plan, loads, n, prices, trainable)
+            self._all(Asked(plan, schedule))
+
     def choose(self, plan: Plan, prices: Prices) -> None:
         """End `follow` on the other processes with the chosen plan and its prices; process 0
         only."""
-        chosen = msgspec.json.encode((plan, PriceList.of(prices)))
-        self._place.peers.share(_FINALIST, chosen)
+        self._share(Asked(plan, prices=PriceList.of(prices)))
 
     def follow(self) -> tuple[Plan, Prices]:
-        """Time what process 0 times, until it has chosen; returns the chosen plan and its
-        prices."""
+        """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            data = self._place.peers.share(_FINALIST)
-            plan, prices = msgspec.json.decode(data, type=tuple[Plan, PriceList | None])
-            if prices:
-                return plan, prices.prices
-            self._time(plan)
+            asked = msgspec.json.decode(self._place.peers.share(_FINALIST), type=Asked)
+            if asked.prices:
+                return asked.plan, asked.prices.prices
+            with suppress(PlanTooLarge):  # process 0 knows it, too
+                self._try(asked)
 
     def take(self, plan: Plan) -> Timed | None:
-        """The compiled executor of a plan, None if it was not timed here; the others are closed."""
+        """The compiled executor of a plan, None if it was not tried here; the others are closed."""
         taken = self._timed.pop(self._name(plan), None)
-        for timed in self._timed.values():
-            timed.executor.close()
-        self._timed.clear()
         if taken:
             taken.executor.plan = plan  # with what is predicted of it
+            del self._executors[self._name(plan)]
+        for other in self._executors.values():
+            other.close()
+        self._executors.clear()
+        self._timed.clear()
         return taken
 
-    def _time(self, plan: Plan) -> Timed:
-        ex = make_executor(self._place, plan)
-        ex.init(self._place.config.train.seed)
-        timed = compile_and_time(self._place, ex)
-        ex.state = State()  # the next plan needs the memory
-        self._timed[self._name(plan)] = timed
+    def _share(self, asked: Asked) -> None:
+        self._place.peers.share(_FINALIST, msgspec.json.encode(asked))
+
+    def _all(self, asked: Asked) -> Timed:
+        """What process 0 and the others do together."""
+        self._share(asked)
+        try:
+            return self._try(asked)
+        except PlanTooLarge as e:
+            self._progress.log(f"dropped: {e.what}")
+            raise
+
+    def _try(self, asked: Asked) -> Timed:
+        """The timed plan, one that has run a step where there is a schedule; its state is gone.
+        One that memory does not hold is closed."""
+        plan, name = asked.plan, self._name(asked.plan)
+        ex, timed = self._executor(plan), self._timed.pop(name, None)
+        fits = False
+        try:
+            self._agreed(plan, "placing its parameters", self._begin(ex))
+            timed = timed or compile_and_time(self._place, ex)
+            if schedule := asked.schedule:
+                self._agreed(plan, "in a step", lambda sync: ex.rehearse(schedule, sync))
+            fits = True
+        finally:
+            ex.state = State()  # the next plan needs the memory
+            if not fits:
+                self._executors.pop(name).close()
+                gc.collect()  # what only cycles hold
+        self._timed[name] = timed
         return timed
+
+    def _executor(self, plan: Plan) -> Executor:
+        """The executor of a plan, with all that the plan says by now."""
+        name = self._name(plan)
+        if name not in self._executors:
+            self._executors[name] = make_executor(self._place, plan)
+        self._executors[name].plan = plan
+        return self._executors[name]
+
+    def _begin(self, ex: Executor) -> Callable[[Sync], None]:
+        return lambda sync: ex.init(self._place.config.train.seed, sync=sync)
+
+    def _agreed(self, plan: Plan, what: str, work: Callable[[Sync], None]) -> None:
+        limit_s = self._place.config.distributed.peer_timeout_s
+        in_agreement(self._place.peers, plan, what, work, limit_s)
 
     def _name(self, plan: Plan) -> str:
         """What a plan's times depend on, as one word."""
-        programs = dataclasses.replace(plan, predicted=Predicted(), work_budget=0, lookahead=0)
+        programs = dataclasses.replace(
+            plan, predicted=Predicted(), work_budget=0, lookahead=0, kept=(), free_bytes={}
+        )
         trained = self._place.trained
-        facts = (self._profile.key, programs, trained.frozen, sorted(trained.rates))
+        facts = (self._profile.model.key, programs, trained.frozen, sorted(trained.rates))
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,12 +31,13 @@ from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, LoopResult
 from dflop_jax.train.meta import Continued, continued, planned_under
-from dflop_jax.train.planning import check_trainable, make_plan
+from dflop_jax.train.planning import check_trainable, make_plan, memory_bytes
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import make_profile
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
+from dflop_jax.train.trying import said_in_a_line
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class Trainer:
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
         saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
-        ex.init(config.train.seed, None if resumed else self._begin)
+        with said_in_a_line(peers, ex.plan, "placing its parameters"):
+            ex.init(config.train.seed, None if resumed else self._begin)
         assert self.profile is not None
         if resumed:
             resumed = restore(saver, resumed, peers)
@@ -227,14 +229,21 @@ class Trainer:
     ) -> tuple[Plan, Prices]:
         """Return the plan that process 0 was given or finds, and its prices; where programs are
         timed for it, all take part, and the chosen plan's executor is ready."""
-        finalists = Finalists(self.place, profile.model, progress)
+        finalists = Finalists(self.place, profile, progress, memory_bytes(self.place))
         if not self.peers.is_hub:
             plan, prices = finalists.follow()
         else:
             if plan is None:
                 progress.log("planning")
-                plan = make_plan(self.place, profile, time_plan=finalists.prices).plan
-            prices = finalists.prices(plan) if prices is None else prices
+                on_devices: dict[str, Any] = {
+                    "time_plan": finalists.prices,
+                    "try_step": finalists.rehearse,
+                }
+                plan = make_plan(self.place, profile, **on_devices).plan
+                prices = finalists.prices(plan)
+            elif prices is None:
+                prices = finalists.prices(plan)
+                finalists.rehearse(plan, prices)
             finalists.choose(plan, prices)
         if timed := finalists.take(plan):
             if self._executor:

@@ -1,17 +1,23 @@
-"""Finalists are timed by all processes together, in one order; the chosen one's programs stay."""
+"""Finalists are tried by all processes together, in one order; the chosen one's programs stay, and
+what one process cannot hold all drop."""
 
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.pipeline.order import links
+from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
 from dflop_jax.train import timing
 from dflop_jax.train.timing import Finalists
+from dflop_jax.train.trying import in_agreement
 
 from ..plans import chain, programs
 
@@ -35,7 +41,8 @@ class FakeExecutor:
     def __init__(self, plan):
         self.plan, self.closed, self.state = plan, False, "begun"
 
-    def init(self, seed):
+    def init(self, seed, sync):
+        sync()
         self.state = seed
 
     def close(self):
@@ -60,24 +67,26 @@ def timed(monkeypatch):
     return seen
 
 
-def finalists(peers, folder, n=3):
+def finalists(peers, folder, n=3, said=None):
     config = SimpleNamespace(
         cache_dir=str(folder / "new"),
         train=SimpleNamespace(seed=7),
         plan=SimpleNamespace(finalists=n),
+        distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
     place = SimpleNamespace(config=config, trained=trained, peers=peers)
-    profile = SimpleNamespace(key="key", concurrency=1.5)
-    return Finalists(place, profile, SimpleNamespace(log=lambda text: None))
+    profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
+    log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
+    return Finalists(place, profile, log)
 
 
-def run_two(folder, search, n=3):
+def run_two(folder, search, n=3, said=None):
     """What both processes come to: (plan, its prices, what was taken) each."""
     here, there = socket.socketpair()
 
     def hub():
-        mine = finalists(Peers(0, 2, {1: here}), folder, n)
+        mine = finalists(Peers(0, 2, {1: here}), folder, n, said)
         plan = search(mine)
         prices = mine.prices(plan)
         mine.choose(plan, prices)
@@ -144,6 +153,120 @@ def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, mon
     got = run_two(tmp_path, lambda mine: PLANS[2], n=0)
     assert got == [(PLANS[2], by_profile, None)] * 2
     assert timed == []
+
+
+# ---- memory that one process lacks ----
+
+SHORT = f"RESOURCE_EXHAUSTED: Attempting to allocate {3 * 2**30}. There are {2**30} free."
+FAILS = {"compile": "compiling its programs", "calibrate": "timing its programs",
+         "late": "timing its programs", "init": "placing its parameters"}  # fmt: skip
+
+
+class Crowded(FakeExecutor):
+    """An executor that runs out of memory for one plan, on one process and in one of its parts."""
+
+    def __init__(self, process, plan, part):
+        super().__init__(plan)
+        self.one_at_a_time, self.does_not_hold = False, ""
+        if process == 1 and plan.n_devices == PLANS[1].n_devices:
+            self.does_not_hold = part
+
+    def _run(self, part):
+        if self.does_not_hold == part:
+            raise jax.errors.JaxRuntimeError(SHORT)
+
+    def init(self, seed, sync):
+        self._run("init")
+        super().init(seed, sync)
+
+    def compile(self, sync):
+        self._run("compile")
+        sync()
+        sync()
+        return 1
+
+    def calibrate(self, sync):
+        for _ in range(3):
+            sync()
+            self._run("calibrate")
+        self._run("late")  # when the others have done their part
+        return Calibration()
+
+
+@pytest.mark.parametrize("part", FAILS)
+def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
+    made, said, told = [], [], []
+
+    def make(place, plan):
+        made.append((place.peers.process, Crowded(place.peers.process, plan, part)))
+        return made[-1][1]
+
+    def search(mine):
+        for plan in PLANS:
+            try:
+                mine.prices(plan)
+            except PlanTooLarge as e:
+                told.append((plan, e.short_bytes))
+        return PLANS[2]
+
+    monkeypatch.setattr(timing, "make_executor", make)
+    monkeypatch.setattr(timing.Timed, "prices", lambda self, profile: prices_of(self.executor.plan))
+    got = run_two(tmp_path, search, said=said)
+    assert told == [(PLANS[1], 2 * 2**30)]
+    for plan, prices, taken in got:
+        assert plan == PLANS[2]
+        assert prices == prices_of(plan)
+        assert taken is not None
+        assert taken.executor.plan == plan
+    names = [line for line in said if line.startswith("dropped: ")]
+    assert len(names) == 1
+    meshes = "test: v0 1x1x1, l0 1x1x1, l1 1x1x1"
+    where = f"process 1 ran out of it {FAILS[part]}, 2.00 GiB short"
+    assert names[0] == f"dropped: plan {meshes} does not fit into memory: {where}"
+    assert [ex.closed for _, ex in made if ex.plan == PLANS[1]] == [True, True]
+    assert len(list((tmp_path / "new").iterdir())) == 2  # it has no times
+
+
+def test_the_run_ends_where_the_others_cannot_leave():
+    """Process 0 waits on its device for what process 1 did not send."""
+    here, there = socket.socketpair()
+    ended, over = [], threading.Event()
+
+    def end(why, code):
+        ended.append((why, code))
+        over.set()
+
+    def stuck(sync):
+        assert over.wait(20)
+
+    def fails(sync):
+        raise jax.errors.JaxRuntimeError(SHORT)
+
+    def hub():
+        peers = Peers(0, 2, {1: here}, on_failure=end)
+        in_agreement(peers, PLANS[0], "in a step", stuck, 0.1)
+
+    def other():
+        peers = Peers(1, 2, {0: there}, on_failure=end)
+        in_agreement(peers, PLANS[0], "in a step", fails, 0.1)
+
+    with here, there, ThreadPoolExecutor(2) as pool:
+        waits, failed = pool.submit(hub), pool.submit(other)
+        with pytest.raises(PlanTooLarge, match=r"process 1 ran out of it in a step, 2\.00 GiB"):
+            failed.result(20)
+        with pytest.raises((PlanTooLarge, RunFailed)):  # a real process has ended
+            waits.result(20)
+    (why, code), *_ = ended
+    assert code == 2
+    assert "give a smaller --plan.memory_bytes" in why
+
+
+def test_other_errors_are_raised_as_they_are():
+    def work(sync):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        in_agreement(Peers(), PLANS[0], "compiling", work)
 
 
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -31,6 +34,7 @@ TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 _LOCK = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that knows no flock
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
@@ -39,6 +43,8 @@ _OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WA
 _NUMBERS = {f.name for f in fields(StepMetrics)} - {"skipped"}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
+
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -86,6 +92,12 @@ class RunFolder:
                 f"{self.path}: another run is writing to it; wait for it, or choose another "
                 "--run_dir"
             ) from None
+        except OSError as e:
+            if e.errno not in _NO_LOCKS:
+                raise ValueError(
+                    f"{self.path}: cannot be locked ({e.strerror}); choose another --run_dir"
+                ) from None
+            _warn_unlocked(self.path, e.strerror or str(e))
         metrics = self.path / METRICS
         has_rows = metrics.exists() and metrics.stat().st_size > 0
         if has_rows and existing == "error":
@@ -167,6 +179,16 @@ class RunFolder:
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
         """Write trace.json; `labels` are those of the traced schedule's groups."""
         write_trace(self.path / TRACE, traces, labels)
+
+
+@cache  # once for a folder
+def _warn_unlocked(path: Path, why: str) -> None:
+    _log.warning(
+        "%s: the file system knows no locks (%s), so nothing keeps a second run out of this "
+        "folder: start none there while this one runs",
+        path,
+        why,
+    )
 
 
 def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:

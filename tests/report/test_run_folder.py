@@ -1,7 +1,10 @@
 """RunFolder: what is written comes back, kills lose nothing, other runs are not overwritten."""
 
+import errno
+import fcntl
 import json
 import math
+import os
 
 import msgspec
 import pytest
@@ -108,6 +111,29 @@ def test_folders_that_are_no_runs_are_named_with_a_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
         RunFolder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):  # a run that takes up another plan opens its folder again
+        with RunFolder(tmp_path / "run", existing="resume") as folder:
+            folder.append(make_row(0))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{tmp_path / 'run'}: the file system knows no locks" in record.getMessage()
+
+
+def test_a_folder_whose_lock_fails_otherwise_is_named(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match=r"run: cannot be locked .*choose another --run_dir"):
+        RunFolder(tmp_path / "run")
 
 
 def test_a_row_with_impossible_time_cannot_be_made():

@@ -134,8 +134,8 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met,
         check=True,
         stdout=subprocess.PIPE,
     ).stdout.splitlines()
-    argv = [word for word in said if word != "--kill-on-bad-exit=1"]
-    assert len(said) == len(argv) + 1
+    assert said[0] == "--wait=60"
+    argv = said[1:]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     (coordinator, process, number), (_, named) = met(argv)
@@ -145,7 +145,30 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met,
     assert named["cluster_detection_method"] == "deactivate"
 
 
+def test_the_slurm_script_is_signalled_and_requeued():
+    """What it then does: tests/cluster/test_failures.py."""
+    assert sbatch_options()["signal"].startswith("TERM@")  # to the steps; B: is for the script
+    assert "requeue" in sbatch_options()
+
+
 # ---- Kubernetes ----
+
+
+def test_the_jobset_starts_the_command_of_the_slurm_script():
+    """So what is shown of the second start of one holds for the other; a failure starts it."""
+    jobset = yaml.safe_load(JOBSET_TEXT)
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (line,) = [line for line in SLURM.splitlines() if line.startswith("srun ")]
+    commands = [line.removeprefix("srun --wait=60 ").removesuffix(" || code=$?")]
+    commands.append(" ".join(container["command"]))
+    plain = [re.sub(r"--run_dir[ =]\S+", "", c).replace("=", " ").split() for c in commands]
+    assert plain[0] == plain[1]
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    # Any exit code but 0 of a pod, that of a preempted run as well, is a failure of its Job.
+    assert spec["backoffLimit"] == 0
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize("index", [0, 1])

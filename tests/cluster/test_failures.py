@@ -10,15 +10,20 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.ending import PREEMPTED
 from dflop_jax.cluster.launch import PROCESS_ID_ENV, STOP_GRACE_S
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
-from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, losses
+from tests.processes import ROOT
+from tests.test_docs import SLURM
+from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses
 
 from .attackers import trainers
 
@@ -106,21 +111,65 @@ def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
 # ---- ends ----
 
 
-def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(jobs, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    with jobs.started(2, run_dir, "--checkpoint.every", "100") as job:
-        wait_for_rows(run_dir, 3)
-        job.send_signal(signal.SIGTERM)
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
+SRUN = """#!{python}
+import os, signal, subprocess, sys, time
+assert sys.argv[1] == "--wait=60"
+launch = ["dflop", "launch", "-n", "2", "--devices-per-process", "2", "--"]
+more = ["--plan-file", "{folder}/plan.json", "--profile-file", "{folder}/profile.json"]
+step = subprocess.Popen([*launch, *sys.argv[2:], *more, "--checkpoint.every", "100"])
+while not os.path.exists("requeued") and step.poll() is None:
+    try:
+        with open("runs/4098/metrics.jsonl") as metrics:
+            if len(metrics.readlines()) >= 3:
+                step.send_signal(signal.SIGTERM)
+                break
+    except FileNotFoundError:
+        pass
+    time.sleep(0.005)
+sys.exit(step.wait())
+"""
+DFLOP = '#!/bin/sh\nexec {python} -m dflop_jax.cli "$@"\n'
+SCONTROL = '#!/bin/sh\necho "$@" >> requeued\n'
+
+
+@pytest.fixture
+def slurm(jobs, tmp_path):
+    """Runs the Slurm script of docs/clusters.md for two tasks on a small model. Its time is nearly
+    over after three steps, so that `--signal` signals the step, unless it was requeued."""
+    texts = {"bin/srun": SRUN, ".venv/bin/dflop": DFLOP}
+    files = {n: t.format(python=sys.executable, folder=jobs.folder) for n, t in texts.items()}
+    files["bin/scontrol"] = SCONTROL
+    files["experiments/demo.py"] = (jobs.folder / "small.py").read_text()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "4098", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    job |= {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+
+    def run() -> tuple[int, str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = {"env": environment() | job, "input": SLURM, "timeout": LIMIT_S, "check": False}
+        done = subprocess.run(["bash"], **pipes, **command)
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_the_slurm_script_saves_requeues_and_goes_on_bit_for_bit(slurm, whole, tmp_path):
+    run_dir, requeued = tmp_path / "runs" / "4098", tmp_path / "requeued"
+    code, output = slurm()  # --resume auto where nothing is, not even a folder
+    assert code == PREEMPTED, output
     (step,) = map(int, re.findall(r"preempted at step (\d+)", output))
     assert 3 <= step < STEPS
     assert len(losses(run_dir)) == step
     assert CheckpointStore(run_dir / CHECKPOINTS).steps() == (step,)
-    code, output = jobs.run(2, run_dir, "--checkpoint.every", "100", "--resume", "auto")
+    assert requeued.read_text() == "requeue 4098\n"
+    code, output = slurm()
     assert code == 0, output
     assert f"resumed after step {step} of {STEPS}" in output
     assert losses(run_dir) == losses(whole)
+    assert requeued.read_text() == "requeue 4098\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from dflop_jax.cluster.ending import PREEMPTED
 from dflop_jax.cluster.launch import LaunchResult, launch
 
 
@@ -12,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: dflop launch -n 2 -- dflop train experiments/demo.py. In COMMAND, dflop and "
         "python mean those of this interpreter. The first failure stops all processes and is the "
-        "exit code; a signal is passed on, a second one kills."
+        "exit code; a signal is passed on, a second one kills. The exit code is "
+        f"{PREEMPTED} when the processes saved and ended so."
     )
     parser.add_argument("-n", type=int, required=True, help="processes to start")
     parser.add_argument(

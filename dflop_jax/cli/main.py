@@ -1,6 +1,7 @@
 """The `dflop` command: every stage of a run alone, or all of it.
 
-Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it).
+Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), 3 preempted: a
+signal ended the run, and what it had reached is saved.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dflop_jax.cli import (
 )
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
+from dflop_jax.cluster.ending import PREEMPTED
 from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config, override
 
@@ -55,6 +57,12 @@ COMMANDS = (
     Command(export, "write a run's weights for transformers", False),
     Command(verify, "prove published weights: read, written again, beside transformers", False),
     Command(report, "show one run, or compare several in a table and a page", False),
+)
+
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
+    f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved."
 )
 
 
@@ -101,7 +109,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="dflop",
         description="Data-aware training of multimodal LLMs on JAX device meshes.",
-        epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop",
+        epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop. "
+        f"{EXIT_CODES}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = Parser(add_help=False)

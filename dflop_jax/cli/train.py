@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
 from dflop_jax.cli.experiment import (
@@ -12,9 +13,29 @@ from dflop_jax.cli.experiment import (
     given_profile,
 )
 from dflop_jax.cli.terminal import show
+from dflop_jax.cluster.ending import PREEMPTED, end_now, on_signal, signal_name
+from dflop_jax.config import Config
+
+
+@dataclass(frozen=True)
+class TrainAnswer:
+    """What `--json` prints of a run; see `train.trainer.FitResult`."""
+
+    run_dir: str
+    first_loss: float | None
+    last_loss: float | None
+    steps_done: int
+    preempted: bool
+    evaluation: Any
+    compiles_after_warmup: int
+    exit_code: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "SIGINT, SIGTERM or SIGHUP: the run saves what it has reached and ends with exit code "
+        f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at once."
+    )
     add_profile_file(parser)
     add_plan_file(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
@@ -25,8 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Any:
+def run(args: argparse.Namespace) -> TrainAnswer:
     """Train; process 0 shows the summary, every process returns what the run came to."""
+    trainers: list[Any] = []  # the one of this run, once it is there
+
+    def stop(signum: int) -> None:
+        """End outside of the steps, where nothing is to be saved: all that was done is, already."""
+        how = f"{signal_name(signum)} came while no step ran"
+        exit_code = PREEMPTED
+        for trainer in trainers:
+            exit_code = _preempted_code(trainer.config)
+            trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
+        end_now(f"ended: {how}; --resume auto goes on", exit_code)
+
+    with on_signal(stop):
+        return _train(args, trainers)
+
+
+def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.cluster.distributed import leave, shutdown
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
@@ -39,19 +76,27 @@ def run(args: argparse.Namespace) -> Any:
     existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
     config = experiment_config(args)
     trainer = Trainer(config, plan=plan, profile=given_profile(args), existing=existing)
+    trainers.append(trainer)
     result = trainer.fit()
+    exit_code = _preempted_code(config) if result.preempted else 0
     trainer.peers.close()  # from here on a process that ends is no failure
     if not shutdown():
-        leave(1)
+        leave(exit_code or 1)
     if not args.json and trainer.peers.is_hub and result.losses:
         show(summary_table(summarise(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
-    return {
-        "run_dir": str(result.run_dir),
-        "first_loss": result.losses[0] if result.losses else None,
-        "last_loss": result.losses[-1] if result.losses else None,
-        "steps_done": result.steps_done,
-        "preempted": result.preempted,
-        "evaluation": result.evaluation,
-        "compiles_after_warmup": result.compiles_after_warmup,
-    }
+    return TrainAnswer(
+        str(result.run_dir),
+        result.losses[0] if result.losses else None,
+        result.losses[-1] if result.losses else None,
+        result.steps_done,
+        result.preempted,
+        result.evaluation,
+        result.compiles_after_warmup,
+        exit_code,
+    )
+
+
+def _preempted_code(config: Config) -> int:
+    """The exit code of a run that a signal ended: without checkpoints nothing is saved."""
+    return PREEMPTED if config.checkpoint.every else 1

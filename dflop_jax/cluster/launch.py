@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import shutil
 import signal
 import subprocess
@@ -16,13 +17,20 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
 from dflop_jax.cluster import launch_keeper
 from dflop_jax.cluster.addresses import LOOPBACK, free_port
+from dflop_jax.cluster.ending import (
+    ENDING_SIGNALS,
+    ONE_SIGNAL_S,
+    PREEMPTED,
+    SAY_S,
+    signal_name,
+)
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 
 # What a process is told; `distributed.find_processes` reads it, and scripts may set it themselves.
@@ -45,10 +53,10 @@ _POOL_OF_TWO = {"NPROC": "2"}
 
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after one has failed
 SAVE_GRACE_S = 120.0  # the same after a signal to the launcher: the others may be saving
+KILLED_S = 10.0  # after SIGKILL; a process that the system does not let go is left behind
 DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
 LINE_BYTES = 1 << 16  # longer lines are shown in parts
 STDOUT, STDERR = 1, 2
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,9 @@ def launch(
 ) -> LaunchResult:
     """Run `command` in `n` processes that find each other, until all have ended.
 
-    When one fails, the others are stopped. SIGINT, SIGTERM and SIGHUP are passed on once; a second
-    signal kills. If this process dies, so do they. Call it from the main thread.
+    When one fails, the others are stopped; when one ends as preempted, they have saved with it and
+    end as well. SIGINT, SIGTERM and SIGHUP are passed on once; a second signal kills. If this
+    process dies, so do they. Call it from the main thread.
 
     Args:
       command: program and arguments; `dflop` and `python` mean those of this interpreter.
@@ -157,13 +166,17 @@ class _Group:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()  # one line at a time
         self._exit_codes: dict[int, int] = {}
+        self._signalled_s = float("-inf")
 
     def __enter__(self) -> _Group:
         def note(signum: int, _: FrameType | None) -> None:
-            self._events.put(signum)
+            now_s = time.monotonic()
+            if now_s - self._signalled_s > ONE_SIGNAL_S:
+                self._signalled_s = now_s
+                self._events.put(signum)
 
         # What is ignored (nohup, a shell's background job) stays so, here and below.
-        kept = {s: signal.getsignal(s) for s in PASSED_ON}
+        kept = {s: signal.getsignal(s) for s in ENDING_SIGNALS}
         self._handlers = {s: h for s, h in kept.items() if h is not signal.SIG_IGN}
         for s in self._handlers:
             signal.signal(s, note)
@@ -177,11 +190,12 @@ class _Group:
         for s, handler in self._handlers.items():
             signal.signal(s, handler)
         if os.isatty(STDERR):
-            os.write(STDERR, b"\x1b[?25h")  # a bar that was killed leaves no cursor
+            self._say_bytes(b"\x1b[?25h")  # a bar that was killed leaves no cursor
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         for process in (self._keeper, *self._processes):
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
 
     def start(self, program: Sequence[str], environment: dict[str, str]) -> None:
         """Start the next process."""
@@ -215,38 +229,48 @@ class _Group:
     def wait(self) -> LaunchResult:
         """Until every process has ended, stopping them where it is time to."""
         first_failure: int | None = None
-        kill_at, told = float("inf"), False
+        told, killed, patience_ends_s = False, False, float("inf")
         while len(self._exit_codes) < len(self._processes):
-            try:
-                event = self._events.get(timeout=min(3600.0, max(0.0, kill_at - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() >= kill_at:
+            event = self._next_event(patience_ends_s)
+            now_s = time.monotonic()
+            if event is None and killed:
+                self._say(f"{self._names_running()} cannot be killed and stays behind")
+                break
+            if event is None or (isinstance(event, int) and told):
+                if event is None:
                     self._say(f"{self._names_running()} did not stop in time; killing")
-                    kill_at = float("inf")
-                    self._kill()
-                continue
-            if isinstance(event, int):
-                if told:
-                    self._kill()
-                else:
-                    self._say(f"{_name(event)} passed on; waiting for the processes to end")
-                    self._signal(event)
-                    kill_at = time.monotonic() + SAVE_GRACE_S
-                told = True
-                continue
-            i, code = event
-            self._exit_codes[i] = code if code >= 0 else 128 - code
-            if code != 0 and first_failure is None:
-                first_failure = self._exit_codes[i]
-                how = (
-                    f"was killed by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
-                )
-                running = len(self._exit_codes) < len(self._processes)
-                self._say(f"process {i} {how}{'; stopping the others' if running else ''}")
-                self._signal(signal.SIGTERM)
-                kill_at = min(kill_at, time.monotonic() + STOP_GRACE_S)
-        codes = tuple(self._exit_codes[i] for i in range(len(self._processes)))
-        return LaunchResult(first_failure or 0, codes)
+                self._kill()
+                killed, patience_ends_s = True, now_s + KILLED_S
+            elif isinstance(event, int):
+                self._signal(event)
+                self._say(f"{signal_name(event)} passed on; waiting for the processes to end")
+                told, patience_ends_s = True, now_s + SAVE_GRACE_S
+            else:
+                i, code = event
+                self._exit_codes[i] = code if code >= 0 else 128 - code
+                if code != 0 and first_failure is None:
+                    first_failure = self._exit_codes[i]
+                    if code != PREEMPTED:
+                        self._signal(signal.SIGTERM)
+                    self._say(self._how_ended(i, code))
+                    patience_ends_s = min(patience_ends_s, now_s + STOP_GRACE_S)
+        codes = tuple(self._exit_codes.get(i, 128 + 9) for i in range(len(self._processes)))
+        return LaunchResult(first_failure or max(codes), codes)
+
+    def _next_event(self, until_s: float) -> int | tuple[int, int] | None:
+        """A signal's number, or (process, exit code) of one that has ended; None: too late."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                return self._events.get(timeout=min(3600.0, left_s))
+        return None
+
+    def _how_ended(self, i: int, code: int) -> str:
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        if len(self._exit_codes) == len(self._processes):
+            return f"process {i} {how}"
+        return f"process {i} {how}; {'awaiting' if code == PREEMPTED else 'stopping'} the others"
 
     def _signal(self, signum: int) -> None:
         """To each process, not to what it started itself: a helper must not die before it."""
@@ -273,24 +297,36 @@ class _Group:
                 self._write(fd, f"[{i}] ".encode() + line.rstrip(b"\n"))
 
     def _say(self, text: str) -> None:
-        self._write(STDERR, f"dflop launch: {text}".encode())
+        self._say_bytes(_line(STDERR, f"dflop launch: {text}".encode()))
+
+    def _say_bytes(self, data: bytes) -> None:
+        """Write to standard error unless nobody reads it: what is to be done waits for nothing."""
+        if not self._lock.acquire(timeout=SAY_S):
+            return
+        try:
+            room = select.poll()
+            room.register(STDERR, select.POLLOUT)
+            if room.poll(1000 * SAY_S):
+                _write_all(STDERR, data)
+        finally:
+            self._lock.release()
 
     def _write(self, fd: int, line: bytes) -> None:
-        """One line. On a terminal it takes the place of process 0's bar, which is drawn again."""
         with self._lock:
-            data = (b"\r\x1b[2K" if os.isatty(fd) else b"") + line + b"\n"
-            try:
-                while data:
-                    data = data[os.write(fd, data) :]
-            except OSError:  # nobody reads it any more; the processes shall not hang on that
-                return
+            _write_all(fd, _line(fd, line))
 
 
-def _name(signum: int) -> str:
+def _line(fd: int, line: bytes) -> bytes:
+    """On a terminal a line takes the place of process 0's bar, which is drawn again."""
+    return (b"\r\x1b[2K" if os.isatty(fd) else b"") + line + b"\n"
+
+
+def _write_all(fd: int, data: bytes) -> None:
     try:
-        return signal.Signals(signum).name
-    except ValueError:  # a real-time signal
-        return f"signal {signum}"
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:  # nobody reads it any more; the processes shall not hang on that
+        return
 
 
 def _thread(run: Callable[..., None], *args: object) -> threading.Thread:

@@ -12,18 +12,15 @@ more, nor for a connection.
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
-from typing import NoReturn
 
 import msgspec
 
+from dflop_jax.cluster.ending import SAY_S, end_now
 from dflop_jax.cluster.links import BEAT, PeerLink
 
 _FAILED, _BYE = "!failed", "!bye"
@@ -34,7 +31,6 @@ BEATS_PER_TIMEOUT = 5  # at least; a short time-out has shorter beats
 # that hang for one reason differ by as much, so that long the first is held back.
 QUIET_BEATS = 2.5
 ANNOUNCE_S = 1.0  # longest wait for those who are to be told of a failure
-SAY_S = 1.0  # longest wait for standard error to take the last line
 MOST_NAMES = 8  # in one line
 MOST_WORDS = 4000  # characters of a reason; a message that long never waits in an empty buffer
 
@@ -72,7 +68,7 @@ class Peers:
         assert set(links) == (set(range(1, count)) if process == 0 else {0}), (process, links)
         self.process, self.count = process, count
         self._timeout_s = timeout_s
-        self._on_failure = on_failure or _end
+        self._on_failure = on_failure or end_now
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, str], list[bytes]] = {}  # in order, not taken yet
         self._run = 0
@@ -303,17 +299,3 @@ def _silence(links: Mapping[int, PeerLink], silent_s: Mapping[int, float]) -> st
     named = [f"{links[p]} is silent for {silent_s[p]:.0f} s" for p in longest[:MOST_NAMES]]
     more = [f"{n} more are silent"] if (n := len(longest) - MOST_NAMES) > 0 else []
     return ", ".join([*named, *more])
-
-
-def _end(why: str, exit_code: int) -> NoReturn:
-    """End this process at once: its other threads may wait for ever for the one that is gone, or
-    hold standard error."""
-
-    def say() -> None:
-        with suppress(OSError, ValueError):  # nobody is there to read it
-            print(f"dflop: {why}", file=sys.stderr, flush=True)
-
-    saying = threading.Thread(target=say, daemon=True)
-    saying.start()
-    saying.join(SAY_S)
-    os._exit(exit_code)

@@ -63,9 +63,9 @@ def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
 
 
 def main() -> None:
-    # A cluster signals all processes of a job; this one ends when its parent does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A cluster or a terminal signals all processes of a job; this one ends when its parent does.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     lines, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes elsewhere than the schedules
     setup = msgspec.json.decode(lines.readline(), type=Setup)

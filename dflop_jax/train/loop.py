@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.cluster.ending import preemption
 from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.data import Source, make_loader
@@ -117,10 +117,10 @@ class Loop:
         if held_out and resumed and every and steps and start % every == 0:
             self._evaluate(held_out, start)  # the run may have ended before it did
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
-        with preemption() as asked:
+        with preemption(self.progress.log) as asked:
             with closing(batches):
                 preempted = self._steps(batches, held_out, asked)
-            if self._next:  # a SIGTERM may have come while it was searched
+            if self._next:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
             self._save(done)
@@ -296,18 +296,3 @@ class Loop:
 def _row_tokens(plan: Plan) -> dict[str, int]:
     """Tokens of the shortest rows that are compiled of each module."""
     return {m: min(s.tokens for s in plan.shapes(m)) for m in plan.modules if plan.shapes(m)}
-
-
-@contextmanager
-def preemption() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, so that the run can save and end; only in the main thread, where
-    signals are handled."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,8 @@ profile, the plan, the schedules, and when to stop.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -48,7 +49,8 @@ class FitResult:
       losses: of the steps that this call ran.
       evaluation: that of the last step, None without held-out samples.
       steps_done: steps of the whole run so far.
-      preempted: a SIGTERM ended it before its last step; what was reached is saved.
+      preempted: a signal ended it before its last step; what was reached is saved, where
+        checkpoints are.
     """
 
     run_dir: Path
@@ -85,7 +87,7 @@ class Trainer:
         check_trainable(config)
         self.place: Workplace = set_up(config)
         self.peers = self.place.peers
-        try:
+        with self._told_to_others():
             self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:
                 check_trackers(config)
@@ -93,6 +95,12 @@ class Trainer:
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
             self._timed: Timed | None = None
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """Tell all processes of an error, so that none waits for this one."""
+        try:
+            yield
         except BaseException as e:
             self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
             raise
@@ -101,25 +109,24 @@ class Trainer:
         return make_executor(self.place, plan)
 
     def fit(self) -> FitResult:
-        """Train to the last step and write the run folder; SIGTERM saves and ends it earlier.
+        """Train to the last step and write the run folder. SIGINT, SIGTERM or SIGHUP save and end
+        it earlier, a second one ends the process.
 
         Raises:
           ValueError: the folder holds another run or its checkpoint is of another model, no plan
             fits, or too many samples are bad.
         """
         results: list[LoopResult] = []
-        try:
+        with self._told_to_others():
             while True:
-                with ExitStack() as stack:
+                # Told before anything is cleaned up, which may wait for what the others compute.
+                with ExitStack() as stack, self._told_to_others():
                     results.append(self._fit(stack))
                 new = results[-1].next
                 if new is None or results[-1].preempted:
                     break
                 self._existing, self.profile, self._timed = "resume", new.profile, None
                 self._executor = self._make_executor(new.plan)
-        except BaseException as e:
-            self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
-            raise
         last = results[-1]
         return FitResult(
             Path(self.config.run_dir),

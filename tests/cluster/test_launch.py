@@ -18,6 +18,7 @@ import pytest
 
 from dflop_jax.cli import main
 from dflop_jax.cluster import launch as module
+from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs
 
@@ -78,6 +79,16 @@ elif what == "deaf":
         signal.signal(s, lambda *_: note(f"heard{index}"))
     note(f"ready{index}")
     forever()
+elif what == "count":
+    seen = []
+    signal.signal(signal.SIGINT, lambda signum, _: seen.append(signum))
+    signal.signal(signal.SIGTERM, lambda signum, _: seen.append(signum))
+    note(f"ready{index}")
+    while not seen:
+        time.sleep(0.02)
+    time.sleep(0.5 * index)  # process 0 ends before the other has saved
+    note(f"seen{index}", seen)
+    sys.exit(3)
 elif what == "family":
     own = subprocess.Popen(["sleep", "600"])
     away = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -237,7 +248,7 @@ def test_a_process_that_does_not_stop_is_killed(program):
 def started(program, tmp_path, what: str) -> subprocess.Popen[str]:
     """A launch of two whose processes are ready for signals."""
     # A launch ignores what its parent does, and these tests may run under nohup or in background.
-    kept = {s: signal.signal(s, signal.SIG_DFL) for s in module.PASSED_ON}
+    kept = {s: signal.signal(s, signal.SIG_DFL) for s in ENDING_SIGNALS}
     process = subprocess.Popen(
         launcher("-n", "2", "--", *program(what)), stderr=subprocess.PIPE, text=True
     )
@@ -262,10 +273,52 @@ def test_a_second_signal_kills(program, tmp_path):
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: all((tmp_path / f"heard{i}").exists() for i in range(2)))
     assert process.poll() is None
+    time.sleep(ONE_SIGNAL_S)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + 9
     assert "was killed by SIGKILL" in err
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_ctrl_c_is_one_signal_for_each_process(program, tmp_path, twice):
+    """The terminal gives it to its foreground, a program between them may give it once more."""
+    terminal, ours = pty.openpty()
+    takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    command = [sys.executable, "-c", takes + "os.execv(sys.argv[1], sys.argv[1:])"]
+    command += launcher("-n", "2", "--", *program("count"))
+    process = subprocess.Popen(
+        command, stdin=ours, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    os.close(ours)
+    wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
+    os.write(terminal, b"\x03")
+    if twice:
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    os.close(terminal)
+    assert process.returncode == 3  # of a run that was preempted and has saved
+    assert "process 0 ended with exit code 3; awaiting the others" in err
+    seen = [(tmp_path / f"seen{i}").read_text() for i in range(2)]
+    assert seen == [str([signal.SIGINT.value])] * 2
+
+
+def test_a_launch_does_not_wait_for_who_reads_its_errors(program, tmp_path):
+    """With a pipe that is full before the first failure; process 1 speaks, process 0 is stopped."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    process = subprocess.Popen(launcher("-n", "2", "--", *program("fail")), stderr=writing)
+    try:
+        assert process.wait(LIMIT_S) == 7
+    finally:
+        process.kill()
+        os.close(reading)
+        os.close(writing)
 
 
 # ---- orphans ----

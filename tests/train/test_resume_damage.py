@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import shutil
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from dflop_jax.checkpoint import format as format_module
 from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.train.loop import Loop, preemption
+from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
 from ..plans import nano_profile
@@ -200,26 +197,3 @@ def test_trouble_is_logged_once(caplog):
     assert warnings_of(caplog) == [
         "checkpoint of step 3 is damaged, using an older one: a 100% broken disk"
     ]
-
-
-def test_sigterm_is_ours_only_inside_and_only_in_the_main_thread():
-    before = signal.getsignal(signal.SIGTERM)
-    with preemption() as asked:
-        assert not asked.is_set()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.wait(10)
-        os.kill(os.getpid(), signal.SIGTERM)  # again: the same wish
-    assert signal.getsignal(signal.SIGTERM) is before
-    seen = []
-
-    def elsewhere():
-        with preemption() as asked:
-            seen.append((asked.is_set(), signal.getsignal(signal.SIGTERM)))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert seen == [(False, before)]
-    with pytest.raises(KeyError), preemption():
-        raise KeyError
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -34,9 +34,9 @@ MAX_WARNINGS = 20
 
 
 def main() -> None:
-    # A cluster signals all processes of a job; this one ends when its parent does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A cluster or a terminal signals all processes of a job; this one ends when its parent does.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[2]))
     lines = control.makefile("rb")
     setup = msgspec.json.decode(lines.readline(), type=Setup)

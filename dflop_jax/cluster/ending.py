@@ -1,0 +1,99 @@
+"""How a process of a run ends early: signals that ask for it, and an end that waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+PREEMPTED = 3  # exit code: a signal ended the run, and what it had reached is saved
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# One Ctrl-C may come twice, from the terminal and from a program that passes it on.
+ONE_SIGNAL_S = 0.3
+SAY_S = 1.0  # longest wait for standard error to take the last line
+
+
+@contextmanager
+def preemption(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
+    """An event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end; a second
+    signal ends this process at once. Only in the main thread, where signals are handled."""
+    asked = threading.Event()
+    first_s = float("inf")
+
+    def act(signum: int) -> None:
+        nonlocal first_s
+        if first_s == float("inf"):
+            first_s = time.monotonic()
+            asked.set()
+            words = f"{signal_name(signum)}: saving, then the run ends; another signal ends it now"
+            threading.Thread(target=say, args=(words,), daemon=True).start()
+        elif time.monotonic() - first_s > ONE_SIGNAL_S:
+            end_now(f"{signal_name(signum)} again: ended without saving", 128 + signum)
+
+    with on_signal(act, lambda *_: asked.set()):
+        yield asked
+
+
+@contextmanager
+def on_signal(
+    act: Callable[[int], None],
+    handler: Callable[[int, FrameType | None], None] = lambda *_: None,
+) -> Iterator[None]:
+    """Call `act` with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, in a thread of its own:
+    the main thread, which runs `handler`, may be inside a library that never returns.
+
+    What is ignored (nohup, a shell's background job) stays so. Does nothing outside the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        with open(reading, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in ENDING_SIGNALS:
+                    act(number[0])
+
+    threading.Thread(target=watch, daemon=True, name="signals").start()
+    former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
+    former_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    taken = [s for s in ENDING_SIGNALS if former[s] is not signal.SIG_IGN]
+    for s in taken:
+        signal.signal(s, handler)
+    try:
+        yield
+    finally:
+        for s in taken:
+            signal.signal(s, former[s])
+        signal.set_wakeup_fd(former_wakeup)
+        os.close(writing)  # which ends the thread
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
+
+
+def end_now(why: str, exit_code: int) -> NoReturn:
+    """Say why and end this process at once: its other threads may wait for ever for a process that
+    is gone, or hold standard error."""
+
+    def say() -> None:
+        with suppress(OSError, ValueError):  # nobody is there to read it
+            print(f"dflop: {why}", file=sys.stderr, flush=True)
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(SAY_S)
+    os._exit(exit_code)

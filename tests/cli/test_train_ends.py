@@ -1,0 +1,96 @@
+"""How `dflop train` ends when a signal comes, with a trainer that trains nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dflop_jax.cli import main, train
+from dflop_jax.train import trainer
+
+LIMIT_S = 30.0
+DEMO = ["train", "experiments/demo.py"]
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Gives `dflop train` a trainer whose `fit` is the function that the test says; returns what
+    its peers were told."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    told = []
+    peers = SimpleNamespace(
+        process=1, is_hub=False, close=lambda: None, fail=lambda *words: told.append(words)
+    )
+
+    def use(fit):
+        def make(config, **_):
+            return SimpleNamespace(config=config, peers=peers, fit=lambda: fit(config))
+
+        monkeypatch.setattr(trainer, "Trainer", make)
+        return told
+
+    return use
+
+
+def preempted(config):
+    return trainer.FitResult(Path(config.run_dir), (3.0, 2.0), None, 0, 2, True)
+
+
+@pytest.mark.parametrize("every, code", [("50", 3), ("0", 1)])
+def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every, code):
+    runs(preempted)
+    assert main([*DEMO, "--json", "--checkpoint.every", every]) == code
+    assert f'"exit_code": {code}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("every, code", [("50", 3), ("0", 1)])
+def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum, every, code):
+    ended, over = [], threading.Event()
+
+    def end_now(*words):
+        ended.append(words)
+        over.set()
+
+    def fit(config):
+        os.kill(os.getpid(), signum)
+        assert over.wait(LIMIT_S)
+        raise ValueError("the end of this test")
+
+    monkeypatch.setattr(train, "end_now", end_now)
+    monkeypatch.setattr(signal, "getsignal", lambda s: signal.SIG_DFL)  # under nohup, too
+    told = runs(fit)
+    main([*DEMO, "--checkpoint.every", every])
+    assert told == [(f"process 1 ended: {signum.name} came while no step ran", code)]
+    ((why, its_code),) = ended
+    assert its_code == code
+    assert "--resume auto" in why
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_the_others_are_told_of_an_error_before_anything_is_cleaned_up(monkeypatch):
+    """What is cleaned up may wait for what the others compute."""
+    order = []
+
+    def fit(self, stack):
+        stack.callback(order.append, "cleaned up")
+        raise ValueError("no room")
+
+    monkeypatch.setattr(trainer.Trainer, "_fit", fit)
+    run = object.__new__(trainer.Trainer)
+    run.peers = SimpleNamespace(process=1, fail=lambda why, code: order.append((why, code)))
+    with pytest.raises(ValueError, match="no room"):
+        run.fit()
+    assert order[:2] == [("process 1 stopped: no room", 2), "cleaned up"]
+
+
+def test_the_exit_codes_are_in_the_help(capsys):
+    for command, says in (([], "3 preempted"), (["train"], "exit code 3"), (["launch"], "is 3")):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert says in " ".join(capsys.readouterr().out.split())

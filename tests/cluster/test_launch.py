@@ -1,7 +1,4 @@
-"""`dflop launch` from the outside, with programs that need no jax: output, ends, orphans, mistakes.
-
-Waits have long limits and are left as soon as they can be: a loaded machine only makes them slower.
-"""
+"""`dflop launch` from the outside, by programs without jax: output, ends, orphans, mistakes."""
 
 from __future__ import annotations
 
@@ -11,130 +8,16 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dflop_jax.cli import main
 from dflop_jax.cluster import launch as module
-from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs
 
-LIMIT_S = 60.0  # nothing here takes more than a few seconds
-
-# What the launched programs do, by their first argument; they know their number.
-CHILD = """
-import os, signal, subprocess, sys, time
-index, what, folder = int(os.environ["DFLOP_PROCESS_ID"]), sys.argv[1], sys.argv[2]
-
-def note(name, text=""):
-    path = os.path.join(folder, name)
-    with open(path + ".part", "w") as f:
-        f.write(str(text))
-    os.rename(path + ".part", path)
-
-def forever():
-    while True:
-        time.sleep(60)
-
-def wait_for(name):
-    while not os.path.exists(os.path.join(folder, name)):
-        time.sleep(0.02)
-
-if what == "speak":
-    # A line is one write: process 0 has the launcher's own output, and writes as it likes.
-    sys.stdout.write(f"out {index}\\n")
-    sys.stderr.write(f"err {index}\\n")
-    sys.stdout.write("no newline" if index else "")
-elif what == "environment":
-    note(f"env{index}", "\\n".join(f"{k}={v}" for k, v in os.environ.items()))
-elif what == "fail":
-    if index == 1:
-        print("last words", file=sys.stderr)
-        sys.exit(7)
-    forever()
-elif what == "die":
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    forever()
-elif what == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note(f"ready{index}")
-    if index == 1:
-        wait_for("ready0")
-        sys.exit(3)
-    forever()
-elif what == "save":
-    def save(signum, _):
-        note(f"saved{index}", signum)
-        sys.exit(0)
-    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(s, save)
-    note(f"ready{index}")
-    forever()
-elif what == "deaf":
-    for s in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(s, lambda *_: note(f"heard{index}"))
-    note(f"ready{index}")
-    forever()
-elif what == "count":
-    seen = []
-    signal.signal(signal.SIGINT, lambda signum, _: seen.append(signum))
-    signal.signal(signal.SIGTERM, lambda signum, _: seen.append(signum))
-    note(f"ready{index}")
-    while not seen:
-        time.sleep(0.02)
-    time.sleep(0.5 * index)  # process 0 ends before the other has saved
-    note(f"seen{index}", seen)
-    sys.exit(3)
-elif what == "family":
-    own = subprocess.Popen(["sleep", "600"])
-    away = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    note(f"pids{index}", f"{os.getpid()} {own.pid} {away.pid}")
-    if len(sys.argv) > 3 and index == 1:
-        wait_for("pids0")
-        sys.exit(5)
-    forever()
-elif what == "cores":
-    note(f"cores{index}", " ".join(map(str, sorted(os.sched_getaffinity(0)))))
-elif what == "flood":
-    if index == 1:
-        for _ in range(5000):
-            print("x" * 100)
-        note("flooded")
-"""
-
-
-@pytest.fixture
-def program(tmp_path):
-    """Command line of a child that does what it is told, in tmp_path."""
-    (tmp_path / "child.py").write_text(CHILD)
-
-    def command(what: str, *more: str) -> list[str]:
-        return ["python", str(tmp_path / "child.py"), what, str(tmp_path), *more]
-
-    return command
-
-
-def launcher(*args: str) -> list[str]:
-    return [sys.executable, "-m", "dflop_jax.cli", "launch", *args]
-
-
-def run(*args: str, **named):
-    """A finished launch, with what it wrote."""
-    return subprocess.run(
-        launcher(*args), capture_output=True, text=True, timeout=LIMIT_S, check=False, **named
-    )
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
+from .launched import LIMIT_S, launcher, program, run, wait_for  # noqa: F401
 
 # ---- output and environment ----
 
@@ -240,85 +123,6 @@ def test_a_process_that_does_not_stop_is_killed(program):
     )
     assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"
     assert "process 0 did not stop in time; killing" in done.stderr
-
-
-# ---- signals ----
-
-
-def started(program, tmp_path, what: str) -> subprocess.Popen[str]:
-    """A launch of two whose processes are ready for signals."""
-    # A launch ignores what its parent does, and these tests may run under nohup or in background.
-    kept = {s: signal.signal(s, signal.SIG_DFL) for s in ENDING_SIGNALS}
-    process = subprocess.Popen(
-        launcher("-n", "2", "--", *program(what)), stderr=subprocess.PIPE, text=True
-    )
-    for s, handler in kept.items():
-        signal.signal(s, handler)
-    wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
-    return process
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_lets_the_processes_save(program, tmp_path, signum):
-    process = started(program, tmp_path, "save")
-    process.send_signal(signum)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0
-    assert [(tmp_path / f"saved{i}").read_text() for i in range(2)] == [str(signum.value)] * 2
-    assert f"{signum.name} passed on; waiting for the processes to end" in err
-
-
-def test_a_second_signal_kills(program, tmp_path):
-    process = started(program, tmp_path, "deaf")
-    process.send_signal(signal.SIGTERM)
-    wait_for(lambda: all((tmp_path / f"heard{i}").exists() for i in range(2)))
-    assert process.poll() is None
-    time.sleep(ONE_SIGNAL_S)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + 9
-    assert "was killed by SIGKILL" in err
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_ctrl_c_is_one_signal_for_each_process(program, tmp_path, twice):
-    """The terminal gives it to its foreground, a program between them may give it once more."""
-    terminal, ours = pty.openpty()
-    takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    command = [sys.executable, "-c", takes + "os.execv(sys.argv[1], sys.argv[1:])"]
-    command += launcher("-n", "2", "--", *program("count"))
-    process = subprocess.Popen(
-        command, stdin=ours, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    os.close(ours)
-    wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
-    os.write(terminal, b"\x03")
-    if twice:
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=LIMIT_S)
-    os.close(terminal)
-    assert process.returncode == 3  # of a run that was preempted and has saved
-    assert "process 0 ended with exit code 3; awaiting the others" in err
-    seen = [(tmp_path / f"seen{i}").read_text() for i in range(2)]
-    assert seen == [str([signal.SIGINT.value])] * 2
-
-
-def test_a_launch_does_not_wait_for_who_reads_its_errors(program, tmp_path):
-    """With a pipe that is full before the first failure; process 1 speaks, process 0 is stopped."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    try:
-        while True:
-            os.write(writing, b"x" * 4096)
-    except BlockingIOError:
-        os.set_blocking(writing, True)
-    process = subprocess.Popen(launcher("-n", "2", "--", *program("fail")), stderr=writing)
-    try:
-        assert process.wait(LIMIT_S) == 7
-    finally:
-        process.kill()
-        os.close(reading)
-        os.close(writing)
 
 
 # ---- orphans ----

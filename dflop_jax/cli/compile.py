@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
     if args.plan_file:
         return load(Plan, args.plan_file)
     place = prepare.set_up(config)
-    profile = profile_of(args, place)
+    profile = profile_of(args, place, planning.check_plannable)
     return planning.make_plan(place, profile, ticker("planning")).plan
 
 

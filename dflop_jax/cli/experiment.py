@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,15 +139,21 @@ def given_profile(args: argparse.Namespace) -> Profile | None:
     return load(Profile, file) if file else None
 
 
-def profile_of(args: argparse.Namespace, place: Workplace) -> Profile:
+def profile_of(
+    args: argparse.Namespace,
+    place: Workplace,
+    check: Callable[[Workplace], None] | None = None,
+) -> Profile:
     """The profile of --profile-file, else a new one, measured here or predicted for
-    `plan.hardware`."""
+    `plan.hardware`, after a check of what needs no profile to be refused."""
     from dflop_jax.cli.terminal import note, ticker
     from dflop_jax.gpu_compile.chip_profile import predicted_profile
     from dflop_jax.train import profiling
 
     if given := given_profile(args):
         return given
+    if check:
+        check(place)
     if place.hardware:
         return predicted_profile(place, ticker("compiling"), note)
     return profiling.make_profile(place, place.source(), ticker("profiling"))

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> Any:
 
     config = experiment_config(args)
     place = prepare.set_up(config)
-    profile = profile_of(args, place)
+    out_folder(args, config)  # refused now rather than at the end
+    profile = profile_of(args, place, planning.check_plannable)
     shown = {"shown": planning.SHOWN} if args.explain else {}
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> Any:
 
     config = experiment_config(args)
     place = prepare.set_up(config)
+    out_folder(args, config)  # refused now rather than at the end
     profile = profile_of(args, place)
     out = out_folder(args, config) / PROFILE
     save(profile, out)

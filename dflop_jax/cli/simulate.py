@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
+    from dflop_jax.pipeline.layout import check_model
     from dflop_jax.plan.predict import schedule_batches
     from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.record_files import load, save
@@ -38,12 +39,15 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning, prepare
 
     config = experiment_config(args)
+    if args.batches < 1:
+        raise ValueError(f"--batches {args.batches} must be at least 1")
+    given = load(Plan, args.plan_file) if args.plan_file else None
     place = prepare.set_up(config)
-    profile = profile_of(args, place)
-    if args.plan_file:
-        plan = load(Plan, args.plan_file)
-    else:
-        plan = planning.make_plan(place, profile, ticker("planning")).plan
+    out_folder(args, config)  # refused now rather than at the end
+    if given:
+        check_model(given, place.model)
+    profile = profile_of(args, place, None if given else planning.check_plannable)
+    plan = given or planning.make_plan(place, profile, ticker("planning")).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = plan_prices(plan, profile.model, place.hardware)
     names = [s.name for s in plan.segments]

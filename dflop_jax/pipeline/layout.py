@@ -62,10 +62,10 @@ def make_segments(
 
     Raises:
       ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
-        does not cover the model's layers.
+        does not cover the model's layers or whose degrees do not divide its sizes.
     """
     trained_groups(model, freeze)
-    _check_model(plan, model)
+    check_model(plan, model)
     trains = {
         s.name: frozenset(
             part
@@ -93,10 +93,11 @@ def make_segments(
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in plan.edges)),
             shares_entry=s.name in shared,
         )
+        segments[s.name].param_specs()  # raises for a degree that does not divide a dim
     return segments
 
 
-def _check_model(plan: Plan, model: MultimodalModel) -> None:
+def check_model(plan: Plan, model: MultimodalModel) -> None:
     """ValueError for a plan that was made for another model."""
     if unknown := set(plan.modules) - set(model.modules):
         raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks")

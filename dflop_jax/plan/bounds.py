@@ -225,7 +225,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
     def alone(key: tuple[Any, ...]) -> Least:
         return least([member(*key)], rules.memory_bytes)
 
-    tapped = bool(rules.unstaged)
+    tapped = bool(rules.facts.unstaged)
     structures: dict[tuple[object, ...], Structure] = {}
     for f in families:
         # Where an edge leaves from between layers, it depends on the split of the layers as well.

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import Placement, factors, split_layers
+from dflop_jax.plan.placement import ModelFacts, Placement, factors, split_layers
 from dflop_jax.profile.state import Array
 from dflop_jax.records import BACKWARD, FORWARD, Plan, SegmentPlan, Shape, SubmeshPlan
 
@@ -72,39 +72,52 @@ def rounds_of(rules: Rules, ranks: Ranks) -> dict[str, int]:
     }
 
 
-def spaces(
-    rules: Rules, n_devices: int, config: PlanConfig, degrees: Mapping[str, list[int]]
-) -> Iterator[Ranks]:
-    """Ranks that the devices may form, each of a different placement.
-
-    Args:
-      degrees: by module, tensor-parallel degrees of which the profile has timings.
-    """
-    common = set.intersection(*(set(d) for d in degrees.values()))
-    most = min(config.max_stage, *rules.n_layers.values())
-    node = rules.node(n_devices)
-    for count in factors(n_devices, most):
+def rank_sizes(
+    facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
+) -> Iterator[tuple[int, int, int]]:
+    """(count, data, model) of ranks that the devices may form."""
+    common = set.intersection(*(set(facts.degrees[m]) for m in facts.n_layers))
+    for count in factors(n_devices, min(config.max_stage, *facts.n_layers.values())):
         size = n_devices // count
         for model in factors(size, config.max_model):
-            if count < 2 or model not in common or (model > 1 and node % model):
-                continue
-            seen: list[dict[str, int]] = []
-            for rounds in range(1, MOST_ROUNDS + 1):
-                ranks = Ranks(count, size // model, model, rounds)
-                chunks = rounds_of(rules, ranks)
-                if chunks not in seen:
-                    seen.append(chunks)
-                    yield ranks
+            if count >= 2 and model in common and (model == 1 or node % model == 0):
+                yield count, size // model, model
+
+
+def rank_submeshes(count: int, data: int, model: int) -> tuple[SubmeshPlan, ...]:
+    """The devices of every rank."""
+    size = data * model
+    return tuple(SubmeshPlan(f"rank{r}", r * size, 1, data, model) for r in range(count))
+
+
+def why_none(n_devices: int, config: PlanConfig, n_layers: Mapping[str, int]) -> str:
+    """Why there is no placement, and what would give one."""
+    shallow = min(n_layers, key=n_layers.__getitem__)
+    return (
+        f"policy dip has no placement on {n_devices} devices: 2 to plan.max_stage="
+        f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
+        f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
+        "plan.policy auto"
+    )
+
+
+def spaces(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[Ranks]:
+    """Ranks that the devices may form, each of a different placement."""
+    for sizes in rank_sizes(rules.facts, n_devices, rules.node(n_devices), config):
+        seen: list[dict[str, int]] = []
+        for rounds in range(1, MOST_ROUNDS + 1):
+            ranks = Ranks(*sizes, rounds)
+            chunks = rounds_of(rules, ranks)
+            if chunks not in seen:
+                seen.append(chunks)
+                yield ranks
 
 
 def placement(rules: Rules, ranks: Ranks) -> Placement:
     """Every rank's submesh, and the chunks that it holds: number i of each module on rank i of
     `count`, round and round."""
-    size = ranks.data * ranks.model
-    names = [f"rank{r}" for r in range(ranks.count)]
-    submeshes = tuple(
-        SubmeshPlan(name, r * size, 1, ranks.data, ranks.model) for r, name in enumerate(names)
-    )
+    submeshes = rank_submeshes(ranks.count, ranks.data, ranks.model)
+    names = [m.name for m in submeshes]
     segments = []
     for m, rounds in rounds_of(rules, ranks).items():
         n = rounds * ranks.count

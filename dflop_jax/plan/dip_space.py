@@ -26,20 +26,7 @@ _ENOUGH = 8
 
 def dip_bounds(rules: Rules, n_devices: int, config: PlanConfig) -> list[Bounds]:
     """Bounds of each placement at all cuts; none where there is no placement."""
-    timed = {(t.module, t.model) for t in rules.profile.timings}
-    degrees = {m: [k for n, k in timed if n == m] for m in rules.n_layers}
-    return [_bounds(_Cuts.of(rules, r)) for r in spaces(rules, n_devices, config, degrees)]
-
-
-def why_none(n_devices: int, config: PlanConfig, n_layers: dict[str, int]) -> str:
-    """Why there is no placement, and what would give one."""
-    shallow = min(n_layers, key=n_layers.__getitem__)
-    return (
-        f"policy dip has no placement on {n_devices} devices: 2 to plan.max_stage="
-        f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
-        f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
-        "plan.policy auto"
-    )
+    return [_bounds(_Cuts.of(rules, r)) for r in spaces(rules, n_devices, config)]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dflop_jax.hardware import Hardware
 from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
     Form,
+    ModelFacts,
     Outline,
     Placement,
     ends_in_layers,
@@ -90,11 +91,12 @@ class Rules:
         return tuple(Option(r, z) for z in degrees for r in remats)
 
     @cached_property
-    def unstaged(self) -> frozenset[str]:
-        """Modules with an edge between their layers, which lie in segments, not in stages."""
-        edges = self.profile.edges
-        taps = {e.source for e in edges if e.leaves >= 0}
-        return frozenset(taps | {e.target for e in edges if e.enters >= 0})
+    def facts(self) -> ModelFacts:
+        """With the tensor-parallel degrees of which the profile has timings."""
+        timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
+        for t in self.profile.timings:
+            timed[t.module].add(t.model)
+        return ModelFacts.of(self.n_layers, timed, self.profile.edges)
 
     def node(self, n_devices: int) -> int:
         """Devices of a node."""

@@ -14,6 +14,7 @@ from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
 from dflop_jax.records import Plan
 
+NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 _GIB = 2**30
 _MOST_TIMES = 64  # as many devices
 
@@ -83,7 +84,7 @@ def why_nothing_fits(
 ) -> str:
     """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
     if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
-        return "no placement: the devices at hand cannot form its submeshes; use another number"
+        return NO_SUBMESHES
     over = (least_bytes - rules.memory_bytes) / _GIB
     more = _devices_that_fit(rules, n_devices, config)
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= least_bytes]

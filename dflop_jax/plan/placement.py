@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dflop_jax.records import ModelProfile, SegmentPlan, SubmeshPlan
+from dflop_jax.records import Edge, ModelProfile, SegmentPlan, SubmeshPlan
 
 
 @dataclass(frozen=True, order=True)
@@ -19,6 +19,29 @@ class Form:
     @property
     def n_devices(self) -> int:
         return self.n_segments * self.mesh[0] * self.mesh[1] * self.mesh[2]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the placements of a model depend on.
+
+    n_layers: of every module, in topological order. degrees: of tensor parallelism, by module.
+    unstaged: modules with an edge between their layers, which lie in segments, not in stages.
+    """
+
+    n_layers: Mapping[str, int]
+    degrees: Mapping[str, Collection[int]]
+    unstaged: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        n_layers: Mapping[str, int],
+        degrees: Mapping[str, Collection[int]],
+        edges: Sequence[Edge],
+    ) -> ModelFacts:
+        taps = {e.source for e in edges if e.leaves >= 0}
+        return cls(n_layers, degrees, frozenset(taps | {e.target for e in edges if e.enters >= 0}))
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,14 @@ def schedule_batches(
     return [schedule_batch(b, plan, prices, trainable, step=i) for i, b in enumerate(batches)]
 
 
+def held_loads(plan: Plan, loads: Sequence[Load]) -> list[Load]:
+    """Those of the samples that the plan has room for; ValueError: none."""
+    large = set(beyond(loads, plan))
+    if len(large) == len(loads):
+        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+    return [load for i, load in enumerate(loads) if i not in large]
+
+
 def fullest_schedule(
     plan: Plan,
     loads: Sequence[Load],
@@ -76,11 +84,7 @@ def fullest_schedule(
     Raises:
       ValueError: the plan's shapes hold no sample.
     """
-    large = set(beyond(loads, plan))
-    held = [load for i, load in enumerate(loads) if i not in large]
-    if not held:
-        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
-    batches = sample_batches(held, global_batch, _REHEARSED)
+    batches = sample_batches(held_loads(plan, loads), global_batch, _REHEARSED)
     return max(schedule_batches(plan, batches, prices, trainable), key=_most_held_tokens)
 
 

@@ -19,7 +19,8 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.dip import POLICY as DIP
-from dflop_jax.plan.dip_space import dip_bounds, why_none
+from dflop_jax.plan.dip import why_none
+from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import Option, saving_words
@@ -47,7 +48,8 @@ def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple
     Raises:
       ValueError: there is no placement.
     """
-    for policy, space in families(rules, n_devices, config).items():
+    node = rules.node(n_devices)
+    for policy, space in families(rules.facts, n_devices, node, config).items():
         yield from ((policy, bounds) for bounds in all_bounds(space, rules))
     if config.policy in (DIP, "auto"):
         found = dip_bounds(rules, n_devices, config)

@@ -139,7 +139,8 @@ def search_plan(
     spec = replace(spec, **changes) if spec else SearchSpec(**changes)
     rules, evaluator = _prepared(profile, data, spec)
     tables = list(searched(rules, spec.n_devices, spec.config))
-    placements = baseline(rules, spec.n_devices, spec.config)
+    node = rules.node(spec.n_devices)
+    placements = baseline(rules.facts, spec.n_devices, node, spec.config)
     ranking = Ranking(evaluator, tables, placements, spec.allowed)
     n = max(spec.shown, FINALISTS) if spec.refine else spec.shown
     best = ranking.ranked(n, on_progress)

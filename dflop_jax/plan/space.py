@@ -15,8 +15,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import Form, Outline, Placement
+from dflop_jax.plan.placement import Form, ModelFacts, Outline, Placement
 from dflop_jax.profile.state import Array
 
 _FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
@@ -171,25 +170,26 @@ def in_nodes(first: Array, n_devices: Array, model: int, node: int) -> Array:
     return (n_devices <= to_next) | ((to_next % model == 0) & whole)
 
 
-def families(rules: Rules, n_devices: int, config: PlanConfig) -> dict[str, list[Family]]:
-    """By searched policy, the configured space, as far as the profile has timings of its
-    tensor-parallel degrees and these stay inside a node; none for a baseline.
+def families(
+    facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
+) -> dict[str, list[Family]]:
+    """By searched policy, the configured space, as far as its tensor-parallel degrees are known and
+    stay inside a node; none for a baseline.
 
     Raises:
       ValueError: nothing is left.
     """
     searched = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    node, timed = rules.node(n_devices), _timed_degrees(rules)
     max_model = min(config.max_model, node)
-    degrees = {m: [k for k in range(1, max_model + 1) if (m, k) in timed] for m in rules.n_layers}
+    degrees = {m: sorted(k for k in facts.degrees[m] if k <= max_model) for m in facts.n_layers}
     spaces: dict[str, list[Family]] = {}
     for policy in searched:
         if policy not in SPACES:
             continue
         kept = spaces.setdefault(policy, [])
         for family in SPACES[policy](
-            n_devices, rules.n_layers, max_model=max_model, max_stage=config.max_stage,
-            unstaged=rules.unstaged, degrees=degrees,
+            n_devices, facts.n_layers, max_model=max_model, max_stage=config.max_stage,
+            unstaged=facts.unstaged, degrees=degrees,
         ):  # fmt: skip
             inside = [
                 in_nodes(first, data * form.n_devices, form.mesh[2], node)
@@ -202,7 +202,7 @@ def families(rules: Rules, n_devices: int, config: PlanConfig) -> dict[str, list
     return spaces
 
 
-def baseline(rules: Rules, n_devices: int, config: PlanConfig) -> list[Placement]:
+def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -> list[Placement]:
     """Placements of a baseline policy, as far as `families` would take them; none for others.
 
     Raises:
@@ -210,18 +210,17 @@ def baseline(rules: Rules, n_devices: int, config: PlanConfig) -> list[Placement
     """
     if config.policy not in BASELINES:
         return []
-    node, timed = rules.node(n_devices), _timed_degrees(rules)
 
     def lies_well(p: Placement) -> bool:
         meshes = [(s.module, p.mesh_of(s)) for s in p.segments]
         return all(
-            (module, m.model) in timed and in_nodes(m.first, m.n_devices, m.model, node)
+            m.model in facts.degrees[module] and in_nodes(m.first, m.n_devices, m.model, node)
             for module, m in meshes
         )
 
     every = BASELINES[config.policy](
         n_devices,
-        rules.n_layers,
+        facts.n_layers,
         max_model=min(config.max_model, node),
         max_stage=config.max_stage,
     )
@@ -229,11 +228,6 @@ def baseline(rules: Rules, n_devices: int, config: PlanConfig) -> list[Placement
     if not kept:
         raise ValueError(_none(config, n_devices))
     return kept
-
-
-def _timed_degrees(rules: Rules) -> set[tuple[str, int]]:
-    """(module, tensor-parallel degree) of which the profile has timings."""
-    return {(t.module, t.model) for t in rules.profile.timings}
 
 
 def _none(config: PlanConfig, n_devices: int) -> str:

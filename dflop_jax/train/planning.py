@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dflop_jax.config import Config, profiled_steps
-from dflop_jax.contract import SAVED_NAMES
+from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
+from dflop_jax.data import Source
 from dflop_jax.hardware import PLANNED_SHARE, hardware_like
 from dflop_jax.pipeline.layout import can_join
+from dflop_jax.pipeline.pieces import STACKED
 from dflop_jax.pipeline.segment import parts_of
 from dflop_jax.plan import search
 from dflop_jax.plan.explain import Saving
+from dflop_jax.plan.placement import ModelFacts
+from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
 from dflop_jax.profile.memory import kept_bytes
+from dflop_jax.profile.parts import divides, param_dims
+from dflop_jax.profile.state import float32_bytes
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -23,9 +30,12 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.profiling import OnProgress
+from dflop_jax.train.profiling import OnProgress, tensor_degrees
 
 SHOWN = 10  # placements that an explanation compares
+GIB = 2**30
+MASTER_BYTES = 4  # of a parameter in float32
+TRAINED_BYTES = 4 * MASTER_BYTES  # with its gradient and both moments of AdamW
 
 
 def make_plan(
@@ -50,41 +60,89 @@ def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[S
 
 
 def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
-    config, model, devices = place.config, place.model, place.devices
-    layers = {name: m.n_layers for name, m in model.modules.items()}
-    if profile.model.n_layers != layers:
-        raise ValueError(
-            f"the profile is of a model with layers {profile.model.n_layers}, this one has "
-            f"{layers}; profile again"
-        )
-    _check_names(place)
+    config, model = place.config, place.model
+    check_layers(place, profile, "the profile", "profile again")
+    check_names(place)
     frozen = place.trained.frozen
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]
         return any(module.freeze_groups[p] not in frozen for p in parts_of(s, module))
 
-    def allowed(m: SubmeshPlan) -> bool:
-        return not devices or can_join(devices[m.first : m.devices.stop])
-
-    node = config.plan.node
-    if devices and not node:
-        node = hardware_like(devices[0].device_kind).devices_per_node
     return {
         "n_devices": place.n_devices,
         "global_batch": config.train.global_batch,
-        "config": replace(config.plan, node=node),
+        "config": replace(config.plan, node=_node(place)),
         "memory_bytes": memory_bytes(place),
         "hardware": place.hardware,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
         "token_multiple": place.token_multiple,
         "trains": trains,
-        "allowed": allowed,
+        "allowed": partial(_allowed, place),
     }
 
 
-def _check_names(place: Workplace) -> None:
+def _allowed(place: Workplace, m: SubmeshPlan) -> bool:
+    devices = place.devices
+    return not devices or can_join(devices[m.first : m.devices.stop])
+
+
+def _node(place: Workplace) -> int:
+    """Devices of a node, as configured or as the kind of device has; 0: as the hardware says."""
+    if place.devices and not place.config.plan.node:
+        return hardware_like(place.devices[0].device_kind).devices_per_node
+    return place.config.plan.node
+
+
+def check_layers(place: Workplace, profile: Profile, whose: str, remedy: str) -> None:
+    """ValueError where a profile is of another model."""
+    layers = {name: m.n_layers for name, m in place.model.modules.items()}
+    if profile.model.n_layers != layers:
+        raise ValueError(
+            f"{whose} is of a model with layers {profile.model.n_layers}, this one has {layers}; "
+            f"{remedy}"
+        )
+
+
+def check_plannable(place: Workplace) -> None:
+    """ValueError, before anything is measured, where no plan can be made whatever is measured: the
+    policy has no placement, or the model's state alone is more than memory holds."""
+    check_names(place)
+    modules, config = place.model.modules, place.config.plan
+    n_layers = {name: m.n_layers for name, m in modules.items()}
+    degrees = {
+        name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
+    }
+    facts = ModelFacts.of(n_layers, degrees, edges_of(place.model))
+    usual = place.hardware.devices_per_node if place.hardware else place.n_devices
+    node = _node(place) or usual
+    check_possible(facts, place.n_devices, node, config, partial(_allowed, place))
+    limit, least = memory_bytes(place), _least_bytes(place)
+    if limit and least > limit:
+        raise ValueError(
+            f"no plan fits into {limit / GIB:.2f} GiB per device: parameters, gradients and "
+            f"optimizer state, split over all {place.n_devices} devices, need {least / GIB:.2f} "
+            "GiB of each; take more devices or more memory, or train less (train.stage, "
+            "train.freeze, train.lora_rank)"
+        )
+
+
+def _least_bytes(place: Workplace) -> float:
+    """Bytes of the model's state on a device, where every bit of it is split over all devices: more
+    than that is needed by any plan."""
+    frozen, n_bytes = place.trained.frozen, 0.0
+    for module in place.model.modules.values():
+        for part, group in module.freeze_groups.items():
+            times = module.n_layers if part in STACKED else 1
+            elements = times * float32_bytes(param_dims(module, (part,))) / MASTER_BYTES
+            working = working_dtype_of(module).itemsize
+            copies = TRAINED_BYTES + (working if working < MASTER_BYTES else 0)
+            n_bytes += elements * (working if group in frozen else copies)
+    return n_bytes / place.n_devices
+
+
+def check_names(place: Workplace) -> None:
     """ValueError where values are to be kept by name and a module's layers name none."""
     if place.config.train.remat != "named":
         return
@@ -174,4 +232,13 @@ def check_trainable(config: Config) -> None:
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "
             "earlier ones"
+        )
+
+
+def check_held_out(config: Config, source: Source) -> None:
+    """ValueError where nothing is held out to evaluate on."""
+    if not len(source):
+        raise ValueError(
+            f"train.eval_samples={config.train.eval_samples}, but {source.name} holds out no "
+            "sample; set it to 0, or give more data"
         )

@@ -174,8 +174,15 @@ def set_up(config: Config) -> Workplace:
 
     Raises:
       ValueError: the model cannot be built, has no part that the training stage or the learning
-        rates name, or too few devices exist.
+        rates name, too few devices exist, or the cache has no folder.
     """
+    try:
+        Path(config.cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(
+            f"cache_dir={config.cache_dir}: cannot be made ({e.strerror}); choose another "
+            "--cache_dir"
+        ) from None
     if config.plan.hardware:
         return _set_up_elsewhere(config)
     use_cache(config.cache_dir)

@@ -27,12 +27,16 @@ OnProgress = Callable[[int, int], None]
 DEGREES = (1, 2, 4, 8)  # of tensor parallelism
 
 
+def check_not_empty(source: Source) -> None:
+    if not len(source):
+        raise ValueError(f"{source.name}: the dataset is empty")
+
+
 def profile_data(config: PlanConfig, source: Source) -> DataProfile:
     """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of those of all
     of it that ask for most, where the source names them."""
+    check_not_empty(source)
     n = min(len(source), config.profile_samples)
-    if n == 0:
-        raise ValueError(f"{source.name}: the dataset is empty")
     picked = [i * len(source) // n for i in range(n)]
     most = source.tail() if isinstance(source, NamesTail) else []
     loads, tail = (tuple(source.load(i) for i in which) for which in (picked, most))
@@ -71,6 +75,11 @@ def profile_model(
         cached = Path(config.cache_dir) / f"profile-{key}.json"
         if cached.exists():
             known = msgspec.json.encode(load(ModelProfile, cached))
+        elif not os.access(cached.parent, os.W_OK):
+            raise ValueError(
+                f"cache_dir={config.cache_dir}: cannot be written, and the profile would be lost; "
+                "choose another --cache_dir"
+            )
     known = peers.share("profile/cached", known)
     if known:
         return msgspec.json.decode(known, type=ModelProfile)
@@ -86,7 +95,6 @@ def profile_model(
         timings = [t for p in parts for t in msgspec.json.decode(p, type=list[LayerTiming])]
         profile = model_profile(model, shapes, timings, devices, key=key)
         profile = replace(profile, concurrency=concurrency)
-        cached.parent.mkdir(parents=True, exist_ok=True)
         save(profile, cached)
     encoded = peers.share("profile", msgspec.json.encode(profile))
     return msgspec.json.decode(encoded, type=ModelProfile)

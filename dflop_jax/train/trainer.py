@@ -20,21 +20,29 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Load, Plan, Prices, Profile, with_remat
+from dflop_jax.plan.predict import held_loads
+from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop, LoopResult
 from dflop_jax.train.meta import Continued, continued, planned_under
-from dflop_jax.train.planning import check_trainable, make_plan, memory_bytes
+from dflop_jax.train.planning import (
+    check_held_out,
+    check_layers,
+    check_names,
+    check_plannable,
+    check_trainable,
+    make_plan,
+    memory_bytes,
+)
 from dflop_jax.train.prepare import Workplace, set_up
-from dflop_jax.train.profiling import make_profile
+from dflop_jax.train.profiling import check_not_empty, make_profile, profile_data
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
@@ -92,6 +100,9 @@ class Trainer:
             if self.peers.is_hub:
                 check_trackers(config)
             self.source: Source = self.place.source()
+            check_not_empty(self.source)
+            if config.train.eval_samples:
+                check_held_out(config, self.place.source("eval"))
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
             self._timed: Timed | None = None
@@ -204,6 +215,9 @@ class Trainer:
         checkpoint where the run goes on as it was, so that it makes the same schedules."""
         plan = self._executor.plan if self._executor else None
         known = Continued(plan, self.profile)
+        if resumed:
+            remedy = "use the same model, or start a new run"
+            check_layers(self.place, resumed.meta.profile, "the checkpoint", remedy)
         if resumed and self.peers.is_hub:
             known = continued(resumed.meta, planned_under(self.place), plan, self.profile)
             if known.says:
@@ -212,6 +226,7 @@ class Trainer:
         shared = self.peers.share("given", msgspec.json.encode((known.profile, known.plan)))
         self.profile, plan = msgspec.json.decode(shared, type=tuple[Profile | None, Plan | None])
         prices = known.prices
+        self._refuse(plan)
         if self.profile is None:
             progress.log("profiling model and data")
             self.profile = make_profile(self.place, self.source)
@@ -230,6 +245,17 @@ class Trainer:
             + (f"; up to {plan.fan_in} groups feed one" if plan.fan_in > 1 else "")
         )
         return self._executor, prices
+
+    def _refuse(self, plan: Plan | None) -> None:
+        """ValueError, before anything is measured, for what no measurement would change."""
+        if self.profile is not None:
+            check_layers(self.place, self.profile, "the profile", "profile again")
+        elif plan is None:
+            check_plannable(self.place)
+        if plan is not None:
+            check_names(self.place)
+            if self.profile is None and self.peers.is_hub:
+                held_loads(plan, profile_data(self.config.plan, self.source).loads)
 
     def _choose(
         self, plan: Plan | None, prices: Prices | None, profile: Profile, progress: Progress
@@ -269,7 +295,8 @@ class Trainer:
     def _predicted(self, plan: Plan, prices: Prices, timed: Timed) -> Plan:
         """Return the plan, its predictions made anew from the times of the compiled programs."""
         assert self.profile is not None
-        ex, loads, n = timed.executor, self._held(plan), self.config.train.global_batch
+        ex, n = timed.executor, self.config.train.global_batch
+        loads = held_loads(plan, self.profile.data.loads)
         batches = [[loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(4)]
         schedules = [
             schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
@@ -284,15 +311,6 @@ class Trainer:
             chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
         )
         return replace(plan, predicted=predicted)
-
-    def _held(self, plan: Plan) -> list[Load]:
-        """The profiled samples that the plan has room for; ValueError: none."""
-        assert self.profile is not None
-        loads = self.profile.data.loads
-        large = set(beyond(loads, plan))
-        if len(large) == len(loads):
-            raise ValueError("the plan's shapes hold no sample of this data; plan for it")
-        return [load for i, load in enumerate(loads) if i not in large]
 
 
 def _why(process: int, error: BaseException) -> str:

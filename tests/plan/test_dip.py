@@ -85,8 +85,7 @@ def test_rounds_go_by_the_time_of_a_microbatch():
 @pytest.mark.parametrize("n_devices, tp", [(2, 1), (4, 1), (8, 2), (12, 1)])
 def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
     rules, _ = prepared(deep_profile(llm=40.0), n_devices=n_devices)
-    degrees = {"vision": [1, 2], "llm": [1, 2]}
-    found = list(spaces(rules, n_devices, DIP, degrees))
+    found = list(spaces(rules, n_devices, DIP))
     assert {(r.count, r.data, r.model) for r in found} == {
         (p, n_devices // p // t, t)
         for p, t in itertools.product((2, 3, 4), (1, 2))

@@ -101,8 +101,8 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     took = {(name, m): seconds for name, m, seconds, _ in every}
     spec = SearchSpec(n_devices, BATCH, config, hardware=hardware)
     rules, _ = search_module._prepared(profile, data, spec)
-    shares = []
-    for bounds in all_bounds(families(rules, n_devices, config)["dflop"], rules):
+    node, shares = rules.node(n_devices), []
+    for bounds in all_bounds(families(rules.facts, n_devices, node, config)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
             placement = bounds.placement(p)
             m = int(bounds.cuts[c]) * placement.group_size

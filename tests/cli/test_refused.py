@@ -1,0 +1,138 @@
+"""What no measurement would change is refused before anything is measured."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.gpu_compile import chip_profile
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.plan.placement import ModelFacts
+from dflop_jax.plan.possible import check_possible
+from dflop_jax.record_files import save
+from dflop_jax.records import Edge, SubmeshPlan
+from dflop_jax.train import profiling
+from tests.cli.command_line import refused
+from tests.plans import NANO, bucket
+
+MEASURE, PLAN = ("train", "plan", "simulate", "profile"), ("train", "plan", "simulate")
+ANSWERS, TRAIN, SIMULATE = ("plan", "simulate", "profile"), ("train",), ("simulate",)
+SMALL = ("--model.factory", "tests.small:build")
+VISION, LLM = NANO.segments
+FILES = {
+    "deep.json": {"segments": (VISION, dataclasses.replace(LLM, stop=6))},
+    "far.json": {"submeshes": (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))},
+    "odd.json": {"submeshes": (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 5))},
+    "short.json": {"buckets": (bucket(1, 1),)},
+}
+CASES = [
+    (PLAN, "--plan.devices 1", "policy dflop has no placement on 1 devices"),
+    (PLAN, "--plan.policy dip --plan.max_stage 1", "policy dip has no placement on 2 devices"),
+    (("plan", "simulate"), "--plan.hardware h100 --plan.devices 1", "has no placement on 1 dev"),
+    (PLAN, "--plan.memory_bytes 1e4", "no plan fits into 0.00 GiB per device: parameters, grad"),
+    (PLAN, "--train.remat named", "train.remat=named: the layers of 'vision' name no value"),
+    (TRAIN, "--train.remat named --plan-file nano_plan.json", "train.remat=named: the layers of"),
+    (MEASURE, "--run_dir nano.py", "nano.py: is a file; choose another --run_dir"),
+    (MEASURE, "--cache_dir nano.py", "cache_dir=nano.py: cannot be made (File exists)"),
+    (ANSWERS, "--out nano.py", "nano.py: is a file; choose another --out"),
+    (MEASURE, "--plan.devices 64", "plan.devices=64 but only 8 cpu devices exist"),
+    (MEASURE, "--model.attention_kernel cudnn", "needs a GPU, the devices are cpu"),
+    (MEASURE, "--model.factory nowhere:build", "No module named"),
+    (MEASURE, "--train.lora_rank 4", "has no with_lora(rank, alpha)"),
+    (MEASURE, "--train.freeze audio", "cannot freeze ['audio']; the model has"),
+    (MEASURE, "--train.freeze vision,connector,llm", "every part of the model is frozen"),
+    (MEASURE, "--train.learning_rates audio=1", "names 'audio', which the model does not have"),
+    (MEASURE, "--data.path gone.json", "gone.json"),
+    (MEASURE, "--data.tokenizer gone.json", "gone.json: no such tokenizer.json"),
+    (MEASURE, "--data.factory nowhere:make", "data.factory='nowhere:make': No module named"),
+    (MEASURE, "--data.factory tests.cli.test_refused:no_sample", "nothing: the dataset is empty"),
+    (TRAIN, "--data.factory tests.cli.test_refused:none_held_out --train.eval_samples 4",
+     "train.eval_samples=4, but nothing holds out no sample"),
+    (TRAIN, "--plan.hardware h100 --plan.devices 2", "plans for devices that are not here"),
+    (TRAIN, "--plan.redecide_every 2 --checkpoint.every 0", "checkpoint.every=0 writes none"),
+    (TRAIN, "--train.profile_steps 3:4", "train.profile_steps=3:4, but with train.steps=3"),
+    (TRAIN, "--train.wandb_project mine", "train.wandb_project=mine needs wandb"),
+    (TRAIN, "--model.weights gone", "model.weights: this model has no published form"),
+    (TRAIN, "--overwrite --resume auto", "exclude each other"),
+    (TRAIN, "--run_dir begun", "begun: holds the metrics of another run"),
+    ((*TRAIN, *SIMULATE), "--plan-file gone.json", "gone.json: no such file"),
+    ((*TRAIN, *SIMULATE), "--plan-file nano_profile.json", "holds Profile, expected Plan"),
+    ((*TRAIN, *SIMULATE), "--plan-file deep.json", "covers 6 layers of 'llm', the model has 4"),
+    (TRAIN, "--plan-file far.json", "submesh 'llm' needs devices 1..15 but only 2 exist"),
+    (TRAIN, "--plan.devices 8 --plan-file odd.json", "does not divide over model=5"),
+    (TRAIN, "--plan-file short.json", "the plan's shapes hold no sample of this data"),
+    (PLAN, "--profile-file gone.json", "gone.json: no such file"),
+    (SIMULATE, "--batches 0", "--batches 0 must be at least 1"),
+]  # fmt: skip
+
+
+class Nothing:
+    """A source without a sample."""
+
+    name = "nothing"
+
+    def __len__(self):
+        return 0
+
+
+def no_sample(config, model, split):
+    return Nothing()
+
+
+def none_held_out(config, model, split):
+    from dflop_jax.data import MediaSpec, make_source
+
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    return Nothing() if split == "eval" else make_source(config, spec, split)
+
+
+def measured(*args, **kwargs):
+    raise AssertionError("something was measured")
+
+
+@pytest.mark.parametrize(
+    "command, flags, says",
+    [(command, flags, says) for commands, flags, says in CASES for command in commands],
+)
+def test_nothing_is_measured_for_what_is_refused(
+    capsys, monkeypatch, tmp_path, command, flags, says
+):
+    for module, name in (
+        (profiling, "time_layers"),
+        (profiling, "roofline_profile"),
+        (chip_profile, "compiled_probes"),
+        (Executor, "compile"),
+    ):
+        monkeypatch.setattr(module, name, measured)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    for file, changes in FILES.items():
+        save(dataclasses.replace(NANO, **changes), tmp_path / file)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
+    assert says in refused(capsys, command, "nano.py", *SMALL, *flags.split())
+    assert not (tmp_path / "run" / "profile.json").exists()
+
+
+FACTS = ModelFacts.of(
+    {"vision": 2, "llm": 4}, {"vision": [1, 2], "llm": [1]}, [Edge("vision", "llm", "visual")]
+)
+
+
+@pytest.mark.parametrize("policy", ["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"])
+def test_devices_that_cannot_form_a_submesh(policy):
+    """As CPU devices of two processes with two each: no submesh may hold 1 and 2."""
+    config, tried = PlanConfig(policy=policy), []
+
+    def allowed(m):
+        tried.append(m)
+        return not {1, 2} <= set(m.devices)
+
+    def none(m):
+        return False
+
+    if policy != "orch":
+        check_possible(FACTS, 4, 4, config, allowed)
+    assert policy == "orch" or tried
+    with pytest.raises(ValueError, match="the devices at hand cannot form its submeshes"):
+        check_possible(FACTS, 4, 4, config, allowed if policy == "orch" else none)

@@ -116,6 +116,21 @@ def _is_float(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+class _Copying:
+    """The copy to the host that updates wait for. The executor holds it, so it holds none: with
+    the executor its state goes, which the next one needs the memory of."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.done.set()
+        self.waited_s = 0.0
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        self.done.wait()
+        self.waited_s += time.perf_counter() - start
+
+
 class Checkpointer:
     """Saves an executor's state in the background, all processes together, and restores it."""
 
@@ -124,13 +139,17 @@ class Checkpointer:
         self._store = CheckpointStore(folder, keep=keep)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
-        self._copied = threading.Event()
-        self._copied.set()
+        self._copying = _Copying()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.stall_s = 0.0  # what saving has kept training waiting
+        self._begun_s = 0.0  # what beginning to save has taken
         self.trouble = ""  # why the last save failed, on process 0
-        ex.before_update = self._wait_copied
+        ex.before_update = self._copying.wait
+
+    @property
+    def stall_s(self) -> float:
+        """What saving has kept training waiting."""
+        return self._begun_s + self._copying.waited_s
 
     # ---- saving ----
 
@@ -144,12 +163,12 @@ class Checkpointer:
         self.wait()
         self.trouble = ""
         held = list(self._local_shards())
-        self._copied.clear()
+        self._copying.done.clear()
         self._thread = threading.Thread(
             target=self._run, args=(step, held, meta), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self.stall_s += time.perf_counter() - start
+        self._begun_s += time.perf_counter() - start
 
     def wait(self) -> None:
         """Until the save under way has ended."""
@@ -158,11 +177,6 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             raise self._error
-
-    def _wait_copied(self) -> None:
-        start = time.perf_counter()
-        self._copied.wait()
-        self.stall_s += time.perf_counter() - start
 
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
         """What this process saves: of each leaf its shards, one of each set of replicas."""
@@ -188,7 +202,7 @@ class Checkpointer:
                 ]
                 held.clear()
             finally:
-                self._copied.set()
+                self._copying.done.set()
             self._write(step, pieces, meta)
         except RunFailed:
             pass  # the main thread meets it too

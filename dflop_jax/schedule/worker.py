@@ -34,6 +34,12 @@ _START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main
 _MAX_STILLBORN = 3  # deaths in a row without one schedule, after which it is not started again
 
 
+def start_child(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module's `main`, with pipes to it and from it."""
+    command = [sys.executable, "-c", _START.format(module), _ROOT]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 class ScheduleWorker:
     """`get(step)` returns the schedule of a global batch, solved ahead in a child process.
 
@@ -178,8 +184,7 @@ class ScheduleWorker:
 
     def _run_child(self) -> int:
         """Start a child and talk to it until it dies or the worker is closed; its answers."""
-        command = [sys.executable, "-c", _START.format(answer.__module__), _ROOT]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = start_child(answer.__module__)
         with self._changed:
             self._child, closed = child, self._closed
         answered = 0 if closed else self._converse(child)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import IO
 
 import msgspec
 
@@ -62,12 +63,18 @@ def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
     return Reply(request.step, schedule)
 
 
-def main() -> None:
+def begin() -> tuple[IO[bytes], IO[bytes]]:
+    """Begin a child process; returns where its requests come from, and where its answers go."""
     # A cluster or a terminal signals all processes of a job; this one ends when its parent does.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     lines, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print goes elsewhere than the schedules
+    os.dup2(2, 1)  # what libraries print goes elsewhere than the answers
+    return lines, out
+
+
+def main() -> None:
+    lines, out = begin()
     setup = msgspec.json.decode(lines.readline(), type=Setup)
     prices = Prices({})
     for line in lines:

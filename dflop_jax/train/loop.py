@@ -79,7 +79,8 @@ class Loop:
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
-        self._redecider = Redecider(place, profile, ex.plan, self.loader.loads, start_s, progress)
+        asked_for = make_loader(config, source).loads  # before what is too large is replaced
+        self._redecider = Redecider(place, profile, ex.plan, asked_for, start_s, progress)
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
         # Saves under way whose steps are not all finished, and what these are to be told.
@@ -92,6 +93,7 @@ class Loop:
         self._done = self._saved = start
         known = resumed.meta.skips if resumed else Skips()
         self._skipping = Skipping(config.train, self._names, known)
+        stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
         if config.train.eval_samples:
@@ -251,9 +253,7 @@ class Loop:
             self._evaluate(held_out, done)
             self.log.pause()
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
-            finish()
             self._next = self._redecider.look(done, self.log.step_s[-look:])
-            self.log.pause()
 
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
         row = held_out.run(done)

@@ -1,27 +1,29 @@
 """Whether another plan would now pay, by the samples that were trained on since the last look.
 
 A plan is made for the data that the profile saw. Every `plan.redecide_every` steps process 0
-compares the samples of late with these. Where they differ by more than chance it plans for them and
-simulates both plans on the same batches. The run changes plans where the steps that are left save
-more than the change costs: it saves, and goes on as a resumed run does under another plan, so that
+compares what the data asked for of late with what a plan was last searched for. Where they differ
+by more than chance a child process searches and simulates (`plan.replan`) while the devices train;
+a later look takes its answer. The run changes plans where the steps that are then left save more
+than the change costs: it saves, and goes on as a resumed run does under another plan, so that
 losses agree to rounding. What it changes to is in the next checkpoint; a run that is killed before
-that resumes under the plan that it had.
+that resumes under the plan that it had, one that ends before the answer is there just ends.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from dflop_jax.plan.predict import simulate
-from dflop_jax.records import DataProfile, Load, Plan, Predicted, Profile
+from dflop_jax.plan.replan import BetterPlan, Question, better_plan
+from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.report.progress import Progress
-from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.train.planning import make_plan
+from dflop_jax.schedule.worker import start_child
+from dflop_jax.train.planning import search_facts
 from dflop_jax.train.prepare import Workplace
 
 _SURE = 3.0  # standard errors by which means differ that differ by more than chance
@@ -76,11 +78,55 @@ def _modules(*loads: Sequence[Load]) -> list[str]:
     return list(dict.fromkeys(m for some in loads for load in some for m in load.pieces))
 
 
+class PlanSearch:
+    """A question under way in a child process."""
+
+    def __init__(self, question: Question):
+        self._child = start_child(better_plan.__module__)
+        self._answer: BetterPlan | None = None
+        self._thread = threading.Thread(
+            target=self._ask, args=(question,), name="plan-search", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def answer(self) -> BetterPlan | None:
+        """None while it is searched."""
+        return self._answer
+
+    def wait(self) -> None:
+        """Until the answer is there."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """End the child, whether it has answered or not."""
+        self._child.kill()
+        self.wait()
+
+    def _ask(self, question: Question) -> None:
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(msgspec.json.encode(question) + b"\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        child.kill()
+        with contextlib.suppress(BrokenPipeError):  # of what was written to a dead child
+            child.communicate()
+        try:
+            self._answer = msgspec.json.decode(line, type=BetterPlan)
+        except msgspec.DecodeError:
+            self._answer = BetterPlan(why="the search for another plan died")
+
+
 class Redecider:
     """Looks whether another plan would pay; all processes look together, process 0 decides.
 
     Args:
-      loads: of the batch of a step, without a decoded sample.
+      loads: what the data asks for of a step's batch, without a decoded sample: too large ones are
+        not replaced.
       start_s: what starting under a plan takes: programs compiled and timed, parameters placed.
     """
 
@@ -93,8 +139,11 @@ class Redecider:
         start_s: float,
         progress: Progress,
     ):
-        self._place, self._profile, self._plan = place, profile, plan
+        self._place, self._plan = place, plan
         self._loads, self._start_s, self._progress = loads, start_s, progress
+        self._profile = profile  # that a plan was last searched for
+        self._changed = 0.0  # how far its samples are from those before
+        self._search: PlanSearch | None = None
 
     def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
         """Return what to change to after `done` steps, None to go on.
@@ -103,68 +152,61 @@ class Redecider:
           step_s: measured seconds of the steps since the last look, on process 0.
         """
         peers = self._place.peers
-        found = self._decide(done, step_s) if peers.is_hub else None
-        shared = peers.share(f"redecide/{done}", msgspec.json.encode(found))
+        new = self._decide(done, step_s) if peers.is_hub else None
+        shared = peers.share(f"redecide/{done}", msgspec.json.encode(new))
         return msgspec.json.decode(shared, type=NewPlan | None)
 
+    def close(self) -> None:
+        """End a search that is under way."""
+        if self._search:
+            self._search.close()
+            self._search = None
+
     def _decide(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
-        config, began_s = self._place.config, time.perf_counter()
+        if self._search is None:
+            self._compare(done)
+            return None
+        if (better := self._search.answer) is None:
+            return None
+        self.close()
+        return self._weigh(done, better, step_s)
+
+    def _compare(self, done: int) -> None:
+        """Begin a search where samples are others than those that a plan was last searched for."""
+        config = self._place.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
-        batches = [self._loads(step) for step in steps]
-        seen = [load for batch in batches for load in batch]
-        changed = drift(self._profile.data.loads, seen)
-        if not changed:
-            self._say(done, "samples are as profiled")
-            return None
+        seen = [load for step in steps for load in self._loads(step)]
+        self._changed = drift(self._profile.data.loads, seen)
+        if not self._changed:
+            self._say(done, "samples are as those that were planned for")
+            return
         data = observed(self._profile.data, seen, steps)
-        profile = replace(self._profile, data=data)
+        self._profile = replace(self._profile, data=data)
         try:
-            plan = make_plan(self._place, profile).plan
+            facts = search_facts(self._place, self._profile)
         except ValueError as e:
             self._say(done, f"no plan for the samples of late: {e}")
-            return None
-        if _programs(plan) == _programs(self._plan):
-            self._say(done, f"samples changed by {changed:.0%}; the plan is still the best")
-            return None
-        known = (*seen, *data.tail)
-        if lost := {*beyond(known, plan)} - {*beyond(known, self._plan)}:
-            self._say(done, f"the best plan leaves out {len(lost)} samples that are trained on")
-            return None
-        last = batches[-config.plan.sampled_batches :]
-        now_s, then_s = self._simulated(self._plan, plan, last)
-        share = 1 - then_s / now_s
-        left = config.train.steps - done
-        saved_s = share * float(np.median(step_s)) * left
-        cost_s = self._start_s + time.perf_counter() - began_s
-        words = (
-            f"samples changed by {changed:.0%}; another plan would save {share:.0%} of a step, "
-            f"{saved_s:.1f} s in {left} steps, and cost {cost_s:.1f} s"
-        )
-        if share <= 0:
-            words = f"samples changed by {changed:.0%}; the best plan for them is not faster"
-        pays = share > _LEAST_GAIN and saved_s > cost_s
-        self._say(done, f"{words}: {'changing to it' if pays else 'going on'}")
-        return NewPlan(plan, profile) if pays else None
+            return
+        self._say(done, f"samples changed by {self._changed:.0%}; searching for another plan")
+        self._search = PlanSearch(Question(self._profile, self._plan, facts))
 
-    def _simulated(
-        self, plan: Plan, other: Plan, batches: Sequence[Sequence[Load]]
-    ) -> tuple[float, float]:
-        """Seconds of both plans for what both have room for of some batches."""
-        held = []
-        for batch in batches:
-            large = {*beyond(batch, plan), *beyond(batch, other)}
-            held.append([load for i, load in enumerate(batch) if i not in large])
-        both = [
-            simulate(p, held, self._profile.model, hardware=self._place.hardware).makespan_s
-            for p in (plan, other)
-        ]
-        return both[0], both[1]
+    def _weigh(self, done: int, better: BetterPlan, step_s: Sequence[float]) -> NewPlan | None:
+        """What to change to, if the steps that are left save more than the change costs."""
+        changed = f"samples had changed by {self._changed:.0%}"
+        if better.plan is None:
+            self._say(done, f"{changed}; {better.why}")
+            return None
+        left = self._place.config.train.steps - done
+        saved_s = better.share * float(np.median(step_s)) * left
+        pays = better.share > _LEAST_GAIN and saved_s > self._start_s
+        self._say(
+            done,
+            f"{changed}; another plan would save {better.share:.0%} of a step, {saved_s:.1f} s in "
+            f"{left} steps, and cost {self._start_s:.1f} s: "
+            + ("changing to it" if pays else "going on"),
+        )
+        return NewPlan(better.plan, self._profile) if pays else None
 
     def _say(self, done: int, what: str) -> None:
         self._progress.log(f"after step {done}: {what}")
-
-
-def _programs(plan: Plan) -> Plan:
-    """The plan without what may differ while it runs the same programs."""
-    return replace(plan, predicted=Predicted(), work_budget=0, lookahead=0, exchange_rooms=())

@@ -136,7 +136,8 @@ class Trainer:
                 new = results[-1].next
                 if new is None or results[-1].preempted:
                     break
-                self._existing, self.profile, self._timed = "resume", new.profile, None
+                self._existing, self.profile = "resume", new.profile
+                self._executor = self._timed = None  # whose memory the next one's state needs
                 self._executor = self._make_executor(new.plan)
         last = results[-1]
         return FitResult(

@@ -79,6 +79,23 @@ class ThreadDecoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+class Marks:
+    """Numbers below `n`, a bit each: 1.25 MB for ten million samples, however many are marked."""
+
+    def __init__(self, n: int) -> None:
+        self._bits, self._marked = bytearray((n + 7) // 8), 0
+
+    def __len__(self) -> int:
+        return self._marked
+
+    def __contains__(self, number: int) -> bool:
+        return bool(self._bits[number >> 3] >> (number & 7) & 1)
+
+    def add(self, number: int) -> None:
+        self._marked += number not in self
+        self._bits[number >> 3] |= 1 << (number & 7)
+
+
 class Replacements:
     """Counts, names and replaces the samples of a source that cannot be decoded.
 
@@ -89,8 +106,7 @@ class Replacements:
     def __init__(self, source: Source, max_bad_fraction: float) -> None:
         self._source, self._max_bad_fraction = source, max_bad_fraction
         self._lock = threading.Lock()
-        self._seen: set[int] = set()
-        self._bad: set[int] = set()
+        self._seen, self._bad = Marks(len(source)), Marks(len(source))
 
     def __len__(self) -> int:
         """Distinct samples found undecodable so far."""
@@ -98,7 +114,7 @@ class Replacements:
 
     def __contains__(self, index: int) -> bool:
         """Whether a sample is known to be bad, so that it need not be tried again."""
-        return index in self._bad
+        return index % len(self._source) in self._bad
 
     def usable(
         self, index: int, decoded: Decoded | None, again: Callable[[int], Decoded]
@@ -123,12 +139,13 @@ class Replacements:
 
     def _counted(self, index: int, decoded: Decoded) -> Sample | None:
         """Return the sample, None if it is bad; that is logged the first time."""
+        place = index % len(self._source)  # the same in every epoch
         with self._lock:
-            known = index in self._bad
-            self._seen.add(index)
+            known = place in self._bad
+            self._seen.add(place)
             if isinstance(decoded, Sample):
                 return decoded
-            self._bad.add(index)
+            self._bad.add(place)
             bad, seen = len(self._bad), len(self._seen)
         if known:
             return None

@@ -128,8 +128,10 @@ class Loader:
         steps: Iterable[int],
         prepare: Callable[[int, dict[int, Sample]], T],
         select: Callable[[int], Iterable[int]] | None = None,
+        indices_of: Callable[[int], Sequence[int]] | None = None,
     ) -> Generator[T, None, None]:
-        """Yield `prepare(step, samples)` of each of the steps, in order.
+        """Yield `prepare(step, samples)` of each of the steps, in order; `indices_of` gives the
+        source indices of a step's batch (those of `indices`, unless given).
 
         `samples` are by their place in the batch; `select(step)` says which places are wanted
         (all, unless given). `select`, decoding and `prepare` run in the background, `prefetch`
@@ -142,7 +144,7 @@ class Loader:
         ahead: deque[Future[T]] = deque()
 
         def begin(step: int) -> Begun:
-            indices = self.indices(step)
+            indices = (indices_of or self.indices)(step)
             places = range(len(indices)) if select is None else select(step)
             return [
                 (k, indices[k], None if indices[k] in self._replaced else

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.data import Source, make_loader
+from dflop_jax.data import Sample, Source, make_loader
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Plan, Prices
+from dflop_jax.records import Load, Plan, Prices, Schedule
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.train.feed import Packer, ReadyBatch
 from dflop_jax.train.losses import BatchLoss
 
 logger = logging.getLogger("dflop_jax.train")
+PACKED_BYTES = 1 << 30  # of held-out batches that stay in host memory between evaluations
 
 
 @dataclass(frozen=True)
@@ -45,43 +48,92 @@ class Evaluation:
     by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Held-out samples of one dataset, scheduled; `own` are the places of those that this process
+    needs."""
+
+    dataset: str
+    indices: list[int]
+    loads: list[Load]
+    schedule: Schedule
+    own: list[int]
+
+
 class HeldOut:
-    """Packs the held-out batches once and runs them when asked, on all processes together.
+    """Packs the held-out batches and runs them when asked, on all processes together.
 
     A batch holds samples of one dataset. Samples that no compiled shape holds are left out, and
-    named.
+    named. As many packed batches stay as PACKED_BYTES hold on process 0; the others are decoded
+    anew for every evaluation, while the devices run those before.
     """
 
     def __init__(
         self, config: Config, source: Source, ex: Executor, prices: Prices, packer: Packer
     ):
-        self._ex, self._peers = ex, packer.peers
+        self._ex, self._peers, self._packer = ex, packer.peers, packer
+        self._loader = make_loader(config, source)
         n = min(config.train.eval_samples, len(source))
-        batches = []
+        self._batches: list[_Batch] = []
         for name, chosen in _held(source, held_out_samples(source, n), packer.plan).items():
             size = min(len(chosen), config.train.global_batch)
             for first in range(0, len(chosen), size):
                 which = chosen[first : first + size]
                 loads = [source.load(i) for i in which]
                 schedule = schedule_batch(loads, packer.plan, prices, ex.trainable)
-                batches.append((name, which, loads, schedule, packer.own(schedule, loads)))
-        wanted = [which[k] for _, which, _, _, own in batches for k in own]
-        decoded = iter(make_loader(config, source).samples(wanted))
-        self._batches: dict[str, list[ReadyBatch]] = {}
-        for number, (name, _, loads, schedule, own) in enumerate(batches):
-            samples = {k: next(decoded) for k in own}
-            key = f"evaluation/{number}"
-            packed = packer.pack(schedule, loads, samples, key=key)
-            self._batches.setdefault(name, []).append(packed)
+                own = packer.own(schedule, loads)
+                self._batches.append(_Batch(name, which, loads, schedule, own))
+        self._packed: list[ReadyBatch] = []  # the first batches
+        self._packed_bytes = 0
+        self._room, self._passes = True, 0
+        with closing(self._ready()) as ready:
+            for _ in ready:
+                if not self._room:
+                    break
+
+    def _ready(self) -> Generator[tuple[str, ReadyBatch], None, None]:
+        """Yield (dataset, packed batch) of all."""
+        for batch, packed in zip(self._batches, self._packed):
+            yield batch.dataset, packed
+        rest = range(len(self._packed), len(self._batches))
+        if not rest:
+            return
+        self._passes += 1
+        key = f"evaluation/{self._passes}/"
+        fresh = self._loader.batches(
+            rest,
+            partial(self._pack, key),
+            lambda k: self._batches[k].own,
+            lambda k: self._batches[k].indices,
+        )
+        try:
+            for k, packed in zip(rest, fresh, strict=True):
+                if self._room:
+                    self._packed_bytes += packed.n_bytes
+                    # As process 0 decides, so that all pack the same batches later.
+                    fits = b"x" if self._packed_bytes <= PACKED_BYTES else b""
+                    self._room = bool(self._peers.share(f"{key}{k}/fits", fits))
+                    if self._room:
+                        self._packed.append(packed)
+                yield self._batches[k].dataset, packed
+        finally:
+            self._peers.abandon(key)  # the others may have stopped before they sent all
+            fresh.close()
+
+    def _pack(self, key: str, k: int, samples: dict[int, Sample]) -> ReadyBatch:
+        batch = self._batches[k]
+        return self._packer.pack(batch.schedule, batch.loads, samples, key=f"{key}{k}")
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the current parameters."""
         own: dict[str, dict[str, float]] = {}
         denominators: dict[str, dict[str, float]] = {}
-        for name, batches in self._batches.items():
-            parts = [self._ex.run_evaluation(b.schedule, b.groups).local().sums for b in batches]
-            own[name] = _added(parts)
-            denominators[name] = _added([b.loss.denominators for b in batches])
+        with closing(self._ready()) as ready:
+            for name, batch in ready:
+                sums = self._ex.run_evaluation(batch.schedule, batch.groups).local().sums
+                own[name] = _added([own.get(name, {}), sums])
+                before = denominators.get(name, {})
+                denominators[name] = _added([before, batch.loss.denominators])
         keys = [
             (name, f"{module}.{what}")
             for name, modules in denominators.items()
@@ -90,14 +142,16 @@ class HeldOut:
         ]
         known = [own[name].get(k, 0.0) for name, k in keys] + [float(k in own[n]) for n, k in keys]
         totals = self._peers.sums(f"evaluated/{step}", known)
-        sums: dict[str, dict[str, float]] = {name: {} for name in own}
+        whole_sums: dict[str, dict[str, float]] = {name: {} for name in own}
         for i, (name, key) in enumerate(keys):
             if totals[len(keys) + i]:  # who predicts no tokens has none that are correct
-                sums[name][key] = totals[i]
+                whole_sums[name][key] = totals[i]
         model = self._ex.model
-        whole = _held_out_loss(model, _added(sums.values()), _added(denominators.values()))
+        whole = _held_out_loss(model, _added(whole_sums.values()), _added(denominators.values()))
         by_source = {
-            name: _held_out_loss(model, sums[name], denominators[name]) for name in own if name
+            name: _held_out_loss(model, sums, denominators[name])
+            for name, sums in whole_sums.items()
+            if name
         }
         return Evaluation(step, whole.loss, whole.accuracy, by_source)
 

@@ -47,6 +47,12 @@ class ReadyBatch:
     n_bad: int
     moved: Moved
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the arrays of this process's part."""
+        arrays = [(g.fields, g.places) for g in self.groups]
+        return sum(a.nbytes for a in jax.tree.leaves(arrays))
+
 
 @dataclass(frozen=True)
 class _Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,9 +82,9 @@ class StepLog:
         self.rates = learning_rates(config)
         self._factors = {g: rate / config.learning_rate for g, rate in (rates or {}).items()}
         self._stragglers = Stragglers(progress.log)
-        self.losses: list[float] = []
+        self.losses = array("d")  # 8 bytes a step, not 32
         self.compiles: list[int] = []
-        self.step_s: list[float] = []  # on process 0
+        self.step_s = array("d")  # on process 0
         self._counter, self._compiled = counter, counter.read()
         self._last_step = config.steps - 1
         self._ended_s: float | None = None

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import threading
+import tracemalloc
 from concurrent.futures import Future
 from contextlib import closing
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import EMPTY, BadSample, Loader, MediaSpec, Sample
-from dflop_jax.data.decoder import decode
+from dflop_jax.data.decoder import Replacements, decode
 from dflop_jax.data.sample import fits_in
 from dflop_jax.records import Load
 
@@ -259,3 +260,23 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
         [Loader(source, global_batch=6, beyond=beyond, refuse=True).indices(0)]
     with pytest.raises(ValueError, match="and so are all others; plan for this data"):
         Loader(source, global_batch=1, beyond=lambda loads: range(len(loads))).indices(0)
+
+
+def test_many_seen_samples_take_a_bit_each():
+    """Over several epochs of a source whose samples vary, too."""
+    n = 50_000
+    source = Numbers(n)
+    source.load = lambda i, load=source.load: load(i % n)
+    replaced, sample = Replacements(source, 0.1), Sample({}, {}, Load({}))
+    tracemalloc.start()
+    try:
+        for epoch in range(2):
+            for i in range(n):
+                replaced.usable(i + epoch * n, sample, lambda k: sample)
+        assert tracemalloc.get_traced_memory()[1] < n
+    finally:
+        tracemalloc.stop()
+    for i in (0, 20, 20 + n):
+        replaced.usable(i, BadSample("broken"), lambda k: sample)
+    assert len(replaced) == 2
+    assert [i in replaced for i in (0, 20, 20 + n, 21, 40)] == [True, True, True, False, False]

@@ -1,6 +1,9 @@
 """Held-out loss by dataset: which samples, and sums that a count by hand gives."""
 
+import gc
+import itertools
 import json
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +19,7 @@ from dflop_jax.records import Prices
 from dflop_jax.report.run_folder import RunFolder, read_last_evaluation
 from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import evaluation_scalars
+from dflop_jax.train import evaluate
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss, held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.prepare import build_model
@@ -88,6 +92,40 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
     whole = by_hand([s for group in samples.values() for s in group])
     assert (row.step, row.loss, row.accuracy) == (5, *map(pytest.approx, whole))
     assert len({own.loss for own in row.by_source.values()}) == 3
+
+
+def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
+    """The others are packed anew for every evaluation, which gives the same."""
+    source, packed = opened(mixture), []
+    packer = Packer(NANO, MODEL, Ranks.all(NANO), Peers(), {"llm": float, "vision": float})
+
+    class Counting:
+        plan, peers, own = packer.plan, packer.peers, packer.own
+
+        def pack(self, *args, **options):
+            batch = packer.pack(*args, **options)
+            arrays = [[*g.fields.values(), *itertools.chain(*g.places.values())]
+                      for g in batch.groups]  # fmt: skip
+            packed.append((weakref.ref(batch), sum(a.nbytes for a in itertools.chain(*arrays))))
+            return batch
+
+    def evaluated():
+        packed.clear()
+        return HeldOut(mixture, source, Counted(), Prices(programs(NANO)), Counting())
+
+    everything = evaluated()
+    rows, n = [everything.run(1)], len(packed)
+    assert sum(ref() is not None for ref, _ in packed) == n == 4
+    n_fit = 2
+    monkeypatch.setattr(evaluate, "PACKED_BYTES", sum(size for _, size in packed[:n_fit]))
+    held_out = evaluated()
+    for _ in range(2):
+        packed.clear()
+        rows.append(held_out.run(1))
+        assert len(packed) == n - n_fit
+        gc.collect()
+        assert not any(ref() for ref, _ in packed)
+    assert rows[0] == rows[1] == rows[2]
 
 
 class Named:

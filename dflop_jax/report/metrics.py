@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import get_type_hints
 
 import numpy as np
 
@@ -84,6 +84,12 @@ class StepMetrics:
             raise ValueError(f"a step needs step >= 0 and a finite step_s >= 0, got {self}")
 
 
+_HINTS = get_type_hints(StepMetrics)
+# Fields that hold a number, and those that hold one by name (of a submesh, a module, a process).
+SCALARS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
+KEYED = tuple(n for n, k in _HINTS.items() if k in (Mapping[str, float], Mapping[str, int]))
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median and the 10th and 90th percentile of a sample."""
@@ -100,19 +106,3 @@ def spread(values: Iterable[float]) -> Spread:
         return Spread(math.nan, math.nan, math.nan)
     p10, median, p90 = np.percentile(finite, [10, 50, 90])
     return Spread(float(median), float(p10), float(p90))
-
-
-def steady(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The rows after warm-up; all of them when the run was no longer than that."""
-    return rows[WARMUP_STEPS:] or rows
-
-
-def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """One field over the rows; nan where a row lacks it or holds null (a number not finite)."""
-    return [math.nan if row.get(name) is None else float(row[name]) for row in rows]
-
-
-def column_of(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[float]]:
-    """A field that is itself keyed (by submesh or module): one column per key, in first order."""
-    keys = dict.fromkeys(k for row in rows for k in row.get(name) or {})
-    return {k: column([row.get(name) or {} for row in rows], k) for k in keys}

@@ -7,18 +7,18 @@ import fcntl
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
-from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.metrics import KEYED, SCALARS, StepMetrics
+from dflop_jax.report.row_file import FULL, FullDisk, RowFile, key_of, last_line, whole_lines
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
@@ -40,11 +40,12 @@ PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES)
 _OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
-_NUMBERS = {f.name for f in fields(StepMetrics)} - {"skipped"}
+_NUMBERS = {*SCALARS, *KEYED}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
-_log = logging.getLogger(__name__)
+
+log = logging.getLogger("dflop_jax")
 
 
 class RunFolder:
@@ -68,6 +69,8 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.trackers: Sequence[Tracker] = ()
+        full = FullDisk()
+        self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: is a file; choose another --run_dir")
         try:
@@ -78,12 +81,12 @@ class RunFolder:
                 f"{self.path}: cannot be written ({e.strerror}); choose another --run_dir"
             ) from None
         try:
-            self._metrics = self._open(existing)
+            self._open(existing)
         except BaseException:
             self._lock.close()
             raise
 
-    def _open(self, existing: str) -> BinaryIO:
+    def _open(self, existing: str) -> None:
         try:
             # Held until the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,16 +119,14 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             for name in (CHECKPOINTS, TENSORBOARD, XPROF):
                 shutil.rmtree(self.path / name, ignore_errors=True)
-        return metrics.open("ab")
+        metrics.touch()
 
     def restart(self, start_step: int) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
         cut short."""
-        self._metrics.close()
-        keep_rows(self.path / METRICS, lambda row: row["step"] < start_step)
+        self.rows[METRICS].keep(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
-        keep_rows(self.path / EVALUATIONS, lambda row: row["step"] <= start_step)
-        self._metrics = (self.path / METRICS).open("ab")
+        self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
 
     def __enter__(self) -> Self:
         return self
@@ -139,8 +140,9 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        self._metrics.close()
         try:
+            for rows in self.rows.values():
+                rows.close()
             for tracker in self.trackers:
                 tracker.close()
         finally:
@@ -159,22 +161,40 @@ class RunFolder:
 
     def append(self, row: StepMetrics) -> None:
         """Add one row to metrics.jsonl, and to the trackers; it is on its way to disk when this
-        returns."""
-        self._metrics.write(_line(msgspec.to_builtins(row)))
-        self._metrics.flush()
-        for tracker in self.trackers:
-            tracker.log(row.step, step_scalars(row))
+        returns, or waits for room there (see `RowFile`)."""
+        self.rows[METRICS].append(row)
+        self._track(row.step, step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
         """Add one row to evaluations.jsonl, in place of one of the same step.
 
         Trackers have it at the last of the steps before it, unless they had it already.
         """
-        known = keep_rows(self.path / EVALUATIONS, lambda old: old["step"] != row.step)
-        for tracker in () if known else self.trackers:
-            tracker.log(row.step - 1, evaluation_scalars(row))
-        with (self.path / EVALUATIONS).open("ab") as f:
-            f.write(_line(msgspec.to_builtins(row)))
+        rows = self.rows[EVALUATIONS]
+        last = key_of(last_line(rows.path) or b"")
+        known = last is not None and last.step >= row.step
+        if known:
+            rows.keep(lambda old: old.step != row.step)
+        rows.append(row)
+        if not known:
+            self._track(row.step - 1, evaluation_scalars(row))
+
+    def _track(self, step: int, scalars: Mapping[str, float]) -> None:
+        """A tracker that finds the disk full gets no more: what it writes would be cut."""
+        for tracker in self.trackers:
+            try:
+                tracker.log(step, scalars)
+            except OSError as e:
+                if e.errno not in FULL:
+                    raise
+                self.trackers = [t for t in self.trackers if t is not tracker]
+                log.warning(
+                    "step %d: %s cannot write (%s) and gets no more of this run; %s has it all",
+                    step,
+                    type(tracker).__name__,
+                    e.strerror,
+                    METRICS,
+                )
 
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
         """Write trace.json; `labels` are those of the traced schedule's groups."""
@@ -183,7 +203,7 @@ class RunFolder:
 
 @cache  # once for a folder
 def _warn_unlocked(path: Path, why: str) -> None:
-    _log.warning(
+    log.warning(
         "%s: the file system knows no locks (%s), so nothing keeps a second run out of this "
         "folder: start none there while this one runs",
         path,
@@ -191,27 +211,9 @@ def _warn_unlocked(path: Path, why: str) -> None:
     )
 
 
-def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drop the other rows of a file, and a last one that a kill cut short; returns how many whole
-    ones."""
-    if not path.exists():
-        return 0
-    lines = [line for line in path.read_bytes().split(b"\n") if _is_whole(line)]
-    # Rewritten whole, then renamed: a kill in between loses no row.
-    fresh = path.with_suffix(".tmp")
-    kept = [x for x in lines if keep(msgspec.json.decode(x))]
-    fresh.write_bytes(b"".join(x + b"\n" for x in kept))
-    fresh.replace(path)
-    return len(lines) - len(kept)
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    # JSON has no nan or infinity: msgspec writes null, which `metrics.column` reads as nan.
-    return msgspec.json.encode(row) + b"\n"
-
-
 def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl (a folder or the file itself), in file order.
+    """Rows of a run's metrics.jsonl (a folder or the file itself), in file order; of a long run
+    `columns.read_columns` needs less.
 
     A last line that a kill cut short is ignored.
 
@@ -219,6 +221,15 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
       ValueError: no such folder or file, no row in it (unless `empty_ok`), or a broken line,
         named as file:line.
     """
+    path = metrics_file(folder)
+    rows = [checked_row(line, f"{path}:{n}") for n, line in enumerate(whole_lines(path), 1)]
+    if not rows and not empty_ok:
+        raise no_step(path)
+    return rows
+
+
+def metrics_file(folder: str | Path) -> Path:
+    """The metrics.jsonl of a folder (or the file itself); ValueError: there is none."""
     path = Path(folder)
     if not path.exists():
         raise ValueError(f"{path}: no such run folder; check the path, or train it first")
@@ -226,10 +237,11 @@ def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str
         path = path / METRICS
     if not path.exists():
         raise ValueError(f"{path}: no such file; {path.parent} is not a run folder, train it first")
-    rows = [_row(line, f"{path}:{n}") for n, line in enumerate(whole_lines(path), 1)]
-    if not rows and not empty_ok:
-        raise ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
-    return rows
+    return path
+
+
+def no_step(path: Path) -> ValueError:
+    return ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
 
 
 class HeldOutRow(msgspec.Struct):
@@ -248,40 +260,25 @@ def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
       ValueError: it is broken, named as file:line.
     """
     path = Path(folder) / EVALUATIONS
-    lines = whole_lines(path)
-    if not lines:
+    line = last_line(path)
+    if line is None:
         return None
     try:
-        return msgspec.json.decode(lines[-1], type=HeldOutRow)
+        return msgspec.json.decode(line, type=HeldOutRow)
     except msgspec.DecodeError as e:
-        where = f"{path}:{len(lines)}"
+        where = f"{path}:{sum(1 for _ in whole_lines(path))}"
         raise ValueError(f"{where}: not a row of evaluations ({e}); remove the line") from None
 
 
 def has_steps(folder: str | Path) -> bool:
-    """Whether a run folder holds a row of metrics; ValueError for a broken line."""
-    return (Path(folder) / METRICS).exists() and bool(read_metrics(folder, empty_ok=True))
+    """Whether a run folder holds a row of metrics; ValueError where its first line is broken."""
+    path = Path(folder) / METRICS
+    line = next(whole_lines(path), None)
+    return line is not None and bool(checked_row(line, f"{path}:1"))
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file of rows without a last one that a kill cut short; none without
-    the file."""
-    if not path.exists():
-        return []
-    *lines, last = path.read_bytes().split(b"\n")
-    return [*lines, last] if _is_whole(last) else lines
-
-
-def _is_whole(line: bytes) -> bool:
-    """Whether a line without newline is a row all the same: a cut object never parses."""
-    try:
-        row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int)
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def checked_row(line: bytes, where: str) -> dict[str, Any]:
+    """A row of metrics; ValueError names the place of a broken one."""
     try:
         row = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError as e:

@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from dflop_jax.records import Bucket, Plan, Shape
-from dflop_jax.report.metrics import WARMUP_STEPS, Spread, column, column_of, spread, steady
+from dflop_jax.report.columns import MEDIAN_STEPS, read_columns
+from dflop_jax.report.metrics import WARMUP_STEPS, Spread, spread
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     LOSS,
@@ -24,7 +24,6 @@ from dflop_jax.report.run_folder import (
     TIMELINE,
     TRACE,
     read_last_evaluation,
-    read_metrics,
     read_plan,
     read_traces,
 )
@@ -41,12 +40,14 @@ class RunSummary:
     `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
     schedule's makespan over its lower bound. `held_out` are loss and token accuracy of the last
     evaluation: by "" of all held-out samples, and by the name of each dataset of a mixture.
+    `steps_lost` are steps between the first and the last whose row found no room on the disk.
     """
 
     name: str
     folder: str
     policy: str
     n_steps: int
+    steps_lost: int
     step_s: Spread
     tokens_per_s: float
     model_flops: float
@@ -82,23 +83,25 @@ def summarise(folder: str | Path) -> RunSummary:
       ValueError: no such folder, no step in its metrics, or a broken or missing plan.
     """
     path = Path(folder)
-    rows = read_metrics(path)
-    plan, after = read_plan(path), steady(rows)
+    rows, plan = read_columns(path), read_plan(path)
 
     def median(name: str) -> float:
-        return spread(column(after, name)).median
+        return spread(rows.column(name)).median
 
     def medians(name: str) -> dict[str, float]:
-        return {k: spread(v).median for k, v in column_of(after, name).items()}
+        return {k: spread(v).median for k, v in rows.column_of(name).items()}
 
-    pairs = zip(column(after, "makespan_s"), column(after, "lower_bound_s"))
-    losses = column(rows, "loss")
+    def after_warm_up(name: str) -> float:
+        return rows.sums[name] - rows.warm_up_sums[name]
+
+    pairs = zip(rows.column("makespan_s"), rows.column("lower_bound_s"))
     return RunSummary(
         name=path.resolve().name,
         folder=str(path),
         policy=plan.policy,
-        n_steps=len(rows),
-        step_s=spread(column(after, "step_s")),
+        n_steps=rows.n_steps,
+        steps_lost=max(0, rows.last_step + 1 - rows.first_step - rows.n_steps),
+        step_s=spread(rows.column("step_s")),
         tokens_per_s=median("tokens_per_s"),
         model_flops=median("model_flops"),
         flops_per_s=median("flops_per_s"),
@@ -114,14 +117,16 @@ def summarise(folder: str | Path) -> RunSummary:
         makespan_predicted_s=plan.predicted.makespan_s or math.nan,
         makespan_s=median("makespan_s"),
         makespan_over_bound=spread(m / b for m, b in pairs if b > 0).median,
-        # Not `after`: a short run keeps its warm-up rows there, and those may compile.
-        compiles_after_warmup=int(np.nansum(column(rows[WARMUP_STEPS:], "compiles"))),
+        compiles_after_warmup=int(after_warm_up("compiles")),
         schedule_s=median("schedule_s"),
-        schedule_wait_s=float(np.nansum(column(after, "schedule_wait_s"))),
-        loss_first=losses[0],
-        loss_last=losses[-1],
-        n_bad=int(np.nansum(column(rows, "n_bad"))),
-        n_skipped=sum(row.get("skipped") is not None for row in rows),
+        # A run that is no longer than its warm-up has all figures of that.
+        schedule_wait_s=after_warm_up("schedule_wait_s")
+        if rows.n_steps > WARMUP_STEPS
+        else rows.sums["schedule_wait_s"],
+        loss_first=rows.loss_first,
+        loss_last=rows.loss_last,
+        n_bad=int(rows.sums["n_bad"]),
+        n_skipped=rows.n_skipped,
         held_out=_held_out(path),
         submeshes=_submesh_texts(plan),
         buckets=[bucket_text(b) for b in plan.buckets],
@@ -194,6 +199,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
     rows = [
         ("policy", s.policy),
         ("steps", str(s.n_steps)),
+        *([("steps without a row", str(s.steps_lost))] if s.steps_lost else []),
         ("step time, median", f"{number(t.median * ms)} ms"),
         ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
         ("tokens / s", number(s.tokens_per_s)),
@@ -271,6 +277,8 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
     lines = [f"# Run {s.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {label} | {text} |" for label, text in figures(s)]
     note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
+    if s.n_steps > MEDIAN_STEPS:
+        note += f" They are of {MEDIAN_STEPS:,} steps, drawn at random."
     lines += ["", note, "", "## Plan", ""]
     lines += [f"- submesh {text}" for text in s.submeshes]
     lines += [f"- bucket {text} per data rank" for text in s.buckets]
@@ -308,6 +316,5 @@ def trace_panels(folder: Path, name: str) -> list[Panel]:
 
 
 def loss_curve(folder: Path) -> tuple[list[float], list[float]]:
-    """(steps, losses) of a run."""
-    rows = read_metrics(folder)
-    return column(rows, "step"), column(rows, "loss")
+    """(steps, losses) of a run, as many as a picture shows."""
+    return read_columns(folder).curve

@@ -8,7 +8,7 @@ under the same prices schedules every batch alike, without measuring anything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -84,11 +84,12 @@ def learn(learnt: Learnt, sample: Sample) -> Learnt:
     return Learnt(learnt.prices, state, monitor, sample.step, changes)
 
 
-def replay(learnt: Learnt, samples: Sequence[Sample]) -> Learnt:
-    """The state after those of the samples that are new to it and of its prices."""
+def replay(learnt: Learnt, samples: Iterable[Sample], step: int = 0) -> Learnt:
+    """The state after those of the samples that are new to it and of its prices, as far as steps
+    from `step` on need it."""
     for sample in samples:
         if sample.prices == learnt.prices and sample.step > learnt.last:
-            learnt = learn(learnt, sample)
+            learnt = needed_from(learn(learnt, sample), step)
     return learnt
 
 

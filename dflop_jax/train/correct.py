@@ -28,7 +28,8 @@ def take_up(prices: Prices, kept: Learnt | None, samples: SampleFile, start: int
     beyond it. Samples of steps to come under other prices are dropped."""
     key = digest(prices)
     samples.keep(lambda s: s.step < start or s.prices == key)
-    return replay(kept if kept and kept.prices == key else Learnt(key), samples.known)
+    begun = kept if kept and kept.prices == key else Learnt(key)
+    return replay(begun, samples.read(), start)
 
 
 class Corrector:

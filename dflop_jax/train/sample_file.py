@@ -3,44 +3,41 @@ configuration and data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from dflop_jax.report.run_folder import SAMPLES, keep_rows, whole_lines
+from dflop_jax.report.row_file import RowFile, RowKey, whole_lines
 from dflop_jax.schedule.learnt import Sample
 
 
 class SampleFile:
-    """Reads, adds and drops sampled steps; `known` are those that it held when it was opened. A
-    last line that a kill cut short counts for nothing.
+    """Reads, adds and drops sampled steps. A last line that a kill cut short counts for nothing.
 
     Raises:
       ValueError: a line is broken, named as file:line.
     """
 
-    def __init__(self, folder: Path):
-        self._path = folder / SAMPLES
-        lines = whole_lines(self._path)
-        self.known = tuple(self._sample(line, n) for n, line in enumerate(lines, 1))
+    def __init__(self, rows: RowFile):
+        self._rows = rows
+        for _ in self.read():
+            pass
 
-    def _sample(self, line: bytes, n: int) -> Sample:
-        try:
-            return msgspec.json.decode(line, type=Sample)
-        except msgspec.DecodeError as e:
-            raise ValueError(
-                f"{self._path}:{n}: not a sampled step ({e}); remove the line, and schedules of "
-                "steps that are run anew follow new times"
-            ) from None
+    def read(self) -> Iterator[Sample]:
+        """Every sample, in the order in which they were added."""
+        for n, line in enumerate(whole_lines(self._rows.path), 1):
+            try:
+                yield msgspec.json.decode(line, type=Sample)
+            except msgspec.DecodeError as e:
+                raise ValueError(
+                    f"{self._rows.path}:{n}: not a sampled step ({e}); remove the line, and "
+                    "schedules of steps that are run anew follow new times"
+                ) from None
 
     def append(self, sample: Sample) -> None:
-        """Add a row; it is on its way to disk when this returns."""
-        with self._path.open("ab") as f:
-            f.write(msgspec.json.encode(sample) + b"\n")
+        """Add a row; it is on its way to disk when this returns, or held back (see `RowFile`)."""
+        self._rows.append(sample)
 
-    def keep(self, wanted: Callable[[Sample], bool]) -> None:
+    def keep(self, wanted: Callable[[RowKey], bool]) -> None:
         """Drop all others, and a line that was cut short."""
-        self.known = tuple(filter(wanted, self.known))
-        kept = {(s.step, s.prices) for s in self.known}
-        keep_rows(self._path, lambda row: (row["step"], row["prices"]) in kept)
+        self._rows.keep(wanted)

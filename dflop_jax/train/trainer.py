@@ -23,7 +23,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
 from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
+from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
@@ -162,7 +162,7 @@ class Trainer:
         if peers.is_hub:
             folder = RunFolder(config.run_dir, existing=self._existing)
             stack.enter_context(folder)
-            samples = SampleFile(folder.path)
+            samples = SampleFile(folder.rows[SAMPLES])
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
         begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)

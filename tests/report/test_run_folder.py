@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from dflop_jax.config import Config
-from dflop_jax.report.metrics import StepMetrics, column, column_of, spread, steady
+from dflop_jax.report.columns import read_columns
+from dflop_jax.report.metrics import StepMetrics, spread
 from dflop_jax.report.run_folder import RunFolder, read_metrics, read_plan, read_traces
 from tests.report.runs import make_plan, make_row
 
@@ -43,7 +44,7 @@ def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
     with RunFolder(tmp_path) as run:
         run.append(make_row(0, loss=math.nan))
     assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
-    assert math.isnan(column(read_metrics(tmp_path), "loss")[0])
+    assert math.isnan(read_columns(tmp_path).loss_last)
 
 
 def test_another_runs_metrics_are_kept_unless_asked(make_run):
@@ -147,10 +148,3 @@ def test_statistics_against_closed_forms():
     assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
     assert spread([3.0]) == spread([3.0, math.nan, math.inf])
     assert math.isnan(spread([]).median)
-    rows = [{"a": 1, "b": {"x": 1.0}}, {"a": None}, {"b": {"y": 2.0}}]
-    assert [str(v) for v in column(rows, "a")] == ["1.0", "nan", "nan"]
-    assert {k: [str(v) for v in c] for k, c in column_of(rows, "b").items()} == {
-        "x": ["1.0", "nan", "nan"],
-        "y": ["nan", "nan", "2.0"],
-    }
-    assert [len(steady(rows[:n])) for n in range(4)] == [0, 1, 2, 1]

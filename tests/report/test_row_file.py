@@ -1,0 +1,156 @@
+"""Rows that find a full disk, cut and broken files of rows, and long ones."""
+
+import errno
+import io
+import json
+import logging
+
+import pytest
+
+from dflop_jax.report import row_file
+from dflop_jax.report.row_file import last_line, whole_lines
+from dflop_jax.report.run_folder import RunFolder, read_metrics
+from dflop_jax.report.summary import figures, summarise
+from dflop_jax.report.trackers import step_scalars
+from dflop_jax.train.evaluate import Evaluation
+from tests.report.runs import make_plan, make_row
+
+
+class Disk:
+    """A disk with room for so many bytes more (None: for all); what is written when it is full is
+    cut."""
+
+    def __init__(self, monkeypatch):
+        self.room, self.error, self.may_cut = None, errno.ENOSPC, True
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, data):
+                n = len(data) if disk.room is None else min(len(data), disk.room)
+                if data and not n:
+                    raise OSError(disk.error, "No space left on device")
+                disk.room = None if disk.room is None else disk.room - n
+                return super().write(bytes(data)[:n])
+
+            def truncate(self, size=None):
+                if not disk.may_cut:
+                    raise OSError(disk.error, "No space left on device")
+                return super().truncate(size)
+
+        monkeypatch.setattr(row_file, "opened", lambda path: File(path, "ab"))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def steps(path):
+    return [row["step"] for row in read_metrics(path, empty_ok=True)]
+
+
+@pytest.mark.parametrize("may_cut", [True, False])
+@pytest.mark.parametrize("left", [0, 1, 300])
+def test_rows_wait_for_room_and_are_written_in_order(tmp_path, disk, caplog, left, may_cut):
+    with RunFolder(tmp_path) as run, caplog.at_level(logging.WARNING):
+        run.append(make_row(0))
+        disk.room, disk.may_cut = left, may_cut
+        for step in (1, 2):
+            run.append(make_row(step))
+            run.append_evaluation(Evaluation(step, 1.0, 0.5))
+            assert steps(tmp_path) == [0]  # a part of a row is not read
+        assert may_cut == ((tmp_path / "metrics.jsonl").read_bytes()[-1:] == b"\n") or not left
+        disk.room, disk.may_cut = None, True
+        run.append(make_row(3))
+        run.append_evaluation(Evaluation(3, 1.0, 0.5))
+        assert steps(tmp_path) == [0, 1, 2, 3]
+    evaluations = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [1, 2, 3]
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "metrics.jsonl: No space left on device; rows wait in memory" in said
+
+
+def test_what_finds_no_room_is_counted_and_shows(tmp_path, disk, caplog, monkeypatch):
+    monkeypatch.setattr(row_file, "HELD_BYTES", 2000)  # some rows of metrics
+    with RunFolder(tmp_path) as run:
+        run.write_plan(make_plan())
+        run.append(make_row(0))
+        disk.room = 0
+        for step in range(1, 10):
+            run.append(make_row(step))
+        disk.room = None
+        run.append(make_row(10))
+        written = steps(tmp_path)
+        n_lost = 11 - len(written)
+        assert 0 < n_lost < 9
+        assert written == [0, *range(1 + n_lost, 11)]
+        run.rows["corrections.jsonl"].append({"step": 1})
+        disk.room = 0
+        run.rows["corrections.jsonl"].append({"step": 2})
+    said = [r.getMessage() for r in caplog.records]
+    assert [text.split(": ", 1)[1] for text in said if "lost" in text] == [
+        f"{n_lost} rows found no room on the disk and are lost",
+        "1 rows found no room on the disk and are lost",
+    ]
+    assert dict(figures(summarise(tmp_path)))["steps without a row"] == str(n_lost)
+
+
+def test_other_errors_end_the_run_as_ever(tmp_path, disk):
+    with RunFolder(tmp_path) as run:
+        run.append(make_row(0))
+        disk.room, disk.error = 0, errno.EIO
+        with pytest.raises(OSError, match="No space"):
+            run.append(make_row(1))
+
+
+def test_a_tracker_on_a_full_disk_is_given_up(tmp_path, caplog):
+    class Full:
+        calls = 0
+
+        def log(self, step, scalars):
+            Full.calls += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            pass
+
+    class Other(Full):
+        def log(self, step, scalars):
+            assert scalars == step_scalars(make_row(step))
+
+    with RunFolder(tmp_path) as run:
+        run.trackers = [Full(), Other()]
+        for step in range(3):
+            run.append(make_row(step))
+    assert Full.calls == 1
+    assert sum("Full cannot write" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("content, rows", [
+    (b"", []),
+    (b'{"step": 1}\n', [1]),
+    (b'{"step": 1}\n{"step": 2}', [1, 2]),
+    (b'{"step": 1}\n{"ste', [1]),
+    (b'{"ste', []),
+])  # fmt: skip
+@pytest.mark.parametrize("tail_bytes", [3, 15, 1000])
+def test_the_last_line_is_found_from_the_end(tmp_path, content, rows, monkeypatch, tail_bytes):
+    monkeypatch.setattr(row_file, "_TAIL_BYTES", tail_bytes)
+    file = tmp_path / "rows"
+    assert last_line(file) is None
+    file.write_bytes(content)
+    assert [json.loads(line)["step"] for line in whole_lines(file)] == rows
+    last = last_line(file)
+    assert (None if last is None else json.loads(last)["step"]) == (rows[-1] if rows else None)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+@pytest.mark.parametrize("end", ["", "\n", '\n{"step": 4, "l'])
+def test_rows_that_go_are_cut_off_or_left_out(tmp_path, order, end):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"step": k, "x": "y"}) for k in order) + end)
+    assert row_file.keep_rows(file, lambda row: row.step < 2) == 2
+    assert file.read_text() == '{"step": 0, "x": "y"}\n{"step": 1, "x": "y"}\n'
+    assert row_file.keep_rows(file, lambda row: True) == 0
+    assert row_file.keep_rows(file, lambda row: False) == 2
+    assert file.read_bytes() == b""

@@ -33,7 +33,7 @@ def make_source(
     spec: MediaSpec,
     split: str = "train",
     *,
-    eval_fraction: float = 0.0,
+    n_held_out: int = 0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
@@ -42,8 +42,8 @@ def make_source(
 
     What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
-    here unless `apart`. `eval_fraction` of it is held out for the eval split; scenes have an eval
-    split of their own, of the same size.
+    here unless `apart`. So many records of it are held out for the eval split; scenes have an eval
+    split of their own, of as many (of the same size, for 0).
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -54,14 +54,14 @@ def make_source(
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size)
     if config.path:
-        made = _Arguments(config, spec, split, eval_fraction, vocab_size, str(index_dir))
+        made = _Arguments(config, spec, split, n_held_out, vocab_size, str(index_dir))
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     assert not isinstance(tokenizer, ChatTokenizer)
     if not spec.sees:
         raise ValueError("the embedded scenes are pictures, which this model does not take; "
                          "give data.path")  # fmt: skip
     return SceneSource(
-        config.n_samples,
+        n_held_out if split == "eval" and n_held_out else config.n_samples,
         config.seed,
         spec,
         tokenizer,
@@ -78,7 +78,7 @@ class _Arguments:
     config: DataConfig
     spec: MediaSpec
     split: str
-    eval_fraction: float
+    n_held_out: int
     vocab_size: int | None
     index_dir: str
 
@@ -90,7 +90,7 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
         a.config,
         a.spec,
         a.split,
-        eval_fraction=a.eval_fraction,
+        n_held_out=a.n_held_out,
         vocab_size=a.vocab_size,
         index_dir=a.index_dir,
     )
@@ -139,7 +139,7 @@ def _mixture(
         row_reader=partial(Apart, setup, config.sample_timeout_s) if apart else None,
         seed=config.seed,
         split=made.split,
-        eval_fraction=made.eval_fraction,
+        n_held_out=made.n_held_out,
         max_bad_fraction=config.max_bad_fraction,
         workers=config.workers,
         name=config.path if made.split == "train" else f"{config.path} ({made.split})",

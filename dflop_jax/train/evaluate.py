@@ -13,6 +13,7 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Sample, Source, make_loader
+from dflop_jax.data.datasets.held_out import shares
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Load, Plan, Prices, Schedule
 from dflop_jax.schedule.online import schedule_batch
@@ -74,8 +75,16 @@ class HeldOut:
         self._ex, self._peers, self._packer = ex, packer.peers, packer
         self._loader = make_loader(config, source)
         n = min(config.train.eval_samples, len(source))
+        if n < config.train.eval_samples:
+            logger.warning(
+                "%s: %d held-out samples, fewer than train.eval_samples=%d",
+                source.name,
+                n,
+                config.train.eval_samples,
+            )
+        everything = held_out_samples(source, n, config.data.seed)
         self._batches: list[_Batch] = []
-        for name, chosen in _held(source, held_out_samples(source, n), packer.plan).items():
+        for name, chosen in _held(source, everything, packer.plan).items():
             size = min(len(chosen), config.train.global_batch)
             for first in range(0, len(chosen), size):
                 which = chosen[first : first + size]
@@ -172,23 +181,24 @@ def _held(source: Source, chosen: Mapping[str, list[int]], plan: Plan) -> dict[s
     return {name: which for name, which in held.items() if which}
 
 
-def held_out_samples(source: Source, n: int) -> dict[str, list[int]]:
-    """Return which `n` samples are held out: by dataset of a mixture in the shares that they have
-    of it, at least one of each where `n` suffices; else, by "", the first."""
+def held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[int]]:
+    """Return which `n` samples of what is held out are evaluated, drawn by the seed over all of it:
+    by dataset of a mixture in the shares that they have of it, at least one of each where `n`
+    suffices; else by ""."""
     part_of = getattr(source, "part_of", None)
     names = [part_of(i) for i in range(len(source))] if part_of else []
     members: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         members.setdefault(name, []).append(i)
     if len(members) < 2:
-        return {"": list(range(n))}
-    ends = np.cumsum([len(m) for m in members.values()]) * n / len(source)
-    counts = dict(zip(members, np.diff(np.round(ends), prepend=0).astype(int).tolist()))
-    for name in [k for k, count in counts.items() if not count]:
-        most = max(counts, key=lambda k: counts[k])
-        if counts[most] > 1:
-            counts[most], counts[name] = counts[most] - 1, 1
-    return {name: members[name][:count] for name, count in counts.items() if count}
+        members = {"": list(range(len(source)))}
+    counts = shares([len(m) for m in members.values()], n)
+    rng = np.random.default_rng([seed, 3])  # another stream than what draws the records
+    drawn = {
+        name: sorted(rng.permutation(which)[:count].tolist())
+        for (name, which), count in zip(members.items(), counts, strict=True)
+    }
+    return {name: which for name, which in drawn.items() if which}
 
 
 def _held_out_loss(

@@ -134,11 +134,6 @@ class Workplace:
         """Which parts of the model train, and how fast."""
         return trained_parts(self.config.train, self.model)
 
-    @property
-    def eval_fraction(self) -> float:
-        """Share of a dataset on disk that is held out: a tenth when evaluation is on."""
-        return 0.1 if self.config.train.eval_samples else 0.0
-
     def source(self, split: str = "train") -> Source:
         """Return the dataset, as the model wants its media and tokens; for all processes
         together.
@@ -157,7 +152,7 @@ class Workplace:
             self.config.data,
             spec,
             split,
-            eval_fraction=self.eval_fraction,
+            n_held_out=self.config.train.eval_samples,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )

@@ -82,7 +82,7 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
     packer = Packer(NANO, MODEL, Ranks.all(NANO), Peers(), {"llm": float, "vision": float})
     held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
     row = held_out.run(5)
-    chosen = held_out_samples(source, 20)
+    chosen = held_out_samples(source, 20, mixture.data.seed)
     assert {name: len(which) for name, which in chosen.items()} == dict(zip(NAMES, (16, 3, 1)))
     samples = {name: [source.sample(i) for i in which] for name, which in chosen.items()}
     assert list(row.by_source) == list(NAMES)
@@ -153,7 +153,7 @@ class Named:
 )
 def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
     source = Named(sizes)
-    chosen = held_out_samples(source, n)
+    chosen = held_out_samples(source, n, 0)
     assert {name: len(which) for name, which in chosen.items()} == counts
     assert sum(counts.values()) == n
     for name, which in chosen.items():
@@ -161,8 +161,15 @@ def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
         assert not name or {source.part_of(i) for i in which} == {name}
 
 
-def test_without_names_the_first_are_held_out():
-    assert held_out_samples(range(9), 3) == {"": [0, 1, 2]}
+def test_those_evaluated_are_drawn_over_all_by_the_seed():
+    drawn = [held_out_samples(range(1000), 30, seed)[""] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for which in drawn:
+        assert len({*which}) == 30
+        assert which == sorted(which)
+        assert which[0] < 200
+        assert which[-1] > 800
+    assert held_out_samples(range(9), 9, 5) == {"": [*range(9)]}
 
 
 def test_names_of_datasets_tell_them_apart():

@@ -120,14 +120,12 @@ def lot(name: str, place: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
-def check_split(split: str, eval_fraction: float) -> None:
-    """ValueError for an unknown split, or one without its share."""
+def check_split(split: str, n_held_out: int) -> None:
+    """ValueError for an unknown split, or one without its records."""
     if split not in ("train", "eval"):
         raise ValueError(f"split {split!r} is not train or eval")
-    if not 0 <= eval_fraction < 1:
-        raise ValueError(f"eval_fraction={eval_fraction} is not in [0, 1)")
-    if split == "eval" and eval_fraction == 0:
-        raise ValueError("the eval split of a dataset on disk needs eval_fraction > 0, e.g. 0.1")
+    if split == "eval" and n_held_out < 1:
+        raise ValueError("the eval split of a dataset on disk needs train.eval_samples above 0")
 
 
 def _turns(fields: Mapping[str, Any]) -> tuple[Turns, dict[int, Any]]:

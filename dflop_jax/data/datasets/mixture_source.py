@@ -19,6 +19,7 @@ from dflop_jax.data.datasets.counts import (
     sample_counts,
 )
 from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
+from dflop_jax.data.datasets.held_out import held_out
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.located import Located, Reader
@@ -52,12 +53,12 @@ class MixtureSource:
     Args:
       to_pieces, settings: the tokenizer and its digest (see `update_index`).
       row_reader: makes what reads records for the index; None: they are read here.
-      split: "train", or "eval" for the share `eval_fraction` of records (chosen by a hash of their
-        id) that "train" then leaves out; weights do not count there.
+      split: "train", or "eval" for the `n_held_out` records (see `held_out`) that "train" then
+        leaves out; weights do not count there.
 
     Raises:
       ValueError: a dataset that cannot be read, or is unusable above `max_bad_fraction`; nothing
-        left for this model.
+        left for this model, or to train on.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class MixtureSource:
         row_reader: Callable[[], RowReader] | None = None,
         seed: int = 0,
         split: str = "train",
-        eval_fraction: float = 0.0,
+        n_held_out: int = 0,
         max_bad_fraction: float = 0.1,
         workers: int = 2,
         name: str = "mixture",
     ) -> None:
-        check_split(split, eval_fraction)
+        check_split(split, n_held_out)
         self.name = name
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
@@ -105,12 +106,19 @@ class MixtureSource:
         for key, part in zip(keys, mixture.parts, strict=True):
             k = dataset_of[key]
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
-            rows = rows[chosen(part, len(rows), seed)]
-            held = self._table.lot[rows] < np.float64(eval_fraction) * 2.0**64
-            if split == "eval":
-                parts.append(rows[held])
-            else:
-                parts.append(shown(part, rows[~held], seed))
+            parts.append(rows[chosen(part, len(rows), seed)])
+        if n_held_out:
+            try:
+                held = held_out([self._table.lot[rows] for rows in parts], n_held_out, seed)
+            except ValueError as e:
+                raise ValueError(f"{name}: {e}") from None
+            if split == "train":
+                held = [~mask for mask in held]
+            parts = [rows[mask] for rows, mask in zip(parts, held, strict=True)]
+        if split == "train":
+            parts = [
+                shown(part, rows, seed) for part, rows in zip(mixture.parts, parts, strict=True)
+            ]
         self._rows = np.concatenate(parts)
         self._part_names = short_names(mixture.parts)
         self._part_ends = np.cumsum([len(rows) for rows in parts])

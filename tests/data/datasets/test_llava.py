@@ -41,12 +41,12 @@ def load(folder, records, **options):
     return open_path(folder, **{"max_bad_fraction": 1.0, **options})
 
 
-def open_path(path, split="train", eval_fraction=0.0, spec=SPEC, **options):
+def open_path(path, split="train", n_held_out=0, spec=SPEC, **options):
     """What a run makes of a path; its index is made anew each time."""
     index = (path if path.is_dir() else path.parent) / "index"
     shutil.rmtree(index, ignore_errors=True)
     config = DataConfig(path=str(path), **options)
-    return make_source(config, spec, split, eval_fraction=eval_fraction, index_dir=index)
+    return make_source(config, spec, split, n_held_out=n_held_out, index_dir=index)
 
 
 def text_of(sample):
@@ -186,11 +186,11 @@ def test_media_give_way_when_text_does_not_suffice(folder):
     assert llm_tokens(small.load(0)) <= 48
 
 
-def test_held_out_share_is_fixed_and_disjoint(folder):
+def test_held_out_records_are_fixed_and_disjoint(folder):
     records = [record(k) for k in range(200)]
 
     def texts(order, split):
-        part = load(folder, order, split=split, eval_fraction=0.1)
+        part = load(folder, order, split=split, n_held_out=20)
         return {text_of(part.sample(i)) for i in range(len(part))}
 
     train, held, *again = [texts(order, split) for order in (records, records[::-1])
@@ -198,8 +198,8 @@ def test_held_out_share_is_fixed_and_disjoint(folder):
     assert [train, held] == again
     assert not train & held
     assert len(train | held) == 200
-    assert 5 < len(held) < 40
-    with pytest.raises(ValueError, match="eval_fraction"):
+    assert len(held) == 20
+    with pytest.raises(ValueError, match="eval_samples"):
         load(folder, records, split="eval")
 
 
@@ -207,6 +207,7 @@ def test_make_source(folder):
     scenes = make_source(DataConfig(n_samples=7), SPEC, "eval")
     assert isinstance(scenes, SceneSource)
     assert len(scenes) == 7
+    assert len(make_source(DataConfig(n_samples=7), SPEC, "eval", n_held_out=9)) == 9
     (folder / "dataset.json").write_text(json.dumps([record(0)]))
     blank = open_path(folder, blank_images=True)
     assert (tiles(blank.sample(0)) == 128).all()

@@ -7,7 +7,6 @@ import pytest
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
-from dflop_jax.data.datasets.llava_records import lot
 from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.datasets.shape_index import MEDIA, table_of
@@ -133,21 +132,40 @@ def test_a_mixture_of_files_and_shards(tmp_path):
         source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
 
 
-def test_the_held_out_share_follows_from_the_ids(tmp_path):
+def test_what_is_held_out_is_as_asked_for(tmp_path):
     file = made_dataset(tmp_path / "a", 60)
     parts = Mixture((Part(f"{file}", 2.0),))
 
-    def ids(split, fraction):
-        found = source(parts, tmp_path, split=split, eval_fraction=fraction)
+    def ids(split, n, **options):
+        found = source(parts, tmp_path, split=split, n_held_out=n, **options)
         return sorted(found.record(i).name.split("id=")[1] for i in range(len(found)))
 
-    everything, train, held = ids("train", 0.0), ids("train", 0.3), ids("eval", 0.3)
+    everything, train, held = ids("train", 0), ids("train", 7), ids("eval", 7)
+    assert len(held) == len({*held}) == 7
     assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
-    expected = [f"r{k}" for k in range(60) if lot(f"x id=r{k}", "x") < 0.3 * 2**64]
-    assert held == sorted(expected)
-    for split, fraction, why in [("eval", 0, "needs eval_fraction"), ("test", 0.1, "not train")]:
+    assert ids("eval", 7) == held != ids("eval", 7, seed=1)
+    assert ids("eval", 59) == sorted({*everything} - {*ids("train", 59)})
+    for split, n, why in [
+        ("eval", 0, "needs train.eval_samples above 0"),
+        ("test", 5, "not train"),
+        ("train", 60, "mixture: 60 held-out samples of 60 records; lower train.eval_samples"),
+    ]:
         with pytest.raises(ValueError, match=why):
-            source(parts, tmp_path, split=split, eval_fraction=fraction)
+            source(parts, tmp_path, split=split, n_held_out=n)
+
+
+def test_records_of_two_parts_are_held_out_in_both(tmp_path):
+    """The same records in a file and in shards, and a part of them once more."""
+    file = made_dataset(tmp_path / "a", 40)
+    make_shards(file, tmp_path / "s")
+    parts = Mixture((Part(f"{file}"), Part(f"{tmp_path}/s"), Part(f"{file}", subset="end:10")))
+    train, held = (source(parts, tmp_path, split=s, n_held_out=11) for s in ("train", "eval"))
+    ids = [{found.record(i).name.split("id=")[1] for i in range(len(found))}
+           for found in (train, held)]  # fmt: skip
+    assert not ids[0] & ids[1]
+    assert (len(train) + len(held), len(held)) == (90, 11)
+    with pytest.raises(ValueError, match="each id stands for more records"):
+        source(parts, tmp_path, split="train", n_held_out=1)
 
 
 def media(found, i):

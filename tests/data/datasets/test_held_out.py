@@ -1,0 +1,76 @@
+"""Which records are held out: as many as asked for, everywhere alike, none that training shows."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dflop_jax.data.datasets.held_out import held_out, shares
+
+
+def lots(rng, sizes):
+    return [rng.integers(0, 2**64, size=n, dtype=np.uint64) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    "sizes, n, counts",
+    [
+        ([2], 1, [1]),
+        ([10], 9, [9]),
+        ([60, 15, 2], 20, [16, 3, 1]),
+        ([100, 1, 1], 10, [10, 0, 0]),  # these two are trained on
+        ([5000, 5000], 64, [32, 32]),
+        ([50, 50, 2], 2, [1, 1, 0]),
+        ([0, 7], 3, [0, 3]),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_part_gives_its_share(sizes, n, counts, seed):
+    numbers = lots(np.random.default_rng(seed), sizes)
+    masks = held_out(numbers, n, seed)
+    assert [int(m.sum()) for m in masks] == counts
+    assert [len(m) for m in masks] == sizes
+    # Whatever the order: each process and each run draws the same ids.
+    again = held_out([part[::-1] for part in numbers], n, seed)
+    assert all((m == a[::-1]).all() for m, a in zip(masks, again, strict=True))
+
+
+@pytest.mark.parametrize("n, total", [(1, 1), (2, 2), (5, 4), (100, 10)])
+def test_something_is_left_to_train_on(n, total):
+    with pytest.raises(ValueError, match=f"{n} held-out samples of {total} records; lower train"):
+        held_out(lots(np.random.default_rng(0), [total]), n, 0)
+
+
+def test_they_are_drawn_over_all_records_by_the_seed():
+    (numbers,) = lots(np.random.default_rng(0), [10_000])
+    drawn = [np.flatnonzero(held_out([numbers], 500, seed)[0]) for seed in range(3)]
+    assert len({tuple(d.tolist()) for d in drawn}) == 3
+    for places in drawn:  # each tenth of the file gives about a tenth of them
+        counts = np.bincount(places // 1000, minlength=10)
+        assert counts.min() > 25
+        assert counts.max() < 80
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_ids_are_held_out_together_and_all_count(seed):
+    """Ids that stand in several parts, or several times in one."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 2**64, size=40, dtype=np.uint64)
+    numbers = [rng.choice(ids, rng.integers(1, 30)) for _ in range(rng.integers(1, 4))]
+    n = int(rng.integers(5, 12))
+    total = Counter(np.concatenate(numbers).tolist())
+    if n >= total.total() or min(total.values()) > n:
+        return
+    masks = held_out(numbers, n, seed)
+    held = Counter(x for part, m in zip(numbers, masks, strict=True) for x in part[m].tolist())
+    assert all(total[number] == count for number, count in held.items())
+    assert 0 < held.total() <= n
+    # No id that would still have fitted was passed over.
+    assert all(count > n - held.total() for x, count in total.items() if x not in held)
+
+
+def test_shares_add_up():
+    for sizes, n in [([3, 3, 3], 4), ([1, 1, 1], 2), ([1000, 1, 1], 5), ([7], 7), ([4, 0], 2)]:
+        counts = shares(sizes, n)
+        assert sum(counts) == n
+        assert all(c <= s for c, s in zip(counts, sizes, strict=True))

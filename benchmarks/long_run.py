@@ -51,12 +51,14 @@ PRICES = "0123456789abcdef"
 
 @dataclass(frozen=True)
 class Row:
-    """`started_mb` is the memory before the work begins, `peak_mb` the most of the process."""
+    """Seconds by the clock and of a core; `started_mb` is the memory before the work begins,
+    `peak_mb` the most of the process."""
 
     what: str
     steps: int
     samples: int
     seconds: float
+    cpu_s: float
     started_mb: float
     peak_mb: float
 
@@ -167,9 +169,10 @@ def peak_mb() -> float:
 
 def work(what: str, folder: Path, steps: int, samples: int) -> Row:
     """Do it, in this process."""
-    started_mb, start_s = peak_mb(), time.perf_counter()
+    started_mb, start_s, start_cpu_s = peak_mb(), time.perf_counter(), time.process_time()
     WORK[what](folder, steps, samples)
-    return Row(what, steps, samples, time.perf_counter() - start_s, started_mb, peak_mb())
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    return Row(what, steps, samples, seconds, cpu_s, started_mb, peak_mb())
 
 
 def main() -> None:
@@ -184,7 +187,7 @@ def main() -> None:
         row = work(args.only, args.folder, args.steps, args.samples)
         args.json.write_bytes(msgspec.json.encode(row))
         return
-    table = Table("what", "steps", "samples", "seconds", "MB at the start", "MB at most")
+    table = Table("what", "steps", "samples", "seconds", "CPU s", "MB at the start", "MB at most")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder, answer = Path(temporary) / "run", Path(temporary) / "row.json"
@@ -201,6 +204,7 @@ def main() -> None:
                 f"{row.steps:,}",
                 f"{row.samples:,}",
                 f"{row.seconds:.1f}",
+                f"{row.cpu_s:.1f}",
                 f"{row.started_mb:,.0f}",
                 f"{row.peak_mb:,.0f}",
             )

@@ -222,7 +222,12 @@ def measure_plan(
     ex.compile(sync=lambda: peers.barrier("compiled"))
     ex.init(run.train.seed)
     parts, disturbance = calibrated(ex, peers)
-    own = merged(plan, parts, one_at_a_time=ex.one_at_a_time)
+    own = merged(
+        plan,
+        parts,
+        one_at_a_time=ex.one_at_a_time,
+        shares_cores=profile.model.shares_cores,
+    )
     own = replace(own, concurrency=profile.model.concurrency)
     by = {"calibrated": own, "chosen_by": chosen_by, "layers": plan_prices(plan, profile.model)}
     predicted = [predict(ex, schedule, by) for schedule, _, _ in batches]

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 VERSION = 3
-# 4: recompute policies say what the backward task computes again, and are priced.
-_NEWER = {"Plan": 4, "ModelProfile": 4, "Profile": 4}
+# Plan and profiles 4: recompute policies say what the backward task computes again, and are priced.
+# PriceList 4: prices hold what the host does for a task; older ones are timed again.
+_NEWER = {"Plan": 4, "ModelProfile": 4, "Profile": 4, "PriceList": 4}
 T = TypeVar("T")
 
 

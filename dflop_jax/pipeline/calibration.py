@@ -7,8 +7,8 @@ it. `merged` makes one price list of all parts, for the simulator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
@@ -35,6 +35,7 @@ from dflop_jax.records import (
     ProgramId,
     SendId,
     Task,
+    with_host_work,
 )
 
 Runs = dict[ProgramId | Task, list[float]]
@@ -48,26 +49,44 @@ class Calibration:
     Attributes:
       took: until the outputs were made; only tasks on this process's devices.
       arrived: until everything under way had arrived here too; all tasks.
+      host: processor seconds of the dispatching thread in that time; all tasks.
+      ahead: the same for what it sends before the task runs; all tasks.
     """
 
     took: Runs = field(default_factory=dict)
     arrived: Runs = field(default_factory=dict)
+    host: Runs = field(default_factory=dict)
+    ahead: Runs = field(default_factory=dict)
+
+    @property
+    def without_host(self) -> Calibration:
+        """The same without what the dispatching thread did for programs meanwhile."""
+
+        def less(runs: Runs) -> Runs:
+            return {
+                k: [max(s - h, 0.0) for s, h in zip(v, self.host[k], strict=True)]
+                if isinstance(k, ProgramId) and k in self.host
+                else v
+                for k, v in runs.items()
+            }
+
+        return replace(self, took=less(self.took), arrived=less(self.arrived))
 
     def encode(self) -> bytes:
         """Bytes that `decode` reads."""
-        tables: list[list[tuple[ProgramId | Task, list[float]]]] = []
-        for runs in (self.took, self.arrived):
-            tables.append([(k, v) for k, v in runs.items() if isinstance(k, ProgramId)])
-            tables.append([(k, v) for k, v in runs.items() if isinstance(k, Task)])
+        tables: list[list[Any]] = []
+        for f in fields(self):
+            runs: Runs = getattr(self, f.name)
+            programs = [(k, v) for k, v in runs.items() if isinstance(k, ProgramId)]
+            tables.append([programs, [(k, v) for k, v in runs.items() if isinstance(k, Task)]])
         return msgspec.json.encode(tables)
 
     @staticmethod
     def decode(data: bytes) -> Calibration:
         programs = list[tuple[ProgramId, list[float]]]
         tasks = list[tuple[Task, list[float]]]
-        tables = msgspec.json.decode(data, type=tuple[programs, tasks, programs, tasks])
-        return Calibration({**dict(tables[0]), **dict(tables[1])},
-                           {**dict(tables[2]), **dict(tables[3])})  # fmt: skip
+        tables = msgspec.json.decode(data, type=list[tuple[programs, tasks]])
+        return Calibration(*({**dict(p), **dict(t)} for p, t in tables))
 
 
 def calibrate(
@@ -153,16 +172,19 @@ def _time(
     into: Calibration,
     sync: Callable[[], None],
 ) -> None:
+    begun_s = time.thread_time()
     if task.direction == FORWARD:
         call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
+    into.ahead.setdefault(key, []).append(time.thread_time() - begun_s)
     call.settle()
     trial: Any = call.programs
     trial.check_room(task, call.groups, evaluate=call.evaluate)
     sync()
-    start = time.perf_counter()
+    start, begun_s = time.perf_counter(), time.thread_time()
     outputs = call.run(task)
     if trial.failed:
         raise trial.failed
+    into.host.setdefault(key, []).append(time.thread_time() - begun_s)
     jax.block_until_ready(outputs)
     took = time.perf_counter() - start
     call.settle()
@@ -195,27 +217,51 @@ def _send_norms(programs: Programs) -> None:
             jax.block_until_ready(send(norm, there))
 
 
-def merged(plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool) -> Prices:
-    """Prices of the plan's own programs: medians over the runs, of the slowest process in each.
+def merged(
+    plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool, shares_cores: bool = False
+) -> Prices:
+    """Prices of the plan's own programs: medians over the runs, of the slowest process in each,
+    with the work of the host.
 
     Args:
       one_at_a_time: every task's sends are awaited before the next task, so they are part of it.
+      shares_cores: as for `Prices`.
     """
+    host_s = _host_s(parts)
+    sends = {} if one_at_a_time else _sends(plan, parts)
+    if shares_cores:  # the mean over all programs takes the place of what each took in its runs
+        parts = [p.without_host for p in parts]
     took = _slowest([p.took for p in parts])
-    arrived = _slowest([p.arrived for p in parts])
     if one_at_a_time:
+        arrived = _slowest([p.arrived for p in parts])
         took = {k: max(arrived[k], s) for k, s in took.items()}
     return Prices(
-        {k: Price(s) for k, s in took.items() if isinstance(k, ProgramId)},
+        {
+            k: Price(float(with_host_work(s, host_s, shares_cores=shares_cores)))
+            for k, s in took.items()
+            if isinstance(k, ProgramId)
+        },
         {k: s for k, s in took.items() if isinstance(k, Task)},
-        {} if one_at_a_time else _sends(plan, took, arrived),
+        sends,
+        host_s=host_s,
+        shares_cores=shares_cores,
     )
 
 
-def _sends(
-    plan: Plan, took: Mapping[ProgramId | Task, float], arrived: Mapping[ProgramId | Task, float]
-) -> dict[SendId, float]:
+def _host_s(parts: Sequence[Calibration]) -> float:
+    """Processor seconds that a process's dispatching thread needs for each program on its devices,
+    with what it does for programs of others; the mean of all processes."""
+    total_s, n_own = 0.0, 0
+    for part in parts:
+        for runs in (part.host, part.ahead):
+            total_s += sum(median(s) for k, s in runs.items() if isinstance(k, ProgramId) and s)
+        n_own += sum(isinstance(k, ProgramId) for k in part.took)
+    return total_s / n_own if n_own else 0.0
+
+
+def _sends(plan: Plan, parts: Sequence[Calibration]) -> dict[SendId, float]:
     """What a task's outputs need to arrive after they were made, by what they were sent for."""
+    took, arrived = _slowest([p.took for p in parts]), _slowest([p.arrived for p in parts])
     segments = {s.name: s for s in plan.segments}
     sends: dict[SendId, float] = {}
     for link in links(plan):

@@ -56,6 +56,8 @@ def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) ->
         step_end=step_end_seconds(plan, costs.profile, hardware),
         sends=send_seconds(plan, costs, hardware),
         concurrency=costs.profile.concurrency,
+        host_s=costs.profile.host_s,
+        shares_cores=costs.profile.shares_cores,
     )
 
 

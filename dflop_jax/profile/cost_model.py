@@ -20,7 +20,15 @@ from dflop_jax.profile.state import (
     state_bytes,
     whole_bytes,
 )
-from dflop_jax.records import BACKWARD, FORWARD, ModelProfile, Remat, SegmentPlan, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    ModelProfile,
+    Remat,
+    SegmentPlan,
+    Shape,
+    with_host_work,
+)
 
 _AT_HAND = Moved()
 
@@ -85,7 +93,8 @@ class CostModel:
         direction: str,
         moved: Moved = _AT_HAND,
     ) -> Array:
-        """`group_s` from figures at hand, with what is moved between data ranks meanwhile.
+        """`group_s` from figures at hand, with what is moved between data ranks meanwhile and what
+        the host does for a task.
 
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
         stages. A backward task that has no forward task before it, or repeats it, runs the layers
@@ -107,6 +116,8 @@ class CostModel:
             # A layer's parameters come while the one before is computed; the first layer waits.
             layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
             seconds = seconds + ticks * layers_s + share * ends_s * slow
+        host_s, shares_cores = self.profile.host_s, self.profile.shares_cores
+        seconds = with_host_work(seconds, host_s, shares_cores=shares_cores)
         return np.where(figures.is_there, seconds, 0.0)
 
     def group_pair_s(

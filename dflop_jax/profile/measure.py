@@ -35,7 +35,7 @@ from dflop_jax.contract import (
     pair_flops_of,
     working_dtype_of,
 )
-from dflop_jax.hardware import hardware_like
+from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.pipeline.pieces import ADAPTER
@@ -98,6 +98,7 @@ def profile_key(
         devices[0].platform,
         devices[0].device_kind,
         len(devices),
+        TASK_HOST_S,
         jax.__version__,
     )
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
@@ -189,6 +190,7 @@ def assembled(
         entry_share=entry_share,
         concurrency=concurrency,
         task_overhead_s=task_overhead_s,
+        host_s=TASK_HOST_S,
         edges=edges_of(model),
         tied=tuple(n for n, m in model.modules.items() if m.tied),
         piece_tokens=dict(model.piece_tokens),

@@ -31,7 +31,7 @@ from dflop_jax.records.plan import (
     home_rank,
     with_remat,
 )
-from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId
+from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId, with_host_work
 from dflop_jax.records.profile import LayerTiming, ModelProfile, ParamDims, Profile, Recompute
 from dflop_jax.records.schedule import (
     BACKWARD,
@@ -96,5 +96,6 @@ __all__ = [
     "home_rank",
     "numbered",
     "piece_tokens",
+    "with_host_work",
     "with_remat",
 ]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
@@ -41,6 +44,16 @@ class Price:
         return self.static_s + self.pair_s * pairs
 
 
+def with_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
+    """Seconds of tasks (a number or an array) from those of their devices and of the thread that
+    dispatches them, `host_s` each.
+
+    Where the devices are cores of the host, its work is done in the devices' place. Elsewhere it is
+    hidden behind what devices do, except that no task is done before the thread comes to the next.
+    """
+    return seconds + host_s if shares_cores else np.maximum(seconds, host_s)
+
+
 @dataclass(frozen=True)
 class SendId:
     """What one segment sends another on other devices: activations to a group of this shape of the
@@ -62,17 +75,22 @@ class Prices:
       step_end: of the tasks that run once a step (reduce, update); absent ones take no time.
       sends: of what crosses from one submesh to another; absent ones take no time.
       concurrency: devices that really compute at once.
+      host_s: work of a process's dispatching thread for each task on its devices, what it does for
+        tasks of other processes included. Prices of programs hold it (see `with_host_work`).
+      shares_cores: whether the devices are cores of the host, so that the work is a part of them.
     """
 
     programs: Mapping[ProgramId, Price]
     step_end: Mapping[Task, float] = field(default_factory=dict)
     sends: Mapping[SendId, float] = field(default_factory=dict)
     concurrency: float = float("inf")
+    host_s: float = 0.0
+    shares_cores: bool = False
 
     def __post_init__(self) -> None:
         every = [p.static_s for p in self.programs.values()]
         every += [p.pair_s for p in self.programs.values()]
-        every += [*self.step_end.values(), *self.sends.values()]
+        every += [*self.step_end.values(), *self.sends.values(), self.host_s]
         bad = [s for s in every if not 0 <= s < float("inf")]
         require(not bad, f"prices must be finite and not negative, got {bad[:3]}")
         require(self.concurrency > 0, "concurrency must be above 0")
@@ -94,6 +112,8 @@ class PriceList:
     step_end: tuple[tuple[Task, float], ...]
     sends: tuple[tuple[SendId, float], ...]
     concurrency: float | None
+    host_s: float = 0.0
+    shares_cores: bool = False
 
     @classmethod
     def of(cls, prices: Prices) -> PriceList:
@@ -102,9 +122,18 @@ class PriceList:
             tuple(prices.step_end.items()),
             tuple(prices.sends.items()),
             None if prices.concurrency == math.inf else prices.concurrency,
+            prices.host_s,
+            prices.shares_cores,
         )
 
     @property
     def prices(self) -> Prices:
         concurrency = math.inf if self.concurrency is None else self.concurrency
-        return Prices(dict(self.programs), dict(self.step_end), dict(self.sends), concurrency)
+        return Prices(
+            dict(self.programs),
+            dict(self.step_end),
+            dict(self.sends),
+            concurrency,
+            self.host_s,
+            self.shares_cores,
+        )

@@ -92,7 +92,8 @@ class ModelProfile:
     others pack pieces of any length into a row. `halved` names the modules whose programs work on
     bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
     `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks share only those
-    with a dim that their number divides; where they are not said all are shared.
+    with a dim that their number divides; where they are not said all are shared. `host_s` is the
+    work of a process's dispatching thread for a task (see `prices.with_host_work`).
     """
 
     key: str
@@ -110,10 +111,16 @@ class ModelProfile:
     halved: tuple[str, ...] = ()
     layer_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
     ends_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
         require(self.concurrency > 0, "concurrency must be above 0")
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether devices are cores of the host that dispatches to them."""
+        return self.device == "cpu"
 
     def working_share(self, module: str) -> float:
         """What the parameters that a module's programs work on take of their float32 size."""

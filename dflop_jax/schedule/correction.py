@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
-from statistics import median
+from statistics import mean, median
 
+from dflop_jax.pipeline.order import resources
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -115,12 +116,48 @@ def observe(
 
 
 def corrected(prices: Prices, state: Correction) -> Prices:
-    """The prices with what was learnt of each program applied."""
+    """The prices with what was learnt of each program applied; none falls below the work of the
+    host for a task."""
     programs = {}
     for program, price in prices.programs.items():
         factor = state.factor(name_of(program))
-        programs[program] = Price(price.static_s * factor, price.pair_s * factor)
+        least_s = min(price.static_s, prices.host_s)
+        programs[program] = Price(max(price.static_s * factor, least_s), price.pair_s * factor)
     return replace(prices, programs=programs)
+
+
+def expected_times(
+    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
+) -> dict[ProgramId, float]:
+    """Mean seconds that each program of a schedule should be seen to take: those of its tasks in a
+    simulation, among the tasks that run beside it.
+
+    Where the host's work is done in the devices' place, a task is seen to take longer not by its
+    own share, since dispatch runs ahead, but by what is dispatched meanwhile: in proportion to its
+    seconds on the device. Else corrections would move the price of the host's work from short
+    programs to long ones.
+    """
+    trace = simulate_step(plan, schedule, prices, trainable)
+    if not prices.shares_cores:
+        return {k: mean(runs) for k, runs in task_times(trace, schedule).items()}
+    resource_of = resources(plan)
+    whole_s = dict.fromkeys(resource_of.values(), 0.0)
+    device_s = dict(whole_s)
+    events = []
+    for e in trace.events:
+        if e.direction == FORWARD or e.direction == BACKWARD:
+            alone_s = prices.task_s(plan, schedule, Task(e.segment, e.group, e.direction))
+            took_s = e.end_s - e.start_s
+            share = max(1 - prices.host_s / alone_s, 0.0) if alone_s else 1.0
+            whole_s[resource_of[e.submesh]] += took_s
+            device_s[resource_of[e.submesh]] += took_s * share
+            events.append(replace(e, start_s=0.0, end_s=took_s * share))
+    times = task_times(replace(trace, events=tuple(events)), schedule)
+    expected: dict[ProgramId, float] = {}
+    for program, runs in times.items():
+        r = resource_of[plan.segment(program.segment).submesh]
+        expected[program] = mean(runs) * whole_s[r] / device_s[r] if device_s[r] else 0.0
+    return expected
 
 
 def predicted_gain_s(

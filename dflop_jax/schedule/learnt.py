@@ -18,6 +18,10 @@ from dflop_jax.records import PriceList, Prices
 from dflop_jax.records.check import require
 from dflop_jax.schedule.correction import Correction, Monitor, corrected, decide, with_ratios
 
+# Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
+# they take up to twice as long, and the shapes that they happen to run would look slow ever after.
+_WARMUP = 2
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -58,7 +62,7 @@ class Learnt:
 
     prices: str
     state: Correction = field(default_factory=Correction)
-    monitor: Monitor = field(default_factory=Monitor)
+    monitor: Monitor = field(default_factory=lambda: Monitor(on=False, next_step=_WARMUP))
     last: int = -1
     changes: tuple[Change, ...] = ()
 
@@ -71,6 +75,8 @@ def digest(prices: Prices) -> str:
         for pairs in (listed.programs, listed.step_end, listed.sends)
     ]
     parts.append([msgspec.json.encode(listed.concurrency)])
+    if listed.host_s:  # prices of older runs have none
+        parts.append([msgspec.json.encode((listed.host_s, listed.shares_cores))])
     return hashlib.sha256(b"\n".join(b"".join(part) for part in parts)).hexdigest()[:16]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import mean
 
-from dflop_jax.records import Plan, Prices, ProgramId, Schedule, Trace
+from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.correction import (
     corrected,
+    expected_times,
     log_ratios,
     predicted_gain_s,
     sampling,
@@ -18,7 +18,6 @@ from dflop_jax.schedule.correction import (
 )
 from dflop_jax.schedule.learnt import Learnt, Sample, digest, learn, needed_from, replay
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.sample_file import SampleFile
 
@@ -83,7 +82,7 @@ class Corrector:
             return
         started_s = time.perf_counter()
         plan, prices, trainable = self._plan, self._prices, self._trainable
-        expected = predicted_s(plan, batch.schedule, prices, trainable)
+        expected = expected_times(plan, batch.schedule, prices, trainable)
         ratios = log_ratios(plan, task_times(trace, batch.schedule), expected)
         state = with_ratios(before.state, ratios)
         after = corrected(prices, state)
@@ -95,18 +94,9 @@ class Corrector:
         self._gain_s, self._overhead_s = gain_s, overhead_s
         self._learnt = learn(needed_from(before, step), sample)
         on = self._learnt.monitor.on
-        if on != before.monitor.on or step == 0:
+        if on != before.monitor.on:
             self._progress.log(
                 f"step {step}: sampling of task times {'on' if on else 'off'}; "
                 f"farthest correction {1 + state.deviation:.2f}x, predicted gain "
                 f"{1e3 * gain_s:.1f} ms a step, overhead {1e3 * overhead_s:.1f} ms"
             )
-
-
-def predicted_s(
-    plan: Plan, schedule: Schedule, prices: Prices, trainable: Sequence[str]
-) -> dict[ProgramId, float]:
-    """Mean predicted seconds of every program over the groups that it runs in a schedule, among
-    the tasks that run beside it: where devices share cores, they slow each other down."""
-    trace = simulate_step(plan, schedule, prices, trainable)
-    return {program: mean(times_s) for program, times_s in task_times(trace, schedule).items()}

@@ -59,7 +59,12 @@ class Timed:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, and
         how many devices compute at once, are the profile's."""
         ex = self.executor
-        own = merged(ex.plan, self.parts, one_at_a_time=ex.one_at_a_time)
+        own = merged(
+            ex.plan,
+            self.parts,
+            one_at_a_time=ex.one_at_a_time,
+            shares_cores=profile.shares_cores,
+        )
         by_profile = plan_prices(ex.plan, profile)
         programs = {
             key: dataclasses.replace(price, pair_s=by_profile.programs.get(key, price).pair_s)

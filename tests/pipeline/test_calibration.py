@@ -1,5 +1,7 @@
 """What processes saw of tasks run alone, made one table: by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from dflop_jax.pipeline.calibration import Calibration, merged
@@ -36,6 +38,32 @@ def test_medians_of_the_slowest_process():
     assert merged(PLAN, parts, one_at_a_time=True) == prices({LLM: 6.0}, {END: 0.6})
 
 
+def test_host_work_of_all_programs_is_shared_by_those_that_run_here():
+    """Process 0 runs THERE and BACK and does something for LLM, which process 1 runs."""
+    below = Calibration(
+        {THERE: [2.0, 2.5, 9.0], BACK: [3.0] * 3, END: [0.5]},
+        {THERE: [2.5, 2.5, 9.0], BACK: [3.0] * 3, LLM: [6.0] * 3, END: [0.5]},
+        host={THERE: [0.5, 0.5, 1.0], BACK: [0.25] * 3, LLM: [0.125] * 3, END: [9.0]},
+        ahead={THERE: [0.125, 0.125, 4.0], LLM: [0.0] * 3, END: [9.0]},
+    )
+    above = Calibration(
+        {LLM: [5.0] * 3},
+        {THERE: [2.5] * 3, BACK: [1.0] * 3, LLM: [5.0] * 3},
+        host={THERE: [0.0] * 3, BACK: [0.5] * 3, LLM: [1.0] * 3},
+    )
+    host_s = (0.5 + 0.25 + 0.125 + 0.125 + 0.0 + 0.5 + 1.0) / 3
+    found = merged(PLAN, [below, above], one_at_a_time=False, shares_cores=True)
+    device_s = {THERE: 2.0, BACK: 2.75, LLM: 4.0}  # of 1.5, 2 and 8
+    assert found.programs == {k: Price(s + host_s) for k, s in device_s.items()}
+    assert (found.host_s, found.shares_cores) == (host_s, True)
+    assert found.step_end == {END: 0.5}
+    apart = merged(PLAN, [below, above], one_at_a_time=False)
+    assert apart.programs == {k: Price(s) for k, s in {THERE: 2.5, BACK: 3.0, LLM: 5.0}.items()}
+    assert apart.sends == found.sends
+    few = merged(PLAN, [replace(below, host={THERE: [30.0]})], one_at_a_time=False)
+    assert few.programs[BACK] == Price((30.0 + 0.125) / 2)  # none takes less than the host
+
+
 def test_sends_are_what_arrives_after_its_task_has_ended():
     below = Calibration({THERE: [1.0], BACK: [2.0]}, {THERE: [1.0], BACK: [2.0], LLM: [4.25]})
     above = Calibration({LLM: [4.0]}, {THERE: [1.5], BACK: [0.0], LLM: [4.0]})
@@ -62,5 +90,5 @@ def test_no_process_saw_anything():
 
 @pytest.mark.parametrize("runs", [[], [1.0], [0.25, 1e-7]])
 def test_a_part_reaches_another_process_as_it_was(runs):
-    part = Calibration({THERE: runs}, {THERE: runs, END: runs})
+    part = Calibration({THERE: runs}, {THERE: runs, END: runs}, {LLM: runs}, {BACK: runs})
     assert Calibration.decode(part.encode()) == part

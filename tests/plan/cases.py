@@ -380,7 +380,7 @@ def random_case(seed, graph="two"):
         layers = {"vision": int(rng.integers(1, 5)), "llm": int(rng.integers(1, 6))}
     profile = ModelProfile(
         key=f"random {seed}",
-        device="cpu",
+        device="cpu" if seed % 2 else "gpu",
         timings=tuple(timings),
         layer_param_bytes={m: int(rng.integers(1_000, 20_000)) for m in layers},
         ends_param_bytes={m: int(rng.integers(0, 20_000)) for m in layers},
@@ -391,6 +391,7 @@ def random_case(seed, graph="two"):
         task_overhead_s=float(10 ** rng.uniform(-6, -4)),
         edges=edges,
         tied=("llm",) if seed % 4 == 3 else (),
+        host_s=(0.0, 2e-4, 3e-3)[seed % 3],
     )
     counts = rng.integers(0, rng.integers(1, 9), 30)
     loads = []

@@ -95,6 +95,19 @@ def test_every_program_has_a_price_by_its_shape():
         assert (price.static_s, price.pair_s) == (float(got), 0.0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_task_holds_the_work_of_the_host(device):
+    """Beside the devices', where these are cores of the host; else only where theirs is shorter."""
+    alone = profile()
+    host_s = sorted(p.static_s for p in plan_prices(plan(), alone).programs.values())[2]
+    own = dataclasses.replace(alone, device=device, host_s=host_s)
+    before, after = (plan_prices(plan(), p) for p in (alone, own))
+    assert (after.host_s, after.shares_cores) == (host_s, device == "cpu")
+    for k, price in before.programs.items():
+        took_s = {"cpu": price.static_s + host_s, "gpu": max(price.static_s, host_s)}[device]
+        assert after.programs[k].static_s == pytest.approx(took_s)
+
+
 @pytest.mark.parametrize("stage, ticks", [(1, 1.0), (2, 1.5)])
 def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
     """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""

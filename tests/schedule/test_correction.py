@@ -1,6 +1,7 @@
 """Adaptive correction in a simulated training loop, and its parts by hand."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from dflop_jax.records import (
     UPDATE,
     Event,
     Group,
+    Load,
+    Price,
     Prices,
     ProgramId,
     Schedule,
@@ -25,6 +28,7 @@ from dflop_jax.schedule.correction import (
     Monitor,
     corrected,
     decide,
+    expected_times,
     name_of,
     observe,
     predicted_gain_s,
@@ -178,6 +182,68 @@ def test_nothing_observed_changes_nothing(plan):
     assert Correction().deviation == 0.0
     end = Prices({}, {Task("b", -1, UPDATE): 0.5})
     assert corrected(end, Correction()) == end
+
+
+# ---- the host's work ----
+
+ROWS = make_plan([bucket(None, (2, 128)), bucket(None, (1, 128))], ranks={"b": 1})
+HOST_S = 0.004
+# A group of two rows takes the device a little longer than two of one, and the host half as long.
+DEVICE_S = {Shape(2, 128): 0.0404, Shape(1, 128): 0.02}
+
+
+def host_prices(shares_cores=True):
+    programs = {ProgramId("b", s, BACKWARD): Price(d + HOST_S) for s, d in DEVICE_S.items()}
+    return Prices(programs, host_s=HOST_S, shares_cores=shares_cores)
+
+
+def as_seen(schedule):
+    """What a core that also dispatches shows of tasks: while one runs, others are dispatched."""
+    device_s = [DEVICE_S[g.shape] for g in schedule.groups]
+    slower = 1 + HOST_S * len(device_s) / sum(device_s)
+    events = (Event("b", "b", i, BACKWARD, 0.0, slower * s) for i, s in enumerate(device_s))
+    return Trace(schedule.step, "measured", tuple(events))
+
+
+def test_the_work_of_the_host_does_not_move_to_long_programs():
+    """17 full rows: eight groups of two and one of one, however long steps are sampled."""
+    prices, state, groups = host_prices(), Correction(), []
+    loads = [Load({"b": (128,)})] * 17
+    for step in range(12):
+        schedule = schedule_batch(loads, ROWS, corrected(prices, state), ["b"], step=step, work=0)
+        groups.append(len(schedule.groups))
+        expected = expected_times(ROWS, schedule, prices, ["b"])
+        state = observe(state, ROWS, task_times(as_seen(schedule), schedule), expected)
+    assert groups == [9] * 12
+    assert state.deviation == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_expected_times_of_few_groups(n):
+    groups = tuple(Group("b", Shape(1, 128), (((),),)) for _ in range(n))
+    schedule = Schedule(0, groups)
+    for shares_cores in (True, False):  # alike, they take what they cost
+        found = expected_times(ROWS, schedule, host_prices(shares_cores), ["b"])
+        assert found == {
+            ProgramId("b", Shape(1, 128), BACKWARD): pytest.approx(0.024) for _ in range(min(n, 1))
+        }
+
+
+def test_programs_of_nothing_but_host_work_expect_nothing():
+    """Of a resource whose tasks take the device no time, nothing is to be learnt."""
+    prices = Prices({p: Price(HOST_S) for p in host_prices().programs}, host_s=HOST_S,
+                    shares_cores=True)  # fmt: skip
+    schedule = Schedule(0, (Group("b", Shape(1, 128), (((),),)),))
+    assert set(expected_times(ROWS, schedule, prices, ["b"]).values()) == {0.0}
+
+
+def test_no_price_falls_below_the_work_of_the_host():
+    prices = host_prices()
+    name = "b/1x128/backward"
+    fixed = corrected(prices, Correction({name: (math.log(0.01),) * 9}))
+    assert fixed.programs[ProgramId("b", Shape(1, 128), BACKWARD)].static_s == HOST_S
+    cheap = replace(prices, programs={p: Price(HOST_S / 2) for p in prices.programs})
+    assert corrected(cheap, Correction()) == cheap
 
 
 def test_task_times_are_those_of_programs():

@@ -1,0 +1,99 @@
+"""What the host does for a task, in prices, schedules and bounds: by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Load,
+    Price,
+    PriceList,
+    Prices,
+    ProgramId,
+    Shape,
+    with_host_work,
+)
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.learnt import digest
+from dflop_jax.sim.pipeline import simulate_step
+from tests.schedule.conftest import bucket, make_plan
+
+ROW_S = 0.01
+PLAN = make_plan([bucket(None, (4, 128)), bucket(None, (1, 128))], ranks={"b": 1})
+
+
+def prices(host_s, *, shares_cores=True):
+    """A row takes the device as long in every shape, so that padding is all a large group costs."""
+    programs = {
+        ProgramId("b", shape, BACKWARD): Price(
+            float(with_host_work(ROW_S * shape.rows, host_s, shares_cores=shares_cores))
+        )
+        for shape in PLAN.shapes("b")
+    }
+    return Prices(programs, host_s=host_s, shares_cores=shares_cores)
+
+
+@pytest.mark.parametrize("seconds", [[], [0.5], [0.5, 2.0, 0.0]])
+def test_host_work_is_added_on_its_own_cores_and_hidden_elsewhere(seconds):
+    together = with_host_work(np.array(seconds), 1.0, shares_cores=True)
+    assert together.tolist() == [s + 1.0 for s in seconds]
+    hidden = with_host_work(np.array(seconds), 1.0, shares_cores=False)
+    assert hidden.tolist() == [max(s, 1.0) for s in seconds]
+    for shares_cores in (True, False):
+        same = with_host_work(np.array(seconds), 0.0, shares_cores=shares_cores)
+        assert same.tolist() == seconds
+
+
+@pytest.mark.parametrize(
+    "host_s, shares_cores, rows",
+    [
+        (0.0, True, [1] * 7),
+        (0.0, False, [1] * 7),
+        (ROW_S, True, [4, 4]),  # 2 x (4 + 1) rows' seconds against 4 + 1 + 3 x (1 + 1)
+        (3 * ROW_S, False, [4, 4]),  # 2 x 4 against 4 + 3 x 3
+        (0.5 * ROW_S, False, [1] * 7),  # hidden
+    ],
+)
+def test_many_small_groups_are_taken_only_where_the_host_keeps_up(host_s, shares_cores, rows):
+    """Seven full rows in groups of four rows, of which one would be empty, and of one."""
+    loads = [Load({"b": (128,)})] * 7
+    found = prices(host_s, shares_cores=shares_cores)
+    schedule = schedule_batch(loads, PLAN, found, ["b"], work=400)
+    assert [g.shape.rows for g in schedule.groups] == rows
+    each_s = [max(ROW_S * n, host_s) if not shares_cores else ROW_S * n + host_s for n in rows]
+    assert schedule.makespan_s == pytest.approx(sum(each_s))
+    assert schedule.lower_bound_s <= schedule.makespan_s
+    assert schedule.status == "optimal"
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_a_simulated_step_holds_host_work_once_for_each_task(n):
+    """An encoder and what reads it, one group of each for a sample: 1F1B by hand."""
+    plan = make_plan([bucket((1, 16), (1, 128))], ranks={"a": 1, "b": 1})
+    host_s = 0.25
+    seconds = {("a", FORWARD): 1.0, ("a", BACKWARD): 2.0, ("b", BACKWARD): 4.0}
+    programs = {
+        ProgramId(m, Shape(1, 16 if m == "a" else 128), d): Price(
+            with_host_work(s, host_s, shares_cores=True)
+        )
+        for (m, d), s in seconds.items()
+    }
+    found = Prices(programs, host_s=host_s, shares_cores=True)
+    schedule = schedule_batch([Load({"a": (16,), "b": (128,)})] * n, plan, found, ["a", "b"])
+    trace = simulate_step(plan, schedule, found, ["a", "b"])
+    # up, n groups of b one after the other, down
+    assert trace.makespan_s == pytest.approx(1.25 + n * 4.25 + 2.25 if n else 0.0)
+
+
+def test_prices_are_known_by_their_host_work():
+    """Those without are named as before, so that what older runs learnt of them holds."""
+    without = Prices({ProgramId("b", Shape(1, 128), BACKWARD): Price(0.25)})
+    assert digest(without) == "30dcb8cd485dcadc"
+    some, other = (replace(without, host_s=0.5, shares_cores=c) for c in (True, False))
+    assert len({digest(p) for p in (without, some, other)}) == 3
+    assert PriceList.of(some).prices == some
+    with pytest.raises(ValueError, match="finite and not negative"):
+        Prices({}, host_s=-1.0)

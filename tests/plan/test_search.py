@@ -273,6 +273,22 @@ def test_a_heavier_encoder_gets_more_devices():
     assert devices(0.01) < devices(30.0) == 3
 
 
+def test_what_the_host_does_for_a_task_makes_groups_fewer():
+    """Four, or where the host needs half of what a step took for each task one of twice the
+    size."""
+    profile = model_profile()
+    free = run(profile=profile)
+    step_s = free.plan.predicted.makespan_s
+    bound = run(profile=dataclasses.replace(profile, host_s=step_s / 2))
+    assert [r.candidates[0].microbatches for r in (free, bound)] == [4, 1]
+    sizes = [max(s.size for s in r.plan.shapes("llm")) for r in (free, bound)]
+    assert sizes[1] >= 2 * sizes[0]
+    # A group of both modules keeps the host at work three times, one segment after the other.
+    assert bound.plan.predicted.makespan_s >= 3 * step_s / 2
+    prices = plan_prices(bound.plan, dataclasses.replace(profile, host_s=step_s / 2))
+    assert min(p.static_s for p in prices.programs.values()) >= step_s / 2
+
+
 def test_memory_is_respected():
     free = run(shown=100)
     peaks = sorted({c.peak_bytes for c in free.candidates})

@@ -172,13 +172,16 @@ def _time(
     into: Calibration,
     sync: Callable[[], None],
 ) -> None:
-    begun_s = time.thread_time()
-    if task.direction == FORWARD:
-        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
-    into.ahead.setdefault(key, []).append(time.thread_time() - begun_s)
-    call.settle()
     trial: Any = call.programs
     trial.check_room(task, call.groups, evaluate=call.evaluate)
+    ahead_s = 0.0
+    if task.direction == FORWARD:
+        sync()  # nothing is sent before all know that all go on
+        begun_s = time.thread_time()
+        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
+        ahead_s = time.thread_time() - begun_s
+    into.ahead.setdefault(key, []).append(ahead_s)
+    call.settle()
     sync()
     start, begun_s = time.perf_counter(), time.thread_time()
     outputs = call.run(task)

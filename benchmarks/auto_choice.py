@@ -15,14 +15,14 @@ their own, the same for all plans (log-normal, 5%, two draws).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -105,7 +105,7 @@ class Row:
     devices: int
     batch: int
     chosen: str
-    step_s: dict[str, float]
+    step_s: dict[Policy, float]
     behind: float
     planning_s: float
 
@@ -140,7 +140,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--papers", action="store_true", help="the papers' set-ups only")
     parser.add_argument("--random", type=int, default=15, help="random set-ups")
     parser.add_argument("--first", type=int, default=0, help="the first random one")
@@ -153,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.papers:
         cases += [random_case(args.first + i) for i in range(args.random)]
     place = {case.name: i for i, case in enumerate(cases)}
-    rows = sorted(on_all_cores(measure, cases), key=lambda r: place[r.setup])
-    show(rows)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+    rows = Rows(args.json, lambda rows: sorted(rows, key=lambda r: place[r.setup]))
+    for row in on_all_cores(measure, cases):
+        rows.append(row)
+    show(sorted(rows, key=lambda r: place[r.setup]))
     return 0
 
 

@@ -12,7 +12,6 @@ The second run knows them as bad beforehand. The third is killed in the middle a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -90,13 +89,16 @@ def listed(config: DataConfig, model: Any, split: str) -> Harmful:
 
 
 def main() -> None:
+    # Here: processes that decode import this file as one of a package.
+    from json_rows import Rows, add_json
+
     from tests.train.many import TWO, Jobs, losses
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--timeout", type=float, default=20.0, help="data.sample_timeout_s")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    add_json(parser)
     args = parser.parse_args()
-    rows: list[dict[str, object]] = []
+    rows = Rows(args.json, lambda rows: {"harmful": len(HARM), "rows": rows})
     with tempfile.TemporaryDirectory() as made:
         jobs = Jobs.make(Path(made), TWO, steps=STEPS, every=10)
         for name, kind, kills in [("listed", "listed", 0), ("harmful", "harmful", 0),
@@ -120,17 +122,15 @@ def main() -> None:
             run = losses(folder) if _steps(folder) else []
             if len(run) != STEPS:
                 print(text[-3000:])
-            rows.append({"run": name, "steps": len(run), "named": named, "losses": run,
-                         "elapsed_s": time.monotonic() - begin_s})  # fmt: skip
+            equal = run == (rows[0]["losses"] if rows else run)
+            rows.append({"run": name, "steps": len(run), "named": named, "equal": equal,
+                         "losses": run, "elapsed_s": time.monotonic() - begin_s})  # fmt: skip
     table = Table("run", "steps", "samples named", "last loss", "losses equal the first run's")
     for row in rows:
-        row["equal"] = row["losses"] == rows[0]["losses"]
-        last_loss = str(row["losses"][-1]) if row["losses"] else "-"  # type: ignore[index]
+        last_loss = str(row["losses"][-1]) if row["losses"] else "-"
         table.add_row(*(str(row[k]) for k in ("run", "steps", "named")), last_loss,
                       str(row["equal"]))  # fmt: skip
     Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps({"harmful": len(HARM), "rows": rows}, indent=1))
 
 
 def _steps(folder: Path) -> int:

@@ -66,11 +66,15 @@ def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
 
 
 def main() -> None:
+    # Here: processes that make rows import this file as one of a package.
+    from json_rows import Rows, add_json, merged
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    add_json(parser)
     args = parser.parse_args()
-    numbers: dict[str, float] = {"records": args.records}
+    rows = Rows(args.json, merged)
+    rows.append({"records": args.records})
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         path = str(write_records(folder, args.records))
@@ -86,17 +90,15 @@ def main() -> None:
                 row_reader=None if run == "first_in_threads" else partial(Apart, setup, TIMEOUT_S),
             )
             counts = source.counts()
-            numbers[f"{run}_s"] = time.perf_counter() - start_s
+            rows.append({f"{run}_s": time.perf_counter() - start_s})
         assert len(counts) == args.records
-        numbers["index_bytes"] = (folder / "index.npz").stat().st_size
-        numbers["llm_tokens"] = int(counts.llm_tokens.sum())
-    numbers["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rows.append({"index_bytes": (folder / "index.npz").stat().st_size,
+                     "llm_tokens": int(counts.llm_tokens.sum())})  # fmt: skip
+    rows.append({"peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     table = Table("", "value")
-    for name, value in numbers.items():
+    for name, value in merged(rows).items():
         table.add_row(name, f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}")
     Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ which they were computed, where the ranks of the balanced encoder are named so t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -160,17 +160,16 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    add_json(parser)
     parser.add_argument("--quick", action="store_true", help="the two smaller sizes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows: list[Row] = []
+    rows = Rows(args.json, as_rows)
     for n_ranks, n in SIZES[:2] if args.quick else SIZES:
         for name in COSTS:
-            rows += measured(name, n_ranks, n, args.seed)
+            for row in measured(name, n_ranks, n, args.seed):
+                rows.append(row)
     Console().print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps({"rows": [asdict(r) for r in rows]}, indent=1))
     return 0
 
 

@@ -11,11 +11,12 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LARGEST_SEED = 300_000  # bytes: small files are mutated faster
 KINDS = {"images": "image", "videos": "video", "audio": "audio"}
 EXTREMES = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1]
-HOSTILE = [
+HOSTILE: list[Any] = [
     None, True, 0, -1, 2**31, 2**63, 1e308, "", "\0", "a" * 100_000, "<image>" * 2000, [], {}, [[]],
     [None] * 5000, {"a": {"a": {}}}, "\ud7ff\U0010ffff", "{{ x }}", "<|im_end|>",
 ]  # fmt: skip

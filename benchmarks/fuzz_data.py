@@ -27,13 +27,18 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from json_rows import add_json, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.fuzz_cases import BYTES, WAYS, Bench, record, seeds_of
+from fuzz_cases import BYTES, WAYS, Bench, record, seeds_of
 
+SAID_EVERY = 500  # cases
 DEADLINE_S = 120.0  # for one case, on a busy machine
 MEMORY_BYTES = 2 << 30
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -131,8 +136,14 @@ def _warm(bench: Bench) -> tuple[Path, dict[str, object], random.Random]:
     return folder, {"path": str(folder)}, random.Random(0)
 
 
-def run(cases: range, seed: int, data: Path, seconds: float) -> tuple[Counter[str], list[Finding]]:
-    """Counts by "KIND RESULT", and findings."""
+def run(
+    cases: range,
+    seed: int,
+    data: Path,
+    seconds: float,
+    tell: Callable[[Counter[str], list[Finding]], None] = lambda *_: None,
+) -> tuple[Counter[str], list[Finding]]:
+    """Counts by "KIND RESULT", and findings; `tell` gets those so far after every case."""
     counts: Counter[str] = Counter()
     findings: list[Finding] = []
     end_s = time.monotonic() + seconds
@@ -166,6 +177,7 @@ def run(cases: range, seed: int, data: Path, seconds: float) -> tuple[Counter[st
                     if result not in ("good", "bad"):
                         findings.append(Finding(case, way, result))
                     case += 1
+                    tell(counts, findings)
                 try:
                     server.accept()[0].close()
                     findings.append(Finding(case, "request", "somebody connected"))
@@ -179,7 +191,20 @@ def run(cases: range, seed: int, data: Path, seconds: float) -> tuple[Counter[st
                 findings.append(Finding(case, "death or hang", why))
                 counts["death or hang finding"] += 1
                 case += 1
+                tell(counts, findings)
     return counts, findings
+
+
+def ended(counts: Mapping[str, int], result: str) -> int:
+    return sum(n for key, n in counts.items() if key.endswith(f" {result}"))
+
+
+def told(file: Path | None, counts: Counter[str], findings: Sequence[Finding]) -> None:
+    """Write the numbers so far, and say them now and then."""
+    good, bad = (ended(counts, result) for result in ("good", "bad"))
+    write_json(file, {"cases": counts.total(), "good": good, "bad": bad, "findings": findings})
+    if counts.total() % SAID_EVERY == 0:
+        print(f"{counts.total()} cases, {len(findings)} findings", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -193,23 +218,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run this case alone")
     parser.add_argument("--data", type=Path, default=SHARED)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    add_json(parser)
     args = parser.parse_args()
     cases = range(args.first, args.first + args.cases)
     cases = cases if args.only is None else range(args.only, args.only + 1)
-    counts, findings = run(cases, args.seed, args.data, args.seconds)
+    counts, findings = run(cases, args.seed, args.data, args.seconds, partial(told, args.json))
     table = Table("what is mutated", "good", "bad", "findings")
     for way in sorted({key.rpartition(" ")[0] for key in counts}):
         table.add_row(way, *(str(counts[f"{way} {r}"]) for r in ("good", "bad", "finding")))
-    good, bad = (sum(n for k, n in counts.items() if k.endswith(r)) for r in (" good", " bad"))
+    good, bad = (ended(counts, result) for result in ("good", "bad"))
     table.add_row("all", str(good), str(bad), str(len(findings)))
     Console().print(table)
     for finding in findings[:20]:
         print(f"case {finding.case} ({finding.what}): {finding.detail[-1500:]}")
-    if args.json:
-        numbers = {"cases": counts.total(), "good": good, "bad": bad,
-                   "findings": [asdict(f) for f in findings]}  # fmt: skip
-        args.json.write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from gpu_predictions import accuracy, costs_of, predicted_bytes, with_peaks
+from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -286,9 +286,7 @@ def show(outcomes: dict[str, dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--json", type=Path, help="write the outcomes to this file, and go on by it"
-    )
+    add_json(parser)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
     parser.add_argument("--quick", action="store_true", help="two small cases, no predictions")
     args = parser.parse_args()
@@ -297,19 +295,17 @@ def main() -> int:
         if not any(text in c.name for c in cases):
             parser.error(f"--only {text!r} is in no name; such as {cases[0].name!r}")
     chosen = [c for c in cases if any(text in c.name for text in args.only)]
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
     jax.config.update("jax_platforms", "cpu")
     outcomes: dict[str, dict[str, Any]] = {}
     if args.json and args.json.exists():
         outcomes = json.loads(args.json.read_text())["cases"]
     left = [c for c in chosen if c.name not in outcomes]
     try:
-        for i, (case, told) in enumerate(compile_cases(left, predicts=not args.quick)):
-            outcomes[case.name] = told
+        for i, (case, outcome_) in enumerate(compile_cases(left, predicts=not args.quick)):
+            outcomes[case.name] = outcome_
             print(f"{i + 1}/{len(left)} {case.name}", file=sys.stderr, flush=True)
-            if args.json:
-                _write(args.json, outcomes)
+            rows = [r for outcome in outcomes.values() for r in outcome["rows"]]
+            write_json(args.json, {"rows": rows, "cases": outcomes})
     except ValueError as e:
         parser.error(str(e))
     seen = {c.name: outcomes[c.name] for c in chosen}
@@ -321,13 +317,6 @@ def main() -> int:
     for line, _ in told:
         print(line)
     return 1 if found or not all(good for _, good in told) else 0
-
-
-def _write(file: Path, outcomes: dict[str, dict[str, Any]]) -> None:
-    rows = [r for case in outcomes.values() for r in case["rows"]]
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(json.dumps({"rows": rows, "cases": outcomes}, indent=1) + "\n")
-    fresh.replace(file)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ by `dflop compile`.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +136,11 @@ def measure(name: str, max_model: int) -> tuple[list[Row], dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # Here: the process that compiles imports this file as one of a package.
+    from json_rows import add_json, write_json
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the numbers")
+    add_json(parser)
     parser.add_argument("--cases", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument(
         "--max-model", type=int, default=8, help="most tensor parallelism of DIP's models"
@@ -154,9 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{name}: {e}")
         rows += found
         print(name, *(f"{k}: {v}" for k, v in plans[name].items()), sep="\n  ", flush=True)
-        if args.json:
-            kept = [asdict(r) for r in rows]
-            args.json.write_text(json.dumps({"rows": kept, "plans": plans}, indent=1))
+        write_json(args.json, {"rows": rows, "plans": plans})
     table = Table("case", "submesh", "planned GiB", "compiled GiB", "off")
     for r in rows:
         gib = (f"{n / GIB:.1f}" for n in (r.planned_bytes, r.compiled_bytes))

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+from json_rows import add_json, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -234,7 +235,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--compile-only", nargs="?", const="h100", metavar="CHIP",
                         help="compile all of it for a chip that is not here (h100)")  # fmt: skip
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines there")
+    add_json(parser)
     parser.add_argument(CHILD, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     try:
@@ -260,17 +261,12 @@ def main() -> int:
     compiles, start, failed = Compiles(), time.perf_counter(), 0
     bench = the_bench(args)
     sizes = TINY if args.tiny else FULL
-    if args.json:
-        args.json.write_text("")
-
     lines: list[Line] = []
 
     def tell(line: Line) -> None:
         lines.append(line)
         print(show(line), flush=True)
-        if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        write_json(args.json, lines)
 
     tell({"name": "device", "kind": bench.device.device_kind, "runs": bench.runs,
           "predicted_for": bench.hardware.name if bench.hardware else None,

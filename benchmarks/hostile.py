@@ -14,7 +14,6 @@ over the run. Slow senders stay connected until the end. Only loopback is used, 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
@@ -22,8 +21,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+from json_rows import Rows, add_json, merged
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -149,33 +151,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--connections", type=int, default=1000, help="to every port")
     parser.add_argument("--steps", type=int, default=600, help="of each run")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write what was measured")
+    add_json(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs.make(Path(folder), FOUR, steps=args.steps, every=10**6)
         told: list[Siege] = []
-        quiet = run(jobs, "quiet")
-        attacked = run(
-            jobs,
-            "attacked",
-            lambda job, metrics: besiege(job, metrics, args.connections, args.steps, told),
-        )
-        again = run(jobs, "again")
+        attack = partial(besiege, connections=args.connections, steps=args.steps, told=told)
+        runs: dict[str, Run] = {}
+        rows = Rows(args.json, merged)
+        rows.append({"connections": args.connections})
+        for name in ("quiet", "attacked", "again"):
+            runs[name] = run(jobs, name, attack if name == "attacked" else None)
+            rows.append({name: replace(runs[name], losses=[])})
     (siege,) = told
-    equal = quiet.losses == attacked.losses == again.losses
-    for name, r in (("quiet", quiet), ("attacked", attacked), ("quiet again", again)):
+    equal = all(r.losses == runs["quiet"].losses for r in runs.values())
+    rows.append({"losses_equal": equal, "siege": siege})
+    for name, r in runs.items():
         low, high = r.spread_s
         print(f"{name:12s} {1e3 * r.step_s:6.1f} ms a step (quartiles {1e3 * low:.1f} - "
               f"{1e3 * high:.1f}), {len(r.lines)} lines of strangers")  # fmt: skip
     print(f"{siege.connected + siege.unanswered} connections to {len(siege.ports)} ports and the "
           f"coordinator's ({siege.unanswered} were not answered), {siege.at_start} while the "
           f"processes met; done at {siege.share:.0%} of the steps")  # fmt: skip
-    print(*attacked.lines, f"losses equal: {equal}", sep="\n")
-    if args.json:
-        runs = {"quiet": quiet, "attacked": attacked, "again": again}
-        rows = {name: asdict(replace(r, losses=[])) for name, r in runs.items()}
-        rows |= {"losses_equal": equal, "siege": asdict(siege), "connections": args.connections}
-        args.json.write_text(json.dumps(rows, indent=1))
+    print(*runs["attacked"].lines, f"losses equal: {equal}", sep="\n")
     return 0 if equal else 1
 
 

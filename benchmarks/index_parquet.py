@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from json_rows import add_json, write_json
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="with file names; 0: none")
     parser.add_argument("--embedded", type=int, default=20_000, help="with bytes; 0: none")
     parser.add_argument("--tokenizer", default="", help="a model's folder; empty: bytes")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    add_json(parser)
     args = parser.parse_args()
     numbers: dict[str, float] = {"names_rows": args.rows, "embedded_rows": args.embedded}
     with tempfile.TemporaryDirectory() as made:
@@ -158,12 +159,12 @@ def main() -> None:
                 writer.join()
                 assert writer.exitcode == 0
                 index(folder, args.tokenizer, numbers, name)
+                print(numbers, file=sys.stderr, flush=True)
+                write_json(args.json, numbers)
     table = Table("", "value")
     for key, value in numbers.items():
         table.add_row(key, f"{value:.4g}" if key.endswith("_s") else f"{value:,.0f}")
     Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

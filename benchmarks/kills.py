@@ -13,7 +13,6 @@ one that commits checkpoints) and sometimes the launcher.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -26,9 +25,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -239,9 +240,17 @@ def _strike(job: Job, saved: int, n: int, steps: int, rng: random.Random) -> Kil
 
 
 def campaign(
-    command: Command, folder: Path, *, n: int, steps: int, kills: int, seed: int
+    command: Command,
+    folder: Path,
+    *,
+    n: int,
+    steps: int,
+    kills: int,
+    seed: int,
+    tell: Callable[[list[Kill], int], None] = lambda *_: None,
 ) -> tuple[list[Kill], int]:
-    """(all kills, runs that had them): every run's losses equal the undisturbed run's."""
+    """(all kills, runs that had them): every run's losses equal the undisturbed run's; `tell` gets
+    those so far after every run."""
     rng = random.Random(seed)
     expected = whole_run(command, folder / "undisturbed")
     assert len(expected) == steps
@@ -253,8 +262,22 @@ def campaign(
         assert losses(run_dir) == expected, f"{run_dir}: other losses than {folder}/undisturbed"
         done += found
         runs += 1
+        tell(done, runs)
         print(f"run {runs}: {len(found)} kills, {len(done)} of {kills}; losses equal", flush=True)
     return done, runs
+
+
+def summary(kills: list[Kill], runs: int) -> dict[str, Any]:
+    """What is written."""
+    ended = [k.ended_s for k in kills]
+    return {
+        "kills": len(kills),
+        "in_save": sum(k.in_save for k in kills),
+        "runs": runs,
+        "resumes": len(kills),
+        "ended_s": {"median": statistics.median(ended), "worst": max(ended)} if ended else {},
+        "each": kills,
+    }
 
 
 def table(kills: list[Kill], runs: int, steps: int) -> Table:
@@ -307,7 +330,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
-    parser.add_argument("--json", type=Path, help="write the kills here")
+    add_json(parser)
     args = parser.parse_args()
     for name in ("kills", "processes", "steps"):
         if getattr(args, name) < 1:
@@ -328,19 +351,9 @@ def main() -> None:
         steps=args.steps,
         kills=args.kills,
         seed=args.seed,
+        tell=lambda kills, runs: write_json(args.json, summary(kills, runs)),
     )
     Console(width=None if sys.stdout.isatty() else 120).print(table(kills, runs, args.steps))
-    if args.json:
-        ended = [k.ended_s for k in kills]
-        summary = {
-            "kills": len(kills),
-            "in_save": sum(k.in_save for k in kills),
-            "runs": runs,
-            "resumes": len(kills),
-            "ended_s": {"median": statistics.median(ended), "worst": max(ended)},
-            "each": [asdict(k) for k in kills],
-        }
-        args.json.write_text(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -64,8 +66,13 @@ class OneModule:
     """A model of an LLM only."""
 
     llm: DecoderModule
-    edges = ()
-    piece_tokens = types.MappingProxyType({})
+    edges: Sequence[Mapping[str, Any]] = ()
+    piece_tokens: Mapping[str, int] = MappingProxyType({})
+    preprocessing: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llm.size.vocab
 
     @property
     def modules(self) -> dict[str, DecoderModule]:
@@ -156,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--width", type=int, default=2048, help="width of the model, 256 or more")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    add_json(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.gb <= 0:
@@ -180,8 +187,7 @@ def main() -> int:
         )
     row = {"file_mb": n_bytes / MB, **json.loads(child.stdout.splitlines()[-1])}
     show(row)
-    if args.json:
-        args.json.write_text(json.dumps(row, indent=2) + "\n")
+    write_json(args.json, row)
     return 0 if row["transient_mb"] < TARGET_MB else 1
 
 

@@ -15,18 +15,18 @@ float32, which the quick form is told; "on GPU" is what it says where they take 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +45,10 @@ TARGET = 0.05
 BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 # What XLA's CPU compiler makes of bfloat16 too, but for casts of all weights at once, which no
 # accelerator needs.
+SIGLIP = LLAVA["llava-ov-7b"].vision
+assert SIGLIP
 MODULES: dict[str, Any] = {
-    "SigLIP-400M": VisionModule(LLAVA["llava-ov-7b"].vision, 3584, FLOAT32),
+    "SigLIP-400M": VisionModule(SIGLIP, 3584, FLOAT32),
     "InternViT-300M": VisionModule(VISION["internvit-300m"], 2048, FLOAT32),
     "Whisper-large-v3": AudioModule(AUDIO["whisper-large-v3"], 4096, FLOAT32),
     "Qwen2.5-7B": DecoderModule(DECODERS["qwen2.5-7b"], FLOAT32),
@@ -220,7 +222,8 @@ def measure(case: Case) -> dict[str, Any]:
     compiled = compiled_bytes(segment, case.shape, kind)
     predicted = extrapolated_bytes(segment, case.shape, kind).total
     quick = quick_bytes(segment, case.shape, kind, half_bytes=4).total
-    in_bf16 = replace(segment, module=replace(segment.module, dtype=BF16))
+    module: Any = segment.module
+    in_bf16 = replace(segment, module=replace(module, dtype=BF16))
     on_gpu = quick_bytes(in_bf16, case.shape, kind).total
     return {
         "case": case.name,
@@ -233,6 +236,12 @@ def measure(case: Case) -> dict[str, Any]:
         "quick_gpu_gib": on_gpu / GIB,
         "seconds": time.perf_counter() - started,
     }
+
+
+def result(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is written."""
+    worst = max(abs(r["error"]) for r in rows)
+    return {"rows": rows, "worst_abs_error": worst, "target": TARGET}
 
 
 def show(rows: list[dict[str, Any]]) -> Table:
@@ -256,25 +265,20 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
+    add_json(parser)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has such a text")
     args = parser.parse_args()
     for text in args.only:
         if not any(text in c.name for c in CASES):
             parser.error(f"--only {text!r} is in no name; such as {CASES[0].name!r}")
     chosen = [c for c in CASES if any(text in c.name for text in args.only)]
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    rows: list[dict[str, Any]] = []
+    rows = Rows(args.json, result)
     for i, case in enumerate(chosen):
         rows.append(measure(case))
         print(f"{i + 1}/{len(chosen)} {case.name}", file=sys.stderr, flush=True)
-        worst = max(abs(r["error"]) for r in rows)
-        found = {"rows": rows, "worst_abs_error": worst, "target": TARGET}
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=2) + "\n")
+    worst = result(rows)["worst_abs_error"]
     Console(width=None if sys.stdout.isatty() else 140).print(show(rows))
     quick = sorted(abs(r["quick_error"]) for r in rows)
     print(

@@ -13,15 +13,15 @@ those first that save most for bytes and time, `run` is what schedules get. The 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from json_rows import Rows, add_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,8 +58,7 @@ def random_device(seed: int, n: int = 200) -> Device:
     return Device(tuple(items), room)
 
 
-def rows_of(instance: str, devices: Sequence[Device]) -> list[Row]:
-    rows = []
+def rows_of(instance: str, devices: Sequence[Device]) -> Iterator[Row]:
     bound_s = sum(chosen(d, Budget(1e9)).bound_s for d in devices)
     for method in ("greedy", "run"):
         started = time.perf_counter()
@@ -67,16 +66,18 @@ def rows_of(instance: str, devices: Sequence[Device]) -> list[Row]:
         took_s = time.perf_counter() - started
         saved_s = sum(d.saved_s(c) for d, c in zip(devices, each, strict=True))
         n = sum(len(d.items) for d in devices)
-        rows.append(Row(instance, len(devices), n, method, saved_s / bound_s, took_s))
-    return rows
+        yield Row(instance, len(devices), n, method, saved_s / bound_s, took_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--random", type=int, default=20, help="random devices of 200 groups")
     args = parser.parse_args(argv)
-    rows = [row for i in range(args.random) for row in rows_of(f"random {i}", [random_device(i)])]
+    rows = Rows(args.json)
+    for i in range(args.random):
+        for row in rows_of(f"random {i}", [random_device(i)]):
+            rows.append(row)
     for case in CASES:
         found = answer(case, "dip")
         if found.plan is None or not found.plan.kept:
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         step = found.steps[0]
         devices = devices_of(found.plan, step.schedule, prices_of(case, found.plan))
-        rows += rows_of(case.name, [d for d in devices if d.items])
+        for row in rows_of(case.name, [d for d in devices if d.items]):
+            rows.append(row)
     print(f"{'instance':12}{'devices':>9}{'groups':>8}{'method':>9}{'of bound':>10}{'took':>10}")
     for r in rows:
         print(
@@ -94,8 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for method in ("greedy", "run"):
         own = [r.saved_over_bound for r in rows if r.method == method]
         print(f"{method}: median {median(own):.4f}, least {min(own):.4f} of the bound")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     return 0
 
 

@@ -23,10 +23,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json, as_rows, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +48,8 @@ from dflop_jax.data.sample import Limits  # noqa: E402
 from dflop_jax.data.shuffle import shuffled  # noqa: E402
 from dflop_jax.data.text.pieces import ByteTokenizer  # noqa: E402
 from dflop_jax.data.text.stamps import stamp_of  # noqa: E402
-from dflop_jax.records import Edge, Load, Plan, Prices  # noqa: E402
+from dflop_jax.records import Edge, Load, Plan, Prices, Shape  # noqa: E402
+from dflop_jax.records.plan import Grouping  # noqa: E402
 from dflop_jax.schedule import (  # noqa: E402
     BucketSpec,
     ScheduleWorker,
@@ -63,6 +65,7 @@ ROW_TOKENS, ROW_PATCHES, PATCH_PX = 8192, 8192, 16
 FRAME, RATE = (640, 360), (30, 1)
 CHARS_PER_TOKEN, TEMPLATE_TOKENS = 4, 20
 SPEC = MediaSpec(form="native", patch_px=PATCH_PX, merge=2, frames=2)
+GROUPINGS: tuple[Grouping, ...] = ("balanced", "arrival")
 KINDS = {"pictures and text": False, "clips too": True}
 
 
@@ -136,7 +139,7 @@ def profiled(loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
     return some, [loads[i] for i in most_demanding(np.array(asks), MAX_TAIL)]
 
 
-def planned(some: Sequence[Load], tail: Sequence[Load], grouping: str) -> tuple[Plan, Prices]:
+def planned(some: Sequence[Load], tail: Sequence[Load], grouping: Grouping) -> tuple[Plan, Prices]:
     spec = BucketSpec(
         GLOBAL_BATCH,
         {"vision": RANKS, "llm": RANKS},
@@ -156,7 +159,7 @@ def planned(some: Sequence[Load], tail: Sequence[Load], grouping: str) -> tuple[
     return plan, evaluator.prices(plan)
 
 
-def run(data: str, loads: Sequence[Load], grouping: str, steps: int) -> Row:
+def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row:
     """Schedule the batches of so many steps as a run does."""
     plan, prices = planned(*profiled(loads), grouping)
     without_room = set(beyond(loads, plan))
@@ -166,7 +169,9 @@ def run(data: str, loads: Sequence[Load], grouping: str, steps: int) -> Row:
         drawn = shuffled(places, len(loads), 0).tolist()
         return [loads[i] for i in drawn if i not in without_room]
 
-    padded, spans, shapes = {m: [] for m in plan.modules}, [], set()
+    padded: dict[str, list[float]] = {m: [] for m in plan.modules}
+    spans: list[float] = []
+    shapes: set[tuple[str, Shape]] = set()
     with ScheduleWorker(batch, plan, prices, plan.modules, stop_step=steps, grace_s=300) as worker:
         for step in range(steps):
             schedule, _ = worker.get(step)
@@ -215,12 +220,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="batches scheduled of each kind")
     parser.add_argument("--data", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--train", type=int, default=0, help="steps of a real run; 0: none")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    add_json(parser)
     args = parser.parse_args()
-    rows = []
+    rows = Rows(args.json, as_rows)
     for data in args.data:
         loads = loads_of(args.shapes, KINDS[data])
-        rows += [run(data, loads, grouping, args.steps) for grouping in ("balanced", "arrival")]
+        for grouping in GROUPINGS:
+            rows.append(run(data, loads, grouping, args.steps))
     table = Table("data", "grouping", "samples", "patches padded", "tokens padded", "step",
                   "without room", "shapes run")  # fmt: skip
     for r in rows:
@@ -231,13 +237,10 @@ def main() -> None:
     console.print(table)
     for r in rows:
         console.print(f"{r.data}, {r.grouping}: {'; '.join(r.shapes)}")
-    numbers: dict[str, object] = {"rows": [asdict(r) for r in rows]}
     if args.train:
-        numbers["compiles_after_warmup"] = compiles_of_a_run(args.train)
-        console.print(f"compiles after warm-up in {args.train} steps: "
-                      f"{numbers['compiles_after_warmup']}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(numbers, indent=1))
+        compiles = compiles_of_a_run(args.train)
+        console.print(f"compiles after warm-up in {args.train} steps: {compiles}")
+        write_json(args.json, as_rows(rows) | {"compiles_after_warmup": compiles})
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ each span all ranks in chunks. The bound is `schedule/ordering/bound.py`'s.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
@@ -143,25 +144,21 @@ def behind(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_json(parser)
     parser.add_argument("--small", type=int, default=200, help="how many small steps")
     parser.add_argument("--large", type=int, default=5, help="how many large ones")
     args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
     if min(args.small, args.large) < 0:
         parser.error("--small and --large must not be negative")
-    rows: list[Row] = []
-    for seed in range(args.small):
-        rows += measure(small_case(seed), small=True)
-    for seed in range(args.large):
-        rows += measure(large_case(seed), small=False)
+    rows = Rows(args.json)
+    small = (measure(small_case(seed), small=True) for seed in range(args.small))
+    large = (measure(large_case(seed), small=False) for seed in range(args.large))
+    for row in chain.from_iterable(chain(small, large)):
+        rows.append(row)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table(rows))
     for line in behind(rows):
         console.print(line)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

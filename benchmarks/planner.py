@@ -13,24 +13,26 @@ planned one, both simulated.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from json_rows import Rows, add_json
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.config import Effort, Policy
 from dflop_jax.train import planning, prepare
 from dflop_jax.train.profiling import make_profile
 
-POLICIES = ("auto", "dflop", "dip")
+POLICIES: tuple[Policy, ...] = ("auto", "dflop", "dip")
 SIZES = ((8, 128), (16, 128), (64, 512), (256, 1024), (1024, 4096))  # devices, global batch
 
 
 @dataclass(frozen=True)
 class Row:
-    policy: str
+    policy: Policy
     devices: int
     batch: int
     placements: int
@@ -40,9 +42,14 @@ class Row:
     step_s: float
     gain: float
     plan: str
+    effort: Effort
+
+    def place(self) -> tuple[bool, int, int]:
+        """Rows are shown policy by policy."""
+        return self.effort == "full", POLICIES.index(self.policy), self.devices
 
 
-def config(devices: int, batch: int, policy: str, effort: str) -> Config:
+def config(devices: int, batch: int, policy: Policy, effort: Effort) -> Config:
     return Config(
         model=ModelConfig(size="llava-ov-7b", dtype="bfloat16"),
         data=DataConfig(n_samples=4096, max_tokens=8192),
@@ -59,11 +66,10 @@ def config(devices: int, batch: int, policy: str, effort: str) -> Config:
     )
 
 
-def measure(policies: tuple[str, ...], effort: str, repeats: int) -> list[Row]:
-    """Rows of every size, policy by policy; the baseline is planned once a size."""
+def measure(policies: Sequence[Policy], effort: Effort, repeats: int) -> Iterator[Row]:
+    """Rows of every size and policy; the baseline is planned once a size."""
     first = prepare.set_up(config(8, 128, "dflop", effort))
     profile = make_profile(first, first.source())
-    rows = []
     for devices, batch in SIZES:
         at = replace(profile, model=replace(profile.model, concurrency=float(devices)))
         blind = planning.make_plan(prepare.set_up(config(devices, batch, "blind", effort)), at)
@@ -75,38 +81,36 @@ def measure(policies: tuple[str, ...], effort: str, repeats: int) -> list[Row]:
                 found = planning.make_plan(place, at)
                 spans.append(time.perf_counter() - start_s)
             step_s = found.plan.predicted.makespan_s
-            rows.append(
-                Row(
-                    policy,
-                    devices,
-                    batch,
-                    found.n_placements,
-                    found.n_candidates,
-                    found.n_evaluated,
-                    statistics.median(spans),
-                    step_s,
-                    blind.plan.predicted.makespan_s / step_s,
-                    found.candidates[0].name,
-                )
+            yield Row(
+                policy,
+                devices,
+                batch,
+                found.n_placements,
+                found.n_candidates,
+                found.n_evaluated,
+                statistics.median(spans),
+                step_s,
+                blind.plan.predicted.makespan_s / step_s,
+                found.candidates[0].name,
+                effort,
             )
-    return sorted(rows, key=lambda r: policies.index(r.policy))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
+    add_json(parser)
     parser.add_argument("--full", action="store_true", help="plan.effort full as well")
     parser.add_argument("--repeats", type=int, default=3, help="searches timed (default 3)")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
-    efforts = ("quick", *(["full"] if args.full else []))
-    found = {e: measure(POLICIES, e, args.repeats) for e in efforts}
-    for effort, rows in found.items():
-        show(effort, rows)
-    if args.json:
-        rows = [asdict(r) | {"effort": e} for e, each in found.items() for r in each]
-        args.json.write_text(json.dumps(rows, indent=1))
+    rows = Rows(args.json, lambda rows: sorted(rows, key=Row.place))
+    efforts: tuple[Effort, ...] = ("quick", "full") if args.full else ("quick",)
+    for effort in efforts:
+        for row in measure(POLICIES, effort, args.repeats):
+            rows.append(row)
+    for effort in efforts:
+        show(effort, sorted((r for r in rows if r.effort == effort), key=Row.place))
     return 0
 
 

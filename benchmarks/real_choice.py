@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from json_rows import add_json, shortened, write_json
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
@@ -77,7 +79,7 @@ def measure(
     place = set_up(config(mix, "auto", steps, size))
     profile = make_profile(place, place.source())
     rows: dict[str, dict] = {p: {"step_s": [], "idle": [], "simulated": []} for p in policies}
-    plans = {}
+    plans: dict[Policy, Plan] = {}
     for _ in range(repeats):
         for policy in policies:
             run = config(mix, policy, steps, size)
@@ -89,8 +91,8 @@ def measure(
                 row["step_s"].append(statistics.median(r["step_s"] for r in run_steps))
                 row["idle"].append(statistics.median(idle_share(plan, r) for r in run_steps))
                 row["simulated"] += [r["makespan_s"] / r["step_s"] for r in run_steps]
-    if place.peers.is_hub:
-        out.write_text(json.dumps(rows))
+                print(f"{mix}, {policy}: {shortened(row)}", file=sys.stderr, flush=True)
+                write_json(out, {mix: {p: r for p, r in rows.items() if r["step_s"]}})
 
 
 def idle_share(plan, step: dict) -> float:
@@ -138,7 +140,7 @@ def show(found: dict[str, dict[str, dict]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help=f"of a run; {WARMUP} warm up")
     parser.add_argument("--size", default="tiny+tiny-short", help="of the model")
@@ -153,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from dflop_jax.cluster.launch import launch
 
-    found = {}
+    found: dict[str, dict[str, dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for mix in args.mixes:
             out = Path(folder) / "rows.json"
@@ -161,11 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             command += ["--repeats", str(args.repeats), "--mixes", mix, "--worker", str(out)]
             command += ["--policies", *args.policies]
             code = launch(command, 2, devices_per_process=1, pin=True).exit_code
+            found |= json.loads(out.read_text()) if out.exists() else {}
+            write_json(args.json, found)
             if code:
                 return code
-            found[mix] = json.loads(out.read_text())
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
+            out.unlink()
     show(found)
     return 0
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +37,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from bucket_table import bucket_table  # noqa: E402
 from schedule_data import TRACES, instance  # noqa: E402
-from schedule_rows import Row, merged, plot, table, versus, with_ratios, write  # noqa: E402
+from schedule_rows import Row, merged, plot, table, versus, with_ratios  # noqa: E402
 
 from dflop_jax.schedule import balance  # noqa: E402
 
@@ -184,7 +185,7 @@ def seed_range(text: str) -> range:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
-    parser.add_argument("--json", type=Path, help="write the rows here, after every instance")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, default=Path("schedule.png"), help="draw here")
     parser.add_argument(
         "--seeds", type=seed_range, default=range(10), help="how many, or FIRST:END"
@@ -202,8 +203,6 @@ def parsed() -> argparse.Namespace:
     for start in args.methods or []:
         if not any(name.startswith(start) for name in known):
             parser.error(f"--methods {start!r} is the start of none of: {', '.join(known)}")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
     try:
         args.merge = merged(args.merge or [])
     except (OSError, ValueError) as error:
@@ -214,13 +213,11 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    rows: list[Row] = list(args.merge)
-    if args.json:
-        write(args.json, rows)
+    rows = Rows(args.json, rows=args.merge)
+    rows.write()
     for more in () if args.merge else measure(args, console):
-        rows += more
-        if args.json:
-            write(args.json, rows)
+        for row in more:
+            rows.append(row)
     if rows:
         console.print(table(rows))
         for line in versus(rows, CPSAT):

@@ -36,7 +36,7 @@ def trace_loads(folder: Path, *, clips: bool = True, most_tokens: int = 4096) ->
             frames = int(np.clip(row["video_s"], 4, MAX_FRAMES)) if row["video_s"] else 0
             chars = row["prompt_chars"] + row["answer_chars"]
             tokens = (tiles + frames) * FRAME_TOKENS + chars // CHARS_PER_TOKEN + TEMPLATE_TOKENS
-            pieces = {"llm": (min(most_tokens, tokens),)}
+            pieces: dict[str, tuple[int, ...]] = {"llm": (min(most_tokens, tokens),)}
             if tiles + frames:
                 pieces["vision"] = (TILE_TOKENS,) * (tiles + frames)
             loads.append(Load(pieces))

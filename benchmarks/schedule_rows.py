@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ def merged(paths: Sequence[Path]) -> list[Row]:
     """Rows of several files by size; of a method's runs on one instance the last stays.
 
     Raises:
-      ValueError: a file that `write` did not make.
+      ValueError: a file that --json did not make.
     """
     rows: dict[tuple[object, ...], Row] = {}
     for path in paths:
@@ -130,7 +130,3 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    path.write_text(json.dumps([asdict(r) for r in rows], indent=1, allow_nan=False))

@@ -24,13 +24,13 @@ of least content; `first fit` takes them as they arrive.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -255,8 +255,9 @@ def chosen_plan(loads: Sequence[Load], samples: int, ranks: int, effort: str) ->
     return plan_of(choose_buckets(loads, spec).buckets, ranks)
 
 
-def rows_of(folder: Path, sizes: Sequence[tuple[int, int]], seeds: int, effort: str) -> list[Row]:
-    rows = []
+def rows_of(
+    folder: Path, sizes: Sequence[tuple[int, int]], seeds: int, effort: str
+) -> Iterator[Row]:
     for data in ("images and text", "with clips"):
         loads = trace_loads(folder, clips=data == "with clips", most_tokens=ROW_TOKENS)
         for samples, ranks in sizes:
@@ -268,8 +269,7 @@ def rows_of(folder: Path, sizes: Sequence[tuple[int, int]], seeds: int, effort: 
                     len(seen), samples, replace=samples > len(seen)
                 )
                 case = Case(tuple(seen[i] for i in pick), plan)
-                rows += [measured(case, data, seed, name) for name in METHODS]
-    return rows
+                yield from (measured(case, data, seed, name) for name in METHODS)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -292,20 +292,20 @@ def table(rows: Sequence[Row]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    add_json(parser)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="batches of each size")
     parser.add_argument("--sizes", nargs="+", help="samples x ranks, as 512x32")
     parser.add_argument("--effort", choices=("quick", "full"), default="full", help="of the shapes")
     parser.add_argument("--quick", action="store_true", help="two sizes, one batch each")
     args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
+    rows = Rows(args.json, as_rows)
     try:
         sizes: Sequence[tuple[int, int]] = QUICK_SIZES if args.quick else SIZES
         if args.sizes:
             sizes = [(int(n), int(d)) for n, d in (text.split("x") for text in args.sizes)]
         effort = "quick" if args.quick else args.effort
-        rows = rows_of(args.shapes, sizes, 1 if args.quick else args.seeds, effort)
+        for row in rows_of(args.shapes, sizes, 1 if args.quick else args.seeds, effort):
+            rows.append(row)
     except ValueError as error:
         parser.error(str(error))
     Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
@@ -317,8 +317,6 @@ def main() -> None:
         better = sum(runs[k].busiest_over_bound <= r.busiest_over_bound * (1 + 1e-9)
                      for k, r in same.items())  # fmt: skip
         print(f"`run` best or equal to {name} (busiest rank): {better} of {len(same)}")
-    if args.json:
-        args.json.write_text(json.dumps({"rows": [asdict(r) for r in rows]}, indent=1))
 
 
 if __name__ == "__main__":

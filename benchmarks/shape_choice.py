@@ -20,10 +20,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,6 @@ from schedule_data import FRAME_TOKENS, TILE_TOKENS, TRACES, tiles_of  # noqa: E
 
 from dflop_jax.records import Bucket, Edge, Load  # noqa: E402
 from dflop_jax.schedule import BucketSpec, choose_buckets, evaluate_buckets  # noqa: E402
-from dflop_jax.schedule.shapes import choose  # noqa: E402
 
 HELD_OUT, EVALUATE_WORK = 8, 300
 PATCH_PX, MOST_PATCHES = 28, 2048
@@ -111,8 +111,10 @@ def loads_of(case: Case, folder: Path) -> list[Load]:
                 pieces = tuple(sizes.astype(int).tolist())
                 tokens = sum(pieces)
             tokens += (row["prompt_chars"] + row["answer_chars"]) // 4 + 20
-            llm = {"llm": (min(case.most_tokens, tokens),)}
-            loads.append(Load({"vision": pieces, **llm} if case.vision and pieces else llm))
+            lengths: dict[str, tuple[int, ...]] = {"llm": (min(case.most_tokens, tokens),)}
+            if case.vision and pieces:
+                lengths = {"vision": pieces, **lengths}
+            loads.append(Load(lengths))
     return loads
 
 
@@ -153,14 +155,10 @@ def measured(case: Case, folder: Path, seed: int) -> Row:
     batches = [[rest[i] for i in rng.choice(len(rest), case.batch)] for _ in range(HELD_OUT)]
     spec = spec_of(case, seen, seed)
     figures = []
-    for nodes in (0, choose._EFFORTS["full"].milp_nodes):
-        every_effort = choose._EFFORTS
-        full = replace(every_effort["full"], milp_nodes=nodes)
-        choose._EFFORTS = every_effort | {"full": full}
+    for with_milp in (False, True):
         start_s = time.process_time()
-        choice = choose_buckets(seen, spec)
+        choice = choose_buckets(seen, spec, with_milp=with_milp)
         spent_s = time.process_time() - start_s
-        choose._EFFORTS = every_effort
         held_out = evaluate_buckets(choice.buckets, batches, spec, work=EVALUATE_WORK)
         figures.append((held_out.expected_s, choice.expected_s, spent_s))
     columns = [x for pair in zip(*figures, strict=True) for x in pair]
@@ -197,17 +195,15 @@ def table(rows: Sequence[Row]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--shapes", type=Path, default=TRACES, help="folder of traces (*.jsonl)")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    add_json(parser)
     parser.add_argument("--seeds", type=int, default=2, help="halves of the data (default 2)")
     parser.add_argument("--cases", type=int, nargs="+", help="places of cases to run, from 0")
     args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder; make it first")
     cases = [CASES[i] for i in args.cases] if args.cases is not None else CASES
-    rows = list(rows_of(args.shapes, cases, args.seeds))
+    rows = Rows(args.json, as_rows)
+    for row in rows_of(args.shapes, cases, args.seeds):
+        rows.append(row)
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps({"rows": [asdict(r) for r in rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,11 +40,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from json_rows import add_json, write_json
 from real_choice import MIXES
 from simulator_errors import error, result, show
 from simulator_steps import calibrated, run_batches, undisturbed
 
 from dflop_jax import Config, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.config import Policy
 from dflop_jax.records import Plan, Prices, Schedule, Trace
 
 RUNS = Path("runs/simulator")  # the last simulated and measured trace of every schedule
@@ -55,7 +57,7 @@ CACHE = RUNS / "cache"  # compiled programs are kept; what was timed is timed an
 class Kind:
     """What to search a plan for: a policy, and what its submeshes may be."""
 
-    policy: str
+    policy: Policy
     microbatches: int = 16
     devices: int = 0  # of every submesh; 0: any number
     stages: int = 0  # of the LLM's submesh; 0: any
@@ -88,11 +90,12 @@ PINNED = SetUp(
         "blind data": Kind("blind", devices=2),
     },
 )
+SWINGING_POLICIES: tuple[Policy, ...] = ("dflop", "orch", "dip", "blind")
 SWINGING = replace(
     PINNED,
     name="two pinned processes, swinging shares of media",
     batches=(16, 16, 16, 16),
-    kinds={p: Kind(p) for p in ("dflop", "orch", "dip", "blind")},
+    kinds={p: Kind(p) for p in SWINGING_POLICIES},
     mixture=MIXES["swinging"],
 )
 PRETENDED = SetUp(
@@ -154,7 +157,7 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
         if place.peers.is_hub:
             worst = max(abs(error(r)) for r in mine)
             print(f"{name}: {len(mine)} schedules, worst error {100 * worst:.1f}%", flush=True)
-            out.write_text(json.dumps(rows))
+            write_json(out, rows)
 
 
 def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Prices]:
@@ -290,15 +293,13 @@ def row(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers")
+    add_json(parser)
     parser.add_argument("--more", action="store_true", help="add to the runs that FILE has")
     parser.add_argument("--runs", type=int, default=3, help="times to do it all (default 3)")
     parser.add_argument("--quick", action="store_true", help="nano model, 2 plans, small batches")
     parser.add_argument("--only", choices=SET_UPS, help="one of the set-ups")
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: no such folder")
     if args.more and not (args.json and args.json.exists()):
         parser.error("--more adds to the runs of a file: name one that exists with --json FILE")
     if args.runs < 1:
@@ -319,11 +320,12 @@ def main() -> int:
             command = ["python", __file__, "--only", key, "--worker", str(out)]
             command += ["--quick"] if args.quick else []
             done = launch(command, s.processes, devices_per_process=s.devices, pin=s.processes > 1)
+            made = json.loads(out.read_text()) if out.exists() else []  # before it failed, too
+            rows += [{"set_up": key, "run": i} | r for r in made]
+            if rows:
+                write_json(args.json, result(rows))
             if done.exit_code:
                 return done.exit_code
-            rows += [{"set_up": key, "run": i} | r for r in json.loads(out.read_text())]
-            if args.json:
-                args.json.write_text(json.dumps(result(rows), indent=1))
     show(rows, {key: s.name for key, s in SET_UPS.items()})
     return 0
 

@@ -12,13 +12,12 @@ too; `simulate` is all of it, that included. Each is the best of three.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
+from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
@@ -135,9 +134,11 @@ def _best(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_json(parser)
     args = parser.parse_args()
-    rows = [measure(*case) for case in CASES]
+    rows = Rows(args.json)
+    for case in CASES:
+        rows.append(measure(*case))
     table = Table("devices", "submeshes", "microbatches", "events", "order ms", "simulate ms")
     for r in rows:
         counts = (r.devices, r.submeshes, r.microbatches, r.events)
@@ -145,8 +146,6 @@ def main() -> None:
             *(f"{n:,}" for n in counts), f"{1e3 * r.order_s:.0f}", f"{1e3 * r.seconds:.0f}"
         )
     Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,14 +19,15 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -125,7 +126,8 @@ def measure(case: Case, remat: Remat, device: jax.Device) -> dict[str, Any]:
         executed += cost.flops
         unknown |= {*cost.unknown_kernels, *["a loop"] * bool(cost.unknown_loops)}
         needed += needed_flops(segment, case.shape, kind, with_forward=False)
-        temp = max(temp, compiled.memory_analysis().temp_size_in_bytes)
+        analysis: Any = compiled.memory_analysis()
+        temp = max(temp, analysis.temp_size_in_bytes)
     attention = attention_flops_of(segment.module)
     if attention and (kernels := kernel_flops(segment, case.shape)):
         by_pairs = 3 * case.shape.rows * attention(case.shape.tokens)
@@ -151,19 +153,15 @@ def rows_of(chip: str, only: list[str]) -> None:
                 print(json.dumps(measure(case, remat, devices[0])), flush=True)
 
 
-def compiled_rows(chip: str, only: list[str]) -> list[dict[str, Any]]:
-    """The rows of a chip, from a process of its own."""
+def compiled_rows(chip: str, only: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a chip, from a process of its own, as they come."""
     command = [sys.executable, __file__, "--chip", chip, "--only", *only]
     environment = compiler_environment() if CHIPS[chip] else None
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
-        rows: list[dict[str, Any]] = []
-        for line in process.stdout:
-            rows.append(json.loads(line))
-            print(f"{chip}: {len(rows)} compiled", file=sys.stderr)
+        yield from map(json.loads, process.stdout)
     if process.returncode:
         raise RuntimeError(f"the process that compiles for {chip} ended with {process.returncode}")
-    return rows
 
 
 def show(rows: list[dict[str, Any]]) -> Table:
@@ -186,22 +184,21 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     parser.add_argument("--only", nargs="+", default=[""], help="rows that have such a text")
     parser.add_argument("--chip", choices=CHIPS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.chip:
         rows_of(args.chip, args.only)
         return 0
-    rows: list[dict[str, Any]] = []
+    rows = Rows(args.json, as_rows)
     for chip in CHIPS:
         try:
-            rows += compiled_rows(chip, args.only)
+            for row in compiled_rows(chip, args.only):
+                rows.append(row)
         except ValueError as e:
             print(f"{chip} is left out: {e}", file=sys.stderr)
     Console().print(show(rows))
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1))
     wrong = [r for r in rows if r["recompute"] == "none"
              and not 0.99 <= r["executed_over_needed"] <= 1.03]  # fmt: skip
     return int(bool(wrong))

@@ -13,7 +13,6 @@ and the second third of the steps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
@@ -89,7 +89,7 @@ def run(folder: Path, policy: Policy, steps: int, size: str) -> tuple[list[dict]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    add_json(parser)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--size", default="tiny+tiny-short", help="of the model")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -98,7 +98,8 @@ def main() -> None:
         parser.error("two cores are needed")
     third = args.steps // 3
     table = Table("policy", "steps", "median step ms", "slowness 0", "slowness 1 (at the end)")
-    numbers, said = [], []
+    said: list[str] = []
+    numbers = Rows(args.json, lambda rows: {"rows": rows, "log": said})
     for policy in args.policies:
         with tempfile.TemporaryDirectory() as folder:
             rows, lines = run(Path(folder), policy, args.steps, args.size)
@@ -113,8 +114,6 @@ def main() -> None:
         table.add_section()
     Console().print(table)
     print("\n".join(said))
-    if args.json:
-        args.json.write_text(json.dumps({"rows": numbers, "log": said}, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import shutil
 
 import pytest
 
-from benchmarks import fuzz_cases, fuzz_data
+from tests.benchmarks.scripts import module
 from tests.data.media_cases import made_dataset
+
+fuzz_cases, fuzz_data = module("fuzz_cases"), module("fuzz_data")
 
 CASES = 150
 FOLDERS = {".png": "images", ".jpg": "images", ".gif": "images", ".mp4": "videos", ".wav": "audio"}

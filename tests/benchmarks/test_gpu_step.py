@@ -14,9 +14,9 @@ def cases():
 
 
 def test_a_tiny_run_without_a_gpu(tmp_path):
-    out = run("gpu_step", "--tiny", "--json", tmp_path / "out.jsonl", cwd=tmp_path)
+    out = run("gpu_step", "--tiny", "--json", tmp_path / "out.json", cwd=tmp_path)
     assert out.returncode == 0, out.stdout + out.stderr
-    lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = json.loads((tmp_path / "out.json").read_text())
     assert [json.loads(text)["name"] for text in out.stdout.splitlines()] == [
         line["name"] for line in lines
     ]

@@ -77,9 +77,12 @@ class BucketChoice:
     padding: dict[str, float]
 
 
-def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
+def choose_buckets(
+    loads: Sequence[Load], spec: BucketSpec, *, with_milp: bool = True
+) -> BucketChoice:
     """At most `spec.n_buckets` buckets that minimise the expected step on these loads (a
-    DataProfile's). The answer depends on the arguments alone.
+    DataProfile's). The answer depends on the arguments alone; `with_milp` False leaves the integer
+    program out, to see what it brings.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
@@ -105,7 +108,7 @@ def choose_buckets(loads: Sequence[Load], spec: BucketSpec) -> BucketChoice:
     starts = [_holding(start, front, sizes, spec.capacity) for start in chained]
     best = _best_start(starts, evaluator, few, effort.finalists)
     best = _refined(best, sizes, evaluator, front, spec)
-    if effort.milp_nodes:
+    if effort.milp_nodes and with_milp:
         candidates = _candidates((*chained, best), sizes, spec)
         answers = solve_choices(
             candidates,

@@ -86,7 +86,8 @@ class Row:
 
 
 def trace_rows(folder: Path, clips: bool) -> list[dict]:
-    rows = [json.loads(line) for f in sorted(folder.glob("*.jsonl")) for line in f.open()]
+    files = sorted(folder.glob("*.jsonl"))
+    rows = [json.loads(line) for f in files for line in f.read_text().splitlines()]
     return [r for r in rows if not r["audio_s"] and (clips or not r["video_s"])]
 
 

@@ -1,0 +1,370 @@
+"""Benchmarks write every row as it is made: the helper, and each script with all its default rows
+at small sizes or, where minutes or hardware forbid that, the part that its line in `RUNS` states.
+
+A new benchmark gets a line in `RUNS`, or in `ELSEWHERE` where another file runs its `main`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.benchmarks.scripts import BENCHMARKS, module
+from tests.data.media_cases import made_dataset
+from tests.plans import nano_profile
+
+json_rows = module("json_rows")
+
+# Scripts whose rows another file of tests makes, by the name of a test there.
+ELSEWHERE = {
+    "cpsat": "test_schedule.py test_cpsat_solves_a_small_instance",  # has no rows
+    "dispatch": "test_dispatch.py test_every_cost_has_rows_of_both_methods",
+    "gpu_compile": "test_gpu_compile.py test_a_file_of_all_cases_is_not_compiled_again",
+    "gpu_step": "test_gpu_step.py test_a_tiny_run_without_a_gpu",
+    "load_weights": "test_load_weights.py test_a_small_checkpoint",
+    "memory": "test_memory.py test_two_cases_at_full_size",
+    "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",
+    "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
+    "two_process": "test_two_process.py test_rows_are_trained_shown_and_written",
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A script's smallest call.
+
+    Attributes:
+      rows: how many rows it makes, each of which is written.
+      prepare: makes it small, and files in the folder where it runs.
+    """
+
+    rows: int
+    arguments: tuple[object, ...] = ()
+    prepare: Callable[[ModuleType, pytest.MonkeyPatch], None] = lambda script, patch: None
+
+
+# ---- what makes each small ----
+
+
+def answers_of_nothing(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Planning of a 7B on a hundred devices takes minutes: no policy finds a plan."""
+    patch.setattr(script, "answer", lambda case, policy: script.Answer("nothing fits"))
+    patch.setattr(script, "judged", lambda case, answer: 1.0)
+    patch.setattr(script, "on_all_cores", map)
+
+
+def made_up_job(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Jobs of several processes take minutes: this one is over, with 60 steps and no line."""
+
+    class Job:
+        def poll(self) -> int:
+            return 0
+
+        def communicate(self, timeout: float) -> tuple[str, str]:
+            return "", ""
+
+        def send_signal(self, number: int) -> None: ...
+        def __enter__(self) -> Job:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    import tests.train.many as many
+
+    patch.setattr(many.Jobs, "started", lambda *_: Job())
+    patch.setattr(many, "losses", lambda folder: [1.0] * script.STEPS)
+    patch.setattr(script, "_steps", lambda folder: script.STEPS)
+
+
+def one_commit(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """It runs two_process.py; without that it only prints."""
+    patch.setattr(script, "checkout", lambda commit: script.tempfile.TemporaryDirectory())
+    patch.setattr(script, "step_times", lambda root, options: "dflop 1 ms")
+
+
+def some_media(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    folder = Path("shared").resolve()
+    made_dataset(folder, 5)
+    patch.setattr(script, "SHARED", folder)
+    patch.setattr(script, "CLIP", "a.mp4")
+
+
+def cases_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """A child takes 10 s to start (test_fuzz_data.py has real ones)."""
+
+    def run(cases: range, seed: int, data: Path, seconds: float, tell: Callable) -> Any:
+        counts, findings = script.Counter(), [script.Finding(0, "bytes", "fell over")]
+        for case in cases:
+            counts["bytes good" if case else "bytes finding"] += 1
+            tell(counts, findings)
+        return counts, findings
+
+    patch.setattr(script, "run", run)
+
+
+def plans_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """It compiles for GPUs for minutes, by a compiler that few machines have."""
+
+    def measure(name: str, max_model: int) -> Any:
+        return [script.Row(name, "llm", 1.0, 1.0)], {"fits": True, "failed": []}
+
+    patch.setattr(script, "measure", measure)
+
+
+def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Three jobs of two processes take minutes: what they come to is made up."""
+
+    def run(jobs: object, name: str, during: Any = None) -> Any:
+        if during:
+            during.keywords["told"].append(script.Siege(1, ["127.0.0.1:1"], 2, 0, 0.5))
+        return script.Run([1.0], 0.1, (0.1, 0.2), [])
+
+    patch.setattr(script, "run", run)
+
+
+def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Real kills take minutes (tests/train/test_kills.py has two)."""
+
+    def campaign(command: object, folder: Path, *, kills: int, tell: Callable, **_: Any) -> Any:
+        done = []
+        for i in range(kills):
+            done.append(script.Kill(i, "a step", False, 3, 0.1))
+            tell(done, i + 1)
+        return done, kills
+
+    patch.setattr(script, "prepare", lambda *_: None)
+    patch.setattr(script, "campaign", campaign)
+
+
+def no_paper(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Plans of the papers take minutes: a random device alone."""
+    patch.setattr(script, "CASES", ())
+
+
+def traces(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Few samples, and shapes that are chosen quickly."""
+    row = {"images": [[64, 48]], "video_s": None, "audio_s": None}
+    rows = [row | {"prompt_chars": 40, "answer_chars": 100 * k} for k in range(1, 20)]
+    rows += [row | {"images": [], "video_s": 2.5, "prompt_chars": 40, "answer_chars": 40}]
+    for start in ("gsm8k", "activity"):
+        Path(f"{start}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    choose = script.choose_buckets
+
+    def quickly(loads: Any, spec: Any, **how: Any) -> Any:
+        return choose(loads, script.replace(spec, effort="quick"), **how)
+
+    patch.setattr(script, "choose_buckets", quickly)
+
+
+def few_tasks(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Little of every search; large steps, which take 10 s each, are left out."""
+    patch.setattr(script, "SMALL_WORK", 300)
+    patch.setattr(script, "TREE_ORDERS", 40)
+
+
+def plans_made_up(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Planning for a thousand GPUs takes minutes: what it finds is made up."""
+    plan = SimpleNamespace(predicted=SimpleNamespace(makespan_s=0.1))
+    found = SimpleNamespace(plan=plan, n_placements=1, n_candidates=2, n_evaluated=1,
+                            candidates=[SimpleNamespace(name="llm 1x1x8@0")])  # fmt: skip
+    patch.setattr(script.prepare, "set_up", lambda config: SimpleNamespace(source=lambda: None))
+    patch.setattr(script, "make_profile", lambda place, source: nano_profile())
+    patch.setattr(script.planning, "make_plan", lambda place, profile: found)
+
+
+def launched(rows: Callable[[list[str]], object]) -> Callable[..., None]:
+    """Two processes that train take minutes: `rows` are what they would write."""
+
+    def prepare(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+        def launch(command: list[str], n: int, **_: object) -> Any:
+            out = Path(command[command.index("--worker") + 1])
+            json_rows.write_json(out, rows(command))
+            return SimpleNamespace(exit_code=0)
+
+        patch.setattr("dflop_jax.cluster.launch.launch", launch)
+
+    return prepare
+
+
+def mix_of(command: list[str]) -> object:
+    row = {"step_s": [0.1], "idle": [0.2], "simulated": [1.0], "plan": "orch", "predicted_s": 0.1}
+    return {command[command.index("--mixes") + 1]: dict.fromkeys(("auto", "orch"), row)}
+
+
+def schedules_of(command: list[str]) -> object:
+    seconds = ("calibrated_s", "chosen_by_s", "layers_s", "textbook_s", "measured_s")
+    row = dict.fromkeys(seconds, 0.1) | {"steps_s": [0.1, 0.2], "groups": [], "others_share": 0.0}
+    row |= {"plan": "orch", "submeshes": "all", "batch": 8, "disturbed": 0, "concurrency": 1.0}
+    return [row] * 2
+
+
+def no_second(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Small steps, and each once."""
+    patch.setattr(script, "CASES", ((2, 1, 1, 2), (2, 2, 1, 4)))
+    patch.setattr(script, "REPEATS", 1)
+
+
+def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Compiling a 7B takes 10 GB: what the processes that compile would say is made up."""
+
+    def rows(chip: str, only: list[str]) -> Any:
+        for recompute in ("none", "segment"):
+            yield {"module": "m", "chip": chip, "recompute": recompute, "unknown": [],
+                   "executed_over_needed": 1.0, "residual_bytes": 1.0,
+                   "temp_bytes": 1.0}  # fmt: skip
+
+    patch.setattr(script, "compiled_rows", rows)
+
+
+def one_straggler(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Two processes that train take minutes: the metrics of each policy's run are made up."""
+    rows = [{"step_s": 0.1, "slowness": {"0": 1.0, "1": 2.0}}] * 60
+    patch.setattr(script, "run", lambda *_: (rows, ["process 1 is slow"]))
+    patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+
+
+RUNS = {
+    "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
+    "bad_samples": Tiny(3, (), made_up_job),
+    "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
+    "data_index": Tiny(6, ("--records", 8)),
+    "decode": Tiny(
+        5, ("--passes", 1, "--samples", 2, "--workers", 1, "--minutes", 0.01), some_media
+    ),
+    "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
+    "gpu_plans": Tiny(1, (), plans_of_nobody),
+    "hostile": Tiny(4, (), quiet_jobs),
+    "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
+    "kills": Tiny(2, ("--kills", 2), one_campaign),
+    "memory_plan": Tiny(2, ("--random", 1), no_paper),
+    "native_padding": Tiny(4, ("--shapes", ".", "--steps", 1), traces),
+    "pipeline_search": Tiny(5, ("--small", 1, "--large", 0), few_tasks),
+    "planner": Tiny(30, ("--full", "--repeats", 1), plans_made_up),
+    "real_choice": Tiny(7, (), launched(mix_of)),
+    "shape_choice": Tiny(1, ("--shapes", ".", "--seeds", 1, "--cases", 3), traces),
+    "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
+    "simulator_speed": Tiny(2, (), no_second),
+    "step_flops": Tiny(4, (), compiled_by_nobody),
+    "straggler": Tiny(6, (), one_straggler),
+}
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """What was written to rows.json, every time, whole."""
+    each: list[object] = []
+    replace = Path.replace
+
+    def noted(self: Path, target: Path) -> Path:
+        if Path(target).name == "rows.json":
+            each.append(json.loads(self.read_text()))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    return each
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_row_is_written_as_it_is_made(name, written, tmp_path, monkeypatch, capsys):
+    if name == "index_parquet":
+        pytest.importorskip("pyarrow")
+    script, tiny = module(name), RUNS[name]
+    monkeypatch.chdir(tmp_path)
+    tiny.prepare(script, monkeypatch)
+    given = ["--json", "rows.json"] if tiny.rows else []
+    monkeypatch.setattr(sys, "argv", [name, *map(str, tiny.arguments), *given])
+    assert not script.main()
+    assert len(written) >= tiny.rows
+    for before, after in itertools.pairwise(written):
+        assert len(json.dumps(before)) <= len(json.dumps(after))
+    if tiny.rows:
+        assert json.loads(Path("rows.json").read_text()) == written[-1]
+        assert not [f for f in Path().iterdir() if f.suffix == ".tmp"]
+        if isinstance(written[-1], list):
+            assert len(written[-1]) == tiny.rows
+    assert capsys.readouterr().out
+
+
+# ---- none is left out ----
+
+
+SCRIPTS = {f.stem: ast.parse(f.read_text()) for f in sorted(BENCHMARKS.glob("*.py"))}
+
+
+def test_every_benchmark_is_run():
+    """Files without a `main` are parts of others."""
+    has_main = {
+        name
+        for name, tree in SCRIPTS.items()
+        if any(isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body)
+    }
+    assert {*RUNS} | {*ELSEWHERE} == has_main, "a new benchmark needs a line in RUNS or ELSEWHERE"
+    for name, where in ELSEWHERE.items():
+        file, test = where.split()
+        text = (Path(__file__).parent / file).read_text()
+        assert f"def {test}(" in text
+        assert name in text
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_benchmarks_reach_into_nothing_private_and_write_by_one_helper(name):
+    for node in ast.walk(SCRIPTS[name]):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            assert own or node.attr.startswith("__"), f"{name}.py:{node.lineno}: {node.attr}"
+        if isinstance(node, ast.ImportFrom):
+            assert not any(a.name.startswith("_") for a in node.names), f"{name}.py:{node.lineno}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
+            assert ast.unparse(node.args[0]) != "'--json'" or name == "json_rows", name
+
+
+# ---- the helper ----
+
+
+def test_rows_are_printed_and_written(tmp_path, capsys):
+    @dataclass(frozen=True)
+    class Row:
+        name: str
+        value: float
+
+    file = tmp_path / "rows.json"
+    rows = json_rows.Rows(file, json_rows.as_rows)
+    for i, value in enumerate((1.0, np.float32(0.5), float("inf"))):
+        rows.append(Row(f"{tmp_path.name}{i}", value))
+        assert len(json.loads(file.read_text())["rows"]) == i + 1
+    assert [r["value"] for r in json.loads(file.read_text())["rows"]] == [1.0, 0.5, None]
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_row_that_cannot_be_written_leaves_those_before_it(tmp_path):
+    file = tmp_path / "rows.json"
+    rows = json_rows.Rows(file)
+    rows.append({"n": 1})
+    with pytest.raises(TypeError, match="a Image has no form"):
+        rows.append({"n": Image.new("L", (1, 1))})
+    assert json.loads(file.read_text()) == [{"n": 1}]
+
+
+def test_without_a_file_rows_are_only_printed(capsys):
+    json_rows.Rows(None).append({"text": "x" * 1000})
+    assert len(capsys.readouterr().err) < 210
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_runs(capsys):
+    parser = json_rows.argparse.ArgumentParser()
+    json_rows.add_json(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", "/nowhere/rows.json"])
+    assert "/nowhere/rows.json: no such folder; make it first" in capsys.readouterr().err

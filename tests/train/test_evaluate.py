@@ -3,7 +3,10 @@
 import gc
 import itertools
 import json
+import socket
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,6 +129,23 @@ def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
         gc.collect()
         assert not any(ref() for ref, _ in packed)
     assert rows[0] == rows[1] == rows[2]
+
+
+def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
+    """Neither waits for what the other does not pack, wherever the first pass ends."""
+    source, links = opened(mixture), socket.socketpair()
+    monkeypatch.setattr(evaluate, "PACKED_BYTES", 1)
+
+    def process(number):
+        peers = Peers(number, 2, {1 - number: links[number]})
+        packer = Packer(NANO, MODEL, Ranks.all(NANO), peers, {"llm": float, "vision": float})
+        held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
+        return [held_out.run(step) for step in (1, 2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [f.result(120) for f in [pool.submit(process, k) for k in range(2)]]
+    assert first == second
+    assert replace(first[0], step=2) == first[1]
 
 
 class Named:

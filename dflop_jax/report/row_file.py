@@ -12,7 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +39,18 @@ class FullDisk:
                 error.strerror,
             )
         self._said = True
+
+
+@contextmanager
+def despite_full_disk(file: Path) -> Iterator[None]:
+    """Where the disk is full the file is not written, which is said; a part of it does not stay."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        file.unlink(missing_ok=True)
+        log.warning("%s: %s; it is not written", file, e.strerror)
 
 
 class RowFile:

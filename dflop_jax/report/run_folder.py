@@ -18,7 +18,15 @@ import msgspec
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.report.metrics import KEYED, SCALARS, StepMetrics
-from dflop_jax.report.row_file import FULL, FullDisk, RowFile, key_of, last_line, whole_lines
+from dflop_jax.report.row_file import (
+    FULL,
+    FullDisk,
+    RowFile,
+    despite_full_disk,
+    key_of,
+    last_line,
+    whole_lines,
+)
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
@@ -197,8 +205,10 @@ class RunFolder:
                 )
 
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
-        """Write trace.json; `labels` are those of the traced schedule's groups."""
-        write_trace(self.path / TRACE, traces, labels)
+        """Write trace.json, if the disk has room; `labels` are those of the traced schedule's
+        groups."""
+        with despite_full_disk(self.path / TRACE):
+            write_trace(self.path / TRACE, traces, labels)
 
 
 @cache  # once for a folder

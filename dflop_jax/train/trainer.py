@@ -23,7 +23,8 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
 from dflop_jax.records import Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, RunFolder
+from dflop_jax.report.row_file import despite_full_disk
+from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.schedule.online import schedule_batch
@@ -193,7 +194,8 @@ class Trainer:
         )
         result = loop.run(stack, resumed)
         if folder and result.losses:
-            write_summary(folder.path)
+            with despite_full_disk(folder.path / SUMMARY):
+                write_summary(folder.path)
         peers.barrier("done")
         return result
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from dflop_jax.report import row_file
+from dflop_jax.report import row_file, run_folder
 from dflop_jax.report.row_file import last_line, whole_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.report.summary import figures, summarise
@@ -101,6 +101,25 @@ def test_other_errors_end_the_run_as_ever(tmp_path, disk):
         disk.room, disk.error = 0, errno.EIO
         with pytest.raises(OSError, match="No space"):
             run.append(make_row(1))
+
+
+def test_a_trace_that_finds_no_room_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def cut(path, traces, labels):
+        path.write_text("{")
+        raise OSError(errors[-1], "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_trace", cut)
+    errors = [errno.ENOSPC]
+    with RunFolder(tmp_path) as run:
+        run.append(make_row(0))
+        run.write_trace([])
+        assert not (tmp_path / "trace.json").exists()
+        errors.append(errno.EIO)
+        with pytest.raises(OSError, match="No space"):
+            run.write_trace([])
+    assert [r.getMessage().split(": ", 1)[1] for r in caplog.records] == [
+        "No space left on device; it is not written"
+    ]
 
 
 def test_a_tracker_on_a_full_disk_is_given_up(tmp_path, caplog):

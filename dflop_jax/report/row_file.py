@@ -132,10 +132,11 @@ class RowFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            self._cut = True
-            with suppress(OSError):  # else before the next row
-                self._file.truncate(self._end)
-                self._cut = False
+            self._cut = len(rest) < len(line)
+            if self._cut:
+                with suppress(OSError):  # else before the next row
+                    self._file.truncate(self._end)
+                    self._cut = False
             raise
         self._end += len(line)
 

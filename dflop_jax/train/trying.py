@@ -28,9 +28,9 @@ class Shortage(msgspec.Struct):
 
 
 def plan_words(plan: Plan) -> str:
-    """A plan's name in a line."""
+    """What tells a plan from others, in a line."""
     meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
-    return f"{plan.policy}: {meshes}"
+    return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.buckets)}"
 
 
 def in_agreement(
@@ -103,7 +103,7 @@ def _shortage(peers: Peers, error: RuntimeError) -> Shortage | None:
 def _line(plan: Plan, what: str, shortage: Shortage) -> str:
     by = f", {shortage.short_bytes / _GIB:.2f} GiB short" if shortage.short_bytes else ""
     return (
-        f"plan {plan_words(plan)} does not fit into memory: process {shortage.process} ran out of "
+        f"plan {plan_words(plan)}: does not fit into memory, process {shortage.process} ran out of "
         f"it {what}{by}"
     )
 

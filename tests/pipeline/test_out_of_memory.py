@@ -1,11 +1,14 @@
-"""How many bytes were missing, by XLA's words and by what devices say of themselves."""
+"""How many bytes were missing, by XLA's words and by what devices say of themselves; and what a
+program that memory does not hold gives."""
 
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from dflop_jax.pipeline.out_of_memory import OutOfMemory, check_room, ran_out, short_bytes
+from dflop_jax.pipeline.trial import Trial
 
 KIB, GIB = 2**10, 2**30
 
@@ -64,3 +67,24 @@ def test_room_is_that_of_the_fullest_device():
         check_room("it", 4 * GIB, [device(8 * GIB, 0), FREE_3_GIB])
     assert ran_out(error.value)
     assert short_bytes(error.value, []) == GIB
+
+
+def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
+    """Other processes count the transfers; a bug is an error all the same."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    struct = jax.ShapeDtypeStruct((2, 3), np.float32, sharding=here)
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    errors = [full, jax.errors.JaxRuntimeError("INTERNAL: a bug")]
+
+    def fails(*args):
+        raise errors.pop(0)
+
+    programs = SimpleNamespace(
+        of_update=lambda name, direction: fails, output_structs=lambda *what: {"out": struct}
+    )
+    trial = Trial(programs)
+    got = trial.of_update("llm", "reduce")(1)
+    np.testing.assert_array_equal(got["out"], np.zeros((2, 3), np.float32))
+    assert trial.failed is full
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        trial.of_update("llm", "update")()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices, 
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.trying import Sync, in_agreement, plan_words
+from dflop_jax.train.trying import in_agreement, plan_words
 
 _FINALIST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
 
@@ -193,12 +193,15 @@ class Finalists:
         One that memory does not hold is closed."""
         plan, name = asked.plan, self._name(asked.plan)
         ex, timed = self._executor(plan), self._timed.pop(name, None)
+        config, peers = self._place.config, self._place.peers
         fits = False
         try:
-            self._agreed(plan, "placing its parameters", self._begin(ex))
+            seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
+            in_agreement(peers, plan, "placing its parameters", lambda s: ex.init(seed, sync=s))
             timed = timed or compile_and_time(self._place, ex)
             if schedule := asked.schedule:
-                self._agreed(plan, "in a step", lambda sync: ex.rehearse(schedule, sync))
+                step = partial(ex.rehearse, schedule)
+                in_agreement(peers, plan, "in a step", step, limit_s)
             fits = True
         finally:
             ex.state = State()  # the next plan needs the memory
@@ -215,13 +218,6 @@ class Finalists:
             self._executors[name] = make_executor(self._place, plan)
         self._executors[name].plan = plan
         return self._executors[name]
-
-    def _begin(self, ex: Executor) -> Callable[[Sync], None]:
-        return lambda sync: ex.init(self._place.config.train.seed, sync=sync)
-
-    def _agreed(self, plan: Plan, what: str, work: Callable[[Sync], None]) -> None:
-        limit_s = self._place.config.distributed.peer_timeout_s
-        in_agreement(self._place.peers, plan, what, work, limit_s)
 
     def _name(self, plan: Plan) -> str:
         """What a plan's times depend on, as one word."""

@@ -192,7 +192,7 @@ class Timings:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._timed: list[tuple[Plan, Timed]] = []
+        self._timed: list[Timed] = []
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -200,9 +200,8 @@ class Timings:
         compile_and_time = timing.compile_and_time
 
         def noted(place: Workplace, ex: Executor) -> Timed:
-            timed = compile_and_time(place, ex)
-            self._timed.append((_bare(ex.plan), timed))
-            return timed
+            self._timed.append(compile_and_time(place, ex))
+            return self._timed[-1]
 
         with (
             patch.object(timing, "compile_and_time", noted),
@@ -212,12 +211,14 @@ class Timings:
 
     def of(self, plan: Plan) -> Timed:
         """What was measured of a plan, last."""
-        return next(timed for p, timed in reversed(self._timed) if p == _bare(plan))
+        alike = (t for t in reversed(self._timed) if _programs(t.executor.plan) == _programs(plan))
+        return next(alike)
 
 
-def _bare(plan: Plan) -> Plan:
-    """A plan without what is predicted of it."""
-    return replace(plan, predicted=Predicted())
+def _programs(plan: Plan) -> Plan:
+    """A plan without what its programs do not depend on, some of which is chosen after they are
+    timed."""
+    return replace(plan, predicted=Predicted(), work_budget=0, lookahead=0)
 
 
 @contextmanager

@@ -67,6 +67,22 @@ def test_tasks_are_ordered_by_the_prices_that_a_run_measures(monkeypatch, capsys
     assert len(read_metrics(runs.run_folder("priced order"))) == STEPS
 
 
+def test_what_was_timed_of_a_plan_that_then_changed_is_found():
+    """A finalist's lookahead and work are chosen after its programs were timed."""
+    timings = runs.Timings(nano_profile())
+    first, other = (
+        SimpleNamespace(executor=SimpleNamespace(plan=p))
+        for p in (TWO, replace(TWO, policy="orch"))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs.timing, "compile_and_time", lambda place, ex: ex)
+        with timings.taken():
+            for timed in (first, other):
+                runs.trainer.compile_and_time(None, timed)
+    changed = replace(TWO, lookahead=3, work_budget=9, predicted=runs.Predicted(1.0))
+    assert timings.of(changed) is first
+
+
 def row(step_s, predicted_s=1.0):
     return {"plan": "vision@0 1x1x1", "predicted_s": predicted_s, "step_s": step_s,
             "spread_s": [step_s, step_s], "scheduled_s": step_s, "padding": {"llm": 0.1},

@@ -16,18 +16,18 @@ evaluation in a thousand. A process of its own each then
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from json_rows import Rows, add_json, write_json
 from rich.console import Console
 from rich.table import Table
 from simulator_speed import make_plan
@@ -181,14 +181,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000_000, help="default 10000000")
     parser.add_argument("--folder", type=Path, help="where the run folder is made")
     parser.add_argument("--only", choices=WORK, help=argparse.SUPPRESS)  # in a process of its own
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_json(parser)
     args = parser.parse_args()
     if args.only:
-        row = work(args.only, args.folder, args.steps, args.samples)
-        args.json.write_bytes(msgspec.json.encode(row))
+        write_json(args.json, work(args.only, args.folder, args.steps, args.samples))
         return
     table = Table("what", "steps", "samples", "seconds", "CPU s", "MB at the start", "MB at most")
-    rows: list[Row] = []
+    rows = Rows(args.json)
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder, answer = Path(temporary) / "run", Path(temporary) / "row.json"
         make_folder(folder, args.steps)
@@ -208,8 +207,6 @@ def main() -> None:
                 f"{row.started_mb:,.0f}",
                 f"{row.peak_mb:,.0f}",
             )
-            if args.json:
-                args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     Console().print(table)
 
 

@@ -10,20 +10,20 @@ under `shared` every process runs every task. What is timed are medians of
 
   decode    the reports, from the bytes that came
   finish    `StepLog.finish`: decode, trace, slowness and the row of metrics
-  learn     `Corrector.after_step` of one sampled step: it groups the batch twice to say what
-            correction gains, so it goes with samples and ranks, not with processes, and is done
-            only while the gain is more than that (its `overhead_s`)
+  learn     `Corrector.after_step` of a sampled step
+  decide    the same of the last one in a window of eight: it groups the batch twice to say what
+            correction gains, which goes with samples and ranks, not with processes; where that is
+            less than the time it takes, the next window is 50 steps later, then 100, up to 800
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 from simulator_speed import make_plan, make_prices, make_schedule
@@ -67,6 +68,7 @@ class Row:
     decode_s: float
     finish_s: float
     learn_s: float
+    decide_s: float
 
 
 def shared_plan(processes: int) -> Plan:
@@ -131,7 +133,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     nothing = {"sums": [], "reduced": {}, "totals": [], "limit": np.inf}
     call = cast(StepCall, SimpleNamespace(programs=programs, **nothing))
     peers = AllSaid(reports(plan, trace, order, 0))
-    learner = SimpleNamespace(update_prices=lambda prices: steps, append=lambda sample: None)
+    learner = SimpleNamespace(update_prices=lambda prices: 1 << 30, append=lambda sample: None)
     progress = Progress(steps, quiet=True)
     with RunFolder(folder) as run:
         log = StepLog(
@@ -152,7 +154,11 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
             batch = replace(made, step=step)
             handle = StepHandle(step, call, graph, order, {}, free_s)
             finish_s.append(seconds(partial(log.finish, handle, batch, (0.0, 0.0), False)))
-    learn_s = seconds(partial(corrector.after_step, trace, made))
+    monitor = Learnt("").monitor
+    sampled = range(monitor.next_step, monitor.next_step + monitor.window)
+    *learn_s, decide_s = (
+        seconds(partial(corrector.after_step, trace, replace(made, step=step))) for step in sampled
+    )
     factors = read_metrics(folder)[-1]["slowness"]
     assert max(factors, key=factors.__getitem__) == str(SLOW_PROCESS)
     decode_s = [seconds(lambda: [REPORTS.decode(m) for m in peers.messages]) for _ in range(steps)]
@@ -164,7 +170,8 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
         sum(map(len, peers.messages)),
         statistics.median(decode_s),
         statistics.median(finish_s),
-        learn_s,
+        statistics.median(learn_s),
+        decide_s,
     )
 
 
@@ -208,22 +215,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--processes", type=int, default=1000, help="default 1000")
     parser.add_argument("--steps", type=int, default=20, help="default 20")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_json(parser)
     args = parser.parse_args()
     table = Table(
         *("plan", "processes", "tasks", "spans", "reports MB"),
-        *("decode ms", "finish ms", "learn ms"),
+        *("decode ms", "finish ms", "learn ms", "decide ms"),
     )
-    rows: list[Row] = []
+    rows = Rows(args.json)
     for name, plan in plans(args.processes).items():
         with tempfile.TemporaryDirectory() as folder:
             row = measure(name, plan, args.steps, Path(folder))
         rows.append(row)
-        times = (f"{1e3 * s:.1f}" for s in (row.decode_s, row.finish_s, row.learn_s))
+        times = (f"{1e3 * s:.1f}" for s in (row.decode_s, row.finish_s, row.learn_s, row.decide_s))
         counts = (f"{n:,}" for n in (row.processes, row.tasks, row.spans))
         table.add_row(name, *counts, f"{row.report_bytes / 1e6:.1f}", *times)
-        if args.json:
-            args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     Console().print(table)
 
 

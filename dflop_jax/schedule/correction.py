@@ -212,6 +212,12 @@ def sampling(monitor: Monitor, step: int) -> bool:
     return monitor.on or step >= monitor.next_step
 
 
+def ends_window(monitor: Monitor) -> bool:
+    """Whether the next sampled step is one after which it is decided: only then is the gain asked
+    for, which on thousands of devices takes seconds."""
+    return (monitor.steps if monitor.on else 0) + 1 >= monitor.window
+
+
 def decide(
     monitor: Monitor, step: int, state: Correction, *, gain_s: float, overhead_s: float
 ) -> Monitor:

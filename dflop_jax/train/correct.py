@@ -9,6 +9,7 @@ from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.correction import (
     corrected,
+    ends_window,
     expected_times,
     log_ratios,
     predicted_gain_s,
@@ -58,7 +59,7 @@ class Corrector:
         self._plan, self._prices, self._trainable = plan, prices, trainable
         self._worker, self._samples, self._progress = worker, samples, progress
         self._learnt = learnt
-        self._gain_s = self._overhead_s = 0.0
+        self._gain_s = self._overhead_s = self._spent_s = 0.0  # spent: in this window
 
     def learnt(self, step: int) -> Learnt:
         """What a run needs that goes on at a step, for its checkpoint."""
@@ -86,9 +87,14 @@ class Corrector:
         ratios = log_ratios(plan, task_times(trace, batch.schedule), expected)
         state = with_ratios(before.state, ratios)
         after = corrected(prices, state)
-        gain_s = predicted_gain_s(batch.loads, plan, prices, after, trainable)
         first = self._worker.update_prices(after)
-        overhead_s = time.perf_counter() - started_s
+        gain_s = self._gain_s
+        if decides := ends_window(before.monitor):
+            gain_s = predicted_gain_s(batch.loads, plan, prices, after, trainable)
+        self._spent_s += time.perf_counter() - started_s
+        overhead_s = self._spent_s / before.monitor.window
+        if decides:
+            self._spent_s = 0.0
         sample = Sample(step, first, before.prices, ratios, gain_s, overhead_s)
         self._samples.append(sample)
         self._gain_s, self._overhead_s = gain_s, overhead_s

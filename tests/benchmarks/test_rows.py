@@ -32,6 +32,8 @@ ELSEWHERE = {
     "dispatch": "test_dispatch.py test_every_cost_has_rows_of_both_methods",
     "gpu_compile": "test_gpu_compile.py test_a_file_of_all_cases_is_not_compiled_again",
     "gpu_step": "test_gpu_step.py test_a_tiny_run_without_a_gpu",
+    "long_run": "test_long_run.py test_every_row_is_made_by_the_work_it_names",
+    "many_traces": "test_many_traces.py test_rows_of_both_plans",
     "load_weights": "test_load_weights.py test_a_small_checkpoint",
     "memory": "test_memory.py test_two_cases_at_full_size",
     "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",

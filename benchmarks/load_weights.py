@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -67,8 +66,8 @@ class OneModule:
 
     llm: DecoderModule
     edges: Sequence[Mapping[str, Any]] = ()
-    piece_tokens: Mapping[str, int] = MappingProxyType({})
-    preprocessing: Mapping[str, Any] = MappingProxyType({})
+    piece_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    preprocessing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:

@@ -84,10 +84,9 @@ def planned_under(place: Workplace) -> dict[str, Any]:
     """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
     the devices."""
     values = flags_that_plan(place.config)
-    first = place.devices[0]
     values[_PROCESSES], values[_DEVICES] = place.peers.count, len(place.devices)
-    values[_KIND] = first.device_kind
-    values[_MEMORY] = (first.memory_stats() or {}).get("bytes_limit", 0)  # 0: it does not say
+    values[_KIND] = place.devices[0].device_kind
+    values[_MEMORY] = place.bytes_limit
     values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
     return values
 

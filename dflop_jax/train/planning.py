@@ -178,8 +178,7 @@ def memory_bytes(place: Workplace) -> float:
         return stated
     if place.hardware:
         return place.hardware.plannable_bytes
-    stats = place.devices[0].memory_stats() or {}
-    return PLANNED_SHARE * stats.get("bytes_limit", 0)
+    return PLANNED_SHARE * place.bytes_limit
 
 
 @dataclass(frozen=True)

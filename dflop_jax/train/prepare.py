@@ -130,6 +130,14 @@ class Workplace:
         return 32 if kind == "cpu" else 128
 
     @property
+    def bytes_limit(self) -> int:
+        """Bytes that jax takes of a device of this process; 0 where nobody says (CPU)."""
+        local = (d for d in self.devices if d.process_index == jax.process_index())
+        first = next(local, None)  # of others nothing is told
+        stats = first.memory_stats() if first else None
+        return (stats or {}).get("bytes_limit", 0)
+
+    @property
     def trained(self) -> TrainedParts:
         """Which parts of the model train, and how fast."""
         return trained_parts(self.config.train, self.model)

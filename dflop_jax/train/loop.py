@@ -16,7 +16,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.ending import preemption
 from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config, profiled_steps
-from dflop_jax.data import Source, make_loader
+from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
 from dflop_jax.profile.needed import needed_flops
@@ -92,7 +92,8 @@ class Loop:
         start = self.loader.restore(resumed.meta.loader) if resumed else 0
         self._done = self._saved = start
         known = resumed.meta.skips if resumed else Skips()
-        self._skipping = Skipping(config.train, self._names, known)
+        names = partial(sample_names, self.source, self.loader)
+        self._skipping = Skipping(config.train, names, known)
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
@@ -225,10 +226,6 @@ class Loop:
             finish()
         return stop and self._done < self.config.train.steps
 
-    def _names(self, step: int) -> list[str]:
-        """The samples of a step's batch, by name."""
-        return [self.source.label(i) for i in self.loader.indices(step)]
-
     def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
         """Return what traces the steps of `train.profile_steps` that are still to be done."""
         wanted = profiled_steps(self.config.train)
@@ -291,6 +288,11 @@ class Loop:
         while self._unlogged and self._unlogged[0][0].step <= self._done:
             meta, finished = self._unlogged.pop(0)
             finished.set_result(msgspec.to_builtins(replace(meta, skips=self._skipping.known)))
+
+
+def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
+    """The samples of a step's batch, by name."""
+    return [source.label(i) for i in loader.indices(step)]
 
 
 def _row_tokens(plan: Plan) -> dict[str, int]:

@@ -44,4 +44,4 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     assert "adapter" in said
     assert "another model" in said
     said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), **nano)
-    assert "opt_state/llm" in said
+    assert "llm frozen" in said

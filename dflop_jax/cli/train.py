@@ -59,8 +59,11 @@ def run(args: argparse.Namespace) -> TrainAnswer:
             trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
         end_now(f"ended: {how}; --resume auto goes on", exit_code)
 
-    with on_signal(stop):
-        return _train(args, trainers)
+    try:
+        with on_signal(stop):
+            return _train(args, trainers)
+    finally:
+        trainers.clear()
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:

@@ -63,7 +63,8 @@ def on_signal(
                 if number[0] in ENDING_SIGNALS:
                     act(number[0])
 
-    threading.Thread(target=watch, daemon=True, name="signals").start()
+    watcher = threading.Thread(target=watch, daemon=True, name="signals")
+    watcher.start()
     former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
     former_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     taken = [s for s in ENDING_SIGNALS if former[s] is not signal.SIG_IGN]
@@ -76,6 +77,9 @@ def on_signal(
             signal.signal(s, former[s])
         signal.set_wakeup_fd(former_wakeup)
         os.close(writing)  # which ends the thread
+        # What `act` refers to is freed here: a daemon thread that frees arrays while the
+        # interpreter ends is stopped inside of jax, which aborts the process.
+        watcher.join(SAY_S)
 
 
 def signal_name(signum: int) -> str:

@@ -179,6 +179,8 @@ def set_up(config: Config) -> Workplace:
       ValueError: the model cannot be built, has no part that the training stage or the learning
         rates name, too few devices exist, or the cache has no folder.
     """
+    if config.plan.hardware:
+        return _set_up_elsewhere(config)
     try:
         Path(config.cache_dir).mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -186,8 +188,6 @@ def set_up(config: Config) -> Workplace:
             f"cache_dir={config.cache_dir}: cannot be made ({e.strerror}); choose another "
             "--cache_dir"
         ) from None
-    if config.plan.hardware:
-        return _set_up_elsewhere(config)
     use_cache(config.cache_dir)
     member = initialise(config.distributed, config.plan.devices)
     n = config.plan.devices

@@ -54,14 +54,15 @@ class LoopResult:
 
 
 class Loop:
-    """One process's part in the steps of a run; `folder` and `samples` are process 0's. It ends
-    early where the plan is to be changed (`redecider`)."""
+    """One process's part in the steps of a run; `folder` and `samples` are process 0's, `held_out`
+    are the samples to evaluate on. It ends early where the plan is to be changed (`redecider`)."""
 
     def __init__(
         self,
         config: Config,
         place: Workplace,
         source: Source,
+        held_out: Source | None,
         profile: Profile,
         ex: Executor,
         prices: Prices,
@@ -73,7 +74,7 @@ class Loop:
     ):
         self.config, self.place, self.peers = config, place, place.peers
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
-        self._samples = samples
+        self._samples, self._held_out = samples, held_out
         self.source, self.profile, self.prices = source, profile, prices
         needed = needed_flops(place.model, _row_tokens(ex.plan), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
@@ -97,9 +98,8 @@ class Loop:
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
-        if config.train.eval_samples:
-            source = self.place.source("eval")
-            held_out = HeldOut(config, source, self.ex, self.prices, self.packer)
+        if self._held_out is not None:
+            held_out = HeldOut(config, self._held_out, self.ex, self.prices, self.packer)
         counter = CompileCounter()
         stack.callback(counter.close)
         self.log = StepLog(

@@ -102,8 +102,10 @@ class Trainer:
                 check_trackers(config)
             self.source: Source = self.place.source()
             check_not_empty(self.source)
+            self._held_out: Source | None = None
             if config.train.eval_samples:
-                check_held_out(config, self.place.source("eval"))
+                self._held_out = self.place.source("eval")
+                check_held_out(config, self._held_out)
             self.profile = profile
             self._executor = self._make_executor(plan) if plan else None
             self._timed: Timed | None = None
@@ -187,7 +189,7 @@ class Trainer:
         timed = self._timed or self._warm_up(ex, progress)
         if folder:
             folder.write_plan(self._predicted(ex.plan, prices, timed))
-        data = self.source, self.profile
+        data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         loop = Loop(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s

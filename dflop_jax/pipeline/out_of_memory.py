@@ -53,6 +53,11 @@ def free_bytes(device: jax.Device) -> float | None:
     return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
+def says_free(devices: Iterable[jax.Device]) -> bool:
+    """Whether any of the devices says what is free."""
+    return any(free_bytes(d) is not None for d in devices)
+
+
 def check_room(what: str, needed_bytes: float, devices: Iterable[jax.Device]) -> None:
     """OutOfMemory unless every one of the devices that says so has as many bytes free."""
     left = [n for d in devices if (n := free_bytes(d)) is not None]

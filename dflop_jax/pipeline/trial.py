@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from dflop_jax.pipeline.communicator import zeros
-from dflop_jax.pipeline.out_of_memory import check_room, ran_out
+from dflop_jax.pipeline.out_of_memory import check_room, ran_out, says_free
 from dflop_jax.pipeline.programs import Program, Programs
 from dflop_jax.records import FORWARD, NO_GROUP, Group, Task
 
@@ -44,6 +44,9 @@ class Trial:
         programs, name = self._programs, task.segment
         if name not in programs.local:
             return
+        local = list(programs.segments[name].mesh.local_devices)
+        if not says_free(local):  # what it takes need not be asked of the compiler
+            return
         program: Any
         if task.group == NO_GROUP:
             program = programs.of_update(name, task.direction)
@@ -51,7 +54,6 @@ class Trial:
             forward = task.direction == FORWARD
             kind = programs.forward_kind(name, evaluate) if forward else task.direction
             program = programs.of_segment(name, groups[task.group], kind)
-        local = list(programs.segments[name].mesh.local_devices)
         check_room(f"{task.direction} of {name}", needed_bytes(program), local)
 
     def _run(self, program: Program, outputs: tuple[str, str, Any], *args: Any) -> Any:

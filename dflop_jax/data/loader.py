@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -113,15 +112,6 @@ class Loader:
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
         return [self.source.load(i) for i in self.indices(step)]
-
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Decoded samples. A replaced one may be smaller than its load, not larger."""
-        with closing(self._make_decoder()) as decoder:
-            begun = [decoder.submit(i) for i in indices]
-            return [
-                self._replaced.usable(i, decoded.result(), lambda k: decoder.submit(k).result())
-                for i, decoded in zip(indices, begun, strict=True)
-            ]
 
     def batches(
         self,

@@ -119,6 +119,7 @@ class RowFile:
     def _give_up(self) -> None:
         self.lost += len(self._held)
         self._held.clear()
+        self._held_bytes = 0
 
     def _write(self, line: bytes) -> None:
         if self._file is None:

@@ -63,6 +63,17 @@ def used(
                     target = names.get((target, alias.name))
 
 
+def imported_by(start: str, trees: dict[str, ast.Module]) -> set[str]:
+    """The modules of the project that one brings with it, by whatever they import."""
+    names, seen, rest = exported(trees, ROOT), set[str](), [start]
+    while rest:
+        module = rest.pop()
+        if module in trees and module not in seen:
+            seen.add(module)
+            rest += used(module, trees, names)
+    return seen
+
+
 def unreached(root: Path, started: tuple[str, ...] = STARTED) -> list[str]:
     """Return the modules that nothing which runs imports."""
     trees = sources(root)
@@ -94,12 +105,7 @@ def test_the_worker_reaches_the_solver():
     """From the worker's process alone: `balance` is measured, so it has to be what runs."""
     trees = sources(ROOT)
     names = exported(trees, ROOT)
-    seen, start = set(), ["dflop_jax.schedule.worker_main"]
-    while start:
-        module = start.pop()
-        if module in trees and module not in seen:
-            seen.add(module)
-            start += used(module, trees, names)
+    seen = imported_by("dflop_jax.schedule.worker_main", trees)
     solver = {m for m in trees if m.startswith("dflop_jax.schedule.solver.")}
     assert {"dflop_jax.schedule.solver.improve", "dflop_jax.schedule.solver.milp"} <= solver & seen
     assert "jax" not in {name.split(".")[0] for m in seen for name in used(m, trees, names)}

@@ -123,3 +123,9 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    """What Python prints that runs some code to its end."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)

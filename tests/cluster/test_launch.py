@@ -17,7 +17,7 @@ from dflop_jax.cluster import launch as module
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs
 
-from .launched import LIMIT_S, launcher, program, run, wait_for  # noqa: F401
+from .launched import LIMIT_S, launcher, program, run, run_code, wait_for  # noqa: F401
 
 # ---- output and environment ----
 
@@ -118,9 +118,7 @@ def test_a_process_that_does_not_stop_is_killed(program):
         "from dflop_jax.cluster import launch as l; l.STOP_GRACE_S = 0.5; "
         f"print(l.launch({program('stubborn')!r}, 2))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    done = run_code(code)
     assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"
     assert "process 0 did not stop in time; killing" in done.stderr
 

@@ -13,7 +13,7 @@ import pytest
 
 from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S
 
-from .launched import LIMIT_S, launcher, program, wait_for  # noqa: F401
+from .launched import LIMIT_S, launcher, program, run_code, wait_for  # noqa: F401
 
 
 def started(program, tmp_path, what: str) -> subprocess.Popen[str]:
@@ -101,8 +101,6 @@ def test_a_process_that_cannot_be_killed_is_left_behind(program):
         "from dflop_jax.cluster import launch as l; l.STOP_GRACE_S = l.KILLED_S = 0.5; "
         f"l._Group._kill = lambda self: None; print(l.launch({program('stubborn')!r}, 2))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    done = run_code(code)
     assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"
     assert "process 0 cannot be killed and stays behind" in done.stderr

@@ -16,7 +16,7 @@ from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.records import DataProfile, Predicted, SubmeshPlan
 
 from ..plans import NANO, bucket, load, nano_profile
-from ..test_reached import ROOT, exported, sources, used
+from ..test_reached import ROOT, exported, imported_by, sources, used
 
 PLAN = dataclasses.replace(NANO, buckets=(bucket(32, 256),))
 LOADS = tuple(load(2, 40 + i) for i in range(12))
@@ -92,11 +92,6 @@ def test_devices_that_cannot_join(platform, processes):
 def test_the_child_imports_no_jax():
     trees = sources(ROOT)
     names = exported(trees, ROOT)
-    seen, start = set(), ["dflop_jax.plan.replan"]
-    while start:
-        module = start.pop()
-        if module in trees and module not in seen:
-            seen.add(module)
-            start += used(module, trees, names)
+    seen = imported_by("dflop_jax.plan.replan", trees)
     assert "dflop_jax.plan.search" in seen
     assert "jax" not in {name.split(".")[0] for m in seen for name in used(m, trees, names)}

@@ -11,9 +11,8 @@ under `shared` every process runs every task. What is timed are medians of
   decode    the reports, from the bytes that came
   finish    `StepLog.finish`: decode, trace, slowness and the row of metrics
   learn     `Corrector.after_step` of a sampled step
-  decide    the same of the last one in a window of eight: it groups the batch twice to say what
-            correction gains, which goes with samples and ranks, not with processes; where that is
-            less than the time it takes, the next window is 50 steps later, then 100, up to 800
+  decide    the same of the last one in a window of eight, after which the schedule worker is asked
+            what correction gains
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from dflop_jax.records import Edge, Load, Plan, Schedule, SegmentPlan, SubmeshPl
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.learnt import Learnt
+from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
@@ -133,9 +133,15 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     nothing = {"sums": [], "reduced": {}, "totals": [], "limit": np.inf}
     call = cast(StepCall, SimpleNamespace(programs=programs, **nothing))
     peers = AllSaid(reports(plan, trace, order, 0))
-    learner = SimpleNamespace(update_prices=lambda prices: 1 << 30, append=lambda sample: None)
+    samples = SimpleNamespace(append=lambda sample: None)
     progress = Progress(steps, quiet=True)
-    with RunFolder(folder) as run:
+    made = made_batch(plan, schedule)
+    monitor = Learnt("").monitor
+    sampled = range(monitor.next_step, monitor.next_step + monitor.window)
+    worker = ScheduleWorker(
+        lambda step: made.loads, plan, prices, trainable, first_step=sampled.stop, ahead=0
+    )
+    with RunFolder(folder) as run, worker:
         log = StepLog(
             TrainConfig(steps=steps),
             plan,
@@ -146,19 +152,16 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
             cast(Any, SimpleNamespace(read=lambda: 0)),
         )
         corrector = Corrector(
-            plan, prices, trainable, cast(Any, learner), cast(Any, learner), progress, Learnt("")
+            plan, prices, trainable, worker, cast(Any, samples), progress, Learnt("")
         )
-        made = made_batch(plan, schedule)
         finish_s, free_s = [], dict[int, float]()
         for step in range(steps):
             batch = replace(made, step=step)
             handle = StepHandle(step, call, graph, order, {}, free_s)
             finish_s.append(seconds(partial(log.finish, handle, batch, (0.0, 0.0), False)))
-    monitor = Learnt("").monitor
-    sampled = range(monitor.next_step, monitor.next_step + monitor.window)
-    *learn_s, decide_s = (
-        seconds(partial(corrector.after_step, trace, replace(made, step=step))) for step in sampled
-    )
+        *learn_s, decide_s = (
+            seconds(partial(corrector.after_step, trace, replace(made, step=k))) for k in sampled
+        )
     factors = read_metrics(folder)[-1]["slowness"]
     assert max(factors, key=factors.__getitem__) == str(SLOW_PROCESS)
     decode_s = [seconds(lambda: [REPORTS.decode(m) for m in peers.messages]) for _ in range(steps)]

@@ -194,6 +194,8 @@ class Monitor:
     the overhead; it comes back for one window after `recheck_every` steps, and each time that finds
     nothing the pause doubles, up to `max_every`.
 
+    While the gain of a full window is being predicted no step is sampled.
+
     steps: sampled in this window. next_step: when off, the step at which sampling resumes.
     """
 
@@ -209,30 +211,32 @@ class Monitor:
 
 def sampling(monitor: Monitor, step: int) -> bool:
     """Whether the stage times of this step are to be sampled."""
-    return monitor.on or step >= monitor.next_step
+    return not is_full(monitor) and (monitor.on or step >= monitor.next_step)
 
 
-def ends_window(monitor: Monitor) -> bool:
-    """Whether the next sampled step is one after which it is decided: only then is the gain asked
-    for, which on thousands of devices takes seconds."""
-    return (monitor.steps if monitor.on else 0) + 1 >= monitor.window
+def is_full(monitor: Monitor) -> bool:
+    """Whether the window is full, so that it is to be decided whether to sample on."""
+    return monitor.on and monitor.steps >= monitor.window
+
+
+def with_step(monitor: Monitor) -> Monitor:
+    """The monitor after one more sampled step; the first while it was off begins a re-check."""
+    assert not is_full(monitor)
+    return replace(monitor, on=True, steps=monitor.steps + 1 if monitor.on else 1)
 
 
 def decide(
     monitor: Monitor, step: int, state: Correction, *, gain_s: float, overhead_s: float
 ) -> Monitor:
-    """The monitor after a sampled step.
+    """The monitor after a full window.
 
     Args:
-      state: corrections after `observe` of this step.
+      step: the last one that was sampled.
+      state: corrections after `observe` of it.
       gain_s: predicted seconds a step that using `state` saves (>= 0), see `Monitor`.
       overhead_s: measured seconds that sampling adds to a step.
     """
-    if not monitor.on:  # a re-check begins
-        monitor = replace(monitor, on=True, steps=0)
-    monitor = replace(monitor, steps=monitor.steps + 1)
-    if monitor.steps < monitor.window:
-        return monitor
+    assert is_full(monitor)
     unlearnt = gain_s * min(1.0, _moved_share(monitor.before, state))
     if unlearnt > overhead_s:
         return replace(monitor, steps=0, every=0, before=state)

@@ -16,7 +16,15 @@ import msgspec
 
 from dflop_jax.records import PriceList, Prices
 from dflop_jax.records.check import require
-from dflop_jax.schedule.correction import Correction, Monitor, corrected, decide, with_ratios
+from dflop_jax.schedule.correction import (
+    Correction,
+    Monitor,
+    corrected,
+    decide,
+    is_full,
+    with_ratios,
+    with_step,
+)
 
 # Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
 # they take up to twice as long, and the shapes that they happen to run would look slow ever after.
@@ -31,7 +39,8 @@ class Sample:
       first: the first step whose batch is scheduled with what was learnt of this one.
       prices: `digest` of the predictions.
       ratios: log(observed / predicted) by program.
-      gain_s, overhead_s: as for `correction.decide`.
+      gain_s, overhead_s: by which it was decided after the window before to sample on, see
+        `correction.decide`; 0 in the first window.
     """
 
     step: int
@@ -81,13 +90,21 @@ def digest(prices: Prices) -> str:
 
 
 def learn(learnt: Learnt, sample: Sample) -> Learnt:
-    """The state after a sampled step."""
+    """The state after a sampled step. One that opens a window also tells what was decided after
+    the window before."""
+    if is_full(learnt.monitor):
+        learnt = decided(learnt, sample.gain_s, sample.overhead_s)
     state = with_ratios(learnt.state, sample.ratios)
-    monitor = decide(
-        learnt.monitor, sample.step, state, gain_s=sample.gain_s, overhead_s=sample.overhead_s
-    )
     changes = (*learnt.changes, Change(sample.first, state))
-    return Learnt(learnt.prices, state, monitor, sample.step, changes)
+    return Learnt(learnt.prices, state, with_step(learnt.monitor), sample.step, changes)
+
+
+def decided(learnt: Learnt, gain_s: float, overhead_s: float) -> Learnt:
+    """The state once the gain of a full window is known."""
+    monitor = decide(
+        learnt.monitor, learnt.last, learnt.state, gain_s=gain_s, overhead_s=overhead_s
+    )
+    return replace(learnt, monitor=monitor)
 
 
 def replay(learnt: Learnt, samples: Iterable[Sample], step: int = 0) -> Learnt:

@@ -75,6 +75,8 @@ class ScheduleWorker:
         self._changed = threading.Condition()
         self._requests: dict[int, Request] = {}
         self._replies: dict[int, Reply] = {}
+        self._question: Request | None = None  # what a correction gains
+        self._gain_s: float | None = None  # the answer to it
         self._down = False  # the child died or was late, and none has answered since
         self._closed = False
         self._child: subprocess.Popen[bytes] | None = None
@@ -98,6 +100,20 @@ class ScheduleWorker:
         with self._changed:
             self._prices = {self._next_step: PriceList.of(prices)}
             return self._next_step
+
+    def ask_gain(self, step: int, loads: Sequence[Load], prices: Prices, corrected: Prices) -> None:
+        """Ask what `predicted_gain_s` is for this batch. It is computed where no schedule waits:
+        for thousands of devices that takes seconds."""
+        with self._changed:
+            before, after = PriceList.of(prices), PriceList.of(corrected)
+            self._question = Request(step, tuple(loads), before, after)
+            self._gain_s = None
+            self._changed.notify_all()
+
+    @property
+    def gain_s(self) -> float | None:
+        """The answer to the last question; None before it came."""
+        return self._gain_s
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
@@ -219,7 +235,10 @@ class ScheduleWorker:
                 answered += 1
                 with self._changed:
                     self._down = False
-                    if reply.step in self._requests:  # not solved here in the meantime
+                    if request.corrected is not None:
+                        if request is self._question:
+                            self._question, self._gain_s = None, reply.gain_s
+                    elif reply.step in self._requests:  # not solved here in the meantime
                         self._replies[reply.step] = reply
                     self._changed.notify_all()
         except BrokenPipeError:
@@ -227,11 +246,14 @@ class ScheduleWorker:
         return answered
 
     def _next_request(self) -> Request | None:
-        """The oldest request without a reply; waits for one. None when closed."""
+        """The oldest request without a reply, a question after all others; waits for one. None
+        when closed."""
         with self._changed:
             while not self._closed:
                 waiting = self._requests.keys() - self._replies.keys()
                 if waiting:
                     return self._requests[min(waiting)]
+                if self._question:
+                    return self._question
                 self._changed.wait()
         return None

@@ -1,4 +1,4 @@
-"""The scheduler's process: reads one request a line from stdin, writes one schedule a line.
+"""The scheduler's process: reads one request a line from stdin, writes one answer a line.
 
 Started by `worker.ScheduleWorker`; ends when its stdin closes, so it cannot outlive its parent.
 Imports neither JAX nor cvxpy.
@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule
+from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.online import schedule_batch
 
 
@@ -30,27 +31,36 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """A global batch to schedule; `prices` where they are not those of the request before."""
+    """A global batch to schedule; `prices` where they are not those of the request before.
+
+    With `corrected` prices the answer is what scheduling by them gains, in place of a schedule.
+    """
 
     step: int
     loads: tuple[Load, ...]
     prices: PriceList | None = None
+    corrected: PriceList | None = None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A schedule, or the message of the ValueError that the batch raised."""
+    """A schedule or a gain in seconds, or the message of the ValueError that the batch raised."""
 
     step: int
     schedule: Schedule | None = None
+    gain_s: float = 0.0
     error: str = ""
 
 
 def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
     """Solve one request."""
+    loads, corrected = request.loads, request.corrected
     try:
+        if corrected is not None:
+            gain_s = predicted_gain_s(loads, setup.plan, prices, corrected.prices, setup.trainable)
+            return Reply(request.step, gain_s=gain_s)
         schedule = schedule_batch(
-            request.loads,
+            loads,
             setup.plan,
             prices,
             setup.trainable,

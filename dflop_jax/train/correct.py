@@ -9,15 +9,14 @@ from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.correction import (
     corrected,
-    ends_window,
     expected_times,
+    is_full,
     log_ratios,
-    predicted_gain_s,
     sampling,
     task_times,
     with_ratios,
 )
-from dflop_jax.schedule.learnt import Learnt, Sample, digest, learn, needed_from, replay
+from dflop_jax.schedule.learnt import Learnt, Sample, decided, digest, learn, needed_from, replay
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.sample_file import SampleFile
@@ -59,7 +58,9 @@ class Corrector:
         self._plan, self._prices, self._trainable = plan, prices, trainable
         self._worker, self._samples, self._progress = worker, samples, progress
         self._learnt = learnt
-        self._gain_s = self._overhead_s = self._spent_s = 0.0  # spent: in this window
+        self._gain_s = self._overhead_s = 0.0  # of the last full window
+        self._spent_s = 0.0  # in this window
+        self._asked = False  # what a full window gains
 
     def learnt(self, step: int) -> Learnt:
         """What a run needs that goes on at a step, for its checkpoint."""
@@ -78,31 +79,41 @@ class Corrector:
     def after_step(self, trace: Trace, batch: ReadyBatch) -> None:
         """Learn from a finished step, if it is one to sample; later batches are scheduled by what
         was learnt. A change of mind about sampling is logged with its reasons."""
+        before = self._learnt.monitor
+        if batch.step > self._learnt.last and sampling(before, batch.step):
+            self._sample(trace, batch)
+        if is_full(self._learnt.monitor):
+            self._decide(batch)
+        on = self._learnt.monitor.on
+        if on != before.on:
+            self._progress.log(
+                f"step {batch.step}: sampling of task times {'on' if on else 'off'}; "
+                f"farthest correction {1 + self._learnt.state.deviation:.2f}x, predicted gain "
+                f"{1e3 * self._gain_s:.1f} ms a step, overhead {1e3 * self._overhead_s:.1f} ms"
+            )
+
+    def _sample(self, trace: Trace, batch: ReadyBatch) -> None:
         step, before = batch.step, self._learnt
-        if step <= before.last or not sampling(before.monitor, step):
-            return
         started_s = time.perf_counter()
         plan, prices, trainable = self._plan, self._prices, self._trainable
         expected = expected_times(plan, batch.schedule, prices, trainable)
         ratios = log_ratios(plan, task_times(trace, batch.schedule), expected)
         state = with_ratios(before.state, ratios)
-        after = corrected(prices, state)
-        first = self._worker.update_prices(after)
-        gain_s = self._gain_s
-        if decides := ends_window(before.monitor):
-            gain_s = predicted_gain_s(batch.loads, plan, prices, after, trainable)
+        first = self._worker.update_prices(corrected(prices, state))
         self._spent_s += time.perf_counter() - started_s
-        overhead_s = self._spent_s / before.monitor.window
-        if decides:
-            self._spent_s = 0.0
-        sample = Sample(step, first, before.prices, ratios, gain_s, overhead_s)
+        sample = Sample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
         self._samples.append(sample)
-        self._gain_s, self._overhead_s = gain_s, overhead_s
         self._learnt = learn(needed_from(before, step), sample)
-        on = self._learnt.monitor.on
-        if on != before.monitor.on:
-            self._progress.log(
-                f"step {step}: sampling of task times {'on' if on else 'off'}; "
-                f"farthest correction {1 + state.deviation:.2f}x, predicted gain "
-                f"{1e3 * gain_s:.1f} ms a step, overhead {1e3 * overhead_s:.1f} ms"
-            )
+
+    def _decide(self, batch: ReadyBatch) -> None:
+        """Have the gain of a full window predicted, for this batch; once it is known, decide. What
+        a kill leaves undecided is asked for again."""
+        learnt = self._learnt
+        if not self._asked:
+            after = corrected(self._prices, learnt.state)
+            self._worker.ask_gain(batch.step, batch.loads, self._prices, after)
+            self._asked = True
+        elif (gain_s := self._worker.gain_s) is not None:
+            self._gain_s, self._overhead_s = gain_s, self._spent_s / learnt.monitor.window
+            self._asked, self._spent_s = False, 0.0
+            self._learnt = decided(learnt, self._gain_s, self._overhead_s)

@@ -29,11 +29,13 @@ from dflop_jax.schedule.correction import (
     corrected,
     decide,
     expected_times,
+    is_full,
     name_of,
     observe,
     predicted_gain_s,
     sampling,
     task_times,
+    with_step,
 )
 from dflop_jax.sim.pipeline import simulate_step
 from tests.schedule.conftest import bucket, make_batch, make_plan, make_prices
@@ -95,6 +97,8 @@ class Loop:
         if self.sampled[-1]:
             times = task_times(noisy(trace, self.rng), schedule)
             self.state = observe(self.state, self.plan, times, seconds_of(self.profiled))
+            self.monitor = with_step(self.monitor)
+        if is_full(self.monitor):
             loads = make_batch(np.random.default_rng(1000 + step), 48)
             new = corrected(self.profiled, self.state)
             gain_s = predicted_gain_s(loads, self.plan, self.profiled, new, SEGMENTS, work=50)
@@ -279,23 +283,24 @@ def test_state_is_json():
 def test_the_rule_of_the_monitor():
     """On while the newly learnt share of the gain exceeds the overhead; pauses double."""
     learnt = Correction({"a": (0.4,) * 4})
-    monitor = Monitor(window=2, recheck_every=10, max_every=20)
-    monitor = decide(monitor, 0, learnt, gain_s=1.0, overhead_s=0.1)
-    assert monitor.on  # the window is not full
-    monitor = decide(monitor, 1, learnt, gain_s=1.0, overhead_s=0.1)
+    monitor = with_step(Monitor(window=2, recheck_every=10, max_every=20))
+    assert sampling(monitor, 1)
+    assert not is_full(monitor)
+    full = with_step(monitor)
+    assert is_full(full)
+    assert not sampling(full, 2)  # until the gain is known
+
+    def after_window(monitor, step, state=learnt):
+        return decide(with_step(with_step(monitor)), step, state, gain_s=1.0, overhead_s=0.1)
+
+    monitor = decide(full, 1, learnt, gain_s=1.0, overhead_s=0.1)
     assert monitor.on  # all of the gain is new
-    for step in (2, 3):
-        monitor = decide(monitor, step, learnt, gain_s=1.0, overhead_s=0.1)
+    monitor = after_window(monitor, 3)
     assert (monitor.on, monitor.next_step) == (False, 13)  # nothing new was learnt
     assert not sampling(monitor, 12)
     assert sampling(monitor, 13)
-    for step in (13, 14):
-        monitor = decide(monitor, step, learnt, gain_s=1.0, overhead_s=0.1)
+    monitor = after_window(monitor, 14)
     assert (monitor.on, monitor.next_step) == (False, 34)
-    for step in (34, 35):
-        monitor = decide(monitor, step, learnt, gain_s=1.0, overhead_s=0.1)
+    monitor = after_window(monitor, 35)
     assert monitor.next_step == 55  # at most every 20 steps
-    moved = Correction({"a": (0.8,) * 9})
-    for step in (55, 56):
-        monitor = decide(monitor, step, moved, gain_s=1.0, overhead_s=0.1)
-    assert monitor.on
+    assert after_window(monitor, 56, Correction({"a": (0.8,) * 9})).on

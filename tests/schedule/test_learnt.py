@@ -7,6 +7,7 @@ from dflop_jax.schedule.correction import corrected, name_of, sampling
 from dflop_jax.schedule.learnt import (
     Learnt,
     Sample,
+    decided,
     digest,
     learn,
     needed_from,
@@ -72,9 +73,17 @@ def test_every_step_has_the_prices_that_it_had(seed):
 
 def test_the_monitor_follows_from_the_samples_alone():
     quiet = [Sample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
-    learnt = replay(Learnt(KEY), quiet)
-    assert not sampling(learnt.monitor, 8)
-    assert learnt == learn(replay(Learnt(KEY), quiet[:7]), quiet[7])
+    full = replay(Learnt(KEY), quiet)
+    assert full == learn(replay(Learnt(KEY), quiet[:7]), quiet[7])
+    assert not sampling(full.monitor, 1000)  # what it gained is not known
+    nothing_gained = decided(full, 0.0, 1e-3)
+    assert [sampling(nothing_gained.monitor, k) for k in (8, 56, 57)] == [False, False, True]
+    # The next sample, of whichever run, tells what was decided, once.
+    for next_step, gain_s in ((57, 0.0), (9, 1.0)):
+        sample = Sample(next_step, next_step + 1, KEY, {PROGRAMS[0]: 0.1}, gain_s, 1e-3)
+        after = learn(full, sample)
+        assert after == learn(decided(full, gain_s, 1e-3), sample)
+        assert (after.monitor.on, after.monitor.steps) == (True, 1)
 
 
 def test_nothing_is_learnt_of_other_prices():

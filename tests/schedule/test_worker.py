@@ -14,6 +14,7 @@ import pytest
 
 from dflop_jax.records import REDUCE, UPDATE, Load, Prices, SendId, Shape, Task
 from dflop_jax.schedule import ScheduleWorker, schedule_batch
+from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.worker_main import PriceList
 from tests.processes import runs
 from tests.schedule.conftest import make_batch, make_prices
@@ -139,6 +140,28 @@ def test_new_prices_reach_the_batches_requested_later(small_plan):
         got = {step: worker.get(step)[0] for step in range(1, 6)}
     for step, prices in ((1, old), (2, old), (3, new), (4, new), (5, new)):
         assert got[step].makespan_s == inline(step, small_plan, prices).makespan_s
+
+
+def test_a_gain_is_computed_when_no_schedule_waits(small_plan):
+    """And the batches after it are scheduled by their own prices."""
+    old = make_prices(small_plan)
+    new = make_prices(small_plan, factor=lambda p: 3.0 if p.shape == Shape(1, 256) else 1.0)
+    with worker_for(small_plan, old, ahead=2) as worker:
+        worker.ask_gain(0, loads_of(0), old, new)
+        wait_until(lambda: worker.gain_s is not None)
+        assert {0, 1} <= worker._replies.keys()
+        expected = predicted_gain_s(loads_of(0), small_plan, old, new, small_plan.modules)
+        assert worker.gain_s == expected > 0
+        worker.ask_gain(1, loads_of(1), old, old)
+        got = [without_time(worker.get(step)[0]) for step in range(5)]
+        assert got == [inline(step, small_plan, old) for step in range(5)]
+        wait_until(lambda: worker.gain_s == 0.0)
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.ask_gain(2, loads_of(2), old, new)  # whoever answers it
+        wait_until(lambda: worker.gain_s is not None)
+        assert worker.gain_s == predicted_gain_s(
+            loads_of(2), small_plan, old, new, small_plan.modules
+        )
 
 
 def test_prices_survive_the_pipe(small_plan):

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from dflop_jax.records import Plan, PriceList
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
+from dflop_jax.schedule.correction import Monitor
 from dflop_jax.schedule.learnt import Sample
 from dflop_jax.schedule.worker_main import Request
 from dflop_jax.train.loop import Loop
@@ -219,7 +221,7 @@ def samples(folder) -> list[Sample]:
 
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     asked = prices_by_step(monkeypatch)
-    monkeypatch.setattr(learnt_module, "decide", lambda monitor, *args, **kwargs: monitor)
+    monkeypatch.setattr(learnt_module, "Monitor", partial(Monitor, window=1000))
     correct = {
         "schedule": ScheduleConfig(correct=True, ahead=1),
         "data": dataclasses.replace(CONFIG.data, prefetch=1),

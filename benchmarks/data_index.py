@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.counts import Preprocessing
 from dflop_jax.data.datasets.header_rows import Apart, Here
 from dflop_jax.data.datasets.mixture import Mixture, Part
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.media.anyres import AnyRes
+from dflop_jax.data.media.tiles import TileMedium
 from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.text.pieces import Piece, chat_pieces
 
@@ -83,7 +83,7 @@ def main() -> None:
             start_s = time.perf_counter()
             source = MixtureSource(
                 Mixture((Part(path),)),
-                Preprocessing(AnyRes()),
+                {"vision": TileMedium(AnyRes())},
                 pieces,
                 "bytes",
                 index_file=folder / ("threads.npz" if run == "first_in_threads" else "index.npz"),
@@ -93,7 +93,7 @@ def main() -> None:
             rows.append({f"{run}_s": time.perf_counter() - start_s})
         assert len(counts) == args.records
         rows.append({"index_bytes": (folder / "index.npz").stat().st_size,
-                     "llm_tokens": int(counts.llm_tokens.sum())})  # fmt: skip
+                     "llm_tokens": int(counts.all_tokens.sum())})  # fmt: skip
     rows.append({"peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     table = Table("", "value")
     for name, value in merged(rows).items():

@@ -29,7 +29,6 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import Decoder, MediaSpec, Source, make_source
 from dflop_jax.data.decoder import BadSample, ThreadDecoder
 from dflop_jax.data.media import video
-from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.pool.processes import ProcessDecoder
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -128,7 +127,8 @@ def main() -> None:
     numbers.append({"workers": args.workers, "passes": args.passes})
     with tempfile.TemporaryDirectory() as made:
         config = DataConfig(path=str(SHARED / "dataset.json"), max_tokens=20_000, max_frames=16)
-        spec = MediaSpec(384, 729, "anyres", 4, MelSpec())
+        tiles = {"form": "anyres", "tile_px": 384, "tokens_per_tile": 729, "sources": 4}
+        spec = MediaSpec.of({"vision": tiles, "audio": {}}, {})
         source = make_source(config, spec, index_dir=made)
         makers: dict[str, Callable[[], Decoder]] = {
             "threads": lambda: ThreadDecoder(source, args.workers),

@@ -58,7 +58,6 @@ def attempt(folder: Path, what: dict[str, object], rng: random.Random) -> str:
     from dflop_jax import Config
     from dflop_jax.data import BadSample, MediaSpec, make_source
     from dflop_jax.data.decoder import decode
-    from dflop_jax.data.media.mel import MelSpec
     from dflop_jax.record_files import load
 
     if "config" in what:
@@ -70,7 +69,12 @@ def attempt(folder: Path, what: dict[str, object], rng: random.Random) -> str:
         path=str(what["path"]), tokenizer=str(what.get("tokenizer", "")), workers=1,
         max_tokens=100_000, max_frames=4, max_bad_fraction=1.0,
     )  # fmt: skip
-    spec = MediaSpec(32, 4, rng.choice(["tiles", "anyres", "dynamic"]), sound=MelSpec())
+    tiles = {
+        "form": rng.choice(["tiles", "anyres", "dynamic"]),
+        "tile_px": 32,
+        "tokens_per_tile": 4,
+    }
+    spec = MediaSpec.of({"vision": tiles, "audio": {}}, {})
 
     def opened() -> object:
         return make_source(config, spec, index_dir=folder, apart=False)

@@ -40,6 +40,7 @@ from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import load_index
 
 PICTURES = 200
+SPEC = MediaSpec.of({"vision": {"tile_px": 32, "tokens_per_tile": 4}}, {})
 READ_AGAIN = 200
 AT_ONCE = 50_000  # rows written at a time
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -124,9 +125,9 @@ def peak(numbers: dict[str, float], name: str) -> Iterator[None]:
 def index(path: Path, tokenizer: str, numbers: dict[str, float], name: str) -> None:
     config = DataConfig(path=str(path), tokenizer=tokenizer, max_tokens=100_000)
     with peak(numbers, name):
-        source = make_source(config, MediaSpec(32, 4), index_dir=path)
+        source = make_source(config, SPEC, index_dir=path)
     assert len(source) == numbers[f"{name}_rows"]
-    (table,) = [indexed.table for indexed in load_index(*path.glob("index-*.npz")).values()]
+    (table,) = [indexed.table for indexed in load_index(next(path.glob("index-*.npz"))).values()]
     numbers[f"{name}_text_tokens"] = int(table.text_tokens.sum())
     reader = open_reader(path)
     rows = np.random.default_rng(0).permutation(len(table))[:READ_AGAIN].tolist()

@@ -36,18 +36,14 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from schedule_data import TRACES  # noqa: E402
 
-from dflop_jax.data.datasets.counts import (  # noqa: E402
-    Preprocessing,
-    SampleCounts,
-    most_demanding,
-)
 from dflop_jax.data.datasets.fitting import fit, preparations  # noqa: E402
-from dflop_jax.data.media.native import Clip, Native  # noqa: E402
+from dflop_jax.data.datasets.shape_index import table_of  # noqa: E402
+from dflop_jax.data.media.counts import load_of, most_demanding, sample_counts  # noqa: E402
+from dflop_jax.data.media.limits import Limits  # noqa: E402
+from dflop_jax.data.media.native import MAX_RATIO  # noqa: E402
 from dflop_jax.data.media.spec import MediaSpec  # noqa: E402
-from dflop_jax.data.sample import Limits  # noqa: E402
 from dflop_jax.data.shuffle import shuffled  # noqa: E402
 from dflop_jax.data.text.pieces import ByteTokenizer  # noqa: E402
-from dflop_jax.data.text.stamps import stamp_of  # noqa: E402
 from dflop_jax.records import Edge, Load, Plan, Prices, Shape  # noqa: E402
 from dflop_jax.records.plan import Grouping  # noqa: E402
 from dflop_jax.schedule import (  # noqa: E402
@@ -64,7 +60,9 @@ GLOBAL_BATCH, RANKS, BUCKETS, PROFILED, MAX_TAIL = 128, 4, 4, 2000, 64
 ROW_TOKENS, ROW_PATCHES, PATCH_PX = 8192, 8192, 16
 FRAME, RATE = (640, 360), (30, 1)
 CHARS_PER_TOKEN, TEMPLATE_TOKENS = 4, 20
-SPEC = MediaSpec(form="native", patch_px=PATCH_PX, merge=2, frames=2)
+SPEC = MediaSpec.of(
+    {"vision": {"form": "native", "patch_px": PATCH_PX, "merge": 2, "frames": 2}}, {}
+)
 GROUPINGS: tuple[Grouping, ...] = ("balanced", "arrival")
 KINDS = {"pictures and text": False, "clips too": True}
 
@@ -91,18 +89,12 @@ def trace_rows(folder: Path, clips: bool) -> list[dict]:
     return [r for r in rows if not r["audio_s"] and (clips or not r["video_s"])]
 
 
-def pieces_of(row: Mapping, how: Preprocessing) -> tuple[tuple[int, ...], int]:
-    """Patches of each piece of a sample, and LLM tokens of the text among them."""
-    native = how.vision
-    assert isinstance(native, Native)
+def headers_of(row: Mapping) -> list[dict[str, int]]:
+    """What an index would hold of the media of a sample, without or with a clip."""
     if not row["video_s"]:
-        grids = [native.grid(w, h) for w, h in row["images"]]
-        return tuple(r * c for r, c in grids), 0
-    layout = native.clip(Clip(*FRAME, max(2, int(row["video_s"] * RATE[0])), *RATE))
-    assert layout is not None
-    assert how.stamp is not None
-    text = sum(len(ids) for second in layout.seconds for ids in how.stamp(second))
-    return (layout.grid[0] * layout.grid[1],) * len(layout.seconds), text
+        return [{"kind": 0, "width": width, "height": height} for width, height in row["images"]]
+    facts = {"width": FRAME[0], "height": FRAME[1], "rate_num": RATE[0], "rate_den": RATE[1]}
+    return [{"kind": 1, "total": max(2, int(row["video_s"] * RATE[0])), **facts}]
 
 
 def loads_of(folder: Path, clips: bool) -> list[Load]:
@@ -110,25 +102,15 @@ def loads_of(folder: Path, clips: bool) -> list[Load]:
     rows, limits = trace_rows(folder, clips), Limits(
         max_tokens=ROW_TOKENS, max_frames=768, max_pixels=ROW_PATCHES * PATCH_PX**2
     )  # fmt: skip
-    ways = preparations(SPEC, limits, stamp=stamp_of(ByteTokenizer()))
-    usable = [r for r in rows if all(max(s) <= 200 * min(s) for s in r["images"])]
-    prompt = np.array([r["prompt_chars"] // CHARS_PER_TOKEN + TEMPLATE_TOKENS for r in usable])
-    answer = np.array([r["answer_chars"] // CHARS_PER_TOKEN for r in usable])
-    made: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-
-    def counts(how: Preprocessing) -> SampleCounts:
-        each = made[ways.index(how)] = [pieces_of(r, how) for r in usable]
-        tiles = np.array([len(p) for p, _ in each])
-        seen = np.array([sum(p) // 4 for p, _ in each])
-        none = np.zeros(len(each), np.int64)
-        stamps = np.array([t for _, t in each])
-        longest = np.array([max(p, default=0) // 4 for p, _ in each])
-        return SampleCounts(tiles, none, none, none, prompt + answer, seen, none, stamps, longest)
-
-    fitted = fit(counts, prompt, ways, limits)
+    ways = preparations(SPEC.prepared(limits, ByteTokenizer()), limits.oversize)
+    rows = [r for r in rows if all(max(s) <= MAX_RATIO * min(s) for s in r["images"])]
+    prompt = np.array([r["prompt_chars"] // CHARS_PER_TOKEN + TEMPLATE_TOKENS for r in rows])
+    text = prompt + np.array([r["answer_chars"] // CHARS_PER_TOKEN for r in rows])
+    table = table_of([{"text_tokens": n} for n in text.tolist()], [headers_of(r) for r in rows])
+    fitted = fit(lambda how: sample_counts(table, how)[0], prompt, ways, limits)
     return [
-        SPEC.load(made[int(fitted.way[i])][i][0], 0, int(fitted.llm_tokens[i]))
-        for i in np.flatnonzero(fitted.fits)
+        load_of(table, i, ways[fitted.way[i]], fitted.counts.pieces[i], int(fitted.all_tokens[i]))
+        for i in np.flatnonzero(fitted.fits).tolist()
     ]
 
 

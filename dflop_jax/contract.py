@@ -194,14 +194,23 @@ class MultimodalModel(Protocol):
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        """By module, how its media are prepared: see `dflop_jax.data.MediaSpec`."""
+        """By module, the form in which it takes media and that form's facts: see
+        `dflop_jax.data.MediaSpec`."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
 
+    # A model whose data are no records of text and media says with `data_factory` where they come
+    # from, MODULE:FUNCTION as in the configuration's data.factory.
+    #
     # A model that can be trained by adapters also has `with_lora(rank, alpha)`, which gives the
     # model whose "llm" has a part "adapter" in the freeze group "lora".
+
+
+def data_factory_of(model: MultimodalModel) -> str:
+    """See `data_factory` above; "" where the model does not say."""
+    return str(getattr(model, "data_factory", ""))
 
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:

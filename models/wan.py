@@ -197,6 +197,8 @@ class TextToVideo:
         """All rows are packed."""
         return {}
 
+    data_factory = "dflop_jax.data.datasets.clips:make"
+
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         """What clips have to be: see `dflop_jax.data.datasets.clip_samples.ClipForm`."""

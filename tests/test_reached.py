@@ -8,6 +8,7 @@ count for nothing but the names that are taken from it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTED = ("dflop_jax.schedule.worker_main", "dflop_jax.cluster.launch_keeper",
            "dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build",
            "dflop_jax.gpu_compile.child")  # fmt: skip
+NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 
 
 def sources(root: Path) -> dict[str, ast.Module]:
@@ -61,6 +63,8 @@ def used(
                 while target is not None and target in trees:
                     yield target
                     target = names.get((target, alias.name))
+        elif isinstance(node, ast.Constant) and NAMED.fullmatch(str(node.value)):
+            yield str(node.value).partition(":")[0]
 
 
 def imported_by(start: str, trees: dict[str, ast.Module]) -> set[str]:

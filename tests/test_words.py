@@ -1,4 +1,4 @@
-"""The engine knows no modality: the rooms between data and model never name one."""
+"""The engine knows no modality: only `data/media` names one, and models do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "dflop_jax"
-ROOMS = ("pipeline", "schedule", "plan", "sim", "profile", "records")
+ROOMS = ("pipeline", "schedule", "plan", "sim", "profile", "records", "data", "train")
+MEDIA = ROOT / "data" / "media"
+# Files that say a word for a reason of their own: the drawn scenes are pictures, as many tiles
+# large as the configuration allows.
+SAID = {"data/datasets/scenes.py": {"tiles"}}
 WORDS = re.compile(r"(?<![a-z])(llms?|vision|visual|audio|tiles)(?![a-z])", re.IGNORECASE)
 
 
@@ -25,10 +29,12 @@ def named(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_modality_is_named(room):
-    files = sorted((ROOT / room).rglob("*.py"))
+    files = sorted(f for f in (ROOT / room).rglob("*.py") if MEDIA not in f.parents)
     assert files
-    spoken = {str(f.relative_to(ROOT)): named(f.read_text(encoding="utf-8")) for f in files}
-    assert {f: words for f, words in spoken.items() if words} == {}
+    for file in files:
+        name = file.relative_to(ROOT).as_posix()
+        words = named(file.read_text(encoding="utf-8"))
+        assert [(line, w) for line, w in words if w.lower() not in SAID.get(name, ())] == [], name
 
 
 @pytest.mark.parametrize(

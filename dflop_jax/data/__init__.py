@@ -4,9 +4,10 @@ from dflop_jax.data.build import make_source
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.decoder import BadSample, Decoder
 from dflop_jax.data.loader import Loader, make_loader
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
-from dflop_jax.data.sample import EMPTY, Limits, Places, Sample, Source
+from dflop_jax.data.sample import EMPTY, Places, Sample, Source
 from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, Tokenizer, make_tokenizer
 
 __all__ = [

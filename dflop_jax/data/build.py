@@ -13,19 +13,20 @@ from typing import Any
 import msgspec
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.datasets.counts import Preprocessing
-from dflop_jax.data.datasets.fitting import preprocessing
 from dflop_jax.data.datasets.header_rows import Apart, Here, ToPieces
 from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
+from dflop_jax.data.media.kind import Kinds, tag_of
+from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.pool.messages import Reply, Setup
-from dflop_jax.data.sample import Limits, OpenedBy, Source
+from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces, make_tokenizer
-from dflop_jax.data.text.stamps import stamp_of
+from dflop_jax.data.text.pieces import Tokenizer, chat_pieces, make_tokenizer
 
 
 def make_source(
@@ -52,14 +53,11 @@ def make_source(
     limits = Limits.of(config)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
-    tokenizer = any_tokenizer(config.tokenizer, vocab_size)
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
         made = _Arguments(config, spec, split, n_held_out, vocab_size, str(index_dir))
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     assert not isinstance(tokenizer, ChatTokenizer)
-    if not spec.sees:
-        raise ValueError("the embedded scenes are pictures, which this model does not take; "
-                         "give data.path")  # fmt: skip
     return SceneSource(
         n_held_out if split == "eval" and n_held_out else config.n_samples,
         config.seed,
@@ -99,22 +97,26 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
     """Return what answers for the index of that source, in another process."""
     a = msgspec.convert(arguments, _Arguments)
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size)
-    return Here(open_readers(_parts(a.config)), _to_pieces(tokenizer)).answer
+    kinds = a.spec.kinds
+    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    to_pieces = _to_pieces(tokenizer, kinds)
+    return Here(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
 
 
 def _is_chat(config: DataConfig) -> bool:
     return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
 
 
-def any_tokenizer(path: str, vocab_size: int | None) -> Tokenizer | ChatTokenizer:
+def any_tokenizer(
+    path: str, vocab_size: int | None, kinds: Kinds = BUILT_IN
+) -> Tokenizer | ChatTokenizer:
     """Return that of a model's folder with its chat template, a tokenizer.json, or (empty) bytes.
 
     Raises:
       ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
     """
     if path and Path(path).is_dir():
-        return ChatTokenizer(path, embedding_size=vocab_size)
+        return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds)
     return make_tokenizer(path, vocab_size)
 
 
@@ -126,17 +128,19 @@ def _mixture(
         settings = tokenizer.digest
     else:
         settings = _digest(config.tokenizer)
-    name = hashlib.sha256(
-        f"{Path(config.path).resolve()}|{','.join(config.root)}".encode()
-    ).hexdigest()[:16]
+    kinds = made.spec.kinds
+    own = [kind.name for kind in kinds if kind not in BUILT_IN]
+    place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *own])
+    name = hashlib.sha256(place.encode()).hexdigest()[:16]
     setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(
         _parts(config),
-        _preprocessing(made.spec, limits, tokenizer),
-        _to_pieces(tokenizer),
+        made.spec.prepared(limits, tokenizer),
+        _to_pieces(tokenizer, kinds),
         settings,
         index_file=Path(made.index_dir) / f"index-{name}.npz",
-        row_reader=partial(Apart, setup, config.sample_timeout_s) if apart else None,
+        kinds=kinds,
+        row_reader=partial(Apart, setup, config.sample_timeout_s, kinds) if apart else None,
         seed=config.seed,
         split=made.split,
         n_held_out=made.n_held_out,
@@ -146,32 +150,21 @@ def _mixture(
     )
     return MixtureSamples(
         source,
-        made.spec,
         limits,
-        placeholder=tokenizer.visual_id,
+        placeholder=tokenizer.placeholder_id,
         blank_images=config.blank_images,
         opened_by=OpenedBy(f"{__name__}:open_source", arguments),
     )
 
 
-def make_preprocessing(
-    config: DataConfig, spec: MediaSpec, vocab_size: int | None = None
-) -> Preprocessing:
-    """Return how a model of this form is given media, as `make_source` prepares them.
+def preparation(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) -> Preparation:
+    """Return how a model is given media, as `make_source` prepares them.
 
     Raises:
       ValueError: the tokenizer cannot be read, or has more ids than `vocab_size`.
     """
-    return _preprocessing(spec, Limits.of(config), any_tokenizer(config.tokenizer, vocab_size))
-
-
-def _preprocessing(
-    spec: MediaSpec, limits: Limits, tokenizer: Tokenizer | ChatTokenizer
-) -> Preprocessing:
-    between: tuple[tuple[int, ...], ...] = ()
-    if isinstance(tokenizer, ChatTokenizer):
-        between = tokenizer.between_frames(limits.max_frames)
-    return preprocessing(spec, limits, between, stamp_of(tokenizer))
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
+    return spec.prepared(Limits.of(config), tokenizer)
 
 
 def _parts(config: DataConfig) -> Mixture:
@@ -181,10 +174,10 @@ def _parts(config: DataConfig) -> Mixture:
     return Mixture((Part(config.path, root=config.root),))
 
 
-def _to_pieces(tokenizer: Tokenizer | ChatTokenizer) -> ToPieces:
+def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.pieces
-    return partial(chat_pieces, tokenizer=tokenizer, tag=OMNI_TAG)
+    return partial(chat_pieces, tokenizer=tokenizer, tag=tag_of(kinds))
 
 
 def _digest(tokenizer: str) -> str:

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from dflop_jax.config import DataConfig
-from dflop_jax.data.media.native import CLIP_PIXELS, PICTURE_PIXELS
 from dflop_jax.records import Load
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How large a sample may be, and what happens to a larger one (see DataConfig)."""
-
-    max_tiles: int = 9
-    max_frames: int = 32
-    max_tokens: int = 1024
-    oversize: str = "truncate"
-    min_pixels: int = PICTURE_PIXELS[0]
-    max_pixels: int = PICTURE_PIXELS[1]
-    max_clip_pixels: int = CLIP_PIXELS
-    frames_per_s: float = 2.0
-
-    @classmethod
-    def of(cls, config: DataConfig) -> Self:
-        """Return those of a configuration."""
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.datasets.clip_samples import (
     GENERATOR,
-    LLM,
     TIMES,
     ClipForm,
     Grid,
@@ -26,9 +25,9 @@ from dflop_jax.data.datasets.clip_samples import (
     form_of,
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
-from dflop_jax.data.sample import Limits
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.generate.generate import TOKEN_MULTIPLE
-from dflop_jax.generate.row import encode
+from dflop_jax.generate.row import LLM, encode
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted

@@ -25,7 +25,7 @@ from dflop_jax.contract import (
     chip_of,
     on_chip,
 )
-from dflop_jax.data import Tokenizer
+from dflop_jax.data import MediaSpec, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
@@ -88,7 +88,8 @@ class Generator:
                 f"model.factory={config.model.factory!r}: its llm has no prefill and decode "
                 "(dflop_jax.contract.GeneratingModule); add them, or take another model"
             )
-        self._tokenizer = any_tokenizer(config.data.tokenizer, self._model.vocab_size)
+        kinds = MediaSpec.of(self._model.preprocessing, self._model.piece_tokens).kinds
+        self._tokenizer = any_tokenizer(config.data.tokenizer, self._model.vocab_size, kinds)
         self._loaded = load_params(run, self._model, device)
         self._prefill = jax.jit(partial(prefill, self._model, chip), static_argnames="slots")
         self._step = jax.jit(partial(step, llm), donate_argnums=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,24 +10,24 @@ from types import MappingProxyType
 from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
-from dflop_jax.data.datasets.blob import Medium
-from dflop_jax.data.datasets.compose import compose
-from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
-from dflop_jax.data.datasets.fitting import preprocessing
+from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.datasets.header_rows import header
-from dflop_jax.data.datasets.llava_records import KINDS, Record
-from dflop_jax.data.datasets.shape_index import RECORDS, ShapeTable, table_of
-from dflop_jax.data.media.decode import DecodedMedium, decode_media
-from dflop_jax.data.sample import Limits
+from dflop_jax.data.datasets.llava_records import Record
+from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
+from dflop_jax.data.media.compose import compose
+from dflop_jax.data.media.counts import sample_counts
+from dflop_jax.data.media.decode import DecodedMedia, decode_media
+from dflop_jax.data.media.kind import Kind, Kinds, tag_of
+from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import Preparation, module_of
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import OMNI_TAG, Tokenizer, chat_pieces
-from dflop_jax.data.text.stamps import stamp_of
+from dflop_jax.data.text.pieces import Tokenizer, chat_pieces
 from dflop_jax.generate.row import LLM
 
-# Files by kind (image, video, audio), each in the order of its tags.
+# Files by kind (image, video, audio, a model's own), each in the order of its tags.
 Media = Mapping[str, Sequence[str | Path]]
 NO_MEDIA: Media = MappingProxyType({})
-WORDS = {"image": "picture", "video": "clip", "audio": "sound"}
 
 
 def prompt_sample(
@@ -46,20 +45,18 @@ def prompt_sample(
       ValueError: an empty prompt, tags unlike the media, media that the model does not take, a file
         that is none or too small, or more tokens than `data.max_tokens`.
     """
-    text = tagged(prompt, {kind: len(files) for kind, files in media.items()})
-    spec, limits = MediaSpec.of(model.preprocessing, model.piece_tokens), Limits.of(data)
-    between: tuple[tuple[int, ...], ...] = ()
-    if isinstance(tokenizer, ChatTokenizer):
-        between = tokenizer.between_frames(limits.max_frames)
-    how = preprocessing(spec, limits, between, stamp_of(tokenizer))
-    files = {kind: iter([_file(kind, f, how) for f in media.get(kind, ())]) for kind in KINDS}
-    ordered = tuple((kind, next(files[kind])) for kind in _kinds(text))
-    decoded = _decoded(ordered, how)
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
+    text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
+    files = {k.name: iter([_file(k, f, how) for f in media.get(k.name, ())]) for k in kinds}
+    tag = tag_of(kinds)
+    ordered = tuple((kind, next(files[kind])) for kind in tag.findall(text))
+    decoded = _decoded(ordered, how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
         pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, OMNI_TAG)[:-1]
-    sample = compose(pieces, decoded, spec, placeholder=tokenizer.visual_id)
+        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, tag)[:-1]
+    sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
@@ -71,18 +68,21 @@ def prompt_sample(
     return sample
 
 
-def tagged(prompt: str, counts: Mapping[str, int]) -> str:
+def tagged(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> str:
     """Return the prompt with a tag for each of its media, of which there are `counts` by kind;
     ValueError if that cannot be."""
-    if not OMNI_TAG.sub("", prompt).strip():
+    tag = tag_of(kinds)
+    if not tag.sub("", prompt).strip():
         raise ValueError("the prompt is empty; ask something with --prompt TEXT")
-    wanted = {kind: counts.get(kind, 0) for kind in KINDS if counts.get(kind)}
-    said = _kinds(prompt)
+    wanted = {kind.name: counts[kind.name] for kind in kinds if counts.get(kind.name)}
+    said = tag.findall(prompt)
     if wanted and not said:
         return "".join(f"<{kind}>" * n for kind, n in wanted.items()) + f"\n{prompt}"
     if Counter(said) != wanted:
         each = " and ".join(
-            f"one <{kind}> for each of {n} {WORDS[kind]}s" for kind, n in wanted.items()
+            f"one <{kind.name}> for each of {wanted[kind.name]} {kind.word}s"
+            for kind in kinds
+            if kind.name in wanted
         )
         needed = f"{each}, or no tag" if wanted else "no tag without --image, --video or --audio"
         tags = " ".join(f"<{kind}>" for kind in said)
@@ -90,38 +90,28 @@ def tagged(prompt: str, counts: Mapping[str, int]) -> str:
     return prompt
 
 
-def _kinds(text: str) -> list[str]:
-    """Kinds of the tags of a text, in order."""
-    return [tag[1:-1] for tag in re.findall(OMNI_TAG, text)]
-
-
-def _file(kind: str, file: str | Path, how: Preprocessing) -> Path:
-    word, path = WORDS[kind], Path(file)
-    if (how.sound if kind == "audio" else how.vision) is None:
-        verb = "hears" if kind == "audio" else "sees"
-        raise ValueError(f"the model {verb} no {word}s; leave out --{kind}")
+def _file(kind: Kind, file: str | Path, how: Preparation) -> Path:
+    path = Path(file)
+    if not module_of(how, kind.name):
+        raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out --{kind.name}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such {word}; check --{kind}")
+        raise ValueError(f"{path}: no such {kind.word}; check --{kind.name}")
     return path
 
 
 def _decoded(
-    media: tuple[tuple[str, Medium], ...], how: Preprocessing
-) -> tuple[DecodedMedium, ...]:
+    media: tuple[tuple[str, MediaFile], ...], how: Preparation, kinds: Kinds
+) -> DecodedMedia:
     """Return the media as training prepares them; ValueError: the model cannot take one."""
-    table = _table(media)
+    table = _table(media, kinds)
     if not sample_counts(table, how)[1].all():
-        alone = ((m, sample_counts(_table((m,)), how)[1].all()) for m in media)
+        alone = ((m, sample_counts(_table((m,), kinds), how)[1].all()) for m in media)
         kind, path = next((m for m, usable in alone if not usable), media[0])
-        why = {
-            "image": "too thin a picture; crop it",
-            "video": "too thin or too short a clip; crop it or take a longer one",
-            "audio": "too short a sound; take a longer one",
-        }
-        raise ValueError(f"{path}: the model cannot take {why[kind]}")
+        why = next(k.too_small for k in kinds if k.name == kind)
+        raise ValueError(f"{path}: the model cannot take {why}")
     return decode_media(Record("the prompt", (), media), table, 0, how)
 
 
-def _table(media: Sequence[tuple[str, Medium]]) -> ShapeTable:
+def _table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> ShapeTable:
     """Return the headers of media as those of one record."""
-    return table_of([dict.fromkeys(RECORDS, 0)], [[header(*medium) for medium in media]])
+    return table_of([{}], [[header(*medium, kinds) for medium in media]], kinds)

@@ -11,6 +11,7 @@ import msgspec
 
 from dflop_jax.checkpoint.format import OtherVersion
 from dflop_jax.config import Config, fields
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.train.prepare import Workplace
@@ -27,11 +28,9 @@ _PROFILED_FLAGS = (
     "plan.profile_samples",
     "model.dtype",
     "model.attention_kernel",
-    *(f"data.{name}" for name in (
-        "max_tiles", "max_frames", "min_pixels", "max_pixels", "max_clip_pixels", "frames_per_s",
-        "max_tokens", "oversize", "tokenizer",
-    )),
-)  # fmt: skip
+    "data.tokenizer",
+    *(f"data.{name}" for name in vars(Limits())),
+)
 _PROFILED = {*_PROFILED_FLAGS, _PROCESSES, _DEVICES, _KIND}
 # What jax may take of a device depends a little on what else was there when it began; plans leave
 # as much free.

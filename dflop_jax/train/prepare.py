@@ -18,10 +18,8 @@ from jax._src import compilation_cache, compiler
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig
-from dflop_jax.contract import MultimodalModel, chip_of
+from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.clip_samples import GENERATOR
 from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
@@ -149,11 +147,8 @@ class Workplace:
         Raises:
           ValueError: data that cannot be read, or a `data.factory` that cannot be imported.
         """
-        if self.config.data.factory:
-            factory = imported("data.factory", self.config.data.factory)
-            return factory(self.config.data, self.model, split)
-        if GENERATOR in self.model.preprocessing:
-            return clips.make(self.config.data, self.model, split)
+        if factory := self.config.data.factory or data_factory_of(self.model):
+            return imported("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
         make = partial(
             make_source,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.build import make_preprocessing
-from dflop_jax.data.largest import LongClip, Picture, clips, pictures
+from dflop_jax.data.build import preparation
+from dflop_jax.data.largest import Alone, growing
+from dflop_jax.data.media.tiling import IMAGE
+from dflop_jax.data.media.video import VIDEO
 from dflop_jax.records import Bucket, Load, Plan
 from dflop_jax.schedule.shapes.spare import beyond, holding_capacity
 from dflop_jax.train.prepare import Workplace
 
-T = TypeVar("T", Picture, LongClip)
 TOGETHER = "all"
 
 
@@ -54,8 +54,8 @@ def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
     """Return what each module of a plan takes of one sample at most, then all together; media alone
     are counted, without the text around them."""
     spec = MediaSpec.of(place.model.preprocessing, place.model.piece_tokens)
-    how = make_preprocessing(place.config.data, spec, place.model.vocab_size)
-    shown, seen = pictures(how, spec), clips(how, spec)
+    how = preparation(place.config.data, spec, place.model.vocab_size)
+    shown, seen = growing(how, IMAGE), growing(how, VIDEO)
     ranks = holding_capacity(plan).ranks
     rooms = []
     for module in filter(plan.shapes, plan.modules):
@@ -67,19 +67,20 @@ def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
     return [*rooms, SampleRoom(TOGETHER, 0, 0, _most(shown, plan), _most(seen, plan))]
 
 
-def _of(module: str, one: T) -> T:
-    """What a picture or clip asks of one module."""
+def _of(module: str, one: Alone) -> Alone:
+    """What a medium asks of one module."""
     return replace(one, load=Load({module: one.load.lengths(module)}))
 
 
-def _most(rising: Sequence[Picture | LongClip], plan: Plan) -> Most | None:
+def _most(rising: Sequence[Alone], plan: Plan) -> Most | None:
     """The last one up to which all fit; None where they ask for nothing."""
     if not any(any(one.load.pieces.values()) for one in rising):
         return None
     large = beyond([one.load for one in rising], plan)
     if large and large[0] == 0:
         return Most()
-    last = rising[(large[0] if large else len(rising)) - 1]
-    if isinstance(last, Picture):
-        return Most((last.width, last.height), unlimited=not large)
-    return Most(clip_s=last.seconds, clip_frames=last.frames, unlimited=not large)
+    last = rising[(large[0] if large else len(rising)) - 1].header
+    if "total" not in last:
+        return Most((last["width"], last["height"]), unlimited=not large)
+    seconds = last["total"] * last["rate_den"] / last["rate_num"]
+    return Most(clip_s=seconds, clip_frames=last["total"], unlimited=not large)

@@ -1,6 +1,6 @@
 """What of a model trains, and how fast: stages, frozen parts, LoRA, a learning rate for each part.
 
-Parts are named by the freeze groups of the model's modules ("vision", "connector", "llm", ...).
+Parts are named by the freeze groups of the model's modules ("connector", "lora", ...).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig, named_rates
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups
 
 LORA = "lora"  # the freeze group of a model's adapters
@@ -24,7 +25,7 @@ class TrainedParts:
 
 
 def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
-    """The model with LoRA on its LLM if the configuration asks for it.
+    """The model with LoRA on the module that reads its text if the configuration asks for it.
 
     Raises:
       ValueError: the model does not know how.
@@ -52,10 +53,10 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
     if LORA in known:
         if LORA not in wanted:
             raise ValueError(
-                f"train.lora_rank adapts the LLM, which {stage} freezes; set train.lora_rank=0, or "
-                "choose the stage llm or full"
+                f"train.lora_rank adapts {TEXT_MODULE!r}, which {stage} freezes; set "
+                f"train.lora_rank=0, or choose the stage {TEXT_MODULE} or full"
             )
-        wanted -= _groups_of(model, "llm") - {LORA}
+        wanted -= _groups_of(model, TEXT_MODULE) - {LORA}
     insisted = wanted if config.stage != "full" else wanted & {LORA}
     for name in sorted(insisted & set(config.freeze)):
         why = "train.lora_rank" if name == LORA else stage
@@ -82,8 +83,8 @@ def _of_stage(stage: str, model: MultimodalModel, known: tuple[str, ...]) -> set
     """Groups that a stage trains."""
     if stage == "full":
         return set(known)
-    if stage == "llm":
-        return _groups_of(model, "llm")
+    if stage == TEXT_MODULE:
+        return _groups_of(model, TEXT_MODULE)
     if "connector" not in known:
         raise ValueError(
             f"train.stage=connector, but the model has no part of that name, only "

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.data.datasets.fitting import GRID
-from dflop_jax.data.media.decode import NativePictures, Pictures, Sound
+from dflop_jax.data.media.anyres import GRID
 from dflop_jax.verify.samples import MAX_TILES, Drawn, MixedSample
 
 # How the published processors normalise pixels, as (mean, standard deviation).
@@ -131,12 +130,7 @@ def _normalized(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
 
 def _pictures(media: Sequence[Drawn], kind: str) -> list[tuple[Drawn, np.ndarray]]:
     """The media of a kind and their tiles."""
-    found = []
-    for drawn in media:
-        if drawn.kind == kind:
-            assert isinstance(drawn.medium, Pictures)
-            found.append((drawn, drawn.medium.tiles))
-    return found
+    return [(drawn, drawn.medium.fields["pixels"]) for drawn in media if drawn.kind == kind]
 
 
 def _llava_onevision(media: Sequence[Drawn]) -> dict[str, Any]:
@@ -161,27 +155,28 @@ def _as_drawn(config: Any) -> None:
 
 
 def _internvl(media: Sequence[Drawn]) -> dict[str, Any]:
-    tiles = [drawn.medium.tiles for drawn in media if isinstance(drawn.medium, Pictures)]
+    tiles = [drawn.medium.fields["pixels"] for drawn in media]
     return {"pixel_values": _normalized(np.concatenate(tiles), *IMAGENET)} if tiles else {}
 
 
 def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
-    sounds = [drawn.medium for drawn in media if isinstance(drawn.medium, Sound)]
-    if not sounds:
+    if not media:
         return {}
-    mel = np.concatenate([s.mel for s in sounds])
-    used = np.array([s.frames for s in sounds])[:, None] > np.arange(mel.shape[-1])
+    mel, frames = (
+        np.concatenate([drawn.medium.fields[name] for drawn in media])
+        for name in ("mel", "mel_frames")
+    )
+    used = frames[:, None] > np.arange(mel.shape[-1])
     return {"input_features": mel, "feature_attention_mask": used.astype(np.int64)}
 
 
 def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for kind, field in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        shown = [m.medium for m in media if m.kind == kind]
-        if not shown:
+        natives = [m.medium for m in media if m.kind == kind]
+        if not natives:
             continue
-        natives = [m for m in shown if isinstance(m, NativePictures)]
-        patches = np.concatenate([m.patches for m in natives])
+        patches = np.concatenate([m.fields["patches"] for m in natives])
         given[field] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
         given[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
     return given

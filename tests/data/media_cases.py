@@ -12,6 +12,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from dflop_jax.data.media.tiling import read_scaled
+from dflop_jax.data.media.video import Clip, clip_header
 from models.vit import MEAN, STD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -21,6 +23,22 @@ def shared_files(kind: str) -> list[Path]:
     """Files of ../shared/data/images, videos or audio; none without it."""
     folder = SHARED / kind
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def read_upright(path) -> Image.Image:
+    """The whole picture, as it is prepared."""
+    return read_scaled(path, None)[0]
+
+
+def count_frames(path, most: int) -> int:
+    """Frames of a clip that are sampled, at most so many."""
+    return min(most, clip_header(path)["frames"])
+
+
+def clip_of(path) -> Clip:
+    """What a clip's header says."""
+    header = clip_header(path)
+    return Clip(*(header[name] for name in Clip._fields))
 
 
 def upright(path: Path) -> Image.Image:

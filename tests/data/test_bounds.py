@@ -20,8 +20,9 @@ from dflop_jax.data.datasets.shape_index import load_index, save_index
 from dflop_jax.data.datasets.shards import find_shards
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.tiling import picture_size
-from dflop_jax.data.media.video import count_frames, read_frames
+from dflop_jax.data.media.video import read_frames
 from dflop_jax.data.text.tokenizer_files import read_json
+from tests.data.media_cases import count_frames
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from dflop_jax.data import EMPTY, BadSample, Loader, MediaSpec, Sample
+from dflop_jax.data import EMPTY, BadSample, Loader, Sample
 from dflop_jax.data.decoder import Replacements, decode
 from dflop_jax.data.sample import fits_in
 from dflop_jax.records import Load
+from tests.data.views import media_spec
 
-SPEC = MediaSpec(4, 1)
+SPEC = media_spec(4, 1)
 
 
 class Numbers:

@@ -7,20 +7,19 @@ import warnings
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.compose import compose
-from dflop_jax.data.datasets.counts import Preprocessing
 from dflop_jax.data.datasets.mixture import Mixture, Part
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
+from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.media.tiles import between_frames
 from dflop_jax.data.text.chat import ChatTokenizer
 from models.vit import MEAN, STD
 from tests.data.media_cases import made_dataset, normalized, upright
 from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
-from tests.data.views import from_pictures, mel, mel_frames, tiles, tokens
+from tests.data.views import from_pictures, mel, mel_frames, prepared, tiles, tokens
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
@@ -85,7 +84,7 @@ def published(monkeypatch):
     return Published()
 
 
-def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
+def ours(tmp_path, chat, how, kind, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
     found = MixtureSource(
         Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
@@ -95,7 +94,6 @@ def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
         index_file=tmp_path / "index.npz",
         max_bad_fraction=1.0,  # a template takes some kinds of media
     )
-    spec = MediaSpec(how.vision.tile_px if how.vision else 0, patches, sound=how.sound)
     out = []
     for i in range(len(found)):
         record = found.record(i)
@@ -103,10 +101,10 @@ def ours(tmp_path, chat, how, kind, patches=0, stands_for=""):
             sample = compose(
                 found.pieces(record),
                 found.media(i, record),
-                spec,
+                how,
                 placeholder=chat.media_id(stands_for or kind),
             )
-            assert len(tokens(sample)) == found.count(i).llm_tokens
+            assert len(tokens(sample)) == found.counts().all_tokens[i]
             out.append((record, sample))
     assert out
     return out
@@ -128,8 +126,8 @@ def rendered(tokenizer, record, kind):
 def test_llava_onevision(tmp_path, published):
     folder = write(tmp_path / "tok", PARTS)
     processor, chat = published.llava_onevision(folder), ChatTokenizer(folder)
-    how = Preprocessing(AnyRes())
-    for record, sample in ours(tmp_path, chat, how, "image", 729):
+    how = prepared(AnyRes())
+    for record, sample in ours(tmp_path, chat, how, "image"):
         images = [upright(path) for _, path in record.media]
         text = rendered(processor.tokenizer, record, "image")
         expected = processor(text=[text], images=[images], return_tensors="np")
@@ -141,7 +139,7 @@ def test_internvl(tmp_path, published):
     special = [*SPECIAL, *INTERNVL.values()]
     folder = write(tmp_path / "tok", CHATML, {"extra_special_tokens": INTERNVL}, special)
     processor, chat = published.internvl(folder), ChatTokenizer(folder)
-    for record, sample in ours(tmp_path, chat, Preprocessing(DynamicTiling()), "image", 256):
+    for record, sample in ours(tmp_path, chat, prepared(DynamicTiling()), "image"):
         images = [upright(path) for _, path in record.media]
         turns = [{"role": {"human": "user", "gpt": "assistant"}[role],
                   "content": text.replace("<image>", "<IMG_CONTEXT>")}
@@ -159,8 +157,8 @@ def test_internvl_clips(tmp_path, published):
     special = [*SPECIAL, *INTERNVL.values()]
     folder = write(tmp_path / "tok", IN_ORDER, {"extra_special_tokens": INTERNVL}, special)
     processor, chat = published.internvl(folder), ChatTokenizer(folder)
-    how = Preprocessing(DynamicTiling(), max_frames=12, between_frames=chat.between_frames(12))
-    for record, sample in ours(tmp_path, chat, how, "video", 256, "image"):
+    how = prepared(DynamicTiling(), max_frames=12, between_frames=between_frames(chat, 12))
+    for record, sample in ours(tmp_path, chat, how, "video", "image"):
         frames = {"pixel_values_videos": [np.zeros(len(tiles(sample)))]}
         clip = processor.replace_video_token(frames, 0)
         text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
@@ -177,7 +175,7 @@ def test_qwen2_audio(tmp_path, published):
     special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
     folder = write(tmp_path / "tok", published.qwen2_audio_template, special=special)
     processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
-    for record, sample in ours(tmp_path, chat, Preprocessing(sound=MelSpec()), "audio"):
+    for record, sample in ours(tmp_path, chat, prepared(sound=MelSpec()), "audio"):
         text = rendered(processor.tokenizer, record, "audio")
         path = record.media[0][1]
         sound = read_sound(path, min(count_samples(path, 16000), 480_000), 16000)

@@ -1,8 +1,44 @@
-"""What a sample holds, by the names that tests call it."""
+"""What a model takes, and what a sample holds, by the names that tests call it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
+
+from dflop_jax.data import MediaSpec
+from dflop_jax.data.media.medium import Decoded
+from dflop_jax.data.media.mel import MelMedium
+from dflop_jax.data.media.tiles import TileMedium
+from dflop_jax.data.media.token_sources import plain
+
+
+def media_spec(tile_px=0, tokens_per_tile=0, form="tiles", sources=1, sound=None):
+    """What a model of tiles (none: tile_px = 0), of sound or of both asks of media."""
+    seen = {"form": form, "tile_px": tile_px, "tokens_per_tile": tokens_per_tile}
+    media = {"vision": {**seen, "sources": sources}} if tile_px else {}
+    return MediaSpec.of({**media, **({"audio": asdict(sound)} if sound else {})}, {})
+
+
+def prepared(layout=None, sound=None, max_frames=32, between_frames=()):
+    """How media are taken: tiles of a layout, sound, or both."""
+    seen = TileMedium(layout, 4, 0, max_frames, between_frames) if layout else None
+    media = {"vision": seen, "audio": MelMedium(sound) if sound else None}
+    return {module: medium for module, medium in media.items() if medium}
+
+
+def pictures(pixels, tokens, tokens_per_tile):
+    """Decoded tiles uint8 [n, px, px, 3], and where each of their tokens comes from."""
+    n, ids = len(pixels), np.full(len(tokens), -1)
+    lengths, features = (tokens_per_tile,) * n, tokens_per_tile * n
+    return "vision", Decoded({"pixels": pixels}, lengths, features, tokens, ids)
+
+
+def sound(mel, frames, tokens, window_tokens):
+    """Decoded windows [n, mels, frames], valid frames of each, and their tokens in all."""
+    n, fields = len(mel), {"mel": mel, "mel_frames": np.array(frames, np.int32)}
+    ids, sources = np.full(tokens, -1), plain(np.arange(tokens))
+    return "audio", Decoded(fields, (window_tokens,) * n, n * window_tokens, sources, ids)
 
 
 def tokens(sample):

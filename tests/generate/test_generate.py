@@ -14,7 +14,7 @@ from PIL import Image
 from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
-from dflop_jax.data.sample import Limits
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.generate.generate import Answer, Generator, _Text
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling, choose

@@ -18,10 +18,8 @@ from hf_reference import (
 )
 from model_fields import forward
 
-from dflop_jax.data import MediaSpec
-from dflop_jax.data.datasets.compose import compose
 from dflop_jax.data.media.anyres import AnyRes
-from dflop_jax.data.media.decode import Pictures
+from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.text.pieces import Piece
 from models import hf
@@ -30,6 +28,7 @@ from models.composed import Published
 from models.decoder import DecoderModule
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 from models.vit import MEAN, STD, VisionModule
+from tests.data import views
 
 F32 = jnp.dtype("float32")
 SEEDS = range(3)
@@ -172,19 +171,19 @@ def test_llava_onevision(seed):
                 tiles, sources = draw_tiles(rng, size.vision, n), spec.place(*map(int, wh), alone)
                 pictures.append((wh[::-1], normed(tiles, 0.5, 0.5)))
             assert len(sources) == spec.count_clips(frames) or kind == "image"
-            media.append(Pictures(tiles, sources))
+            media.append(views.pictures(tiles, sources, grid**2))
         rows.append(media)
-    longest = max(sum(len(m.tokens) for m in media) for media in rows) + 5
-    what = MediaSpec(px, grid**2, "anyres", 4)
+    longest = max(sum(len(m.tokens) for _, m in media) for media in rows) + 5
+    what = views.prepared(spec)
     samples, tokens = [], np.zeros((len(rows), longest), np.int64)
     for k, media in enumerate(rows):
-        spare = longest - sum(len(m.tokens) for m in media)
+        spare = longest - sum(len(m.tokens) for _, m in media)
         cuts = [0, *np.sort(rng.integers(1, spare, len(media))), spare]
         text = [Piece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
         pieces = [p for j in range(len(media)) for p in (text[j], Piece(medium=j))]
         samples.append(compose([*pieces, text[-1]], media, what, placeholder=-1))
         tokens[k] = samples[-1].fields["llm"]["tokens"]
-        kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for m in media])
+        kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for _, m in media])
         tokens[k][tokens[k] < 0] = kind
 
     most = max(len(p) for _, p in pictures)

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_fields import PARTS, fields
+from PIL import Image
 
 from dflop_jax.contract import MODEL_SHARDED, MultimodalModel, edges_of, taps_of
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.datasets.compose import compose
 from dflop_jax.data.features import features_per_row
-from dflop_jax.data.media.decode import Pictures, Sound
-from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.compose import compose
+from dflop_jax.data.media.decode import decode_opened
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import module_of
 from dflop_jax.data.text.pieces import Piece
 from dflop_jax.profile.parts import forward_flops
 from dflop_jax.records import Shape
@@ -195,35 +197,45 @@ def check_preprocessing(model):
     """What the data prepares is what the encoders take and give."""
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     assert set(model.piece_tokens) == set(model.preprocessing) == set(model.modules) - {"llm"}
-    sample = prepared(spec)
-    assert sample.load == spec.load(2 * bool(spec.tile_px), 2 * bool(spec.sound), 1)
+    how = spec.prepared(Limits())
+    media, sample = drawn(how)
+    assert sample.load.tokens("llm") == 1 + sum(len(m.tokens) for _, m in media)
     edges = {e.source: e for e in edges_of(model)}
     for name, tokens in model.piece_tokens.items():
         module = model.modules[name]
         wanted = {n for names in module.inputs.values() for n in names}
-        fields = {n: module.field_spec(n, 2, tokens) for n in wanted}
+        (decoded,) = (m for owner, m in media if owner == name)
+        pieces = len(decoded.lengths)
+        assert sample.load.lengths(name) == decoded.lengths == (tokens,) * pieces
+        fields = {n: module.field_spec(n, pieces, tokens) for n in wanted}
         assert {n: (a.shape, a.dtype) for n, a in sample.fields[name].items()} == {
             n: (f.shape, f.dtype) for n, f in fields.items()
         }
         hidden = jax.eval_shape(module.entry, specs(module, "entry"), fields)
-        assert hidden.shape[:2] == (2, tokens)
-        per_row = features_per_row(module, edges[name], Shape(2, tokens))
-        assert per_row == spec.features_per_piece(name)
+        assert hidden.shape[:2] == (pieces, tokens)
+        per_row = features_per_row(module, edges[name], Shape(pieces, tokens))
+        assert per_row * pieces == decoded.features
     newline = "image_newline" in specs(model.modules["llm"], "entry")
-    assert newline == (spec.sources > 1)
+    assert newline == any(medium.sources > 1 for medium in how.values())
 
 
-def prepared(spec):
-    """A sample of two tiles and two windows, whose LLM tokens do not matter."""
-    media = []
-    if spec.tile_px:
-        pixels = np.zeros((2, spec.tile_px, spec.tile_px, 3), np.uint8)
-        media.append(Pictures(pixels, plain(np.zeros(0, int))))
-    if spec.sound:
-        mel = np.zeros((2, spec.sound.n_mels, spec.sound.window_frames), np.float32)
-        media.append(Sound(mel, 0, 2 * spec.sound.window_frames))
+class Silence:
+    """A black clip and a sound of silence, as files are opened."""
+
+    def spread(self, n, convert):
+        return np.stack([convert(Image.new("RGB", (8, 8)))] * n)
+
+    def __call__(self, n_samples, rate_hz):
+        return np.zeros(n_samples, np.float32)
+
+
+def drawn(how):
+    """A clip of two tiles and a sound, of those that are taken, and a sample of them."""
+    headers = {"video": {"frames": 2}, "audio": {"samples": 1000}}
+    kinds = [kind for kind in headers if module_of(how, kind)]
+    media = decode_opened([(kind, Silence(), headers[kind]) for kind in kinds], how)
     pieces = [Piece((1,)), *(Piece(medium=k) for k in range(len(media)))]
-    return compose(pieces, media, spec, placeholder=0)
+    return media, compose(pieces, media, how, placeholder=0)
 
 
 def check_modules(model):

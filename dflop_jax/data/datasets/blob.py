@@ -46,10 +46,10 @@ class Embedded:
         return self.name
 
 
-Medium = Path | Blob | Embedded
+MediaFile = Path | Blob | Embedded
 
 
-def open_media(source: Medium) -> BinaryIO:
+def open_media(source: MediaFile) -> BinaryIO:
     """A seekable binary file of a medium; a member of a tar shard is not read as a whole."""
     if isinstance(source, Path):
         return source.open("rb")

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflop_jax.data.sample import Limits, Places, Sample
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import TEXT_MODULE
+from dflop_jax.data.sample import Places, Sample
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer
 from dflop_jax.records import Load
 
-LLM, GENERATOR = "llm", "generator"
+GENERATOR = "generator"
 STREAMS = {"train": 0, "eval": 1}
 TIMES = 1000.0  # what a generator reads for pure noise
 Grid = tuple[int, int, int]
@@ -188,7 +190,7 @@ class ClipSource:
 
     def load(self, index: int) -> Load:
         n_text, grid = len(self._ids[index % len(self)]), self._grids[index % len(self)]
-        return Load({LLM: (n_text,), GENERATOR: (self._form.tokens(n_text, grid),)})
+        return Load({TEXT_MODULE: (n_text,), GENERATOR: (self._form.tokens(n_text, grid),)})
 
     def sample(self, index: int) -> Sample:
         epoch, clip = divmod(index, len(self))
@@ -207,6 +209,5 @@ class ClipSource:
         }
         heard = np.full((tokens, 1), -1, np.int32)
         heard[form.time_tokens : form.time_tokens + n_text, 0] = np.arange(n_text)
-        return Sample(
-            {LLM: {"tokens": ids}, GENERATOR: fields}, {(LLM, GENERATOR): Places(heard)}, load
-        )
+        read = {TEXT_MODULE: {"tokens": ids}, GENERATOR: fields}
+        return Sample(read, {(TEXT_MODULE, GENERATOR): Places(heard)}, load)

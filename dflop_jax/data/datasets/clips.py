@@ -9,7 +9,7 @@ from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.datasets.clip_files import ClipFiles
 from dflop_jax.data.datasets.clip_samples import Clips, ClipSource, form_of
 from dflop_jax.data.datasets.moving_scenes import MovingScenes
-from dflop_jax.data.sample import Limits
+from dflop_jax.data.media.limits import Limits
 
 
 def make(config: DataConfig, model: Any, split: str) -> ClipSource:

@@ -7,7 +7,7 @@ record within a deadline and a memory limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,21 +15,16 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.blob import Medium
-from dflop_jax.data.datasets.llava_records import KINDS, Record, lot
+from dflop_jax.data.datasets.blob import MediaFile
+from dflop_jax.data.datasets.llava_records import Record, lot
 from dflop_jax.data.datasets.located import Located, Reader
-from dflop_jax.data.datasets.shape_index import MEDIA, RECORDS, Row
+from dflop_jax.data.datasets.shape_index import RECORDS, Row, media_columns
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.audio import count_samples
-from dflop_jax.data.media.tiling import picture_size
-from dflop_jax.data.media.video import clip_header
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.pool.messages import Reply, Setup
 from dflop_jax.data.pool.processes import TRIES, Workers
 from dflop_jax.data.text.pieces import Piece, text_counts
-
-SOUND_HZ = 16000
-MANY = 1 << 30  # frames: no cap, the model's is applied later
-_MOST = {name: int(np.iinfo(np.dtype(t).name).max) for name, t in {**RECORDS, **MEDIA}.items()}
 
 ToPieces = Callable[[Sequence[tuple[str, str]]], tuple[Piece, ...]]
 
@@ -49,11 +44,14 @@ class Here:
 
     Args:
       to_pieces: tokenizer of a conversation, such as `ChatTokenizer.pieces`.
+      kinds: of media that the records may have.
     """
 
-    def __init__(self, readers: Mapping[str, Reader], to_pieces: ToPieces) -> None:
+    def __init__(
+        self, readers: Mapping[str, Reader], to_pieces: ToPieces, kinds: Kinds = BUILT_IN
+    ) -> None:
         self._readers, self._to_pieces = readers, to_pieces
-        self._headers = _Headers()
+        self._headers = _Headers(kinds)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
         return [self._row(self._readers[dataset], at) for at in places]
@@ -85,17 +83,18 @@ class Apart:
     Args:
       setup: names a function that returns `Here.answer` of the same datasets and tokenizer.
       timeout_s: seconds that a record may take.
+      kinds: as for `Here`.
     """
 
-    def __init__(self, setup: Setup, timeout_s: float) -> None:
-        self._workers = Workers(setup, timeout_s)
+    def __init__(self, setup: Setup, timeout_s: float, kinds: Kinds = BUILT_IN) -> None:
+        self._workers, self._kinds = Workers(setup, timeout_s), kinds
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
         n, label = len(places), places[0].place
         rows = self._workers.answer(
             msgspec.json.encode((dataset, places)),
             label if n == 1 else f"{label} and {n - 1} after it",
-            partial(_rows, n),
+            partial(_rows, n, self._kinds),
             tries=TRIES if n == 1 else 1,
         )
         if not isinstance(rows, BadSample):
@@ -107,20 +106,31 @@ class Apart:
         self._workers.close()
 
 
-def _rows(n: int, reply: Reply, _: object) -> list[Row | BadSample]:
+def _rows(n: int, kinds: Kinds, reply: Reply, _: object) -> list[Row | BadSample]:
     """What a process says of n records; ValueError for what none of ours says."""
     if len(reply.rows) != n:
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
+    of_record, of_medium = _most(kinds)
     for row in reply.rows:
         if not isinstance(row, str):
-            _check(row[0], RECORDS)
+            _check(row[0], of_record)
             for medium in row[1]:
-                _check(medium, MEDIA)
+                _check(medium, of_medium)
     return [BadSample(row) if isinstance(row, str) else row for row in reply.rows]
 
 
-def _check(numbers: Mapping[str, int], columns: Mapping[str, type]) -> None:
-    if numbers.keys() != columns.keys() or any(not 0 <= v <= _MOST[k] for k, v in numbers.items()):
+@lru_cache
+def _most(kinds: Kinds) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the largest number that each column of a record, and of a medium, can hold."""
+
+    def most(columns: Mapping[str, type]) -> dict[str, int]:
+        return {name: int(np.iinfo(np.dtype(dtype).name).max) for name, dtype in columns.items()}
+
+    return most(RECORDS), most(media_columns(kinds))
+
+
+def _check(numbers: Mapping[str, int], most: Mapping[str, int]) -> None:
+    if numbers.keys() != most.keys() or any(not 0 <= v <= most[k] for k, v in numbers.items()):
         raise ValueError(f"a row {numbers}")
 
 
@@ -133,25 +143,20 @@ def _fields(at: Located, record: Record, pieces: Sequence[Piece]) -> dict[str, i
 class _Headers:
     """Headers of media, each file read once: several records may show one picture."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
         self._known: dict[tuple[str, Path], dict[str, int]] = {}
 
-    def __call__(self, kind: str, source: Medium) -> dict[str, int]:
+    def __call__(self, kind: str, source: MediaFile) -> dict[str, int]:
         if not isinstance(source, Path):
-            return header(kind, source)
+            return header(kind, source, self._kinds)
         if (kind, source) not in self._known:
-            self._known[kind, source] = header(kind, source)
+            self._known[kind, source] = header(kind, source, self._kinds)
         return self._known[kind, source]
 
 
-def header(kind: str, source: Medium) -> dict[str, int]:
+def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:
     """Return the columns of a medium; ValueError if it cannot be read."""
-    columns = dict.fromkeys(MEDIA, 0) | {"kind": KINDS.index(kind)}
-    if kind == "image":
-        columns["width"], columns["height"] = picture_size(source)
-    elif kind == "video":
-        clip = clip_header(source)
-        columns |= {"frames": clip.count(MANY), **clip.facts._asdict()}
-    else:
-        columns["samples"] = count_samples(source, SOUND_HZ)
-    return columns
+    number = [k.name for k in kinds].index(kind)
+    columns = dict.fromkeys(media_columns(kinds), 0)
+    return columns | {"kind": number} | {**kinds[number].header(source)}

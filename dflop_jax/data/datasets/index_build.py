@@ -24,6 +24,8 @@ from dflop_jax.data.datasets.shape_index import (
     table_of,
 )
 from dflop_jax.data.decoder import BadSample
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.kinds import BUILT_IN
 
 BATCH = 4096  # records under way at once
 CHUNK = 64  # of them with one worker
@@ -37,6 +39,7 @@ def update_index(
     row_reader: Callable[[], RowReader],
     settings: str,
     *,
+    kinds: Kinds = BUILT_IN,
     workers: int = 2,
 ) -> dict[str, Indexed]:
     """Return the index of all `readers`, from `file` where that is up to date; else it is written.
@@ -44,9 +47,10 @@ def update_index(
     Args:
       row_reader: makes what reads records of these datasets; called if there are any to read.
       settings: the tokenizer's name or digest; another one makes every table anew.
+      kinds: of media that records may have; the index has all of them.
       workers: records read at once.
     """
-    known = load_index(file)
+    known = load_index(file, kinds)
     keys = {name: make_key(reader.files, settings) for name, reader in readers.items()}
     stale = [name for name, key in keys.items() if name not in known or known[name].key != key]
     if not stale:
@@ -54,12 +58,14 @@ def update_index(
     made: dict[str, Indexed] = {}
     with closing(row_reader()) as rows:
         for name in stale:
-            made[name] = _index_of(name, readers[name], keys[name], rows, workers)
-    save_index(file, {**known, **made})
+            made[name] = _index_of(name, readers[name], keys[name], rows, kinds, workers)
+    save_index(file, {**known, **made}, kinds)
     return {name: made.get(name) or known[name] for name in readers}
 
 
-def _index_of(name: str, reader: Reader, key: str, rows: RowReader, workers: int) -> Indexed:
+def _index_of(
+    name: str, reader: Reader, key: str, rows: RowReader, kinds: Kinds, workers: int
+) -> Indexed:
     """Make the index of a dataset. Unusable records are left out, counted and logged by name."""
     tables: list[ShapeTable] = []
     bad: list[str] = []
@@ -70,11 +76,12 @@ def _index_of(name: str, reader: Reader, key: str, rows: RowReader, workers: int
             listed += sum(map(len, chunks))
             read = [r for part in pool.map(lambda c: rows.rows(name, c), chunks) for r in part]
             usable = [r for r in read if not isinstance(r, BadSample)]
-            tables.append(table_of([record for record, _ in usable], [m for _, m in usable]))
+            records, media = [record for record, _ in usable], [m for _, m in usable]
+            tables.append(table_of(records, media, kinds))
             for b in (r for r in read if isinstance(r, BadSample)):
                 bad = [*bad, b.reason][:KEPT_REASONS]
                 logger.warning("left out %s", b.reason)
-    return Indexed(key, joined(tables), listed, tuple(bad))
+    return Indexed(key, joined(tables, kinds), listed, tuple(bad))
 
 
 def _chunks(places: Iterator[Located]) -> Iterator[list[Located]]:

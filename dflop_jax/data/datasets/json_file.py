@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import NO_COLUMNS, Record, parse_record
+from dflop_jax.data.datasets.llava_records import USUAL, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.roots import Roots
 
@@ -40,10 +40,10 @@ class FileReader:
     """A .json list or .jsonl of records; their media lie below `roots`, else the file's folder."""
 
     def __init__(
-        self, file: Path, roots: Sequence[str | Path] = (), columns: Mapping[str, str] = NO_COLUMNS
+        self, file: Path, roots: Sequence[str | Path] = (), records: RecordFormat = USUAL
     ) -> None:
         self.files, self.name = (file,), str(file)
-        self._roots, self._columns = Roots(roots or [file.parent]), columns
+        self._roots, self._records = Roots(roots or [file.parent]), records
 
     def place(self, file: int, number: int) -> str:
         name = self.files[file].name
@@ -62,7 +62,7 @@ class FileReader:
             raw = parse_json(Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read())
         except (ValueError, OSError) as e:
             raise ValueError(f"{at.place}: {e}") from None
-        return parse_record(at.place, raw, self._roots.find, self._columns)
+        return parse_record(at.place, raw, self._roots.find, self._records)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:

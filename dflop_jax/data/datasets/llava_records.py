@@ -8,24 +8,21 @@ parts of messages.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS, parse_json
-from dflop_jax.data.datasets.blob import Blob, Embedded, Medium
+from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
+from dflop_jax.data.media.kind import Kinds, tag_of
+from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import ROLES
 
-KINDS = ("image", "video", "audio")
-MEDIUM = re.compile(f"<({'|'.join(KINDS)})>")
 TEXTS = ("conversations", "messages")
-# a field, and the names that it may have
-FIELDS = {"id": ("id",), **{t: (t,) for t in TEXTS}, **{k: (k, f"{k}s") for k in KINDS}}
-NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,44 +31,68 @@ class Record:
 
     name: str
     turns: Turns
-    media: tuple[tuple[str, Medium], ...]
+    media: tuple[tuple[str, MediaFile], ...]
 
 
-def choose_columns(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the column that each field of a record is read from, of those that there are.
+@dataclass(frozen=True)
+class RecordFormat:
+    """What records may hold, and under which names.
 
-    Args:
+    Attributes:
       columns: field -> column as a user says; other fields have their own names. Of several texts
         the one that it names is read.
+      kinds: of media.
 
     Raises:
-      ValueError: a column that it names is missing.
+      ValueError: columns of fields that there are not.
     """
-    for column in columns.values():
-        if column not in names:
-            raise ValueError(f"no column {column!r}; there are {', '.join(map(str, names))}")
-    chosen = dict(columns)
-    for field, own in FIELDS.items():
-        if field in TEXTS and any(text in columns for text in TEXTS):
-            continue
-        found = [name for name in own if name in names]
-        if found:
-            chosen.setdefault(field, found[0])
-    return chosen
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    kinds: Kinds = BUILT_IN
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.columns if name not in self.names]:
+            raise ValueError(f"columns of {unknown}, not of {', '.join(self.names)}")
+
+    @cached_property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """The fields, and the names that each may have."""
+        media = {kind.name: (kind.name, f"{kind.name}s") for kind in self.kinds}
+        return {"id": ("id",), **{text: (text,) for text in TEXTS}, **media}
+
+    def chosen(self, names: Collection[str]) -> dict[str, str]:
+        """Return the column that each field of a record is read from, of those that there are.
+
+        Raises:
+          ValueError: a column that a user names is missing.
+        """
+        for column in self.columns.values():
+            if column not in names:
+                raise ValueError(f"no column {column!r}; there are {', '.join(map(str, names))}")
+        chosen = dict(self.columns)
+        for name, own in self.names.items():
+            if name in TEXTS and any(text in self.columns for text in TEXTS):
+                continue
+            found = [column for column in own if column in names]
+            if found:
+                chosen.setdefault(name, found[0])
+        return chosen
+
+
+USUAL = RecordFormat()
 
 
 def parse_record(
     place: str,
     raw: Any,
     find: Callable[[str], Path | Blob],
-    columns: Mapping[str, str] = NO_COLUMNS,
+    records: RecordFormat = USUAL,
     *,
     beside: Mapping[str, list[str]] = MappingProxyType({}),
 ) -> Record:
     """Return a usable record; `find` finds a medium by the name that it has there.
 
     Args:
-      columns: see `choose_columns`.
       beside: names of its media by kind, of a record that names none.
 
     Raises:
@@ -81,11 +102,11 @@ def parse_record(
     try:
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-        fields = {field: raw[c] for field, c in choose_columns(raw, columns).items()}
+        fields = {field: raw[c] for field, c in records.chosen(raw).items()}
         name = record_name(place, fields)
-        turns, own = _turns(fields)
-        media = {kind: _listed(fields, kind) for kind in KINDS}
-        tags = [t for _, text in turns for t in MEDIUM.findall(text)]
+        turns, own = _turns(fields, records.kinds)
+        media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
+        tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if len(own) < len(tags) and not any(media.values()):
             media |= beside
         if sum(map(len, media.values())) + len(own) > MAX_MEDIA:
@@ -128,7 +149,7 @@ def check_split(split: str, n_held_out: int) -> None:
         raise ValueError("the eval split of a dataset on disk needs train.eval_samples above 0")
 
 
-def _turns(fields: Mapping[str, Any]) -> tuple[Turns, dict[int, Any]]:
+def _turns(fields: Mapping[str, Any], kinds: Kinds) -> tuple[Turns, dict[int, Any]]:
     """Turns, and media that the text itself names by the number of their tag."""
     texts = {text: fields.get(text) for text in TEXTS}
     found = next((text for text, raw in texts.items() if raw), "")
@@ -136,7 +157,7 @@ def _turns(fields: Mapping[str, Any]) -> tuple[Turns, dict[int, Any]]:
     if isinstance(raw, str):  # a column of JSON
         raw = parse_json(raw.encode())
     if found == "messages":
-        turns, own = turns_of_messages(raw, KINDS)
+        turns, own = turns_of_messages(raw, tuple(kind.name for kind in kinds))
     else:
         turns = _conversation(raw)
     talk = turns[1:] if turns[0][0] == "system" else turns
@@ -144,7 +165,7 @@ def _turns(fields: Mapping[str, Any]) -> tuple[Turns, dict[int, Any]]:
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
     if len(talk) % 2 or any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)):
         raise ValueError("turns do not alternate human, gpt up to an answer")
-    if any(role == "gpt" and not MEDIUM.sub("", text).strip() for role, text in talk):
+    if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
     return turns, own
 
@@ -172,7 +193,7 @@ def _listed(fields: Mapping[str, Any], kind: str) -> list[Any]:
     return value if isinstance(value, list) else [] if value in (None, "") else [value]
 
 
-def _found(kind: str, value: Any, number: int, find: Callable[[str], Path | Blob]) -> Medium:
+def _found(kind: str, value: Any, number: int, find: Callable[[str], Path | Blob]) -> MediaFile:
     """A medium by its path, or by its bytes, which go before a path."""
     path: Any = None
     if isinstance(value, dict):

@@ -10,14 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.counts import (
-    Preprocessing,
-    SampleCount,
-    SampleCounts,
-    described,
-    piece_lengths,
-    sample_counts,
-)
 from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
 from dflop_jax.data.datasets.held_out import held_out
 from dflop_jax.data.datasets.index_build import check_usable, update_index
@@ -26,18 +18,23 @@ from dflop_jax.data.datasets.located import Located, Reader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
-from dflop_jax.data.media.decode import DecodedMedium, decode_media
-from dflop_jax.data.media.native import Native
+from dflop_jax.data.media.counts import SampleCounts, described, load_of, sample_counts
+from dflop_jax.data.media.decode import DecodedMedia, decode_media
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.text.pieces import Piece
+from dflop_jax.records import Load
 
 NAMED = 5  # of the records left out, so many are named
 logger = logging.getLogger("dflop_jax.data")
 
 
-def open_readers(mixture: Mixture) -> dict[str, Reader]:
-    """Return the readers of a mixture's datasets, by their names in its index."""
+def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, Reader]:
+    """Return the readers of a mixture's datasets, whose records may have media of such kinds, by
+    their names in its index."""
     return {
-        key: open_reader(part.path, part.root, dict(part.columns))
+        key: open_reader(part.path, part.root, dict(part.columns), kinds)
         for key, part in zip(names(mixture.parts), mixture.parts, strict=True)
     }
 
@@ -51,7 +48,9 @@ class MixtureSource:
     that the model cannot take in `left_out`.
 
     Args:
+      how: how the model takes media.
       to_pieces, settings: the tokenizer and its digest (see `update_index`).
+      kinds: of media that records may have.
       row_reader: makes what reads records for the index; None: they are read here.
       split: "train", or "eval" for the `n_held_out` records (see `held_out`) that "train" then
         leaves out; weights do not count there.
@@ -64,11 +63,12 @@ class MixtureSource:
     def __init__(
         self,
         mixture: Mixture,
-        how: Preprocessing,
+        how: Preparation,
         to_pieces: ToPieces,
         settings: str,
         *,
         index_file: str | Path,
+        kinds: Kinds = BUILT_IN,
         row_reader: Callable[[], RowReader] | None = None,
         seed: int = 0,
         split: str = "train",
@@ -81,13 +81,14 @@ class MixtureSource:
         self.name = name
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
-        readers = open_readers(mixture)
-        reads = row_reader or partial(Here, readers, to_pieces)
-        index = update_index(Path(index_file), readers, reads, settings, workers=workers)
+        readers = open_readers(mixture, kinds)
+        reads = row_reader or partial(Here, readers, to_pieces, kinds)
+        file = Path(index_file)
+        index = update_index(file, readers, reads, settings, kinds=kinds, workers=workers)
         for key, reader in readers.items():
             check_usable(index[key], reader.name, max_bad_fraction)
         self._readers = list(readers.values())
-        self._table = joined([index[key].table for key in readers])
+        self._table = joined([index[key].table for key in readers], kinds)
         starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
         dataset_of = {key: k for k, key in enumerate(readers)}
         self._dataset = np.repeat(np.arange(len(readers)), np.diff(starts))
@@ -130,10 +131,10 @@ class MixtureSource:
         return len(self._rows)
 
     @property
-    def how(self) -> Preprocessing:
+    def how(self) -> Preparation:
         return self._how
 
-    def counts(self, how: Preprocessing | None = None) -> SampleCounts:
+    def counts(self, how: Preparation | None = None) -> SampleCounts:
         """Return the counts of all samples, or what they would be under another preparation that
         takes the same media; nothing is decoded."""
         counts = sample_counts(self._table, how)[0] if how else self._counts
@@ -143,13 +144,9 @@ class MixtureSource:
         """int64 [n]: text tokens before the first answer, of all samples."""
         return self._table.prompt_tokens[self._rows].astype(np.int64)
 
-    def count(self, index: int) -> SampleCount:
-        """Return the counts of one sample."""
-        return self._counts[int(self._place[self._rows[index]])]
-
-    def piece_lengths(self, index: int, vision: Native) -> tuple[int, ...]:
-        """Return the patches of each of the sample's pieces at native resolution."""
-        return piece_lengths(self._table, int(self._rows[index]), vision)
+    def load(self, index: int, how: Preparation, pieces: np.ndarray, tokens: int) -> Load:
+        """Return what the sample asks of every module; see `counts.load_of`."""
+        return load_of(self._table, int(self._rows[index]), how, pieces, tokens)
 
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
@@ -175,9 +172,7 @@ class MixtureSource:
         """Return the tokenized conversation, with the places of its media."""
         return self._to_pieces(record.turns)
 
-    def media(
-        self, index: int, record: Record, how: Preprocessing | None = None
-    ) -> tuple[DecodedMedium, ...]:
+    def media(self, index: int, record: Record, how: Preparation | None = None) -> DecodedMedia:
         """Return the decoded media of the sample's record in the order of their tags, prepared as
         the mixture's or another way.
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dflop_jax.data.bounds import MAX_NAME
+from dflop_jax.data.bounds import MAX_NAME, named
 from dflop_jax.data.datasets.find_tables import find_tables, hub_folder
 from dflop_jax.data.datasets.json_file import FileReader, find_file
-from dflop_jax.data.datasets.llava_records import NO_COLUMNS
+from dflop_jax.data.datasets.llava_records import USUAL, RecordFormat
 from dflop_jax.data.datasets.located import Reader
 from dflop_jax.data.datasets.shards import ShardReader, find_shards
 from dflop_jax.data.datasets.tables import TableReader
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.kinds import BUILT_IN
 
 
 def open_reader(
     path: str | Path,
     roots: Sequence[str | Path] = (),
-    columns: Mapping[str, str] = NO_COLUMNS,
+    columns: Mapping[str, str] = USUAL.columns,
+    kinds: Kinds = BUILT_IN,
 ) -> Reader:
     """Return a reader of what the path names.
 
@@ -28,19 +31,22 @@ def open_reader(
     Args:
       roots: folders of the media; empty: the folder of the file.
       columns: field -> column, where a record's fields have other names.
+      kinds: of media that records may have.
 
     Raises:
-      ValueError: nothing is there, or one of several has to be named.
+      ValueError: nothing is there, one of several has to be named, or records have no such field.
     """
+    with named(f"{path}: records cannot be so"):
+        records = RecordFormat(columns, kinds)
     try:
         if (cached := hub_folder(str(path))) is not None:
             # a file of the cache is a link to its bytes, which lie beside
             path, roots = cached, roots or [cached, *_repository(cached)]
         if tables := find_tables(str(path)):
-            return TableReader(tables, roots, columns)
+            return TableReader(tables, roots, records)
         if shards := find_shards(str(path)):
-            return ShardReader(shards, columns)
-        return FileReader(find_file(Path(path)), roots, columns)
+            return ShardReader(shards, records)
+        return FileReader(find_file(Path(path)), roots, records)
     except OSError as e:
         raise ValueError(f"{str(path)[:MAX_NAME]}: {(e.strerror or str(e)).lower()}") from None
 

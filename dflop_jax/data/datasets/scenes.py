@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image, ImageDraw
 
-from dflop_jax.data.sample import Limits
+from dflop_jax.data.media.limits import Limits
 
 T = TypeVar("T")
 COLOURS = {

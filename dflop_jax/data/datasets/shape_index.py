@@ -11,23 +11,28 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, named, parse_json
+from dflop_jax.data.bounds import named, parse_json
+from dflop_jax.data.media.kind import Kind, Kinds, columns_of
+from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 4
-# Field -> dtype, and what it counts: records (n), media (m), or records + 1.
+VERSION = 5
+# Column -> dtype of a record; those of its media are their kind and what headers say of it.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
-MEDIA = {"kind": np.int8, "width": np.int32, "height": np.int32, "frames": np.int32,
-         "samples": np.int64, "total": np.int32, "rate_num": np.int32,
-         "rate_den": np.int32}  # fmt: skip
-Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's fields and each medium's
-COLUMNS: dict[str, type] = {**RECORDS, **MEDIA, "media_start": np.int64}
+Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's columns and each medium's
+
+
+@lru_cache
+def media_columns(kinds: Kinds) -> Mapping[str, type]:
+    """Return the columns of media: the place of their kind, and what any kind's header says."""
+    return {"kind": np.int8, **columns_of(kinds)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +44,7 @@ class ShapeTable:
     lot: what it draws when some are held out (see `llava_records.lot`).
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
-    kind: index into `llava_records.KINDS`; width, height: upright pixels of an image, or those of a
-    clip's frames as stored; frames: what a clip offers at 2 a second; samples: of a sound at 16
-    kHz; total: a clip's frames in all; rate_num / rate_den: its frames a second. 0 where it does
-    not apply.
+    media: the columns of `media_columns` of `kinds`, each [m]; 0 where one does not apply.
     """
 
     number: np.ndarray
@@ -53,20 +55,13 @@ class ShapeTable:
     text_tokens: np.ndarray
     prompt_tokens: np.ndarray
     media_start: np.ndarray
-    kind: np.ndarray
-    width: np.ndarray
-    height: np.ndarray
-    frames: np.ndarray
-    samples: np.ndarray
-    total: np.ndarray
-    rate_num: np.ndarray
-    rate_den: np.ndarray
+    media: Mapping[str, np.ndarray]
+    kinds: Kinds = BUILT_IN
 
     def __post_init__(self) -> None:
-        n, m = len(self.number), len(self.kind)
+        n, m, starts = len(self), len(self.media["kind"]), self.media_start
         bad = [name for name in RECORDS if getattr(self, name).shape != (n,)]
-        bad += [name for name in MEDIA if getattr(self, name).shape != (m,)]
-        starts = self.media_start
+        bad += [name for name in media_columns(self.kinds) if self.media[name].shape != (m,)]
         if (
             starts.shape != (n + 1,)
             or starts[0] != 0
@@ -80,41 +75,50 @@ class ShapeTable:
     def __len__(self) -> int:
         return len(self.number)
 
-    def taken(self, rows: np.ndarray) -> ShapeTable:
-        """The table of the given rows, in that order."""
-        counts = np.diff(self.media_start)[rows]
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        media = np.arange(starts[-1]) + np.repeat(self.media_start[rows] - starts[:-1], counts)
-        return ShapeTable(
-            **{name: getattr(self, name)[rows] for name in RECORDS},
-            **{name: getattr(self, name)[media] for name in MEDIA},
-            media_start=starts,
-        )
+    def of_kind(self, kind: Kind) -> np.ndarray:
+        """Return the places of all media of a kind, int64, ascending."""
+        return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
+
+    def headers(self, row: int) -> list[tuple[Kind, dict[str, int]]]:
+        """Return each medium of a record: its kind, and what its header says."""
+        media = range(self.media_start[row], self.media_start[row + 1])
+        kinds = [self.kinds[self.media["kind"][k]] for k in media]
+        return [
+            (kind, {name: int(self.media[name][k]) for name in kind.columns})
+            for kind, k in zip(kinds, media, strict=True)
+        ]
 
 
 def table_of(
-    records: Sequence[Mapping[str, int]], media: Sequence[Sequence[Mapping[str, int]]]
+    records: Sequence[Mapping[str, int]],
+    media: Sequence[Sequence[Mapping[str, int]]],
+    kinds: Kinds = BUILT_IN,
 ) -> ShapeTable:
-    """A table from the fields of each record and of each of its media."""
+    """A table from the columns of each record and of each of its media; what these do not have is
+    0."""
     flat = [m for ms in media for m in ms]
     return ShapeTable(
-        **{k: np.array([r[k] for r in records], t) for k, t in RECORDS.items()},
-        **{k: np.array([m[k] for m in flat], t) for k, t in MEDIA.items()},
+        **{k: np.array([r.get(k, 0) for r in records], t) for k, t in RECORDS.items()},
         media_start=np.cumsum([0, *(len(ms) for ms in media)], dtype=np.int64),
+        media={
+            k: np.array([m.get(k, 0) for m in flat], t) for k, t in media_columns(kinds).items()
+        },
+        kinds=kinds,
     )
 
 
-def joined(tables: Sequence[ShapeTable]) -> ShapeTable:
+def joined(tables: Sequence[ShapeTable], kinds: Kinds = BUILT_IN) -> ShapeTable:
     """One table of all records, in order; `number` and `file` stay those of each part."""
     if len(tables) == 1:
         return tables[0]
-    ends = np.cumsum([0, *(len(t.kind) for t in tables)])
+    every = [table_of([], [], kinds), *tables]
+    ends = np.cumsum([0, *(t.media_start[-1] for t in tables)])
     starts = [t.media_start[:-1] + e for t, e in zip(tables, ends[:-1], strict=True)]
-    names = [f.name for f in fields(ShapeTable) if f.name != "media_start"]
-    empty = table_of([], [])
     return ShapeTable(
-        **{n: np.concatenate([getattr(t, n) for t in (empty, *tables)]) for n in names},
+        **{name: np.concatenate([getattr(t, name) for t in every]) for name in RECORDS},
         media_start=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
+        media={name: np.concatenate([t.media[name] for t in every]) for name in every[0].media},
+        kinds=kinds,
     )
 
 
@@ -138,13 +142,14 @@ def make_key(files: Sequence[Path], settings: str) -> str:
     return json.dumps([stats, settings], separators=(",", ":"))
 
 
-def save_index(file: Path, datasets: Mapping[str, Indexed]) -> None:
+def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT_IN) -> None:
     """Writes all datasets into one .npz, which exists whole or not at all."""
-    meta: dict[str, Any] = {"version": VERSION, "datasets": {}}
+    meta: dict[str, Any] = {"version": _version(kinds), "datasets": {}}
     arrays: dict[str, np.ndarray] = {}
     for k, (name, d) in enumerate(datasets.items()):
         meta["datasets"][name] = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "at": k}
-        arrays |= {f"{k}.{f.name}": getattr(d.table, f.name) for f in fields(ShapeTable)}
+        columns = {c: getattr(d.table, c) for c in (*RECORDS, "media_start")} | {**d.table.media}
+        arrays |= {f"{k}.{c}": column for c, column in columns.items()}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
@@ -156,8 +161,9 @@ def save_index(file: Path, datasets: Mapping[str, Indexed]) -> None:
         part.unlink(missing_ok=True)
 
 
-def load_index(file: Path) -> dict[str, Indexed]:
-    """The datasets of an index file; none when there is no such file or it is of another version.
+def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
+    """The datasets of an index file; none when there is no such file, or it is of another version
+    or of other kinds of media.
 
     ValueError when the file is damaged.
     """
@@ -169,15 +175,24 @@ def load_index(file: Path) -> dict[str, Indexed]:
         zipfile.ZipFile(opened) as arrays,
     ):
         meta = parse_json(_array(arrays, "meta", np.uint8).tobytes())
-        if meta["version"] != VERSION:
+        if meta["version"] != _version(kinds):
             return {}
         index = {}
         for name, d in meta["datasets"].items():
-            columns = {c: _array(arrays, f"{d['at']}.{c}", t) for c, t in COLUMNS.items()}
-            table, listed = ShapeTable(**columns), int(d["listed"])
+            media = {
+                c: _array(arrays, f"{d['at']}.{c}", t) for c, t in media_columns(kinds).items()
+            }
+            columns = {c: _array(arrays, f"{d['at']}.{c}", t) for c, t in RECORDS.items()}
+            starts = _array(arrays, f"{d['at']}.media_start", np.int64)
+            table = ShapeTable(**columns, media_start=starts, media=media, kinds=kinds)
+            listed = int(d["listed"])
             _check_values(table, listed)
             index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])))
         return index
+
+
+def _version(kinds: Kinds) -> str:
+    return f"{VERSION} {' '.join(kind.name for kind in kinds)}"
 
 
 def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
@@ -198,17 +213,12 @@ def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
 
 def _check_values(table: ShapeTable, listed: int) -> None:
     """ValueError for values that no reader of records and headers gives."""
-    picture, clip, sound = (table.kind == k for k in range(3))
     wrong = [name for name in RECORDS if name != "lot" and (getattr(table, name) < 0).any()]
-    wrong += [] if (picture | clip | sound).all() else ["kind"]
-    area = table.width[picture].astype(np.int64) * table.height[picture]
-    sides = np.minimum(table.width[picture], table.height[picture])
-    wrong += ["width"] if (sides < 1).any() or (area > MAX_PIXELS).any() else []
-    frames = table.frames[clip]
-    wrong += ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
-    facts = ("width", "height", "total", "rate_num", "rate_den")
-    wrong += [f"{name} of a clip" for name in facts if (getattr(table, name)[clip] < 1).any()]
-    wrong += ["samples"] if (table.samples[sound] < 1).any() else []
+    number = table.media["kind"]
+    wrong += ["kind"] if ((number < 0) | (number >= len(table.kinds))).any() else []
+    for kind in table.kinds:
+        mine = table.of_kind(kind)
+        wrong += kind.wrong({name: table.media[name][mine] for name in kind.columns})
     wrong += ["prompt_tokens"] if (table.prompt_tokens > table.text_tokens).any() else []
     wrong += ["listed"] if listed < len(table) else []
     if wrong:

@@ -18,16 +18,9 @@ from dflop_jax.data.bounds import (
     parse_json,
 )
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import NO_COLUMNS, Record, parse_record
+from dflop_jax.data.datasets.llava_records import USUAL, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.located import Located
-
-EXTENSIONS = {
-    "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
-    "video": ("mp4", "mkv", "webm", "avi", "mov"),
-    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
-}
-QUESTION = {"image": "Describe the image.", "video": "Describe the video.",
-            "audio": "What is heard?"}  # fmt: skip
+from dflop_jax.data.media.kind import Kinds
 
 
 def find_shards(path: str) -> tuple[Path, ...]:
@@ -68,8 +61,8 @@ class ShardReader:
     medium.
     """
 
-    def __init__(self, shards: tuple[Path, ...], columns: Mapping[str, str] = NO_COLUMNS) -> None:
-        self.files, self._columns = shards, columns
+    def __init__(self, shards: tuple[Path, ...], records: RecordFormat = USUAL) -> None:
+        self.files, self._records = shards, records
         rest = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
         self.name = f"{shards[0]}{rest}"
 
@@ -92,7 +85,7 @@ class ShardReader:
             m.name: Blob(shard, m.offset_data, m.size, m.name)
             for m in _members(shard, at.offset, at.offset + at.size_bytes)
         }
-        return _shard_record(at.place, members, self._columns)
+        return _shard_record(at.place, members, self._records)
 
 
 class _Headers:
@@ -145,9 +138,9 @@ def _key(name: str) -> str:
     return str(path.with_name(path.name.split(".")[0] or path.name))
 
 
-def _shard_record(place: str, members: Mapping[str, Blob], columns: Mapping[str, str]) -> Record:
-    media = {kind: [n for n in members if n.rsplit(".", 1)[-1].lower() in extensions]
-             for kind, extensions in EXTENSIONS.items()}  # fmt: skip
+def _shard_record(place: str, members: Mapping[str, Blob], records: RecordFormat) -> Record:
+    media = {kind.name: [n for n in members if n.rsplit(".", 1)[-1].lower() in kind.extensions]
+             for kind in records.kinds}  # fmt: skip
     by_name = {PurePosixPath(name).name: blob for name, blob in members.items()}
     texts = {n.rsplit(".", 1)[-1].lower(): blob for n, blob in members.items()}
 
@@ -161,20 +154,21 @@ def _shard_record(place: str, members: Mapping[str, Blob], columns: Mapping[str,
         if "json" in texts:
             raw = parse_json(texts["json"].read())
         elif "txt" in texts:
-            raw, columns = _captioned(texts["txt"], media), NO_COLUMNS
+            records = RecordFormat(kinds=records.kinds)
+            raw = _captioned(texts["txt"], media, records.kinds)
         else:
             raise ValueError("neither a .json nor a .txt in this sample of the shard")
     except (ValueError, OSError) as e:
         raise ValueError(f"{place}: {e}") from None
-    return parse_record(place, raw, find, columns, beside=media)
+    return parse_record(place, raw, find, records, beside=media)
 
 
-def _captioned(caption: Blob, media: Mapping[str, list[str]]) -> dict[str, object]:
+def _captioned(caption: Blob, media: Mapping[str, list[str]], kinds: Kinds) -> dict[str, object]:
     """Return the record of a caption of a sample's one medium; ValueError unless it has one."""
-    kinds = [kind for kind, names in media.items() for _ in names]
-    if len(kinds) != 1:
-        raise ValueError(f"a caption (.txt) for {len(kinds)} media; it needs one, or a .json")
-    question = f"<{kinds[0]}>\n{QUESTION[kinds[0]]}"
+    shown = [kind for kind in kinds for _ in media[kind.name]]
+    if len(shown) != 1:
+        raise ValueError(f"a caption (.txt) for {len(shown)} media; it needs one, or a .json")
+    question = f"<{shown[0].name}>\n{shown[0].question}"
     answer = caption.read().decode("utf-8", "replace").strip()
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     return {"conversations": turns}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from dflop_jax.data.datasets.arrow_file import ArrowFile
 from dflop_jax.data.datasets.arrow_library import arrow
 from dflop_jax.data.datasets.llava_records import (
-    NO_COLUMNS,
     TEXTS,
+    USUAL,
     Record,
-    choose_columns,
+    RecordFormat,
     parse_record,
 )
 from dflop_jax.data.datasets.located import Located
@@ -30,9 +30,10 @@ class TableReader:
         self,
         files: tuple[Path, ...],
         roots: Sequence[str | Path] = (),
-        columns: Mapping[str, str] = NO_COLUMNS,
+        records: RecordFormat = USUAL,
     ) -> None:
-        self.files, self._columns = files, columns
+        self.files, self._records = files, records
+        self._renamed = RecordFormat(kinds=records.kinds)  # rows as they are read
         rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0]}{rest}"
         self._roots = Roots(roots or [files[0].parent])
@@ -56,7 +57,7 @@ class TableReader:
             row = self._opened(at.file).row(at.number)
         except (ValueError, OSError) as e:
             raise ValueError(f"{at.place}: {e}") from None
-        return parse_record(at.place, row, self._roots.find)
+        return parse_record(at.place, row, self._roots.find, self._renamed)
 
     def _open(self, file: int) -> ParquetFile | ArrowFile:
         path = self.files[file]
@@ -65,7 +66,7 @@ class TableReader:
         return ArrowFile(path, self._choose)
 
     def _choose(self, names: Sequence[str]) -> dict[str, str]:
-        chosen = choose_columns(names, self._columns)
+        chosen = self._records.chosen(names)
         if not any(text in chosen for text in TEXTS):
             raise ValueError(
                 f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it is: "

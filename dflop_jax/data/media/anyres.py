@@ -12,12 +12,14 @@ one), given upright pictures; counts are the same float arithmetic, hence equal 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 
 import numpy as np
 from PIL import Image
 
 from dflop_jax.data.bounds import MAX_SQUARE
+from dflop_jax.data.media.tiles import tile_form
+from dflop_jax.data.media.tiling import frame_tile
 from dflop_jax.data.media.token_sources import (
     TokenSources,
     join,
@@ -29,6 +31,7 @@ from dflop_jax.data.media.token_sources import (
 
 CHUNK = 1 << 16  # pictures rated at once: bounds the memory of a million
 DOWNSCALE_ABOVE = 1.1  # the reference leaves smaller excesses alone
+GRID = range(1, 7)  # rows and columns of the published grids
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,7 @@ class AnyRes:
     tile_px: int = 384
     patches: int = 27
     max_tiles: int = 9
-    pinpoints: tuple[tuple[int, int], ...] = tuple(
-        (384 * r, 384 * c) for r in range(1, 7) for c in range(1, 7)
-    )
+    pinpoints: tuple[tuple[int, int], ...] = tuple((384 * r, 384 * c) for r in GRID for c in GRID)
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
@@ -54,11 +55,14 @@ class AnyRes:
             raise ValueError(f"grid pinpoints {odd} are no multiples of tile_px={self.tile_px}")
 
     @property
+    def tokens_per_tile(self) -> int:
+        return self.patches**2
+
+    @property
     def pooled_tokens(self) -> int:
         """LLM tokens of a video frame."""
         return ceil(self.patches / 2) ** 2
 
-    # as a `counts.VisionLayout`
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -186,11 +190,6 @@ def picture_tiles(image: Image.Image, spec: AnyRes, *, alone: bool = True) -> np
     return np.concatenate([frame_tile(image, px)[None], grid.reshape(-1, px, px, 3)])
 
 
-def frame_tile(image: Image.Image, tile_px: int) -> np.ndarray:
-    """The whole RGB picture or frame as one tile, uint8 [tile_px, tile_px, 3]."""
-    return np.asarray(image.resize((tile_px, tile_px), Image.Resampling.BICUBIC), np.uint8)
-
-
 def _best(widths: np.ndarray, heights: np.ndarray, spec: AnyRes) -> np.ndarray:
     """(height, width) int64 [n, 2] of the best pinpoints: most pixels kept, then least wasted."""
     if len(widths) and min(widths.min(), heights.min()) < 1:
@@ -230,3 +229,11 @@ def _squared(image: Image.Image, mean: tuple[float, float, float]) -> Image.Imag
     out = Image.new("RGB", (side, side), tuple(int(255 * m) for m in mean))
     out.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return out
+
+
+def _layout(tile_px: int, tokens_per_tile: int, max_tiles: int) -> AnyRes:
+    grids = tuple((tile_px * r, tile_px * c) for r in GRID for c in GRID)
+    return AnyRes(tile_px, isqrt(tokens_per_tile), max_tiles, grids)
+
+
+FORM = tile_form(_layout)

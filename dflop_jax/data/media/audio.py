@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, gcd
 
 import av
@@ -23,15 +23,17 @@ from dflop_jax.data.bounds import (
     MIN_RATE_HZ,
     one_line,
 )
-from dflop_jax.data.datasets.blob import Medium
+from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
+from dflop_jax.data.media.kind import Kind, below_one
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
 CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
+INDEX_HZ = 16000  # rate at which an index counts samples: that of all encoders so far
 logger = logging.getLogger("dflop_jax.data")
 
 
-def count_samples(path: Medium, rate_hz: int) -> int:
+def count_samples(path: MediaFile, rate_hz: int) -> int:
     """Samples of a sound once resampled to `rate_hz`, by the header (or, where that is silent, by
     its packets, undecoded). ValueError when the file is no sound, or holds none."""
     with opened(path, "sound") as container:
@@ -43,7 +45,7 @@ def count_samples(path: Medium, rate_hz: int) -> int:
     return n_samples
 
 
-def read_sound(path: Medium, n_samples: int, rate_hz: int) -> np.ndarray:
+def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
     """The first `n_samples` of a sound at `rate_hz`, float32 [n_samples] in -1..1.
 
     Channels are averaged. Where the sound breaks off, silence follows, with a warning. ValueError
@@ -129,3 +131,19 @@ def _decoded(
     except av.FFmpegError as e:
         return np.concatenate(parts), one_line(e)
     return np.concatenate(parts), "it ends before its stated duration"
+
+
+AUDIO = Kind(
+    name="audio",
+    word="sound",
+    taken="hears",
+    columns={"samples": np.int64},
+    header=lambda source: {"samples": count_samples(source, INDEX_HZ)},
+    opened=lambda source: partial(read_sound, source),
+    described=lambda h: f"a sound of {h['samples']:,} samples",
+    wrong=lambda columns: below_one(columns, "samples"),
+    too_small="too short a sound; take a longer one",
+    extensions=("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+    question="What is heard?",
+    placeholders=("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
+)

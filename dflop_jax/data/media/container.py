@@ -15,7 +15,7 @@ import av
 from av.container import InputContainer
 
 from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, named
-from dflop_jax.data.datasets.blob import Medium, open_media
+from dflop_jax.data.datasets.blob import MediaFile, open_media
 
 FORMATS = (
     "aac", "aiff", "amr", "asf", "au", "avi", "caf", "flac", "flv", "matroska", "mov", "mp3",
@@ -35,7 +35,7 @@ LENIENT: dict[str, Any] = (
 
 
 @contextmanager
-def opened(source: Medium, what: str) -> Iterator[InputContainer]:
+def opened(source: MediaFile, what: str) -> Iterator[InputContainer]:
     """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
     with (
         named(f"{source}: not a readable {what}"),

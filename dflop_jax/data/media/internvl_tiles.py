@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.media.anyres import frame_tile
+from dflop_jax.data.media.tiles import tile_form
+from dflop_jax.data.media.tiling import frame_tile
 from dflop_jax.data.media.token_sources import TokenSources, plain
 
 
@@ -30,7 +31,6 @@ class DynamicTiling:
         if not 1 <= self.min_tiles <= self.max_tiles or min(self.tile_px, self.tokens_per_tile) < 1:
             raise ValueError(f"{self}: sizes must be at least 1, min_tiles at most max_tiles")
 
-    # as a `counts.VisionLayout`
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -102,3 +102,10 @@ def _arrangements(spec: DynamicTiling) -> list[tuple[int, int]]:
     most = range(1, spec.max_tiles + 1)
     found = [(c, r) for c in most for r in most if spec.min_tiles <= c * r <= spec.max_tiles]
     return sorted(found, key=lambda g: g[0] * g[1])
+
+
+def _layout(tile_px: int, tokens_per_tile: int, max_tiles: int) -> DynamicTiling:
+    return DynamicTiling(tile_px, max_tiles=max_tiles, tokens_per_tile=tokens_per_tile)
+
+
+FORM = tile_form(_layout)

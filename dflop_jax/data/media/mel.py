@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
+
+from dflop_jax.data.media.audio import AUDIO
+from dflop_jax.data.media.kind import Columns, Header, Kinds
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Medium
+from dflop_jax.data.media.token_sources import plain
 
 POWER_FLOOR = 1e-10
 RANGE_LOG10 = 8.0  # features further below the loudest are cut off
@@ -124,3 +131,50 @@ def _hz_to_mel(hz: np.ndarray) -> np.ndarray:
 def _mel_to_hz(mel: np.ndarray) -> np.ndarray:
     log = 1000 * np.exp((np.maximum(mel, 15) - 15) * np.log(6.4) / 27)
     return np.where(mel < 15, mel * 200 / 3, log)
+
+
+@dataclass(frozen=True)
+class MelMedium(Medium):
+    """Sound in windows; `window_tokens` are those of a window inside the encoder, 0: as many as
+    the features that come out."""
+
+    spec: MelSpec
+    window_tokens: int = 0
+
+    kinds: ClassVar[Kinds] = (AUDIO,)
+
+    @property
+    def features(self) -> int:
+        """That the encoder gives for a window."""
+        return int(encoder_tokens(np.array(self.spec.window_frames)))
+
+    @property
+    def piece_tokens(self) -> int:
+        return self.window_tokens or self.features
+
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+        shortest = 2 * self.spec.hop + 1
+        usable = headers["samples"] >= shortest
+        windows, _, tokens = sound_counts(np.maximum(headers["samples"], shortest), self.spec)
+        return Counted(usable, windows, tokens)
+
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+        n = min(header["samples"], self.spec.max_samples)
+        (windows,), (frames,), (tokens,) = sound_counts(np.array([n]), self.spec)
+        before = np.arange(windows) * self.spec.window_frames
+        used = np.minimum(frames - before, self.spec.window_frames)  # full ones, then the rest
+        fields = {
+            "mel": log_mel(opened(n, self.spec.sample_rate), self.spec),
+            "mel_frames": used.astype(np.int32),
+        }
+        lengths, tokens = (self.piece_tokens,) * windows, int(tokens)
+        ids = np.full(tokens, -1)
+        return Decoded(fields, lengths, windows * self.features, plain(np.arange(tokens)), ids)
+
+
+def _build(facts: Facts, limits: Limits, tokenizer: object) -> MelMedium:
+    settings = {name: value for name, value in facts.items() if name != "piece_tokens"}
+    return MelMedium(MelSpec(**settings), int(facts.get("piece_tokens", 0)))
+
+
+FORM = Form(MelMedium.kinds, _build)

@@ -6,32 +6,36 @@ within a range of pixels. Every pair stands in the text behind the time at which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil, floor, sqrt
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import ceil, floor, isqrt, sqrt
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from dflop_jax.data.media.kind import Columns, Header, Kinds
+from dflop_jax.data.media.limits import CLIP_PIXELS, PICTURE_PIXELS, Limits
+from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Grid, Medium, numbers
+from dflop_jax.data.media.tiling import IMAGE
+from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.video import VIDEO, Clip
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import Tokenizer
+
 MAX_RATIO = 200  # of a picture's sides
 MIN_FRAMES = 4  # sampled from a clip that has them
 MIN_CLIP_PIXELS = 4096  # of all frames of a clip
-PICTURE_PIXELS = (65_536, 16_777_216)  # of a picture, as published
-CLIP_PIXELS = 25_165_824  # of all frames of a clip at most, as published
+GREY = 128
+VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
+UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
+FRAME = (640, 360)  # pixels of a growing clip's frames
 
-Grid = tuple[int, int]  # rows and columns of patches
 
-
-class Clip(NamedTuple):
-    """What a clip's header says: pixels of a frame as stored, frames in all, frames a second."""
-
-    width: int
-    height: int
-    total: int
-    rate_num: int
-    rate_den: int
+# Ids of the text before and after a pair of frames, by the second at which it is seen.
+Stamp = Callable[[float], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class ClipLayout(NamedTuple):
@@ -116,9 +120,6 @@ class Native:
         """How a clip is seen; None: it has too few frames or is too thin."""
         return _clip_layout(self, clip)
 
-    def least_size(self, width: int, height: int) -> None:
-        return None  # pixels equal the reference's, which decodes whole pictures
-
     def resized(self, image: Image.Image, grid: Grid) -> np.ndarray:
         """An RGB picture or frame as uint8 [height, width, 3] of a grid's size."""
         size = grid[1] * self.patch_px, grid[0] * self.patch_px
@@ -198,3 +199,156 @@ def token_positions(runs: Sequence[int | Grid]) -> np.ndarray:
             parts.append((start + np.stack([0 * rows, rows, cols], -1)).astype(np.int32))
             start += max(run)
     return np.concatenate(parts)
+
+
+def runs_of(stand: np.ndarray, grids: Sequence[Grid], merge: int) -> list[int | Grid]:
+    """The runs of `token_positions` of a text of whose tokens those of the grids' blocks `stand`,
+    bool [t]."""
+    runs: list[int | Grid] = []
+    blocks = iter((rows // merge, cols // merge) for rows, cols in grids)
+    start = 0
+    while start < len(stand):
+        if stand[start]:
+            rows, cols = next(blocks)
+            runs.append((rows, cols))
+            start += rows * cols
+        else:
+            after = np.flatnonzero(stand[start:])
+            n = int(after[0]) if len(after) else len(stand) - start
+            runs.append(n)
+            start += n
+    return runs
+
+
+@dataclass(frozen=True)
+class NativeMedium(Medium):
+    """Pictures and clips at native resolution; `stamp` gives the text around a pair of frames."""
+
+    native: Native
+    stamp: Stamp
+
+    kinds: ClassVar[Kinds] = (IMAGE, VIDEO)
+    blank: ClassVar[Mapping[str, int]] = MappingProxyType({"patches": GREY})
+    piece_tokens: ClassVar[int] = 0
+
+    @property
+    def unit_px(self) -> int:
+        """Side of the smallest picture that is worth drawing."""
+        return UNIT_BLOCKS * self.native.block_px
+
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+        if kind == IMAGE.name:
+            usable, pieces, tokens = self.native.count(headers["width"], headers["height"])
+            return Counted(usable, pieces, tokens, longest=tokens)
+        clips = zip(*(headers[name].tolist() for name in Clip._fields))
+        counts = [self._clip_counts(Clip(*facts)) for facts in clips]
+        usable, pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
+        return Counted(usable > 0, pieces, tokens, between, tokens // np.maximum(pieces, 1))
+
+    def _clip_counts(self, clip: Clip) -> tuple[int, int, int, int]:
+        """(usable, pairs of frames, their tokens, tokens of their stamps)."""
+        layout = self.native.clip(clip)
+        if layout is None:
+            return 0, 0, 0, 0
+        pairs = len(layout.seconds)
+        text = sum(len(ids) for second in layout.seconds for ids in self.stamp(second))
+        return 1, pairs, pairs * self.native.tokens(layout.grid), text
+
+    def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
+        if kind == IMAGE.name:
+            rows, cols = self.native.grid(header["width"], header["height"])
+            return (rows * cols,)
+        layout = self._layout(header)
+        return (layout.grid[0] * layout.grid[1],) * len(layout.seconds)
+
+    def _layout(self, header: Header) -> ClipLayout:
+        layout = self.native.clip(Clip(*(header[name] for name in Clip._fields)))
+        assert layout is not None, f"a clip that is not usable: {header}"
+        return layout
+
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+        native = self.native
+        if kind == IMAGE.name:
+            image = opened((header["width"], header["height"]))
+            grid = native.grid(*image.size)
+            frames = np.stack([native.resized(image, grid)] * native.frames)
+            return self._decoded(frames, (grid,), np.full(native.tokens(grid), -1))
+        layout = self._layout(header)
+        frames = opened.numbered(layout.frames, partial(native.resized, grid=layout.grid))
+        parts: list[np.ndarray] = []
+        for second in layout.seconds:
+            before, after = self.stamp(second)
+            parts += [np.array(before), np.full(native.tokens(layout.grid), -1), np.array(after)]
+        ids = np.concatenate(parts).astype(np.int64)
+        return self._decoded(frames, (layout.grid,) * len(layout.seconds), ids)
+
+    def _decoded(self, frames: np.ndarray, grids: tuple[Grid, ...], ids: np.ndarray) -> Decoded:
+        patches, merge = self.native.patches(frames), self.native.merge
+        stand = ids < 0
+        return Decoded(
+            {"patches": patches, "grid": patch_places(grids, merge)},
+            tuple(rows * cols for rows, cols in grids),
+            len(patches) // merge**2,
+            plain(np.where(stand, np.cumsum(stand) - 1, -1)),
+            ids,
+            grids,
+        )
+
+    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+        grids = [grid for medium in media for grid in medium.grids]
+        return {"positions": token_positions(runs_of(stand, grids, self.native.merge))}
+
+    def smaller(self) -> NativeMedium:
+        n = self.native
+        return replace(self, native=replace(
+            n,
+            max_frames=max(n.frames, -(-n.max_frames // 2)),
+            max_pixels=max(n.min_pixels, n.max_pixels // 2),
+            max_clip_pixels=max(MIN_CLIP_PIXELS, n.max_clip_pixels // 2),
+        ))  # fmt: skip
+
+    def growing(self, kind: str) -> dict[str, np.ndarray]:
+        n = self.native
+        if kind == IMAGE.name:
+            least, most = ceil(sqrt(n.min_pixels) / n.block_px), isqrt(n.max_pixels) // n.block_px
+            sides = n.block_px * np.array([*range(least, most), most])
+            return {"width": sides, "height": sides}
+        totals = np.arange(n.frames, n.max_frames + 1, n.frames)
+        facts = (*FRAME, 0, round(1000 * n.frames_per_s), 1000)
+        columns = {k: np.full(len(totals), v) for k, v in zip(Clip._fields, facts, strict=True)}
+        return {**columns, "total": totals}
+
+
+def stamp_of(tokenizer: Tokenizer | ChatTokenizer | None) -> Stamp:
+    """Return what gives the text around a pair of frames, "<0.3 seconds>" and the tokens that begin
+    and end a picture, where the tokenizer has such."""
+    begin, end = (
+        tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
+        for token in VISION_ENDS
+    )
+
+    @lru_cache(maxsize=65536)
+    def ids(text: str) -> tuple[int, ...]:
+        return (*(tokenizer.encode(text) if tokenizer else ()), *begin)
+
+    return lambda second: (ids(f"<{second:.1f} seconds>"), end)
+
+
+def _build(
+    facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
+) -> NativeMedium:
+    patch_px, merge, frames = numbers(facts, patch_px=None, merge=1, frames=1)
+    native = Native(
+        patch_px,
+        merge,
+        frames,
+        limits.min_pixels,
+        limits.max_pixels,
+        limits.max_clip_pixels,
+        max(frames, limits.max_frames),
+        limits.frames_per_s,
+    )
+    return NativeMedium(native, stamp_of(tokenizer))
+
+
+FORM = Form(NativeMedium.kinds, _build)

@@ -1,86 +1,101 @@
-"""What a model asks of media."""
+"""What a model asks of media, as it declares it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-import numpy as np
+from dflop_jax.data.media import anyres, internvl_tiles, mel, native, tiles
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import Form, Preparation
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import Tokenizer
 
-from dflop_jax.data.media.mel import MelSpec, encoder_tokens
-from dflop_jax.records import Load
-
-FORMS = ("tiles", "anyres", "dynamic", "native")
+# The forms of published models: LLaVA-OneVision's is "anyres", InternVL's "dynamic", Qwen3-VL's
+# "native", Qwen2-Audio's "mel".
+FORMS = {
+    "tiles": tiles.FORM,
+    "anyres": anyres.FORM,
+    "dynamic": internvl_tiles.FORM,
+    "native": native.FORM,
+    "mel": mel.FORM,
+}
+USUAL = {"vision": "tiles", "audio": "mel"}  # of modules that name none
 
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """What the model asks of media.
+    """By module that takes media, its form and that form's facts.
 
-    Attributes:
-      tile_px: side of a square tile in pixels; 0: it takes no pictures.
-      tokens_per_tile: features that the encoder gives for a tile.
-      form: "tiles" (a grid and an overview, their features as they are), "anyres"
-        (LLaVA-OneVision), "dynamic" (InternVL) or "native" (Qwen3-VL), which has no tiles.
-      sources: features that an LLM token is a weighted sum of, 1 for a plain copy.
-      sound: of the audio encoder; None: it takes no sound.
-      piece_tokens: by module, tokens of a tile or window inside its encoder; as many as the
-        features that come out, where it does not say.
-      patch_px, merge, frames: of the form "native", see `media.native.Native`.
+    `media[module]` is what `MultimodalModel.preprocessing` says: "form", a name of `FORMS` or
+    MODULE:NAME of a `Form` that anybody wrote; "piece_tokens", tokens of a piece inside its
+    encoder, if these are others than the features that come out; all else is the form's own.
+
+    Raises:
+      ValueError: a form that is not known.
     """
 
-    tile_px: int = 0
-    tokens_per_tile: int = 0
-    form: str = "tiles"
-    sources: int = 1
-    sound: MelSpec | None = None
-    piece_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
-    patch_px: int = 0
-    merge: int = 1
-    frames: int = 1
+    media: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if min(self.tile_px, self.tokens_per_tile) < 0 or bool(self.tile_px) != bool(
-            self.tokens_per_tile
-        ):
-            raise ValueError(f"tile_px and tokens_per_tile must be at least 1, got {self}")
-        if self.form not in FORMS or self.sources < 1:
-            raise ValueError(f"form is one of {', '.join(FORMS)}, sources at least 1, got {self}")
-        if (self.form == "native") != (self.patch_px > 0) or min(self.merge, self.frames) < 1:
-            raise ValueError(f"the form native, and no other, has patch_px; got {self}")
-        if any(n < 1 for n in self.piece_tokens.values()):
-            raise ValueError(f"a piece has at least one token, got {dict(self.piece_tokens)}")
+        for facts in self.media.values():
+            form_of(facts["form"])
 
     @classmethod
     def of(
         cls, preprocessing: Mapping[str, Mapping[str, Any]], piece_tokens: Mapping[str, int]
     ) -> MediaSpec:
-        """Return what a model says of its encoders (`MultimodalModel.preprocessing` and
-        `.piece_tokens`): the fields above for "vision", those of MelSpec for "audio"."""
-        sound = MelSpec(**preprocessing["audio"]) if "audio" in preprocessing else None
-        known = {m: int(n) for m, n in piece_tokens.items()}
-        return cls(**preprocessing.get("vision", {}), sound=sound, piece_tokens=known)
-
-    def features_per_piece(self, module: str) -> int:
-        """Features that an encoder gives for a tile or a window."""
-        if module == "vision":
-            return self.tokens_per_tile
-        assert self.sound is not None, module
-        return int(encoder_tokens(np.array(self.sound.window_frames)))
+        """Return what a model says of its modules; what has no form are no media of records."""
+        media = {}
+        for module, facts in preprocessing.items():
+            if "form" in facts or module in USUAL:
+                known = (
+                    {"piece_tokens": int(piece_tokens[module])} if module in piece_tokens else {}
+                )
+                media[module] = {"form": USUAL.get(module), **facts, **known}
+        return cls(media)
 
     @property
-    def sees(self) -> bool:
-        """Whether the model takes pictures."""
-        return self.tile_px + self.patch_px > 0
+    def kinds(self) -> Kinds:
+        """Of all media that records may hold: the built-in ones, then the model's own."""
+        kinds = dict.fromkeys(BUILT_IN)
+        for facts in self.media.values():
+            kinds |= dict.fromkeys(form_of(facts["form"]).kinds)
+        return tuple(kinds)
 
-    def load(self, tiles: int | Sequence[int], windows: int, tokens: int) -> Load:
-        """Return what a sample of so many tiles (or pieces of so many patches), windows of sound
-        and LLM tokens asks of every module."""
-        seen = (self._tokens("vision"),) * tiles if isinstance(tiles, int) else tuple(tiles)
-        heard = (self._tokens("audio"),) * windows if windows else ()
-        pieces = {m: lengths for m, lengths in (("vision", seen), ("audio", heard)) if lengths}
-        return Load({**pieces, "llm": (tokens,)} if tokens else pieces)
+    def prepared(
+        self, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None = None
+    ) -> Preparation:
+        """Return how the model takes media under the limits, by module; without a tokenizer, no
+        text stands among frames.
 
-    def _tokens(self, module: str) -> int:
-        return self.piece_tokens.get(module) or self.features_per_piece(module)
+        Raises:
+          ValueError: facts that its form cannot take.
+        """
+        made = {}
+        for module, facts in self.media.items():
+            settings = {name: value for name, value in facts.items() if name != "form"}
+            try:
+                made[module] = form_of(facts["form"]).build(settings, limits, tokenizer)
+            except TypeError as e:  # of a form that knows no such fact
+                raise ValueError(f"media of {module!r}: {e}") from None
+        return made
+
+
+@cache
+def form_of(name: str) -> Form:
+    """Return the form of a name. ValueError: there is none."""
+    if name in FORMS:
+        return FORMS[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"form {name!r} is not {', '.join(FORMS)}, or MODULE:NAME of a Form")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(f"form {name!r}: {e}; give MODULE:NAME, importable from here") from None

@@ -6,13 +6,14 @@ grid of tiles chosen by its aspect ratio and the resolution that the grid keeps.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from PIL import ExifTags, Image
 
 from dflop_jax.data.bounds import MAX_PIXELS, named
-from dflop_jax.data.datasets.blob import Medium, open_media
+from dflop_jax.data.datasets.blob import MediaFile, open_media
+from dflop_jax.data.media.kind import Columns, Header, Kind
 
 # Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -64,7 +65,7 @@ def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
     return 1 + rows * cols
 
 
-def picture_size(path: Medium) -> tuple[int, int]:
+def picture_size(path: MediaFile) -> tuple[int, int]:
     """Upright (width, height) from the header. ValueError if it is no picture or too large."""
     with (
         named(f"{path}: not a readable picture"),
@@ -74,12 +75,9 @@ def picture_size(path: Medium) -> tuple[int, int]:
         return _upright_size(image)
 
 
-def read_upright(path: Medium) -> Image.Image:
-    """Return the whole picture, upright, in RGB (see `_to_rgb`); ValueError if broken."""
-    return read_scaled(path, None)[0]
-
-
-def read_scaled(path: Medium, least: tuple[int, int] | None) -> tuple[Image.Image, tuple[int, int]]:
+def read_scaled(
+    path: MediaFile, least: tuple[int, int] | None
+) -> tuple[Image.Image, tuple[int, int]]:
     """Return the picture, upright, in RGB, and its true (width, height).
 
     With `least` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so
@@ -162,3 +160,46 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, "white")
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")
+
+
+def frame_tile(image: Image.Image, tile_px: int) -> np.ndarray:
+    """The whole RGB picture or frame as one tile, uint8 [tile_px, tile_px, 3]."""
+    return np.asarray(image.resize((tile_px, tile_px), Image.Resampling.BICUBIC), np.uint8)
+
+
+def read_sized(
+    path: MediaFile, size: tuple[int, int], least: tuple[int, int] | None = None
+) -> Image.Image:
+    """The picture as `read_scaled` gives it. ValueError: it is broken, or no longer of `size`."""
+    image, true_size = read_scaled(path, least)
+    if true_size != size:
+        raise ValueError(f"{path}: {true_size} pixels, {size} when indexed; delete the index")
+    return image
+
+
+def _header(source: MediaFile) -> Header:
+    width, height = picture_size(source)
+    return {"width": width, "height": height}
+
+
+def _wrong(columns: Columns) -> list[str]:
+    width, height = columns["width"].astype(np.int64), columns["height"]
+    bad = (np.minimum(width, height) < 1).any() or (width * height > MAX_PIXELS).any()
+    return ["width"] if bad else []
+
+
+IMAGE = Kind(
+    name="image",
+    word="picture",
+    taken="sees",
+    columns={"width": np.int32, "height": np.int32},  # upright
+    header=_header,
+    opened=lambda source: partial(read_sized, source),
+    described=lambda h: f"a picture of {h['width']}x{h['height']} pixels",
+    wrong=_wrong,
+    too_small="too thin a picture; crop it",
+    extensions=("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
+    question="Describe the image.",
+    placeholders=("<image>", "<|image_pad|>", "<IMG_CONTEXT>"),
+    wrapped=True,
+)

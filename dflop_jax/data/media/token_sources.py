@@ -53,6 +53,16 @@ def newlines(n: int) -> TokenSources:
     return TokenSources(np.zeros((n, 4), np.int32), np.zeros((n, 4), np.float32), np.ones(n, bool))
 
 
+def placed(n: int, parts: Sequence[tuple[int, TokenSources]]) -> TokenSources:
+    """`n` tokens, of which each part's stand from its place on; all others have no source."""
+    tokens = plain(np.full(n, -1))
+    for start, part in parts:
+        stop = start + len(part)
+        for whole, some in zip(_arrays(tokens), _arrays(part), strict=True):
+            whole[start:stop] = some
+    return tokens
+
+
 def join(parts: Sequence[TokenSources]) -> TokenSources:
     """The tokens of all parts, one after the other."""
     parts = [newlines(0), *parts]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import ceil, floor
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -16,9 +17,9 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
-from dflop_jax.data.datasets.blob import Medium
+from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
-from dflop_jax.data.media.native import Clip
+from dflop_jax.data.media.kind import Columns, Kind, below_one
 from dflop_jax.data.media.seek import Choose, at_moments, numbered, seek_plan, sought
 
 FRAMES_PER_S = 2.0
@@ -26,40 +27,34 @@ USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 
 
-def count_frames(path: Medium, max_frames: int) -> int:
-    """Frames to sample: FRAMES_PER_S over the duration, at most `max_frames` and what is there.
+class Clip(NamedTuple):
+    """What a clip's header says: pixels of a frame as stored, frames in all, frames a second."""
+
+    width: int
+    height: int
+    total: int
+    rate_num: int
+    rate_den: int
+
+
+def clip_header(path: MediaFile) -> dict[str, int]:
+    """Read a clip's header: the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at
+    most what is there.
 
     Reads stream metadata; a container without them has its packets counted, not decoded.
     Raises ValueError when the file is no video, or one without frames.
     """
-    return clip_header(path).count(max_frames)
-
-
-@dataclass(frozen=True)
-class ClipHeader:
-    """What a clip's header says of it, and its duration in seconds."""
-
-    facts: Clip
-    duration_s: float
-
-    def count(self, max_frames: int) -> int:
-        """Frames to sample, as `count_frames` says."""
-        return max(1, min(max_frames, self.facts.total, ceil(self.duration_s * FRAMES_PER_S)))
-
-
-def clip_header(path: Medium) -> ClipHeader:
-    """Read a clip's header; see `count_frames`."""
     with opened(path, "video") as container:
         total, duration_s = _extent(container)
         stream = container.streams.video[0]
         rate = _rate(stream)
         context = stream.codec_context
-        size = context.width, context.height
-    return ClipHeader(Clip(*size, total, rate.numerator, rate.denominator), duration_s)
+        clip = Clip(context.width, context.height, total, rate.numerator, rate.denominator)
+    return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 
 
 def read_numbered(
-    path: Medium, numbers: Sequence[int], convert: Callable[[Image.Image], np.ndarray]
+    path: MediaFile, numbers: Sequence[int], convert: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
     """`convert` of the RGB frames of these ascending numbers, as they are stored, stacked; a number
     may come several times. A clip that breaks off is treated as by `read_frames`."""
@@ -83,7 +78,7 @@ def read_numbered(
 
 
 def read_frames(
-    path: Medium, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
+    path: MediaFile, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
     """`convert` of `n_frames` upright RGB frames spread evenly over the clip, stacked.
 
@@ -107,7 +102,7 @@ def read_frames(
     return _filled(path, tiles, n_frames, reason)
 
 
-def _filled(path: Medium, tiles: list[np.ndarray], n: int, reason: str) -> np.ndarray:
+def _filled(path: MediaFile, tiles: list[np.ndarray], n: int, reason: str) -> np.ndarray:
     """n frames, the last one repeated for those that are missing; ValueError: most are."""
     missing = n - len(tiles)
     if 2 * missing > n or not tiles:
@@ -150,7 +145,7 @@ def _rate(stream: VideoStream) -> Fraction:
 
 
 def _sought_tiles(
-    path: Medium, choose: Choose, convert: Callable[[VideoFrame], np.ndarray]
+    path: MediaFile, choose: Choose, convert: Callable[[VideoFrame], np.ndarray]
 ) -> list[np.ndarray] | None:
     """`convert` of the chosen frames by seeking; None where it gains nothing, or not surely the
     same."""
@@ -218,3 +213,35 @@ def _upright(frame: VideoFrame) -> Image.Image:
     if frame.rotation:  # phones store upright clips lying down
         image = image.rotate(frame.rotation, expand=True)
     return image
+
+
+class Frames(NamedTuple):
+    """A clip of a file: `read_frames` and `read_numbered` of it."""
+
+    spread: Callable[..., np.ndarray]
+    numbered: Callable[..., np.ndarray]
+
+
+def _wrong(columns: Columns) -> list[str]:
+    frames = columns["frames"]
+    wrong = ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
+    return wrong + [f"{name} of a clip" for name in below_one(columns, *Clip._fields)]
+
+
+VIDEO = Kind(
+    name="video",
+    word="clip",
+    taken="sees",
+    # frames: what it offers at FRAMES_PER_S; the others as in `Clip`
+    columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32)},
+    header=clip_header,
+    opened=lambda source: Frames(partial(read_frames, source), partial(read_numbered, source)),
+    described=lambda h: f"a clip of {h['total']} frames of {h['width']}x{h['height']} pixels",
+    wrong=_wrong,
+    too_small="too thin or too short a clip; crop it or take a longer one",
+    extensions=("mp4", "mkv", "webm", "avi", "mov"),
+    question="Describe the video.",
+    placeholders=("<video>", "<|video_pad|>"),
+    wrapped=True,
+    preface="Frame1: ",  # InternVL's text before a clip's frames
+)

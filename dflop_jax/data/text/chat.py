@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.data.datasets.llava_records import MEDIUM
+from dflop_jax.data.media.kind import Kinds, tag_of
+from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
 from dflop_jax.data.text.pieces import ROLES, Piece
 from dflop_jax.data.text.tokenizer_files import (
@@ -27,14 +28,6 @@ from dflop_jax.data.text.tokenizer_files import (
     template_source,
 )
 
-# the token that stands for a medium, where the configuration does not name it
-PLACEHOLDERS = {
-    "image": ("<image>", "<|image_pad|>", "<IMG_CONTEXT>"),
-    "video": ("<video>", "<|video_pad|>"),
-    "audio": ("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
-}
-VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")
-FIRST_FRAME, NEXT_FRAME = "Frame1: ", "\nFrame{}: "  # InternVL's text before a clip's frames
 BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
@@ -45,14 +38,22 @@ class ChatTokenizer:
 
     Args:
       embedding_size: rows of the model's token embedding, to tell a foreign tokenizer.
+      kinds: of media that conversations may have.
 
     Raises:
       ValueError: a missing or unreadable file, no chat template, a special token that the
         configuration names and tokenizer.json lacks, or an embedding of another size.
     """
 
-    def __init__(self, folder: str | Path, *, embedding_size: int | None = None) -> None:
-        self.folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        embedding_size: int | None = None,
+        kinds: Kinds = BUILT_IN,
+    ) -> None:
+        self.folder, self._tag = Path(folder), tag_of(kinds)
+        self._kinds = {kind.name: kind for kind in kinds}
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
@@ -70,26 +71,29 @@ class ChatTokenizer:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
         source = template_source(self.folder, config)
         self._template = ChatTemplate(source, named, str(self.folder))
-        self._tokens = {k: self._placeholder(k, named) for k in PLACEHOLDERS}
-        self._before, self._after = (
+        self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
+        begin, end = (
             (self._id(named[name]),) if name in named else ()
             for name in ("start_image_token", "end_image_token")
         )
+        # ids that begin and end a picture, where the configuration names such (InternVL)
+        self.picture_ends = (begin, end) if begin else None
         self._collect_special()
         pad = named.get("pad_token") or named.get("eos_token")
         self.pad_id = self._id(pad) if pad else 0
-        self.visual_id = self.pad_id  # stands where media are; none is embedded
+        self.placeholder_id = self.pad_id  # stands where media are; none is embedded
         self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
         self.digest = hashlib.blake2b(
             file.read_bytes() + source.encode(), digest_size=8
         ).hexdigest()
 
     def media_id(self, kind: str) -> int:
-        """Id of the token that stands for an image, video or audio; ValueError if there is none."""
+        """Id of the token that stands for a kind of media; ValueError if there is none."""
         token = self._tokens[kind]
         if token is None:
             raise ValueError(
-                f"{self.folder}: no token stands for {kind} ({', '.join(PLACEHOLDERS[kind])}); "
+                f"{self.folder}: no token stands for {kind} "
+                f"({', '.join(self._kinds[kind].placeholders)}); "
                 f"add {kind}_token to tokenizer_config.json, or leave out such samples"
             )
         return self._id(token)
@@ -102,20 +106,10 @@ class ChatTokenizer:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def between_frames(self, n: int) -> tuple[tuple[int, ...], ...]:
-        """Ids between the n frames of a clip, n - 1 times; () where the model writes none there."""
-        if not self._before:
-            return ()
-        return tuple(
-            (*self._after, *self.encode(NEXT_FRAME.format(k)), *self._before)
-            for k in range(2, n + 1)
-        )
-
-    @property
-    def vision_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids that begin and end a picture in published text (Qwen); () where there are none."""
-        begin, end = (self._tokenizer.token_to_id(token) for token in VISION_ENDS)
-        return () if begin is None else (begin,), () if end is None else (end,)
+    def ids_of(self, token: str) -> tuple[int, ...]:
+        """The id of a special token; () if there is none of that name."""
+        number = self._tokenizer.token_to_id(token)
+        return () if number is None else (number,)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
@@ -135,7 +129,7 @@ class ChatTokenizer:
     def pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
         """Pieces of LLaVA-format turns (human, gpt, system); the k-th tag of all becomes medium k,
         wherever the template puts it. ValueError when the template leaves out a medium."""
-        kinds = [kind for _, text in turns for kind in MEDIUM.findall(text)]
+        kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
 
     def question_pieces(self, text: str) -> tuple[Piece, ...]:
@@ -144,7 +138,7 @@ class ChatTokenizer:
         ids, _ = self._encode_rendered(
             self._template.render([message], add_generation_prompt=True)[0]
         )
-        return self._split(MEDIUM.findall(text), ids, np.zeros(len(ids), bool))
+        return self._split(self._tag.findall(text), ids, np.zeros(len(ids), bool))
 
     def _split(
         self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray
@@ -163,9 +157,12 @@ class ChatTokenizer:
                 medium = next(queues[int(ids[at])], -1)
                 if medium < 0:
                     raise ValueError(f"{self.folder}: chat template repeats a medium")
-                wraps = kinds[medium] != "audio" and self._before  # InternVL's <img> ... </img>
-                wrapped = [Piece(self._before), Piece(medium=medium), Piece(self._after)]
-                pieces += wrapped if wraps else wrapped[1:2]
+                stands = Piece(medium=medium)
+                if self.picture_ends and self._kinds[kinds[medium]].wrapped:
+                    begin, end = self.picture_ends
+                    pieces += [Piece(begin), stands, Piece(end)]
+                else:
+                    pieces.append(stands)
         if sum(p.medium >= 0 for p in pieces) != len(kinds):
             raise ValueError(
                 f"{self.folder}: chat template leaves out media; use the chat_template.jinja "
@@ -177,10 +174,10 @@ class ChatTokenizer:
         if MARKS.search(text):
             raise ValueError("text holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
         parts: list[dict[str, str]] = []
-        for k, part in enumerate(MEDIUM.split(text)):
+        for k, part in enumerate(self._tag.split(text)):
             if k % 2:
-                if part == "video" and self._before:
-                    parts.append({"type": "text", "text": FIRST_FRAME})
+                if self.picture_ends and self._kinds[part].preface:
+                    parts.append({"type": "text", "text": self._kinds[part].preface})
                 parts.append({"type": part})
             elif part:
                 broken = self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], part)
@@ -252,7 +249,7 @@ class ChatTokenizer:
 
     def _placeholder(self, kind: str, named: Mapping[str, str]) -> str | None:
         own = named.get(f"context_{kind}_token") or named.get(f"{kind}_token")
-        candidates = (own,) if own else PLACEHOLDERS[kind]
+        candidates = (own,) if own else self._kinds[kind].placeholders
         return next((t for t in candidates if self._tokenizer.token_to_id(t) is not None), None)
 
     def _id(self, token: str) -> int:

@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dflop_jax.data.media.kind import tag_of
+from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
 from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 
-TAG = re.compile("<image>|<video>")
-OMNI_TAG = re.compile("<image>|<video>|<audio>")
+TAG = tag_of(BUILT_IN)
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
     "im_start_id": ("<|im_start|>",),
     "im_end_id": ("<|im_end|>",),
-    "visual_id": ("<|image_pad|>", "<image>", "<|visual|>"),
+    "placeholder_id": PLACEHOLDERS,
     "pad_id": ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]"),
 }
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `visual_id` stands where a visual token goes."""
+    """Text to token ids and back. `placeholder_id` stands where media are."""
 
     vocab_size: int
     pad_id: int
     im_start_id: int
     im_end_id: int
-    visual_id: int
+    placeholder_id: int
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; text that spells a special token is still plain text."""
@@ -43,7 +44,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes are ids 0-255, then four special ids."""
 
-    pad_id, im_start_id, im_end_id, visual_id = 256, 257, 258, 259
+    pad_id, im_start_id, im_end_id, placeholder_id = 256, 257, 258, 259
     vocab_size = 260
 
     def encode(self, text: str) -> list[int]:
@@ -54,7 +55,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json with ChatML tokens and a visual placeholder token.
+    """A Hugging Face tokenizer.json with ChatML tokens and a token that stands for media.
 
     Raises:
       ValueError: no such file, not a tokenizer, or a special token that the template needs is
@@ -74,7 +75,7 @@ class FileTokenizer:
                     f"{path}: lacks {' or '.join(names)}; add it to added_tokens as a special one"
                 )
         self.im_start_id, self.im_end_id = ids["im_start_id"], ids["im_end_id"]
-        self.visual_id, self.pad_id = ids["visual_id"], ids["pad_id"]
+        self.placeholder_id, self.pad_id = ids["placeholder_id"], ids["pad_id"]
         self.vocab_size = n_ids(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -97,7 +98,7 @@ def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of text tokens, or (medium >= 0) the place of a picture's or clip's visual tokens."""
+    """A run of text tokens, or (medium >= 0) the place of a medium's tokens."""
 
     ids: tuple[int, ...] = ()
     supervised: bool = False
@@ -109,7 +110,7 @@ def chat_pieces(
 ) -> tuple[Piece, ...]:
     """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
 
-    Roles are human, gpt and system. The k-th match of `tag` (<image> or <video>) becomes medium k.
+    Roles are human, gpt and system. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
     """
     pieces: list[Piece] = []
     n_media = 0
@@ -118,7 +119,7 @@ def chat_pieces(
         answer = role == "gpt"
         head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
         pieces.append(Piece((newline if t else ()) + head))
-        for k, part in enumerate(tag.split(text)):
+        for k, part in enumerate(tag.split(text)[::2]):
             if k:
                 pieces.append(Piece(medium=n_media))
                 n_media += 1

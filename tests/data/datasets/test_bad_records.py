@@ -12,19 +12,19 @@ import pytest
 from PIL import Image
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data import make_source
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media.test_bad_media import huge_png
 from tests.data.media_cases import made_pictures, noise, talk, write_clip, write_wav
 from tests.data.text.test_chat import CHATML, write
-from tests.data.views import tiles
+from tests.data.views import media_spec, tiles
 
 SOUND = MelSpec(n_mels=4, window_s=1, max_windows=3)
 SPECS = {
-    "tiles": MediaSpec(28, 4),
-    "tiles and sound": MediaSpec(28, 4, sound=SOUND),
-    "anyres": MediaSpec(28, 4, "anyres", 4, SOUND),
-    "dynamic": MediaSpec(28, 4, "dynamic", sound=SOUND),
+    "tiles": media_spec(28, 4),
+    "tiles and sound": media_spec(28, 4, sound=SOUND),
+    "anyres": media_spec(28, 4, "anyres", 4, SOUND),
+    "dynamic": media_spec(28, 4, "dynamic", sound=SOUND),
 }
 every_form = pytest.mark.parametrize("form", SPECS)
 

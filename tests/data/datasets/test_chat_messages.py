@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.llava_records import parse_record
+from dflop_jax.data.datasets.llava_records import RecordFormat, parse_record
 from dflop_jax.data.datasets.roots import Roots
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import talk
 from tests.data.text.test_chat import CHATML, write
 
@@ -69,7 +69,7 @@ SAME = {
 
 
 def record(raw, folder, **options):
-    return parse_record("d.json[3]", raw, Roots([folder]).find, **options)
+    return parse_record("d.json[3]", raw, Roots([folder]).find, RecordFormat(**options))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_messages_give_the_tokens_of_the_conversation(folder, form):
     write(folder / "t", CHATML)
     for pieces in (
         ChatTokenizer(folder / "t").pieces,
-        partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG),
+        partial(chat_pieces, tokenizer=ByteTokenizer()),
     ):
         assert pieces(one.turns) == pieces(other.turns)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflop_jax.data import ByteTokenizer, MediaSpec
-from dflop_jax.data.datasets.compose import compose
-from dflop_jax.data.datasets.counts import Preprocessing, SampleCounts
+from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.fitting import fit_text
 from dflop_jax.data.datasets.mixture import Mixture, Part
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
-from dflop_jax.data.media.decode import Pictures, Sound
+from dflop_jax.data.media.compose import compose
+from dflop_jax.data.media.counts import SampleCounts
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.pieces import OMNI_TAG, Piece, chat_pieces
+from dflop_jax.data.text.pieces import Piece, chat_pieces
 from dflop_jax.records import Load
+from tests.data import views
 from tests.data.media_cases import made_dataset
 from tests.data.views import (
     from_pictures,
@@ -24,6 +24,7 @@ from tests.data.views import (
     mel,
     mel_frames,
     newlines,
+    prepared,
     seen,
     supervised,
     tiles,
@@ -32,17 +33,19 @@ from tests.data.views import (
 
 VISION = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56)))
 SPEC = MelSpec(n_mels=4, window_s=1, max_windows=3)
-MEDIA = MediaSpec(28, 4, "anyres", 4, SPEC)
+MEDIA = prepared(VISION, SPEC, 4)
+WINDOW = 25  # tokens of 100 frames
 OPTIONS = {"placeholder": 77}
 
 
 def pictures(n, first):
     """A medium of n tiles, its tokens the patches in order."""
-    return Pictures(np.full((n, 28, 28, 3), first, np.uint8), plain(np.arange(4 * n)))
+    return views.pictures(np.full((n, 28, 28, 3), first, np.uint8), plain(np.arange(4 * n)), 4)
 
 
 def sound(windows, tokens, frames):
-    return Sound(np.full((windows, 4, 100), windows, np.float32), tokens, frames)
+    valid = np.minimum(frames - 100 * np.arange(windows), 100)
+    return views.sound(np.full((windows, 4, 100), windows, np.float32), valid, tokens, WINDOW)
 
 
 def test_media_stand_in_their_own_order():
@@ -60,8 +63,7 @@ def test_media_stand_in_their_own_order():
     used = got.places["vision", "llm"].weight[:, 0] == 1
     assert np.flatnonzero(used).tolist() == [*range(2, 6), *range(37, 45)]
     assert seen(got)[used].tolist() == [[k, -1, -1, -1] for k in (*range(8, 12), *range(8))]
-    window = 25  # tokens of 100 frames
-    assert heard(got)[heard(got) >= 0].tolist() == [*range(window, window + 30), *range(10)]
+    assert heard(got)[heard(got) >= 0].tolist() == [*range(WINDOW, WINDOW + 30), *range(10)]
     assert np.flatnonzero(heard(got) >= 0).tolist() == [*range(6, 36), *range(45, 55)]
     llm = got.fields["llm"]
     assert llm["is_visual"].tolist() == (used | (heard(got) >= 0)).tolist()
@@ -90,22 +92,22 @@ def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
     tokenizer = ByteTokenizer()
     found = MixtureSource(
         Mixture((Part(str(made_dataset(tmp_path))),)),
-        Preprocessing(VISION, SPEC, 4),
-        lambda turns: chat_pieces(turns, tokenizer, OMNI_TAG),
+        MEDIA,
+        lambda turns: chat_pieces(turns, tokenizer),
         "bytes",
         index_file=tmp_path / "index.npz",
     )
+    counts = found.counts()
+    assert counts.modules == ("vision", "audio")
     for i in range(len(found)):
-        count, record = found.count(i), found.record(i)
+        record, total = found.record(i), int(counts.all_tokens[i])
         got = compose(found.pieces(record), found.media(i, record), MEDIA, **OPTIONS)
-        assert len(tokens(got)) == count.llm_tokens
-        assert (len(tiles(got)), len(mel(got))) == (count.tiles, count.windows)
-        assert got.load == MEDIA.load(count.tiles, count.windows, count.llm_tokens)
-        assert mel_frames(got).sum() == count.audio_frames
+        assert len(tokens(got)) == total
+        assert [len(tiles(got)), len(mel(got))] == counts.pieces[i].tolist()
+        assert got.load == found.load(i, MEDIA, counts.pieces[i], total)
         from_tiles = from_pictures(got) | newlines(got)
-        assert from_tiles.sum() == count.visual_tokens
         from_sound = heard(got) >= 0
-        assert from_sound.sum() == count.audio_tokens
+        assert [from_tiles.sum(), from_sound.sum()] == counts.media[1, i].tolist()
         assert not (from_tiles & from_sound).any()
         assert not supervised(got)[from_tiles | from_sound].any()
         assert seen(got).max(initial=-1) < max(1, 4 * len(tiles(got)))
@@ -116,8 +118,9 @@ def test_what_fits(truncate):
     rng = np.random.default_rng(0)
     text, visual, audio, prompt = rng.integers(0, 120, (4, 300))
     prompt = np.minimum(prompt, text)
-    zeros = np.zeros(300, np.int64)
-    counts = SampleCounts(zeros, zeros, zeros, zeros, text, visual, audio, zeros, zeros)
+    zeros = np.zeros((300, 2), np.int64)
+    media = np.stack([zeros, np.stack([visual, audio], 1), zeros, zeros])
+    counts = SampleCounts(("a", "b"), text, media)
     kept, fits = fit_text(counts, prompt, 200, truncate=truncate)
     assert 0 < fits.sum() < 300
     for t, v, a, p, k, f in zip(text, visual, audio, prompt, kept, fits, strict=True):

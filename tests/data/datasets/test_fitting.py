@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.counts import SampleCounts, most_demanding
 from dflop_jax.data.datasets.fitting import ANSWER_TOKENS, fit, preparations
-from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.sample import Limits
-
-SPEC = MediaSpec(8, 3)
+from dflop_jax.data.media.counts import SampleCounts, most_demanding
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.media.tiles import SimpleTiles
+from tests.data.views import prepared
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,14 @@ SPEC = MediaSpec(8, 3)
 )  # fmt: skip
 def test_media_are_halved_down_to_one(tiles, frames, expected):
     between = tuple((k,) for k in range(frames - 1))
-    ways = preparations(SPEC, Limits(tiles, frames), between)
-    assert [(how.vision.max_tiles, how.max_frames) for how in ways] == expected
-    assert [how.between_frames for how in ways] == [between[: n - 1] for _, n in expected]
+    how = prepared(SimpleTiles(8, 3, tiles), MelSpec(), frames, between)
+    ways = preparations(how, "truncate")
+    seen = [way["vision"] for way in ways]
+    assert [(medium.layout.max_tiles, medium.max_frames) for medium in seen] == expected
+    assert [medium.between_frames for medium in seen] == [between[: n - 1] for _, n in expected]
+    assert all(way["audio"] == how["audio"] for way in ways)
     for oversize in ("drop", "error"):
-        limits = Limits(tiles, frames, oversize=oversize)
-        assert preparations(SPEC, limits, between) == ways[:1]
+        assert preparations(how, oversize) == ways[:1]
 
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop"])
@@ -34,25 +36,24 @@ def test_each_sample_takes_the_first_way_that_will_do(n, oversize):
     text = rng.integers(1, 150, n)
     prompt = np.minimum(text, rng.integers(0, 100, n))
     frames = rng.integers(0, 12, n)
-    ways = preparations(SPEC, limits)
+    ways = preparations(prepared(SimpleTiles(8, 3)), oversize)
 
     def counts(how):
-        zeros = np.zeros(n, np.int64)
-        tiles = np.minimum(frames, how.max_frames // 4)
-        return SampleCounts(tiles, zeros, zeros, zeros, text, 10 * tiles, zeros, zeros, zeros)
+        tiles = np.minimum(frames, how["vision"].max_frames // 4)[:, None]
+        return SampleCounts(("vision",), text, np.stack([tiles, 10 * tiles, 0 * tiles, 0 * tiles]))
 
     fitted = fit(counts, prompt, ways, limits)
     for i in range(n):
         needed = min(text[i], prompt[i] + ANSWER_TOKENS) if oversize == "truncate" else text[i]
-        visual = [10 * min(frames[i], how.max_frames // 4) for how in ways]
+        visual = [10 * min(frames[i], how["vision"].max_frames // 4) for how in ways]
         good = [way for way, v in enumerate(visual) if v + needed <= 100]
         assert fitted.fits[i] == bool(good)
         if good:
             way = good[0]
             kept = min(text[i], 100 - visual[way])
             assert (fitted.way[i], fitted.text_tokens[i]) == (way, kept)
-            assert fitted.counts.visual_tokens[i] == visual[way]
-            assert fitted.llm_tokens[i] == visual[way] + kept <= 100
+            assert fitted.counts.media[1, i].tolist() == [visual[way]]
+            assert fitted.all_tokens[i] == visual[way] + kept <= 100
 
 
 def test_the_most_demanding_ask_for_all_that_any_does():

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
+from dflop_jax.data import ByteTokenizer, SceneSource, make_source
 from tests.data.media_cases import noise, write_wav
-from tests.data.views import from_pictures, llm_tokens, supervised, tiles, tokens
+from tests.data.views import from_pictures, llm_tokens, media_spec, supervised, tiles, tokens
 
-SPEC = MediaSpec(16, 4)
+SPEC = media_spec(16, 4)
 TOKENIZER = ByteTokenizer()
 
 
@@ -218,7 +218,7 @@ def test_make_source(folder):
 def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, max_tokens, caplog):
     config = DataConfig(path=str(shared_data), max_tokens=max_tokens, max_frames=8)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = make_source(config, MediaSpec(32, 4), index_dir=tmp_path)
+        source = make_source(config, media_spec(32, 4), index_dir=tmp_path)
         some = range(0, len(source), 1 if max_tokens == 1024 else 4)
         samples = [source.sample(i) for i in some]
     assert [s.load for s in samples] == [source.load(i) for i in some]

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.counts import Preprocessing, sample_counts
 from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
 from dflop_jax.data.datasets.mixture_source import MixtureSource
-from dflop_jax.data.datasets.shape_index import MEDIA, table_of
+from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
-from dflop_jax.data.media.decode import Pictures, Sound
+from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import SHARED, made_dataset, make_shards
+from tests.data.views import prepared
 
 SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (84, 84)))
 TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
 
 
 def pieces(turns):
-    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
+    return chat_pieces(turns, ByteTokenizer())
 
 
 def source(mixture, tmp_path, how=None, **options):
-    how = how or Preprocessing(SMALL, MelSpec(), 3)
+    how = how or prepared(SMALL, MelSpec(), 3)
     index = tmp_path / "index.npz"
     return MixtureSource(mixture, how, pieces, "bytes", index_file=index, **options)
 
@@ -127,7 +127,6 @@ def test_a_mixture_of_files_and_shards(tmp_path):
     again = source(Mixture(parts[::-1]), tmp_path)
     assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
     assert found.label(0).startswith(f"{file}[0]")
-    assert found.count(6) == found.counts()[6]
     with pytest.raises(ValueError, match="no sample"):
         source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
 
@@ -172,68 +171,67 @@ def media(found, i):
     return found.media(i, found.record(i))
 
 
-def check_sizes(found, how):
+def check_sizes(found):
     """Every sample decodes to what its count says."""
+    counts = found.counts()
     for i in range(len(found)):
-        count, decoded = found.count(i), media(found, i)
-        seen = [m for m in decoded if isinstance(m, Pictures)]
-        heard = [m for m in decoded if isinstance(m, Sound)]
-        assert sum(len(m.tiles) for m in seen) == count.tiles, found.label(i)
-        assert sum(len(m.tokens) for m in seen) == count.visual_tokens
-        assert sum(m.tokens for m in heard) == count.audio_tokens
-        assert sum(m.frames for m in heard) == count.audio_frames
-        assert sum(len(m.mel) for m in heard) == count.windows
+        decoded = media(found, i)
         text = sum(len(p.ids) for p in found.pieces(found.record(i)))
-        assert count.text_tokens == text
-        assert count.llm_tokens == text + count.visual_tokens + count.audio_tokens
-        for m in seen:
-            px = how.vision.tile_px
-            assert m.tiles.shape[1:] == (px, px, 3)
-            assert m.tiles.dtype == np.uint8
-            assert (m.tokens.index < max(1, len(m.tiles) * 4)).all()
+        assert counts.text_tokens[i] == text
+        assert counts.all_tokens[i] == text + sum(len(m.tokens) for _, m in decoded)
+        for k, module in enumerate(counts.modules):
+            mine = [m for name, m in decoded if name == module]
+            assert sum(len(m.lengths) for m in mine) == counts.pieces[i, k], found.label(i)
+            assert sum(len(m.tokens) for m in mine) == counts.media[1, i, k]
+            for m in mine:
+                assert (m.tokens.index < max(1, m.features)).all()
+                assert {len(values) for values in m.fields.values()} == {len(m.lengths)}
+                tiles = m.fields.get("pixels", np.zeros((1, 28, 28, 3), np.uint8))
+                assert (tiles.shape[1:], tiles.dtype) == ((28, 28, 3), np.uint8)
 
 
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
 def test_samples_are_as_large_as_their_counts_say(tmp_path, vision):
-    how = Preprocessing(vision, MelSpec(), 3)
+    how = prepared(vision, MelSpec(), 3)
     found = source(Mixture((Part(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
     assert (len(found), found.left_out) == (12, 0)
-    check_sizes(found, how)
-    assert found.counts().frames.tolist() == [0, 0, 0, 3, 0] * 2 + [0, 0]
+    check_sizes(found)
+    assert found.counts().pieces[3].tolist() == [3, 0]  # frames of a clip
 
 
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
 def test_shared_samples_too(tmp_path, shared_data, vision):
-    how = Preprocessing(vision, MelSpec(), 3)
+    how = prepared(vision, MelSpec(), 3)
     found = source(Mixture((Part(str(SHARED), subset="random:25%"),)), tmp_path, how, seed=1)
     assert len(found) == 37
-    check_sizes(found, how)
+    check_sizes(found)
 
 
 def test_what_a_model_does_not_take_is_left_out(tmp_path):
     mixture = Mixture((Part(str(made_dataset(tmp_path / "a", 5))),))
-    for how, left in [(Preprocessing(), 1), (Preprocessing(SMALL), 4),
-                      (Preprocessing(sound=MelSpec()), 2)]:  # fmt: skip
-        found = source(mixture, tmp_path, how)
+    for how, left in [(None, 1), (prepared(SMALL), 4),
+                      (prepared(sound=MelSpec()), 2)]:  # fmt: skip
+        index = tmp_path / "index.npz"
+        found = MixtureSource(mixture, how or {}, pieces, "bytes", index_file=index)
         assert (len(found), found.left_out) == (left, 5 - left)
-        check_sizes(found, how)
+        check_sizes(found)
 
 
 def test_thin_pictures_and_short_sounds_are_left_out():
     def record(**changes):
         fields = ("number", "file", "offset", "size_bytes", "lot")
         fields += ("text_tokens", "prompt_tokens")
-        return dict.fromkeys(fields, 1), [dict.fromkeys(MEDIA, 0) | changes]
+        return dict.fromkeys(fields, 1), [changes]
 
     made = [record(width=1, height=9000), record(width=9000, height=200),
             record(kind=2, samples=320), record(kind=2, samples=321),
             record(kind=1, frames=99)]  # fmt: skip
     table = table_of([r for r, _ in made], [m for _, m in made])
-    counts, usable = sample_counts(table, Preprocessing(SMALL, MelSpec(), 8))
+    counts, usable = sample_counts(table, prepared(SMALL, MelSpec(), 8))
     assert usable.tolist() == [False, True, False, True, True]
-    assert counts.audio_tokens.tolist() == [0, 1, 0]
-    assert counts.frames.tolist() == [0, 0, 8]
-    none, _ = sample_counts(table_of([], []), Preprocessing(SMALL, MelSpec()))
+    assert counts.media[1, :, 1].tolist() == [0, 1, 0]
+    assert counts.pieces[2].tolist() == [8, 0]
+    none, _ = sample_counts(table_of([], []), prepared(SMALL, MelSpec()))
     assert len(none) == 0
 
 
@@ -247,4 +245,4 @@ def test_a_picture_that_changed_since(tmp_path):
     with pytest.raises(ValueError, match="missing file"):
         media(found, 1)
     with pytest.raises(ValueError, match="max_frames"):
-        Preprocessing(max_frames=0)
+        prepared(SMALL, max_frames=0)

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data import make_source
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media_cases import SHARED, made_dataset
 from tests.data.views import (
     from_pictures,
     heard,
     llm_tokens,
+    media_spec,
     n_tiles,
     n_windows,
     newlines,
@@ -22,11 +23,11 @@ from tests.data.views import (
 
 SOUND = MelSpec(n_mels=4, window_s=1, max_windows=3)
 SPECS = {
-    "tiles": MediaSpec(28, 4, sound=SOUND),
-    "anyres": MediaSpec(28, 4, "anyres", 4, SOUND),
-    "dynamic": MediaSpec(28, 4, "dynamic", sound=SOUND),
-    "pictures only": MediaSpec(28, 4, "anyres", 4),
-    "sound only": MediaSpec(sound=SOUND),
+    "tiles": media_spec(28, 4, sound=SOUND),
+    "anyres": media_spec(28, 4, "anyres", 4, SOUND),
+    "dynamic": media_spec(28, 4, "dynamic", sound=SOUND),
+    "pictures only": media_spec(28, 4, "anyres", 4),
+    "sound only": media_spec(sound=SOUND),
 }
 
 
@@ -54,13 +55,12 @@ def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
         assert found.label(i)
         kinds |= {m for m, n in (("vision", n_tiles(load)), ("audio", n_windows(load))) if n}
         assert supervised(sample).any()
-        assert seen(sample).max(initial=-1) < max(spec.tokens_per_tile * n_tiles(load), 1)
+        assert seen(sample).max(initial=-1) < max(4 * n_tiles(load), 1)
         assert (n_tiles(load) > 0) == from_pictures(sample).any()
     tail, modules = [found.load(i) for i in found.tail()], ("vision", "audio", "llm")
     for load in (found.load(i) for i in range(len(found))):
         assert any(all(t.tokens(m) >= load.tokens(m) for m in modules) for t in tail)
-    wanted = {"vision"} if spec.tile_px else set()
-    assert kinds == wanted | ({"audio"} if spec.sound else set())
+    assert kinds == set(spec.media)
 
 
 def test_text_is_cut_and_what_cannot_fit_is_left_out(dataset, tmp_path, caplog):
@@ -114,7 +114,7 @@ def test_a_yaml_mixture(dataset, tmp_path):
 @pytest.mark.parametrize(
     "config, spec, message",
     [
-        (DataConfig(), MediaSpec(sound=SOUND), "pictures, which this model does not take"),
+        (DataConfig(), media_spec(sound=SOUND), "pictures, which this model does not take"),
         (DataConfig(path="no.yaml"), SPECS["tiles"], "no.yaml"),
         (DataConfig(path="no.json"), SPECS["anyres"], "no.json"),
         (DataConfig(tokenizer="."), SPECS["anyres"], "leave data.tokenizer empty"),

@@ -6,9 +6,9 @@ import pytest
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
 from dflop_jax.data.datasets.scenes import COLOURS
 from dflop_jax.data.media.tiling import count_tiles
-from tests.data.views import llm_tokens, n_tiles, supervised, tiles, tokens
+from tests.data.views import llm_tokens, media_spec, n_tiles, supervised, tiles, tokens
 
-SPEC = MediaSpec(48, 9)
+SPEC = media_spec(48, 9)
 TOKENIZER = ByteTokenizer()
 
 
@@ -167,7 +167,7 @@ def test_blank_pictures_keep_the_loads():
 
 
 def test_scenes_at_native_resolution():
-    spec = MediaSpec(form="native", patch_px=4, merge=2, frames=2)
+    spec = MediaSpec.of({"vision": {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}}, {})
     limits = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
     data = SceneSource(60, 0, spec, TOKENIZER, limits)
     lengths = set()

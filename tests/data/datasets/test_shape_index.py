@@ -17,7 +17,6 @@ from PIL import Image
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.header_rows import Here
 from dflop_jax.data.datasets.index_build import check_usable, update_index
-from dflop_jax.data.datasets.llava_records import KINDS
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
@@ -26,12 +25,12 @@ from dflop_jax.data.datasets.shape_index import (
     save_index,
     table_of,
 )
-from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import SHARED, made_dataset, make_shards
 
 
 def pieces(turns):
-    return chat_pieces(turns, ByteTokenizer(), OMNI_TAG)
+    return chat_pieces(turns, ByteTokenizer())
 
 
 def index_of(reader):
@@ -42,16 +41,15 @@ def index_of(reader):
 
 
 def rows(table):
-    """Each record as (number, text, prompt, media), a plain second reading of the arrays."""
-    out = []
-    for i in range(len(table)):
-        media = range(table.media_start[i], table.media_start[i + 1])
-        out.append((
+    """Each record as (number, text, prompt, media)."""
+    return [
+        (
             int(table.number[i]), int(table.text_tokens[i]), int(table.prompt_tokens[i]),
-            [(KINDS[table.kind[k]], int(table.width[k]), int(table.height[k]),
-              int(table.frames[k]), int(table.samples[k])) for k in media],
-        ))  # fmt: skip
-    return out
+            [(kind.name, header.get("width", 0), header.get("height", 0), header.get("frames", 0),
+              header.get("samples", 0)) for kind, header in table.headers(i)],
+        )
+        for i in range(len(table))
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +93,12 @@ def test_saved_and_loaded(dataset, tmp_path):
     assert (again["ä/b"].bad, len(again["ä/b"].table)) == (("why",), 0)
 
 
-def test_tables_are_taken_apart_and_joined(dataset):
-    table = index_of(open_reader(dataset)).table
-    order = np.array([7, 2, 2, 0, 11])
-    assert rows(table.taken(order)) == [rows(table)[i] for i in order]
-    assert rows(table.taken(order[:0])) == []
+def test_tables_are_joined(dataset, tmp_path):
+    table, other = (
+        index_of(open_reader(d)).table for d in (dataset, made_dataset(tmp_path / "d", 4))
+    )
     assert rows(joined([])) == []
-    assert rows(joined([table, table.taken(order)])) == rows(table) + rows(table.taken(order))
+    assert rows(joined([table, other, table])) == rows(table) + rows(other) + rows(table)
     with pytest.raises(ValueError, match="wrong media_start"):
         table.__class__(**{**vars(table), "media_start": table.media_start[:-1]})
 
@@ -197,17 +194,19 @@ def test_shared_bad_records(shared_data, caplog):
 def test_every_shared_record_is_usable(shared_data):
     found = index_of(open_reader(SHARED))
     assert (found.listed, len(found.table), found.bad) == (146, 146, ())
-    assert np.bincount(found.table.kind).tolist()[1:] == [10, 17]
+    assert np.bincount(found.table.media["kind"]).tolist()[1:] == [10, 17]
 
 
 def test_a_million_records_load_in_seconds(tmp_path):
     """Loading, not making; the bound is far above what it takes, for busy machines."""
     n = 1_000_000
     table = table_of([], [])
-    names = {k: v.dtype for k, v in vars(table).items()}
+    media = {k: np.zeros(n, v.dtype) for k, v in table.media.items()}
+    media |= {"kind": np.full(n, 2, np.int8), "samples": np.ones(n, np.int64)}
+    names = {k: v.dtype for k, v in vars(table).items() if k not in ("media", "kinds")}
     values = {k: np.arange(n + 1 if k == "media_start" else n) for k in names}
-    values |= {"kind": np.full(n, 2), "samples": np.ones(n)}
-    table = table.__class__(**{k: v.astype(names[k]) for k, v in values.items()})
+    columns = {k: v.astype(names[k]) for k, v in values.items()}
+    table = table.__class__(**columns, media=media)
     save_index(tmp_path / "index.npz", {"a": Indexed("k", table, n, ())})
     start = time.perf_counter()
     assert len(load_index(tmp_path / "index.npz")["a"].table) == n

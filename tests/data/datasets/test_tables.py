@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data import make_source
 from dflop_jax.data.datasets import arrow_library, parquet_file
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.pool.processes import ForkServer
 from tests.data.media_cases import made_dataset, talk
+from tests.data.views import media_spec
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-SPEC = MediaSpec(28, 4, "dynamic", sound=MelSpec(n_mels=4, window_s=1, max_windows=3))
+SPEC = media_spec(28, 4, "dynamic", sound=MelSpec(n_mels=4, window_s=1, max_windows=3))
 
 
 def embedded(dataset: Path) -> list[dict]:

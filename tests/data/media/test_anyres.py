@@ -19,9 +19,8 @@ from dflop_jax.data.media.anyres import (
     picture_sources,
     picture_tiles,
 )
-from dflop_jax.data.media.tiling import read_upright
-from dflop_jax.data.media.video import count_frames, read_frames
-from tests.data.media_cases import made_pictures, shared_files, upright
+from dflop_jax.data.media.video import read_frames
+from tests.data.media_cases import count_frames, made_pictures, read_upright, shared_files, upright
 
 SPEC = AnyRes()
 # sizes a careless user feeds: tiny, exact, thin, huge, either side of the downscaling limit

@@ -13,9 +13,9 @@ from PIL import Image
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
-from dflop_jax.data.media.tiling import picture_size, read_upright
-from dflop_jax.data.media.video import count_frames, read_frames
-from tests.data.media_cases import SHARED, made_pictures, noise
+from dflop_jax.data.media.tiling import picture_size
+from dflop_jax.data.media.video import read_frames
+from tests.data.media_cases import SHARED, count_frames, made_pictures, noise, read_upright
 
 LAYOUTS = [AnyRes(), DynamicTiling()]
 

@@ -22,21 +22,28 @@ from dflop_jax.data.media.native import (
     MIN_CLIP_PIXELS,
     MIN_FRAMES,
     PICTURE_PIXELS,
-    Clip,
     Native,
     clip_grid,
     patch_places,
     token_positions,
 )
-from dflop_jax.data.media.tiling import picture_size, read_upright
-from dflop_jax.data.media.video import clip_header, read_numbered
+from dflop_jax.data.media.tiling import picture_size
+from dflop_jax.data.media.video import Clip, read_numbered
 from tests.data.media.test_seek import write_long
-from tests.data.media_cases import made_pictures, noise, shared_files, talk, write_clip
+from tests.data.media_cases import (
+    clip_of,
+    made_pictures,
+    noise,
+    read_upright,
+    shared_files,
+    talk,
+    write_clip,
+)
 from tests.data.text.test_chat import write
 
 SIZES = [(1, 1), (1, 200), (200, 1), (33, 31), (56, 2000), (1200, 900), (16, 16), (4000, 3000),
          (48, 48), (80, 112), (9000, 50), (255, 257), (6000, 5000), (2048, 8192)]  # fmt: skip
-SPEC = MediaSpec(form="native", patch_px=16, merge=2, frames=2)
+SPEC = MediaSpec.of({"vision": {"form": "native", "patch_px": 16, "merge": 2, "frames": 2}}, {})
 # media of a message in the published tokens, each where it stands
 QWEN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
@@ -147,7 +154,7 @@ def test_a_clip_s_patches_are_the_published_ones(published, tmp_path):
     native = Native(max_clip_pixels=100_000, max_frames=4)
     patchify = published.clips.Qwen3VLVideoProcessor.patchify
     for path in [write_long(tmp_path / "a.mp4", "mpeg4", frames=9), *shared_files("videos")]:
-        layout, stored = native.clip(clip_header(path).facts), []
+        layout, stored = native.clip(clip_of(path)), []
 
         def resized(frame, layout=layout, stored=stored):
             stored.append(np.asarray(frame).transpose(2, 0, 1))
@@ -171,7 +178,7 @@ def test_frames_by_seeking_are_those_of_decoding_all(tmp_path, monkeypatch):
 
     clips = [write_long(tmp_path / "a.mp4", "mpeg4", bf="2"), *shared_files("videos")[:2]]
     for path in clips:
-        layout = Native(max_frames=5).clip(clip_header(path).facts)
+        layout = Native(max_frames=5).clip(clip_of(path))
         sought = read_numbered(path, layout.frames, small)
         with monkeypatch.context() as plain:
             taken = []
@@ -322,7 +329,7 @@ def test_samples_are_the_published_ones(published, tmp_path):
             pads = of.replace_image_token(processor, seen, len(images) - 1)
             text = text.replace("<image>", f"<|vision_start|>{pads}<|vision_end|>", 1)
         if "video" in record:
-            facts = clip_header(found(record["video"])).facts
+            facts = clip_of(found(record["video"]))
             layout = own.clip(facts)
             videos.append([len(layout.seconds), *layout.grid])
             fps, frames = facts.rate_num / facts.rate_den, list(layout.frames)

@@ -6,10 +6,9 @@ import numpy as np
 
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
-from dflop_jax.data.media.tiling import read_upright
 from tests.data.media.test_anyres import reference  # noqa: F401
 from tests.data.media.test_internvl_tiles import processor  # noqa: F401
-from tests.data.media_cases import made_pictures, normalized, shared_files, upright
+from tests.data.media_cases import made_pictures, normalized, read_upright, shared_files, upright
 
 ALONE = np.array([True])
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media import video
-from dflop_jax.data.media.video import count_frames, read_frames
-from tests.data.media_cases import shared_files
+from dflop_jax.data.media.video import read_frames
+from tests.data.media_cases import count_frames, shared_files
 
 
 def write_long(path, codec, frames=240, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from dflop_jax.data.media.simple_tiles import SimpleTiles
+from dflop_jax.data.media.tiles import SimpleTiles
 from dflop_jax.data.media.tiling import (
     choose_grid,
     count_tiles,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media.anyres import frame_tile
-from dflop_jax.data.media.video import count_frames, read_frames
+from dflop_jax.data.media.video import read_frames
+from tests.data.media_cases import count_frames
 
 
 def read_clip(path, n):

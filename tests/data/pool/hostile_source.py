@@ -19,7 +19,7 @@ from dflop_jax.data.datasets.header_rows import Here
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.pool.messages import Reply
 from dflop_jax.data.sample import OpenedBy, Places, Sample
-from dflop_jax.data.text.pieces import OMNI_TAG, chat_pieces
+from dflop_jax.data.text.pieces import chat_pieces
 from dflop_jax.records import Load
 
 
@@ -87,7 +87,7 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
 def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
     """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
-    here = Here({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer(), tag=OMNI_TAG))
+    here = Here({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer()))
 
     def answer(line: bytes, _: object) -> Reply:
         rows = list(here.answer(line, None).rows)

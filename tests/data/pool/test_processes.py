@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import BadSample, Loader, MediaSpec, make_source
+from dflop_jax.data import BadSample, Loader, make_source
 from dflop_jax.data.decoder import ThreadDecoder, decode
 from dflop_jax.data.pool.messages import ArrayAt, Reply, Segment, mapped, received
 from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
 from dflop_jax.data.sample import OpenedBy
 from tests.data.media_cases import made_dataset
 from tests.data.pool.hostile_source import Hostile
+from tests.data.views import media_spec
 from tests.processes import runs
 
 LONG_S = 300.0  # longer than anything takes on a busy machine
@@ -142,7 +143,7 @@ def test_batches_equal_those_of_a_run_that_knew(caplog):
 def test_a_dataset_of_every_kind_decodes_to_the_same_bytes(tmp_path):
     file = made_dataset(tmp_path / "d")
     config = DataConfig(path=str(file), max_tokens=4096)
-    source = make_source(config, MediaSpec(32, 4), index_dir=tmp_path, vocab_size=512)
+    source = make_source(config, media_spec(32, 4), index_dir=tmp_path, vocab_size=512)
     decoder = make_decoder(source, 2, LONG_S, 1 << 30)
     assert isinstance(decoder, ProcessDecoder)
     with closing(decoder):
@@ -151,7 +152,7 @@ def test_a_dataset_of_every_kind_decodes_to_the_same_bytes(tmp_path):
             assert same(sample, decode(source, index))
             assert not any(a.flags.writeable for f in sample.fields.values() for a in f.values()
                            if a.size)  # fmt: skip
-    assert isinstance(make_decoder(make_source(DataConfig(), MediaSpec(32, 4)), 1, 1, 1),
+    assert isinstance(make_decoder(make_source(DataConfig(), media_spec(32, 4)), 1, 1, 1),
                       ThreadDecoder)  # fmt: skip
 
 

@@ -31,7 +31,12 @@ def tokenizer(request, tmp_path):
 
 
 def test_round_trip_and_no_special_token_from_plain_text(tokenizer):
-    special = {tokenizer.pad_id, tokenizer.im_start_id, tokenizer.im_end_id, tokenizer.visual_id}
+    special = {
+        tokenizer.pad_id,
+        tokenizer.im_start_id,
+        tokenizer.im_end_id,
+        tokenizer.placeholder_id,
+    }
     assert len(special) == 4
     assert max(special) < tokenizer.vocab_size
     for text in TEXTS:

@@ -1,0 +1,102 @@
+"""One sample of text and media as arrays, exactly as large as its counts say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dflop_jax.data.media.counts import text_load
+from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation
+from dflop_jax.data.media.token_sources import TokenSources, placed
+from dflop_jax.data.sample import Places, Sample
+from dflop_jax.data.text.pieces import Piece
+
+
+def compose(
+    pieces: Sequence[Piece],
+    media: Sequence[tuple[str, Decoded]],
+    how: Preparation,
+    *,
+    placeholder: int,
+    text_tokens: int | None = None,
+) -> Sample:
+    """Return the sample of tokenized text and decoded media: fields of the text's module (tokens,
+    targets, weights, is_visual, is_newline, what media add) and those of each medium's.
+
+    Args:
+      media: each with the module that takes it.
+      placeholder: token id that stands where media are; any, since it is not embedded.
+      text_tokens: text tokens kept, from the front; None: all.
+
+    Raises:
+      ValueError: pieces that name other media than there are.
+    """
+    if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
+        raise ValueError(f"the text does not place each of {len(media)} media once")
+    room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
+    runs: list[np.ndarray] = []
+    starts: dict[int, int] = {}  # of each medium among the tokens, in the order of the text
+    n = 0
+    for p in pieces:
+        if p.medium >= 0:
+            starts[p.medium] = n
+            run = media[p.medium][1].ids
+        else:
+            run = np.asarray(p.ids[:room], np.int64)
+            room -= len(run)
+        runs.append(run)
+        n += len(run)
+    ids = np.concatenate([np.zeros(0, np.int64), *runs])
+    supervised = [np.full(len(run), p.supervised) for p, run in zip(pieces, runs, strict=True)]
+    text = _text_fields(np.where(ids >= 0, ids, placeholder),
+                        np.concatenate([np.zeros(0, bool), *supervised]))  # fmt: skip
+    text |= {"is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}
+    fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
+    places, lengths = {}, {}
+    for module, medium in how.items():
+        mine = {k: decoded for k, (m, decoded) in enumerate(media) if m == module}
+        sources = _sources(n, mine, starts)
+        text["is_visual"] |= sources.used
+        text["is_newline"] |= sources.newline
+        text |= medium.text_fields(sources.used, [mine[k] for k in starts if k in mine])
+        lengths[module] = tuple(length for decoded in mine.values() for length in decoded.lengths)
+        if lengths[module]:
+            fields[module] = {
+                name: np.concatenate([decoded.fields[name] for decoded in mine.values()])
+                for name in next(iter(mine.values())).fields
+            }
+            index = np.where(sources.weight > 0, sources.index, -1)
+            places[module, TEXT_MODULE] = (
+                Places(index, sources.weight) if medium.sources > 1 else Places(index[:, :1])
+            )
+    return Sample(fields, places, text_load(lengths, n))
+
+
+def blanked(sample: Sample, how: Preparation) -> Sample:
+    """Return the sample with nothing to be seen in its media."""
+    fields = {m: dict(named) for m, named in sample.fields.items()}
+    for module, medium in how.items():
+        for name, value in medium.blank.items():
+            if module in fields:
+                fields[module][name] = np.full_like(fields[module][name], value)
+    return replace(sample, fields=fields)
+
+
+def _sources(n: int, media: Mapping[int, Decoded], starts: Mapping[int, int]) -> TokenSources:
+    """Return where each of n tokens comes from among the features of a module's media, which stand
+    one after the other in its rows and from `starts` on in the text."""
+    parts: list[tuple[int, TokenSources]] = []
+    feature = 0
+    for k, decoded in media.items():
+        parts.append((starts[k], decoded.tokens.shifted(feature)))
+        feature += decoded.features
+    return placed(n, parts)
+
+
+def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tokens and, of each, the next one and whether it is to be predicted."""
+    targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
+    targets[:-1], weights[:-1] = tokens[1:], supervised[1:]
+    return {"tokens": tokens.astype(np.int32), "targets": targets, "weights": weights}

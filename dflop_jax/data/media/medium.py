@@ -1,0 +1,148 @@
+"""How a module of a model takes media: from headers to counts, from files to arrays and text.
+
+A modality is one file: it gives a `Form`, which models name in `preprocessing` and which builds the
+`Medium` of a run. Everything else loops over the media of a model and knows none by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dflop_jax.data.media.kind import Columns, Header, Kinds
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.token_sources import TokenSources
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import Tokenizer
+
+TEXT_MODULE = "llm"  # the module that reads the text, in which media stand
+Facts = Mapping[str, Any]
+Grid = tuple[int, int]  # rows and columns
+
+
+class Counted(NamedTuple):
+    """What n media come to, each int64 [n], or one number for all.
+
+    usable: whether the module can take it at all. pieces: of the module. tokens: that stand for it
+    in the text; between: tokens of text that is written among those. longest: the tokens of its
+    largest piece, 0 where all pieces of the module are alike.
+    """
+
+    usable: np.ndarray
+    pieces: np.ndarray
+    tokens: np.ndarray
+    between: np.ndarray | int = 0
+    longest: np.ndarray | int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """One medium as arrays.
+
+    fields: by name, of all its pieces one after the other, as in `Sample.fields`.
+    lengths: tokens of each of its pieces in the module.
+    features: that the module gives for it.
+    tokens: of the t tokens that stand for it in the text, where each comes from among its features.
+    ids: int64 [t], of what is text among these tokens, -1 of the others.
+    grids: rows and columns of its pieces, where they have such.
+    """
+
+    fields: Mapping[str, np.ndarray]
+    lengths: tuple[int, ...]
+    features: int
+    tokens: TokenSources
+    ids: np.ndarray
+    grids: tuple[Grid, ...] = ()
+
+
+class Medium(Protocol):
+    """Media of some kinds under a run's limits: a frozen dataclass, derived from this for what a
+    simple one need not say.
+
+    `alone` says whether a medium is the only one of its kind in its sample.
+    """
+
+    @property
+    def kinds(self) -> Kinds: ...
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens of every piece in the module; 0: they differ, and `lengths` says them."""
+        ...
+
+    @property
+    def sources(self) -> int:
+        """Features that a token of the text is a weighted sum of, 1 for a plain copy."""
+        return 1
+
+    @property
+    def blank(self) -> Mapping[str, int]:
+        """By field the value that shows nothing; {} where nothing is blanked."""
+        return {}
+
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+        """What n media of a kind come to, from their headers, each [n]; nothing is decoded."""
+        ...
+
+    def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
+        """Tokens of each piece of a usable medium."""
+        raise AssertionError("all pieces are alike")
+
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+        """The medium that `Kind.opened` opened, as large as its header says.
+
+        Raises:
+          ValueError: it cannot be decoded, or is not what its header says.
+        """
+        ...
+
+    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+        """Further fields of the text, of whose tokens those of the media `stand` (bool [t]); the
+        media in the order of the text."""
+        return {}
+
+    def smaller(self) -> Medium:
+        """The same with about half of each limit; an equal one where nothing can be less."""
+        return self
+
+    def growing(self, kind: str) -> dict[str, np.ndarray]:
+        """Headers of media of a kind, each asking for more, up to those that are scaled down or
+        sampled thinner; {} where such are not told apart by size."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way of taking media, which a model names: the kinds that it takes, and what builds it of a
+    model's facts (but its name) under a run's limits, with its tokenizer or to see what the facts
+    are worth. ValueError: facts that cannot be."""
+
+    kinds: Kinds
+    build: Callable[[Facts, Limits, Tokenizer | ChatTokenizer | None], Medium]
+
+
+Preparation = Mapping[str, Medium]  # by module, how a run takes media
+
+
+def module_of(how: Preparation, kind: str) -> str:
+    """Return the module that takes media of a kind; "" if none does."""
+    return next((m for m, medium in how.items() if kind in (k.name for k in medium.kinds)), "")
+
+
+def numbers(facts: Facts, **usual: int | None) -> list[int]:
+    """Return the facts of these names as whole numbers of at least 1, in this order; `usual` where
+    the model does not say, None: it has to.
+
+    Raises:
+      ValueError: one of them is none, or there are others.
+    """
+    values = [facts.get(name, number) for name, number in usual.items()]
+    if not facts.keys() <= usual.keys() or any(
+        not isinstance(value, int) or value < (number != 0)
+        for value, number in zip(values, usual.values(), strict=True)
+    ):
+        raise ValueError(f"{', '.join(usual)} must be at least 1, got {dict(facts)}")
+    return values

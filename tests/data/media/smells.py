@@ -1,0 +1,69 @@
+"""A made-up modality, as anybody would add one: files of grains, a byte each, sniffed in whiffs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from dflop_jax.data.datasets.blob import open_media
+from dflop_jax.data.media.kind import Kind, below_one
+from dflop_jax.data.media.medium import Counted, Decoded, Form, Medium, numbers
+from dflop_jax.data.media.token_sources import plain
+
+
+def read(source):
+    with open_media(source) as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+SMELL = Kind(
+    name="smell",
+    word="smell",
+    taken="smells",
+    columns={"grains": np.int32},
+    header=lambda source: {"grains": len(read(source))},
+    opened=lambda source: source,
+    described=lambda header: f"a smell of {header['grains']} grains",
+    wrong=lambda columns: below_one(columns, "grains"),
+    too_small="too faint a smell; come closer",
+    extensions=("smell",),
+)
+
+
+@dataclass(frozen=True)
+class Smells(Medium):
+    """Whiffs of so many grains; every grain is a token of the text."""
+
+    grains: int
+    max_grains: int = 64
+
+    kinds = (SMELL,)
+    blank = MappingProxyType({"values": 0})
+
+    @property
+    def piece_tokens(self):
+        return self.grains
+
+    def count(self, kind, headers, alone):
+        n = np.minimum(headers["grains"], self.max_grains)
+        return Counted(n > 1, -(-n // self.grains), n)
+
+    def decode(self, kind, opened, header, alone):
+        n = min(header["grains"], self.max_grains)
+        whiffs = -(-n // self.grains)
+        values = np.zeros((whiffs, self.grains), np.float32)
+        values.reshape(-1)[:n] = read(opened)[:n]
+        lengths, ids = (self.grains,) * whiffs, np.full(n, -1)
+        return Decoded({"values": values}, lengths, values.size, plain(np.arange(n)), ids)
+
+    def smaller(self):
+        return replace(self, max_grains=max(2, self.max_grains // 2))
+
+
+def build(facts, limits, tokenizer):
+    return Smells(*numbers(facts, piece_tokens=None))
+
+
+FORM = Form(Smells.kinds, build)

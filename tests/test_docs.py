@@ -11,6 +11,7 @@ import dataclasses
 import re
 import shlex
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +20,7 @@ import pytest
 import yaml
 
 from dflop_jax.cli import main
-from dflop_jax.cluster import distributed
+from dflop_jax.cluster import distributed, environment
 from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.train import trainer
 
@@ -49,7 +50,7 @@ def met(monkeypatch):
 
     def meet(at, index, number, versions, secret, timeout_s):
         seen.append((str(at), index, number))
-        return Meeting("10.0.0.2", {}, {0: None})
+        return Meeting("10.0.0.2", {})
 
     def connect(*args, **named):
         seen.append((args, named))
@@ -66,12 +67,13 @@ def met(monkeypatch):
         (distributed, "meet", meet),
         (distributed, "find_secret", lambda config: b"of this test"),
         (distributed, "_keep_stdout_clean", lambda: None),
-        (distributed, "Relay", MagicMock()),
-        (distributed, "jax_ports", MagicMock()),
+        (distributed, "connect", MagicMock()),
+        (distributed, "hold_open", MagicMock()),
+        (distributed.ending, "in_run", threading.Event()),
         (distributed, "_joined", None),
         (distributed.jax.distributed, "initialize", connect),
-        (distributed.xla_bridge, "backends_are_initialized", lambda: False),
-        (distributed.atexit, "register", lambda run: None),
+        (distributed, "jax_has_started", lambda: False),
+        (environment, "jax_has_started", lambda: True),
         (distributed.jax.config, "update", lambda name, value: None),
         (trainer, "Trainer", Trainer),
     ):

@@ -8,6 +8,7 @@ is `sim.memory`, which asks profiles.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 FOREIGN = {"dflop_jax", "models", "experiments", "benchmarks", "tests"}
 # Top folder -> which of our other top folders it may import.
 TOP_MAY_IMPORT = {"dflop_jax": set[str](), "models": set[str]()}
+
+# Files that read private names of jax, and what no public name gives them.
+PRIVATE_JAX = {
+    "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
+    "dflop_jax/train/prepare.py",  # compiled programs kept by every process, not by process 0 only
+    "models/attention_cudnn.py",  # cuDNN attention over packed rows
+}
 
 
 def module_of(file: Path, root: Path) -> str:
@@ -107,6 +115,40 @@ def forbidden_imports(root: Path) -> list[str]:
     return found
 
 
+def is_private_jax(name: str) -> bool:
+    """Whether a dotted name is jax's own business; all of jaxlib is."""
+    top, *parts = name.split(".")
+    return top == "jaxlib" or (top == "jax" and any(re.match("_(?!_)", p) for p in parts))
+
+
+def private_jax(root: Path, allowed: set[str]) -> list[str]:
+    """Uses of private names of jax outside of `allowed` files, as "file:line: name"; and files that
+    are allowed them but read none."""
+    found, users = [], set()
+    for top in TOP_MAY_IMPORT:
+        for file in sorted((root / top).rglob("*.py")):
+            here = str(file.relative_to(root))
+            for line, name in names_of_jax(file):
+                users.add(here)
+                if here not in allowed:
+                    found.append(f"{here}:{line}: {name}")
+    return found + [f"{here}: reads none any more" for here in sorted(allowed - users)]
+
+
+def names_of_jax(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every private name of jax in a file: imported, or reached as
+    `jax.x._y`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            names = [ast.unparse(node)]
+        yield from ((node.lineno, name) for name in names if is_private_jax(name))
+
+
 def long_files(root: Path) -> list[str]:
     """Sources above MAX_LINES whose docstring has no line that starts with "Long because"."""
     found = []
@@ -123,6 +165,32 @@ def long_files(root: Path) -> list[str]:
 
 def test_imports_point_one_way():
     assert forbidden_imports(ROOT) == []
+
+
+def test_private_names_of_jax_are_read_in_stated_places():
+    assert private_jax(ROOT, PRIVATE_JAX) == []
+
+
+@pytest.mark.parametrize(
+    "text, private",
+    [
+        ("from jax._src import xla_bridge", True),
+        ("import jax._src.distributed as d", True),
+        ("def f():\n  from jaxlib import xla_client", True),
+        ("from jax.experimental._private import x", True),
+        ("import jax\njax._src.core.f()", True),
+        ("from jax import numpy\nimport jax.experimental.pallas", False),
+        ("import jax\njax.config.update('jax_platforms', jax.__version__)\nself._jax = 1", False),
+    ],
+)
+def test_a_private_name_of_jax_is_found(tmp_path, text, private):
+    write(tmp_path, "models/a.py", text)
+    found = private_jax(tmp_path, set())
+    assert all(f.startswith("models/a.py:") for f in found)
+    assert bool(found) is private
+    assert private_jax(tmp_path, {"models/a.py"}) == (
+        [] if private else ["models/a.py: reads none any more"]
+    )
 
 
 def test_no_file_is_long_without_a_reason():

@@ -33,7 +33,7 @@ from dflop_jax.cli import (
 )
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.cluster.ending import PREEMPTED
+from dflop_jax.cluster.ending import PREEMPTED, ended
 from dflop_jax.cluster.peers import RunFailed
 from dflop_jax.config import Config, override
 
@@ -68,6 +68,10 @@ EXIT_CODES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
+    return ended(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     _collect_rarely()
     args, extra = _parser().parse_known_args(argv)
     logging.basicConfig(

@@ -13,7 +13,7 @@ from dflop_jax.cli.experiment import (
     given_profile,
 )
 from dflop_jax.cli.terminal import show
-from dflop_jax.cluster.ending import PREEMPTED, end_now, on_signal, signal_name
+from dflop_jax.cluster.ending import PREEMPTED, end_now, leave, on_signal, signal_name
 from dflop_jax.config import Config
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> TrainAnswer:
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
-    from dflop_jax.cluster.distributed import leave, shutdown
+    from dflop_jax.cluster.distributed import shutdown
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.report.summary import summarise, summary_table

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes
 
 
@@ -40,9 +44,21 @@ def limit_devices(processes: Processes, each: int) -> None:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
 
 
+def jax_has_started() -> bool:
+    """Whether jax has begun to use devices, after which it takes no other number of them."""
+    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
+    number: int = settings.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", number + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", number)
+    return False
+
+
 def on_cpu() -> bool:
     """Whether jax will compute on the CPU; asking jax itself would start it."""
-    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
+    settings: Any = jax.config
     platforms: str | None = settings.jax_platforms
     if platforms:
         return platforms.split(",")[0] == "cpu"
@@ -75,3 +91,31 @@ def gpu_share(processes: Processes, each: int) -> list[int] | None:
         )
     start = processes.local_index * part
     return list(range(start, start + (each or part)))
+
+
+@cache
+def connect_pairs(devices: tuple[jax.Device, ...], peers: Peers) -> None:
+    """Have jax connect every two processes for transfers between CPUs, both ways, once; all of them
+    call this.
+
+    A process listens from the first array that it sends, and who looks for it before that looks
+    again only after 2 s. So each sends before the others receive. jax counts transfers, hence
+    every process takes part in every one, also where it neither sends nor receives.
+    """
+    firsts = {d.process_index: d for d in reversed(devices)}
+    arrived = []
+    for source in sorted(firsts):
+        if source != peers.process:
+            peers.barrier(f"sent/{source}")
+        zero = np.zeros(1, np.float32)
+        sent = jax.make_array_from_single_device_arrays(
+            zero.shape,
+            SingleDeviceSharding(firsts[source]),
+            [jax.device_put(zero, firsts[source])] if source == peers.process else [],
+            dtype=zero.dtype,
+        )
+        for target in sorted(firsts.keys() - {source}):
+            arrived.append(jax.device_put(sent, SingleDeviceSharding(firsts[target])))
+        if source == peers.process:
+            peers.barrier(f"sent/{source}")
+    jax.block_until_ready(arrived)

@@ -5,34 +5,28 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import io
-import logging
 import math
 import os
-import shutil
 import socket
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
 
 import jax
-from jax._src import distributed as jax_distributed
-from jax._src import xla_bridge
 
-from dflop_jax.cluster import jax_ports
-from dflop_jax.cluster.devices import devices_each, limit_devices, on_cpu
+from dflop_jax.cluster import ending
+from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.devices import devices_each, jax_has_started, limit_devices, on_cpu
 from dflop_jax.cluster.environment import prepare
-from dflop_jax.cluster.jax_ports import ClosedPorts
+from dflop_jax.cluster.hold import connect, hold_open
 from dflop_jax.cluster.processes import Processes, find_processes
-from dflop_jax.cluster.relay import Relay, serve
 from dflop_jax.cluster.rendezvous import Meeting, meet
 from dflop_jax.cluster.secret import find_secret
 from dflop_jax.config import DistributedConfig
@@ -40,10 +34,10 @@ from dflop_jax.config import DistributedConfig
 # jax's own watch ends a process from C++; whoever watches the peers has to come before it.
 HEARTBEATS_PER_PEER_TIMEOUT = 4
 LEAST_HEARTBEAT_S = 100
+LEAVE_S = 10.0  # longest wait for the others at the end
+# jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
+SHUTDOWN_S = 30
 LONGEST_FOLDER = 80  # characters; the name of a Unix socket has at most 103 everywhere
-CONNECT_PAIRS_S = 120.0
-
-log = logging.getLogger("dflop_jax")
 
 
 @dataclass(frozen=True)
@@ -69,8 +63,7 @@ class _Joined:
     processes: Processes
     devices_each: int
     member: Membership
-    relay: Relay | None  # none on process 0
-    closed_ports: ClosedPorts | None = None  # once jax has started
+    line: Callable[[], socket.socket]  # gives the connection that carries what jax says
 
 
 _joined: _Joined | None = None
@@ -94,14 +87,14 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     found = find_processes(config)
     each = devices_each(found, plan_devices)
     if found.number == 1:
-        if found.devices_each and not xla_bridge.backends_are_initialized():
+        if found.devices_each and not jax_has_started():
             limit_devices(found, each)
         return Membership()
     if _joined is not None:
         if (_joined.processes, _joined.devices_each) != (found, each):
             raise ValueError("this program has joined a run of other processes or devices already")
         return _joined.member
-    if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+    if jax.distributed.is_initialized() or jax_has_started():
         raise ValueError(
             "jax is in use already, so it cannot connect to other processes any more; call nothing "
             "of jax before (neither jax.devices() nor jax.distributed.initialize())"
@@ -112,9 +105,10 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     versions = f"jax {jax.__version__}"
     secret = find_secret(config)
     meeting = meet(at, found.index, found.number, versions, secret, config.connect_timeout_s)
-    relay = _connect(found, meeting, config)
+    line = _connect(found, meeting, config)
     member = Membership(found.number, found.index, meeting.links)
-    _joined = _Joined(found, each, member, relay)
+    _joined = _Joined(found, each, member, line)
+    ending.in_run.set()
     return member
 
 
@@ -124,10 +118,8 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
     Raises:
       ValueError: they are not as many as the plan's, or some processes have more than others.
     """
-    others = jax_ports.listening_ids()
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    if _joined is not None and _joined.closed_ports is None:
-        _joined.closed_ports = _close_ports(devices, others)
+    with _patient_gloo():
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     counts = Counter(d.process_index for d in devices)
     if plan_devices not in (0, len(devices)):
         raise ValueError(
@@ -140,122 +132,80 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
     return devices
 
 
-def _close_ports(devices: list[jax.Device], others: set[int]) -> ClosedPorts:
-    """Let nobody else connect to the ports that jax opens with its first transfers."""
-    if on_cpu():
-        jax_ports.connect_pairs(devices, CONNECT_PAIRS_S)
-    return ClosedPorts(list(jax_ports.listening(others).values()))
-
-
-def shutdown(timeout_s: float = 10.0) -> bool:
+def shutdown(timeout_s: float = LEAVE_S) -> bool:
     """Leave the run with the others, and say whether all came to it in time.
 
-    After False (a peer is gone or busy) end with `leave`: what is in flight may never come to an
-    end. Does nothing for one process.
+    After False (a peer is gone or busy) end with `ending.leave`: what is in flight may never come
+    to an end. Does nothing for one process.
     """
-    if _joined is None or not jax.distributed.is_initialized():
+    joined = _joined
+    if joined is None or not jax.distributed.is_initialized():
         return True
     left = threading.Event()
 
     def together() -> None:
-        client = jax_distributed.global_state.client
-        assert client is not None
-        try:
-            client.wait_at_barrier("dflop_jax/leave", int(1000 * timeout_s))
-            jax.distributed.shutdown()  # waits for all, which are here
-        except jax.errors.JaxRuntimeError:  # somebody did not come
-            return
-        left.set()
+        with suppress(jax.errors.JaxRuntimeError):  # somebody did not come
+            jax.distributed.shutdown()  # waits for all
+            # Process 0 waits until the others hang up, and a program that ends copies no more.
+            with suppress(OSError):  # they have
+                joined.line().shutdown(socket.SHUT_RDWR)
+            left.set()
 
     # In a thread, since a request to a process 0 that is gone returns only after minutes.
     waiting = threading.Thread(target=together, daemon=True)
     waiting.start()
-    waiting.join(timeout_s + 1.0)
+    waiting.join(timeout_s)
     if left.is_set():
-        if _joined.relay is not None:
-            _joined.relay.close()
-        for link in _joined.member.links.values():
+        for link in joined.member.links.values():
             link.close()
-    if _joined.closed_ports is not None and (dropped := _joined.closed_ports.dropped()):
-        log.warning("strangers tried to connect to jax's ports; %d packets were dropped", dropped)
+        ending.in_run.clear()
     return left.is_set()
-
-
-def _leak_jax() -> None:
-    """At exit, let this process go at once: jax would wait for peers that may be busy or gone.
-
-    Its distributed client waits for all to leave, its device clients for their open transfers.
-    """
-    state = jax_distributed.global_state
-    for part in (state.client, state.service, *xla_bridge._backends.values()):
-        if part is not None:  # one reference too many: what waits is the destructor
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
-    state.client = state.service = None
-    xla_bridge._default_backend = None  # jax's own exit handler checks that the clients are gone
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now, with its output written but nothing else awaited."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # ---- what jax is told ----
 
 
-def _connect(processes: Processes, meeting: Meeting, config: DistributedConfig) -> Relay | None:
-    """Have jax join the run; the relay that carries its requests, which process 0 has no need of.
+def _connect(
+    processes: Processes, meeting: Meeting, config: DistributedConfig
+) -> Callable[[], socket.socket]:
+    """Have jax join the run; its coordination service takes over the port of the meeting.
 
-    jax meets on sockets in a folder of this process's own, which is gone afterwards: nobody else
-    can ever connect to them.
+    Returns what gives the connection to that service.
     """
-    own_host = meeting.own_host
-    jax_ports.allow_many_descriptors()
+    service, own_host = processes.coordinator, meeting.own_host
+    assert service is not None
+    interface = service.interface()
     if on_cpu():  # GPUs move arrays between processes themselves
-        jax_ports.bind_transfers(own_host)
-    else:
-        jax_ports.bind_nccl(own_host)
+        transfers = Address(own_host, free_port())
+        jax.config.update("jax_cross_host_transfer_socket_address", str(transfers))
+        any_port = f"{str(transfers).rpartition(':')[0]}:0"
+        jax.config.update("jax_cross_host_transport_addresses", any_port)
+    elif own_host == LOOPBACK:  # all processes are on this host
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # Its handler would take SIGTERM away from ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)  # no proxy is asked for a Unix socket
     _keep_stdout_clean()
-    atexit.register(_leak_jax)  # runs before jax's own handler, which came first
+    here = Address(interface or LOOPBACK, service.port)
+    reach = cache(partial(connect, service if processes.index else here))
+    if processes.index:
+        reach()  # before jax tries, which ends the process from C++ when it does not get there
     heartbeat_s = max(LEAST_HEARTBEAT_S, HEARTBEATS_PER_PEER_TIMEOUT * config.peer_timeout_s)
-    relay = None
-    with _private_folder() as folder:
-        service = folder / "jax"
-        if processes.index == 0:
-            for channel in meeting.channels.values():
-                serve(service, channel)
-        else:
-            relay = Relay(service, meeting.channels[0])
-            relay.wait(config.connect_timeout_s)
+    usual = tempfile.gettempdir()
+    where = usual if len(usual) <= LONGEST_FOLDER else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="dflop-", dir=where) as folder:
+        hold_open(Path(folder, "jax"), reach)
         jax.distributed.initialize(
-            f"unix:{service}",
+            f"unix:{folder}/jax",
             processes.number,
             processes.index,
             cluster_detection_method="deactivate",
             initialization_timeout=math.ceil(max(30.0, config.connect_timeout_s)),
             heartbeat_timeout_seconds=math.ceil(heartbeat_s),
-            coordinator_bind_address=f"unix:{service}",
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            coordinator_bind_address=str(Address(interface or "::", service.port)),
         )
-    if on_cpu():
-        with _patient_gloo():
-            jax_ports.bind_gloo(own_host)
-    return relay
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """A folder that only this user can enter, for as long as this lasts."""
-    usual = tempfile.gettempdir()
-    where = usual if len(usual) <= LONGEST_FOLDER else "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix="dflop-", dir=where))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return reach
 
 
 @contextmanager

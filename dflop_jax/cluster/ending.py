@@ -18,6 +18,8 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_SIGNAL_S = 0.3
 SAY_S = 1.0  # longest wait for standard error to take the last line
 
+in_run = threading.Event()  # this process is one of several, and has not left them
+
 
 @contextmanager
 def preemption(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
@@ -100,4 +102,19 @@ def end_now(why: str, exit_code: int) -> NoReturn:
     saying = threading.Thread(target=say, daemon=True)
     saying.start()
     saying.join(SAY_S)
+    os._exit(exit_code)
+
+
+def ended(exit_code: int) -> int:
+    """Return a program's exit code; one that is in a run still ends here and now, since jax would
+    wait for others, which may be busy or gone."""
+    if in_run.is_set():
+        leave(exit_code)
+    return exit_code
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now, with its output written but nothing else awaited."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(exit_code)

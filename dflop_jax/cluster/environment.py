@@ -11,9 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jax._src import xla_bridge
-
-from dflop_jax.cluster.devices import on_cpu
+from dflop_jax.cluster.devices import jax_has_started, on_cpu
 from dflop_jax.hardware import USABLE_MEMORY
 
 CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false"}
@@ -28,7 +26,7 @@ MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 def prepare() -> None:
     """Set this process's environment before jax starts; does nothing when it is too late."""
-    if not xla_bridge.backends_are_initialized():
+    if not jax_has_started():
         settings = cpu_settings if on_cpu() else gpu_settings
         os.environ.update(settings(os.environ, xla_knows))
 

@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 
-GREETING = b"dflop/3\n"
+GREETING = b"dflop/4\n"
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = 1024  # no hello is longer
 REFUSAL = bytes(PROOF_BYTES)

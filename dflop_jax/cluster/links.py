@@ -23,6 +23,17 @@ BEAT = ""  # the key of a sign of life
 _HEAD = struct.Struct("!IQ")  # bytes of the key, bytes of the value
 
 
+def send_message(sock: socket.socket, key: str, value: bytes) -> None:
+    name = key.encode()
+    sock.sendall(_HEAD.pack(len(name), len(value)) + name + value)
+
+
+def receive_message(sock: socket.socket, deadline: float | None = None) -> tuple[str, bytes]:
+    """(key, value); OSError when the connection ends before, or nothing comes by `deadline`."""
+    key_bytes, value_bytes = _HEAD.unpack(receive(sock, _HEAD.size, deadline))
+    return receive(sock, key_bytes, deadline).decode(), receive(sock, value_bytes, deadline)
+
+
 class PeerLink:
     """A connection to process `process`.
 
@@ -81,7 +92,7 @@ class PeerLink:
           OSError: the connection has ended.
         """
         with self._sending:
-            self._transmit(key, value)
+            send_message(self._socket, key, value)
 
     def post(self, key: str, value: bytes) -> bool:
         """Send a short message unless that has to wait; whether nothing is left to send."""
@@ -92,7 +103,7 @@ class PeerLink:
             room.register(self._socket, select.POLLOUT)
             if not room.poll(0):
                 return False
-            self._transmit(key, value)
+            send_message(self._socket, key, value)
         except (OSError, ValueError):  # it has gone, as who reads will notice
             return True
         finally:
@@ -105,10 +116,7 @@ class PeerLink:
         Raises:
           OSError: the connection has ended, or nothing came by `deadline` (TimeoutError).
         """
-        head = receive(self._socket, _HEAD.size, deadline)
-        key_bytes, value_bytes = _HEAD.unpack(head)
-        key = receive(self._socket, key_bytes, deadline).decode()
-        value = receive(self._socket, value_bytes, deadline)
+        key, value = receive_message(self._socket, deadline)
         self.heard_s = time.monotonic()
         return key, value
 
@@ -116,10 +124,6 @@ class PeerLink:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _transmit(self, key: str, value: bytes) -> None:
-        name = key.encode()
-        self._socket.sendall(_HEAD.pack(len(name), len(value)) + name + value)
 
     # ---- clocks ----
 

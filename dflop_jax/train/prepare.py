@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler
 
+from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig
@@ -188,6 +189,8 @@ def set_up(config: Config) -> Workplace:
     n = config.plan.devices
     devices = use_devices(n) if member.number == 1 else run_devices(n, member)
     peers = _peers(member, config.distributed.peer_timeout_s)
+    if member.number > 1 and devices[0].platform == "cpu":
+        connect_pairs(tuple(devices), peers)
     model = _model_on(chip_of(devices[0]), config)
     place = Workplace(config, model, devices, peers)
     assert place.trained.rates  # raises for a stage or rates that the model does not have

@@ -127,10 +127,8 @@ def plans_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
 def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Three jobs of two processes take minutes: what they come to is made up."""
 
-    def run(jobs: object, name: str, during: Any = None) -> Any:
-        if during:
-            during.keywords["told"].append(script.Siege(1, ["127.0.0.1:1"], 2, 0, 0.5))
-        return script.Run([1.0], 0.1, (0.1, 0.2), [])
+    def run(jobs: object, name: str, connections: int) -> Any:
+        return script.Run([1.0], 0.1, (0.1, 0.2), [], connections, 0)
 
     patch.setattr(script, "run", run)
 

@@ -1,7 +1,7 @@
-"""Attackers of a running job, with raw sockets on loopback, bounded in number and time.
+"""Attackers of a run's own port, with raw sockets on loopback, bounded in number and time.
 
-They know all that a user of the same machine can see, the job's ports and protocols included, but
-not its secret; only `recorded_hello` is given it, to make what was once said on the wire.
+They know all that a user of the same machine can see, the port and the protocol included, but not
+the run's secret; only `recorded_hello` is given it, to make what was once said on the wire.
 """
 
 from __future__ import annotations
@@ -10,33 +10,26 @@ import hashlib
 import hmac
 import os
 import random
-import re
 import selectors
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from dflop_jax.cluster.handshake import introduce
+from dflop_jax.cluster.addresses import free_port
+from dflop_jax.cluster.handshake import GREETING, introduce
+from dflop_jax.cluster.launch import COORDINATOR_ENV, DEVICES_ENV, NUM_PROCESSES_ENV, PROCESS_ID_ENV
+from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 
 LOOPBACK = "127.0.0.1"
-KINDS = ("random bytes", "half hello", "replayed hello", "forged hello", "slow sender",
-         "transfer packet", "sequence number")  # fmt: skip
+KINDS = ("random bytes", "half hello", "replayed hello", "forged hello", "slow sender")
 CONNECT_S = 0.2  # at a port that answers nothing, nobody waits longer
-_HELLO = b'{"index": 1, "number": 2, "versions": "1", "purpose": "link"}'
-
-
-@dataclass(frozen=True)
-class Port:
-    """A TCP socket of the job that listens."""
-
-    pid: int
-    host: str
-    port: int
+_HELLO = b'{"index": 1, "number": 2, "versions": "1"}'
 
 
 # ---- what can be seen ----
@@ -51,46 +44,8 @@ def trainers(launcher: int) -> dict[int, dict[str, str]]:
             if parent == launcher:
                 entries = (folder / "environ").read_bytes().decode().split("\0")
                 values = dict(e.partition("=")[::2] for e in entries)
-                if "DFLOP_PROCESS_ID" in values:
+                if PROCESS_ID_ENV in values:
                     found[int(folder.name)] = values
-    return found
-
-
-def listening_ports(pids: Iterator[int]) -> list[Port]:
-    """Every TCP socket on which one of these processes, or a descendant, listens."""
-    inodes = {}
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with suppress(OSError):
-            for row in Path("/proc/net", table).read_text().splitlines()[1:]:
-                columns = row.split()
-                if columns[3] == "0A":
-                    inodes[columns[9]] = _address(columns[1], family)
-    found = set()
-    for pid in _descendants(set(pids)):
-        with suppress(OSError):
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file))
-                    if inode and inode[1] in inodes:
-                        found.add(Port(pid, *inodes[inode[1]]))
-    return sorted(found, key=lambda p: (p.pid, p.port))
-
-
-def _address(text: str, family: int) -> tuple[str, int]:
-    host, _, port = text.partition(":")
-    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-    return socket.inet_ntop(family, b"".join(words)), int(port, 16)
-
-
-def _descendants(pids: set[int]) -> set[int]:
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(stat[1])
-    found = set(pids)
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
     return found
 
 
@@ -98,7 +53,7 @@ def recorded_hello(secret: bytes) -> bytes:
     """What a process of the run once said to prove itself, on another connection."""
     near, far = socket.socketpair()
     with near, far:
-        far.sendall(b"dflop/3\n" + bytes(32))
+        far.sendall(GREETING + bytes(32))
         guest = threading.Thread(target=_introduce, args=(near, secret))
         guest.start()
         said = b""
@@ -152,7 +107,7 @@ class Attackers:
         self.connected += 1
         with suppress(OSError):
             sock.sendall(self._words(kind))
-        if kind in ("slow sender", "sequence number"):
+        if kind == "slow sender":
             self._held.append(sock)
         else:
             sock.close()
@@ -168,10 +123,6 @@ class Attackers:
         if kind == "forged hello":
             proof = hmac.digest(b"a guess at the secret", _HELLO, hashlib.sha256)
             return rng.randbytes(32) + struct.pack("!H", len(_HELLO)) + _HELLO + proof
-        if kind == "transfer packet":  # which ends a process whose port takes it
-            return bytes(8)
-        if kind == "sequence number":  # with which gloo tells its connections apart
-            return struct.pack("<q", rng.randrange(100))
         assert kind == "slow sender"
         return b"d"
 
@@ -188,3 +139,53 @@ def attackers(secret: bytes, seed: int = 0) -> Iterator[Attackers]:
         yield made
     finally:
         made.close()
+
+
+# ---- an attacked run ----
+
+
+def besieged(
+    train: list[str], connections: int, limit_s: float
+) -> tuple[list[int], list[str], Attackers]:
+    """Run a job of two processes, of which the second comes when strangers have made `connections`
+    to the port where the first waits for it.
+
+    Args:
+      train: the command line of each process.
+
+    Returns:
+      Exit codes and outputs of the two, and the attackers.
+    """
+    job = {
+        COORDINATOR_ENV: f"{LOOPBACK}:{free_port()}",
+        NUM_PROCESSES_ENV: "2",
+        DEVICES_ENV: "2",
+        SECRET_ENV: new_secret(),
+        "JAX_PLATFORMS": "cpu",
+    }
+    port, pipes = int(job[COORDINATOR_ENV].rpartition(":")[2]), {"stdout": subprocess.PIPE}
+    command = [sys.executable, "-m", "dflop_jax.cli", *train[1:]]
+    processes: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        environment = os.environ | job | {PROCESS_ID_ENV: str(len(processes))}
+        processes.append(
+            subprocess.Popen(command, env=environment, text=True, stderr=subprocess.STDOUT, **pipes)
+        )
+
+    try:
+        start()
+        deadline = time.monotonic() + limit_s
+        with attackers(job[SECRET_ENV].encode()) as strangers:
+            while strangers.connected < connections:
+                strangers.attack(port, KINDS)
+                assert time.monotonic() < deadline
+                assert processes[0].poll() is None, processes[0].communicate()[0]
+            start()
+            outputs = [p.communicate(timeout=limit_s)[0] for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(job[SECRET_ENV] in output for output in outputs)
+    return [p.returncode for p in processes], outputs, strangers

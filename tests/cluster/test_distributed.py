@@ -152,7 +152,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from dflop_jax.config import DistributedConfig
 from dflop_jax.cluster import devices as own_devices
-from dflop_jax.cluster import distributed
+from dflop_jax.cluster import distributed, ending
 what = sys.argv[1]
 config = DistributedConfig(connect_timeout_s=60.0)
 me = distributed.initialise(config, plan_devices=4)
@@ -183,11 +183,12 @@ here = [float(s.data[0]) for s in moved.addressable_shards]
 print("got", float(total), here, flush=True)
 if what == "leave":
     assert distributed.shutdown(60.0)
+    assert ending.ended(5) == 5  # it may go on alone
     assert not jax.distributed.is_initialized()
     print("left", flush=True)
 elif what == "fail":  # the launcher learns of it, though process 0 is busy and never comes
     if me.index == 1:
-        sys.exit(6)
+        ending.ended(6)
     time.sleep(600)
 elif what == "lose":
     gone = int(sys.argv[2])
@@ -200,7 +201,7 @@ elif what == "lose":
     print("saw", flush=True)
     assert not distributed.shutdown(0.5)
     print("alone", flush=True)
-    distributed.leave(4)
+    ending.leave(4)
 """
 
 

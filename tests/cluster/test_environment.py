@@ -73,7 +73,7 @@ def test_on_the_cpu_programs_compile_quickly_where_jax_can():
 
 def test_nothing_is_set_too_late(monkeypatch):
     before = dict(os.environ)
-    monkeypatch.setattr(environment.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(environment, "jax_has_started", lambda: True)
     for cpu in (True, False):
         monkeypatch.setattr(environment, "on_cpu", lambda cpu=cpu: cpu)
         prepare()
@@ -82,7 +82,7 @@ def test_nothing_is_set_too_late(monkeypatch):
 
 def test_on_gpus_it_is_set_before_jax_starts(monkeypatch):
     monkeypatch.setattr(environment, "on_cpu", lambda: False)
-    monkeypatch.setattr(environment.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(environment, "jax_has_started", lambda: False)
     for name in ("XLA_FLAGS", *environment.MEMORY_FRACTION, *environment.VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

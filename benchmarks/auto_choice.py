@@ -32,8 +32,9 @@ from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.records import Load, ModelProfile
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data, policies
-from experiments.paper.cases import Answer, Case, answer, profile_of
-from experiments.paper.common import on_all_cores
+from experiments.paper.answers import Answer, answer, on_all_cores
+from experiments.paper.cases import Case
+from experiments.paper.costs import profile_of
 from experiments.paper.orch import LAYOUT, WHISPER, Omni
 from experiments.paper.systems import TOWERS
 from models.sizes import VISION

@@ -37,7 +37,8 @@ from dflop_jax.gpu_compile.compiling import compile_plan
 from dflop_jax.records import Load
 from dflop_jax.train.planning import make_plan
 from dflop_jax.train.prepare import set_up
-from experiments.paper.cases import Case, parallelism
+from experiments.paper.answers import parallelism
+from experiments.paper.cases import Case
 from experiments.paper.dip_models import CASES
 
 GIB = 2**30

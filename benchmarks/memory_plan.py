@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax.schedule.memory_plan import Device, Item, chosen, devices_of, greedy
 from dflop_jax.schedule.solver.budget import Budget
-from experiments.paper.cases import answer, prices_of
+from experiments.paper.answers import answer
+from experiments.paper.costs import prices_of
 from experiments.paper.dip_models import CASES
 
 GIB = 2.0**30

@@ -12,67 +12,35 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
-from experiments.paper import (
-    ablation,
-    asymmetry,
-    cases,
-    correction,
-    dip,
-    idle,
-    orch,
-    overheads,
-    phases,
-    policies,
-    scaling,
-    stages,
-    throughput,
-)
-from experiments.paper.common import prepare, print_result, say
-from experiments.paper.compiled import compile_all
+from experiments.paper import correction, dflop, dip, orch, overheads, phases, policies
+from experiments.paper.answers import Key, prepare
+from experiments.paper.costs import COSTS, cost_model, take_costs
 from experiments.paper.report import draw, write_report, write_timelines
-from experiments.paper.systems import COSTS, take_costs
+from experiments.paper.results import Result, print_result, say
 
-EXPERIMENTS = {
-    "throughput": throughput.run,
-    "idle": idle.run,
-    "stages": stages.run,
-    "ablation": ablation.run,
-    "asymmetry": asymmetry.run,
-    "scaling": scaling.run,
-    "correction": correction.run,
-    "overheads": overheads.run,
-    "dip": dip.run,
-    "dip-ablation": dip.ablation,
-    "orch": orch.run,
-    "nodes": orch.nodes,
-    "phases": phases.run,
-    "policies": policies.run,
+# Each result, and the answers that it asks for.
+EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
+    "throughput": (dflop.throughput, [*dflop.COMPARED, *dflop.DEFAULTS]),
+    "idle": (dflop.idle, dflop.COMPARED),
+    "stages": (dflop.stages, dflop.COMPARED),
+    "ablation": (dflop.ablation, dflop.PARTS_KEYS),
+    "asymmetry": (dflop.asymmetry, dflop.ASYMMETRY_KEYS),
+    "scaling": (dflop.scaling, dflop.SCALING_KEYS),
+    "correction": (correction.run, correction.KEYS),
+    "overheads": (overheads.run, overheads.KEYS),
+    "dip": (dip.run, dip.KEYS),
+    "dip-ablation": (dip.ablation, dip.KEYS),
+    "orch": (orch.run, orch.KEYS),
+    "nodes": (orch.nodes, orch.KEYS),
+    "phases": (phases.run, orch.KEYS),
+    "policies": (policies.run, policies.KEYS),
 }
 LONG = ("policies",)  # run only where named
-# What each needs of tuned systems, and of policies.
-OUTCOMES = {
-    "throughput": throughput.KEYS,
-    "idle": throughput.KEYS,
-    "stages": throughput.KEYS,
-    "ablation": ablation.KEYS,
-    "asymmetry": asymmetry.KEYS,
-    "scaling": scaling.KEYS,
-}
-ANSWERS = {
-    "dip": dip.KEYS,
-    "dip-ablation": dip.KEYS,
-    "orch": orch.KEYS,
-    "nodes": orch.KEYS,
-    "phases": orch.KEYS,
-    "policies": policies.KEYS,
-    "throughput": throughput.PLANNED,
-    "correction": correction.PLANNED,
-    "overheads": throughput.PLANNED,
-}
 
 
 def main() -> int:
@@ -98,24 +66,24 @@ def main() -> int:
         return 2
     start_s = time.perf_counter()
     names = args.only or [name for name in EXPERIMENTS if name not in LONG]
-    results = []
+    keys = [key for name in names for key in EXPERIMENTS[name][1]]
     if args.costs == "compiled":
-        asked = [key for name in names for key in (*OUTCOMES.get(name, ()), *ANSWERS.get(name, ()))]
         try:
-            compile_all(key[0] for key in asked)
+            for case, _ in keys:
+                cost_model(case)  # which other processes then find in the cache
         except ValueError as e:
             print(f"error: {e}")
             return 2
-    prepare(key for name in names for key in OUTCOMES.get(name, ()))
-    cases.prepare(key for name in names for key in ANSWERS.get(name, ()))
+    prepare(keys)
+    results = []
     for i, name in enumerate(names):
         say(f"{name} ({i + 1} of {len(names)})")
-        found = EXPERIMENTS[name]()
-        results.append(found)
-        print_result(found)
-        draw(found, out / f"{found.name}.png")
-    tuned = any(name in OUTCOMES for name in names)
-    page = write_timelines(throughput.SETUPS[0], out) if tuned else None
+        result = EXPERIMENTS[name][0]()
+        results.append(result)
+        print_result(result)
+        draw(result, out / f"{result.name}.png")
+    timed = set(dflop.COMPARED[: len(dflop.SHOWN)]) <= set(keys)
+    page = write_timelines(dflop.SETUPS[0], out) if timed else None
     minutes = (time.perf_counter() - start_s) / 60
     report = write_report(results, out, page, minutes)
     timelines = f"; timelines: {page}" if page else ""

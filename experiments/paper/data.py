@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec, sound_counts
-from dflop_jax.records import DataProfile, Load
+from dflop_jax.records import Load
 from experiments.paper.tables import TABLES
 
 
@@ -241,36 +241,12 @@ def _pictures(drawn: Draws, layout: str) -> tuple[np.ndarray, np.ndarray, np.nda
     return total[0], total[1], usable
 
 
-def profile(mixture: str, layout: str, n: int = 4000, seed: int = 0) -> DataProfile:
-    """What the planner is given of a mixture."""
-    named = f"{mixture} mixture of the paper, {layout} layout, seed {seed}"
-    return DataProfile(named, n, tuple(loads(mixture, layout, n, seed)))
-
-
-def batches(
-    mixture: str, layout: str, global_batch: int, n: int, seed: int = 1
-) -> list[list[Load]]:
-    """`n` global batches in arrival order, none of which the planner has seen (other seeds)."""
-    return [loads(mixture, layout, global_batch, 7919 * seed + i) for i in range(n)]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Means and spread of loads, for reports."""
-
-    mean: dict[str, float] = field(default_factory=dict)
-    cv: dict[str, float] = field(default_factory=dict)
-
-
-def facts(found: Sequence[Load]) -> Facts:
-    """Mean and coefficient of variation of the items and tokens of samples."""
+def facts(drawn: Sequence[Load]) -> dict[str, tuple[float, float]]:
+    """Mean and coefficient of variation of the items and tokens of samples, for reports."""
     columns = {
-        "tiles": [len(load.lengths("vision")) for load in found],
-        "windows": [len(load.lengths("audio")) for load in found],
-        "LLM tokens": [load.tokens("llm") for load in found],
+        "tiles": [len(load.lengths("vision")) for load in drawn],
+        "windows": [len(load.lengths("audio")) for load in drawn],
+        "LLM tokens": [load.tokens("llm") for load in drawn],
     }
     used = {k: np.array(v, float) for k, v in columns.items() if max(v) > 0}
-    return Facts(
-        {k: float(v.mean()) for k, v in used.items()},
-        {k: float(v.std() / v.mean()) for k, v in used.items()},
-    )
+    return {k: (float(v.mean()), float(v.std() / v.mean())) for k, v in used.items()}

@@ -1,7 +1,6 @@
 """DIP's five models under its policy beside a Megatron-LM-like baseline, and what its parts bring.
 
-Command:  python -m experiments.paper.dip
-Minutes:  2 on 2 cores
+Command:  python -m experiments.paper --only dip dip-ablation
 Paper:    arXiv 2504.14145: VLMs +15.6 to +76.2%, T2V +36.6 to +97.3% over Megatron-LM; VLM-S in
           seconds a step: 26.13, partition 22.27, sub-microbatches 18.81, order 17.61, memory 16.05
 """
@@ -14,21 +13,14 @@ from dataclasses import replace
 from dflop_jax.records import Plan
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import simulate_step
-from experiments.paper.cases import (
-    BASELINE,
-    Case,
-    Step,
-    answer,
-    mean_s,
-    prepare,
-    prices_of,
-    run_steps,
-)
-from experiments.paper.common import Result, percent, print_result
+from experiments.paper.answers import MEGATRON, answer, computing_s, mean_s, run_steps
+from experiments.paper.cases import Case, Step
+from experiments.paper.costs import prices_of
 from experiments.paper.dip_models import ASSUMED, CASES
+from experiments.paper.results import Result, percent
 
 PAPER = {"VLM": "+16% to +76%", "T2V": "+37% to +97%"}
-KEYS = [(case, policy) for case in CASES for policy in (BASELINE, "dip")]
+KEYS = [(case, policy) for case in CASES for policy in (MEGATRON, "dip")]
 ABLATION = ("Megatron-LM", "partition", "sub-microbatches", "reordering", "memory")
 PAPER_S = (26.13, 22.27, 18.81, 17.61, 16.05)
 
@@ -52,24 +44,19 @@ def run(cases: Sequence[Case] = CASES) -> Result:
         unit="throughput over Megatron-LM",
     )
     for case in cases:
-        base, dip = (answer(case, policy) for policy in (BASELINE, "dip"))
+        base, dip = (answer(case, policy) for policy in (MEGATRON, "dip"))
         gain = base.step_s / dip.step_s - 1
-        result.rows.append(
-            [
-                case.name,
-                f"{case.n_devices} {case.hardware.name}",
-                f"{base.step_s:.2f}",
-                f"{dip.step_s:.2f}",
-                f"{100 * gain:+.0f}% ({PAPER[case.name[:3]]})",
-                percent(base.idle_share),
-                percent(dip.idle_share),
-                f"{dip.search_s:.0f}",
-                f"{dip.schedule_s:.1f}",
-            ]
-        )
-        result.labels.append(case.name)
-        result.bars.setdefault("Megatron-LM", []).append(1.0)
-        result.bars.setdefault("DIP", []).append(1 + gain)
+        cells = [
+            f"{case.n_devices} {case.hardware.name}",
+            f"{base.step_s:.2f}",
+            f"{dip.step_s:.2f}",
+            f"{100 * gain:+.0f}% ({PAPER[case.name[:3]]})",
+            percent(base.idle_share),
+            percent(dip.idle_share),
+            f"{dip.search_s:.0f}",
+            f"{dip.schedule_s:.1f}",
+        ]
+        result.add(case.name, cells, **{"Megatron-LM": 1.0, "DIP": 1 + gain})
         result.notes += [
             f"{case.name}, {name}: {a.words}" for name, a in (("Megatron-LM", base), ("DIP", dip))
         ]
@@ -92,8 +79,12 @@ def one_policy(plan: Plan) -> Plan:
 def textbook(case: Case, plan: Plan, steps: Sequence[Step]) -> tuple[Step, ...]:
     """The same groups in the order that a plan has without a search."""
     prices, names = prices_of(case, plan), [s.name for s in plan.segments]
-    schedules = [replace(s.schedule, order=()) for s in steps]
-    return tuple(Step(s, simulate_step(plan, s, prices, names)) for s in schedules)
+    again = []
+    for step in steps:
+        schedule = replace(step.schedule, order=())
+        trace = simulate_step(plan, schedule, prices, names)
+        again.append(Step(plan, schedule, trace.makespan_s, computing_s(plan, trace)))
+    return tuple(again)
 
 
 def ablation(cases: Sequence[Case] = CASES) -> Result:
@@ -103,10 +94,9 @@ def ablation(cases: Sequence[Case] = CASES) -> Result:
         "VLM-S 26.13, 22.27, 18.81, 17.61 and 16.05 s, each part a gain",
         ("model", *ABLATION),
         unit="seconds a step over Megatron-LM's",
-        labels=[case.name for case in cases],
     )
     for case in cases:
-        base, dip = (answer(case, policy) for policy in (BASELINE, "dip"))
+        base, dip = (answer(case, policy) for policy in (MEGATRON, "dip"))
         assert dip.plan is not None, dip.words
         plain = one_policy(dip.plan)
         whole, steps = whole_groups(case, plain), run_steps(case, plain)
@@ -117,9 +107,9 @@ def ablation(cases: Sequence[Case] = CASES) -> Result:
             mean_s(steps),
             dip.step_s,
         )
-        result.rows.append([case.name, *(f"{s:.2f} ({base.step_s / s:.2f}x)" for s in each)])
-        for name, s in zip(ABLATION, each, strict=True):
-            result.bars.setdefault(name, []).append(s / base.step_s)
+        cells = [f"{s:.2f} ({base.step_s / s:.2f}x)" for s in each]
+        bars = {name: s / base.step_s for name, s in zip(ABLATION, each, strict=True)}
+        result.add(case.name, cells, **bars)
     shown = (f"{s:.2f} ({PAPER_S[0] / s:.2f}x)" for s in PAPER_S)
     result.rows.append(["VLM-S in the paper", *shown])
     result.notes = [
@@ -132,9 +122,3 @@ def ablation(cases: Sequence[Case] = CASES) -> Result:
         "recompute nothing, or memory is full, groups have nothing to choose",
     ]
     return result
-
-
-if __name__ == "__main__":
-    prepare(KEYS)
-    for each in (run, ablation):
-        print_result(each())

@@ -17,7 +17,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.records import Load
 from experiments.paper.cases import H100, Case
-from experiments.paper.systems import DTYPE
+from experiments.paper.costs import DTYPE
 from models.composed import Composed
 from models.sizes import DECODERS, ModelSize, VisionSize
 from models.wan import TextToVideo

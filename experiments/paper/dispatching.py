@@ -12,7 +12,8 @@ from dflop_jax.data.features import features_struct
 from dflop_jax.hardware import Hardware
 from dflop_jax.records import Load, Plan, home_rank
 from dflop_jax.schedule.dispatch.traffic import read_between
-from experiments.paper.cases import Case, Step, profile_of
+from experiments.paper.cases import Case, Step
+from experiments.paper.costs import profile_of
 
 Array = np.ndarray
 

@@ -1,7 +1,6 @@
 """OrchMLLM's three modalities on up to 2,560 H100: throughput, MFU, overhead, nodes.
 
-Command:  python -m experiments.paper.orch
-Minutes:  2 on 2 cores
+Command:  python -m experiments.paper --only orch nodes
 Paper:    arXiv 2503.23830: 84B on 2,560 H100 at 41.6% MFU, up to 3.1 times Megatron-LM, overhead
           below 2%
 """
@@ -17,10 +16,11 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Load
 from experiments.paper import data
-from experiments.paper.cases import BASELINE, Case, answer, prepare, reported
-from experiments.paper.common import Result, print_result, ratio
+from experiments.paper.answers import MEGATRON, answer
+from experiments.paper.cases import Case, reported
+from experiments.paper.costs import DTYPE
 from experiments.paper.dispatching import exchange
-from experiments.paper.systems import DTYPE
+from experiments.paper.results import Result, ratio
 from models.composed import Composed
 from models.sizes import AUDIO, DECODERS, VISION, AudioSize, ModelSize, VisionSize
 
@@ -72,7 +72,7 @@ CASES = (
     _case("MLLM-39B", Omni(_TOWER_6B, WHISPER, "qwen2.5-32b"), 512),
     LARGE,
 )
-KEYS = [(case, policy) for case in CASES for policy in (BASELINE, "orch")]
+KEYS = [(case, policy) for case in CASES for policy in (MEGATRON, "orch")]
 
 
 def mfu(case: Case, step_s: float) -> float:
@@ -104,28 +104,24 @@ def run(cases: Sequence[Case] = CASES) -> Result:
             "schedule of a batch, s",
         ),
         unit="MFU, %",
-        labels=[case.name for case in cases],
     )
     for case in cases:
-        base, orch = (answer(case, policy) for policy in (BASELINE, "orch"))
+        base, orch = (answer(case, policy) for policy in (MEGATRON, "orch"))
         shares = [mfu(case, a.step_s) for a in (base, orch)]
         assert orch.plan is not None, orch.words
         moved = exchange(case, orch.plan, orch.steps[0], reported(case)[0], named=True)
-        result.rows.append(
-            [
-                case.name,
-                str(case.n_devices),
-                f"{base.step_s:.2f}",
-                f"{orch.step_s:.2f}",
-                ratio(base.step_s, orch.step_s),
-                *(f"{100 * x:.1f}%" for x in shares),
-                f"{100 * moved.seconds / orch.step_s:.1f}%",
-                f"{orch.search_s:.0f}",
-                f"{orch.schedule_s:.1f}",
-            ]
-        )
-        for name, share in zip(("Megatron-LM", "OrchMLLM"), shares, strict=True):
-            result.bars.setdefault(name, []).append(100 * share)
+        cells = [
+            str(case.n_devices),
+            f"{base.step_s:.2f}",
+            f"{orch.step_s:.2f}",
+            ratio(base.step_s, orch.step_s),
+            *(f"{100 * x:.1f}%" for x in shares),
+            f"{100 * moved.seconds / orch.step_s:.1f}%",
+            f"{orch.search_s:.0f}",
+            f"{orch.schedule_s:.1f}",
+        ]
+        bars = {"Megatron-LM": 100 * shares[0], "OrchMLLM": 100 * shares[1]}
+        result.add(case.name, cells, **bars)
         result.notes += [
             f"{case.name}, {name}: {a.words}"
             for name, a in (("Megatron-LM", base), ("OrchMLLM", orch))
@@ -149,30 +145,20 @@ def nodes(cases: Sequence[Case] = CASES) -> Result:
             "node-wise",
         ),
         unit="GB across nodes a step",
-        labels=[case.name for case in cases],
     )
     for case in cases:
         orch = answer(case, "orch")
         assert orch.plan is not None, orch.words
         loads, step = reported(case)[0], orch.steps[0]
         off, on = (exchange(case, orch.plan, step, loads, named) for named in (False, True))
-        result.rows.append(
-            [
-                case.name,
-                *(f"{e.inside / 1e9:.1f}" for e in (off, on)),
-                *(f"{e.across / 1e9:.1f}" for e in (off, on)),
-                *(f"{100 * e.seconds / orch.step_s:.2f}%" for e in (off, on)),
-            ]
-        )
-        for name, e in (("at random", off), ("node-wise", on)):
-            result.bars.setdefault(name, []).append(e.across / 1e9)
+        cells = [
+            *(f"{e.inside / 1e9:.1f}" for e in (off, on)),
+            *(f"{e.across / 1e9:.1f}" for e in (off, on)),
+            *(f"{100 * e.seconds / orch.step_s:.2f}%" for e in (off, on)),
+        ]
+        bars = {"at random": off.across / 1e9, "node-wise": on.across / 1e9}
+        result.add(case.name, cells, **bars)
     result.notes.append(
         "who balances what is compared by `benchmarks/dispatch.py`, under every cost of a phase"
     )
     return result
-
-
-if __name__ == "__main__":
-    prepare(KEYS)
-    for each in (run, nodes):
-        print_result(each())

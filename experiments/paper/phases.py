@@ -9,9 +9,11 @@ import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Load, Plan, Price, Prices, ProgramId
 from dflop_jax.schedule.solver.balance import balance
-from experiments.paper.cases import Case, answer, prices_of, reported
-from experiments.paper.common import Result
+from experiments.paper.answers import answer
+from experiments.paper.cases import Case, reported
+from experiments.paper.costs import prices_of
 from experiments.paper.orch import CASES
+from experiments.paper.results import Result
 
 Array = np.ndarray
 DEALT = ARRIVING, BY_LLM, EVERY = ("as they arrive", "by the LLM", "every phase")
@@ -65,7 +67,6 @@ def run(cases: Sequence[Case] = CASES) -> Result:
             *(f"all phases, {how}" for how in DEALT),
         ),
         unit="slowest rank over the mean one, all phases",
-        labels=[case.name for case in cases],
     )
     for case in cases:
         plan = answer(case, "orch").plan
@@ -74,13 +75,13 @@ def run(cases: Sequence[Case] = CASES) -> Result:
         seconds = {m: device_seconds(plan, prices, m, loads) for m in plan.modules}
         total_s = {m: s.sum() for m, s in seconds.items()}
         ranks = {m: plan.data_ranks(m) for m in plan.modules}
-        found = {how: slowest(seconds, ranks, how) for how in DEALT}
-        cells = [f"{found[how][m]:.2f}" if m in seconds else "-" for m in modules for how in DEALT]
-        for how in DEALT:
-            whole = sum(found[how][m] * s for m, s in total_s.items()) / sum(total_s.values())
-            cells.append(f"{whole:.2f}")
-            result.bars.setdefault(how, []).append(whole)
-        result.rows.append([case.name, *cells])
+        each = {how: slowest(seconds, ranks, how) for how in DEALT}
+        whole = {
+            how: sum(over[m] * s for m, s in total_s.items()) / sum(total_s.values())
+            for how, over in each.items()
+        }
+        cells = [f"{each[how][m]:.2f}" if m in seconds else "-" for m in modules for how in DEALT]
+        result.add(case.name, [*cells, *(f"{over:.2f}" for over in whole.values())], **whole)
     result.notes += [
         "a phase lasts as long as its slowest rank, phases follow each other; ranks are those of "
         "OrchMLLM's plan above, whose devices share their work evenly; nothing is padded",

@@ -4,13 +4,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from dflop_jax.plan.placement import Form, Outline, Placement, factors, lay_out
-from dflop_jax.records import Load, SubmeshPlan
-from experiments.paper.exact import ExactCosts, peak_bytes
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.records import Plan, with_remat
+from experiments.paper.cases import Case, seen
+from experiments.paper.costs import cost_model
+from experiments.paper.true_shapes import Amounts, amounts_of, peak_bytes, segment_s
+from experiments.paper.tune import MAX_MODEL, MAX_STAGE, is_timed, plan_of
+
+
+def public_plan(case: Case) -> tuple[Plan, int]:
+    """The public optimizer's choice, with layers recomputed only if nothing fits without:
+    (plan, microbatches).
+
+    Raises:
+      ValueError: nothing fits.
+    """
+    costs = cost_model(case)
+    space = pipelined(
+        case.n_devices, costs.profile.n_layers, max_model=MAX_MODEL, max_stage=MAX_STAGE
+    )
+    plans = [
+        plan_of(case, "dflop", p)
+        for p in space
+        if is_timed(costs, p) and all(m.first % m.model == 0 for m in p.submeshes)
+    ]
+    samples = amounts_of(costs.profile, seen(case).loads)
+    args = {"global_batch": case.global_batch, "memory_bytes": case.memory_bytes}
+    try:
+        plan, n, _ = public_rule(plans, costs, samples, **args)
+    except ValueError:
+        again = (with_remat(p, "layers") for p in plans)
+        plan, n, _ = public_rule(again, costs, samples, **args)
+    return plan, n
 
 
 def pipelined(
@@ -32,14 +62,14 @@ def pipelined(
 
 
 def public_rule(
-    placements: Iterator[Placement] | Sequence[Placement],
-    costs: ExactCosts,
-    samples: Sequence[Load],
+    plans: Iterable[Plan],
+    costs: CostModel,
+    samples: Amounts,
     *,
     global_batch: int,
     memory_bytes: float,
-) -> tuple[Placement, int, float]:
-    """What the public DFLOP optimizer chooses: (placement, microbatches, the T that it predicts).
+) -> tuple[Plan, int, float]:
+    """What the public DFLOP optimizer chooses: (plan, microbatches, the T that it predicts).
 
     T = (m + encoder stages + LLM stages - 1) * max(encoder, LLM duration of a mean microbatch on a
     stage), with the least m whose mean microbatch does not exceed the largest sample. As there, a
@@ -50,28 +80,29 @@ def public_rule(
     Raises:
       ValueError: no placement fits.
     """
-    best: tuple[Placement, int, float] | None = None
-    for placement in placements:
-        item, llm = placement.segments[0].module, "llm"
-        loads = {m: np.array([costs.amount(s, m) for s in samples], float) for m in (item, llm)}
-        stages = {m: sum(s.module == m for s in placement.segments) for m in (item, llm)}
-        ranks = {m: _mesh(placement, m).data for m in (item, llm)}
-        if peak_bytes(costs, placement, _largest(loads, ranks)) > memory_bytes:
+    best: tuple[Plan, int, float] | None = None
+    loads = {m: amount for m, (amount, _) in samples.items()}
+    for plan in plans:
+        ranks = {m: plan.data_ranks(m) for m in plan.modules}
+        if peak_bytes(costs, plan, _largest(loads, ranks)) > memory_bytes:
             continue
         m = _public_microbatches(loads, ranks, global_batch)
         if m is None:
             continue
+        # Attention is counted as if a row's samples were one.
+        mean = {}
+        for k, n in loads.items():
+            amount = np.array([n.mean() * global_batch / (m * ranks[k])])
+            tile = costs.profile.piece_tokens.get(k)
+            mean[k] = amount, amount * tile**2 if tile else amount**2
+        seconds = segment_s(costs, plan, mean)
         slowest = 0.0
-        for module in (item, llm):
-            mean = float(loads[module].mean()) * global_batch / (m * ranks[module])
-            # Attention is counted as if a row's samples were one.
-            tile = costs.profile.piece_tokens.get(module)
-            pairs = mean * tile**2 if tile else mean * mean
-            spent = costs.module_s(module, _mesh(placement, module), mean, pairs)
-            slowest = max(slowest, spent / stages[module])
-        t = (m + sum(stages.values()) - 1) * slowest
+        for k in plan.modules:
+            names = [s.name for s in plan.segments_of(k)]
+            slowest = max(slowest, sum(float(seconds[s][0]) for s in names) / len(names))
+        t = (m + len(plan.segments) - 1) * slowest
         if best is None or (t < 1.1 * best[2] and m < best[1]):
-            best = placement, m, t
+            best = plan, m, t
     if best is None:
         raise ValueError(
             f"no placement fits into {memory_bytes / 2**30:.1f} GiB a device; use more devices"
@@ -90,19 +121,15 @@ def _largest(loads: Mapping[str, np.ndarray], ranks: Mapping[str, int]) -> dict[
 def _public_microbatches(
     loads: Mapping[str, np.ndarray], ranks: Mapping[str, int], global_batch: int
 ) -> int | None:
-    found = None
+    count = None
     for m in range(1, global_batch // ranks["llm"] + 1):
         each = {module: global_batch / (m * r) for module, r in ranks.items()}
         if min(each.values()) < 1:
             continue
-        found = m
+        count = m
         if all(n.mean() * each[k] <= n.max() for k, n in loads.items()):
             break
-    return found
-
-
-def _mesh(placement: Placement, module: str) -> SubmeshPlan:
-    return placement.mesh_of(next(s for s in placement.segments if s.module == module))
+    return count
 
 
 def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int) -> list[Form]:

@@ -16,23 +16,29 @@ from dflop_jax.report.html import write_page
 from dflop_jax.report.run_folder import PLAN, SIMULATED
 from dflop_jax.report.timeline import LINE_COLOURS
 from dflop_jax.report.trace import group_labels, write_trace
+from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data
-from experiments.paper.common import BASELINES, MEMORY_SHARE, REPORTED, TUNING, Result, outcome
-from experiments.paper.exact import plan_of
-from experiments.paper.systems import CLUSTER, Setup, costs, described
+from experiments.paper.answers import TRUE_SHAPES, answer
+from experiments.paper.cases import MEMORY_SHARE, TUNING, Case
+from experiments.paper.costs import costs, prices_of
+from experiments.paper.dflop import SHOWN
+from experiments.paper.results import Result
+from experiments.paper.systems import CLUSTER, SETUPS, described
 
 ASSUMED = (
     "What follows is of DFLOP's results; those of DIP and OrchMLLM name their own models, data and "
     "devices, and their plans have static shapes, padded.",
     "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
     "its samples, and no padding. So has DFLOP, except in the column of this project's default.",
-    "Every system keeps what a stage's forward computed for its backward, or recomputes each layer "
-    "where that is what fits. Optimizer state is AdamW in float32, sharded over data ranks.",
+    "Every system keeps what a stage's forward computed for its backward, or recomputes (what "
+    "is not named, each layer or the whole stage) where that is best. Optimizer "
+    "state is AdamW in float32, sharded over data ranks.",
     "PyTorch: layers of encoder and LLM dealt to stages by count. Megatron-LM: the encoder on 0 to "
     "all but one of the first stages, the LLM evenly on the rest; no interleaved stages. Both: one "
     "tensor and data degree for the whole model, tensor parallelism inside a node.",
     f"Each system is tuned over its whole space by simulation on {TUNING} global batches and "
-    f"reported as the mean over {REPORTED} others; {100 * MEMORY_SHARE:.0f}% of memory is used.",
+    f"reported as the mean over {SETUPS[0].batches} others; {100 * MEMORY_SHARE:.0f}% of memory is "
+    "used. DFLOP's placement is tuned like theirs, over all of its own.",
     "Data ranks of equal degree are independent until the gradients are added up; else every "
     "microbatch waits for its slowest rank. A stage adds up its gradients after "
     "its last backward.",
@@ -118,9 +124,9 @@ def data_table() -> str:
     ]
     costs = []
     for mixture, layout in (("vision", "anyres"), ("vision", "dynamic"), ("audio", "anyres")):
-        found = data.facts(data.loads(mixture, layout, 4000, 0))
-        for what, mean in found.mean.items():
-            costs.append([mixture, layout, what, f"{mean:.1f}", f"{found.cv[what]:.2f}"])
+        drawn = data.loads(mixture, layout, 4000, 0)
+        for what, (mean, deviation) in data.facts(drawn).items():
+            costs.append([mixture, layout, what, f"{mean:.1f}", f"{deviation:.2f}"])
     return "\n\n".join(
         (
             "Quantile tables of these sources (facts only) are in `experiments/paper/tables.json`; "
@@ -132,18 +138,18 @@ def data_table() -> str:
     )
 
 
-def write_timelines(setup: Setup, out: Path, n_devices: int = 64, global_batch: int = 256) -> Path:
+def write_timelines(case: Case, out: Path) -> Path:
     """timelines.html: one step of each system, of its slowest replica."""
     folders = []
-    for system in (*BASELINES, "dflop"):
-        found = outcome(setup, system, n_devices, global_batch)
-        step = found.steps[0]
-        folder = out / system
+    for system in SHOWN:
+        step = answer(case, system).steps[0]
+        plan, names = step.plan, [s.name for s in step.plan.segments]
+        folder = out / plan.policy
         folder.mkdir(exist_ok=True)
-        plan = plan_of(found.costs, found.tuned.placement, step.plan.buckets)
-        save(replace(plan, policy=system, grouping=found.grouping), folder / PLAN)
+        save(replace(plan, grouping=TRUE_SHAPES[system]), folder / PLAN)
+        trace = simulate_step(plan, step.schedule, prices_of(case, plan), names)
         labels = group_labels([step.schedule])
-        write_trace(folder / SIMULATED, [_without_links(step.trace)], labels)
+        write_trace(folder / SIMULATED, [_without_links(trace)], labels)
         folders.append(folder)
     return write_page(folders, out / "timelines.html")
 

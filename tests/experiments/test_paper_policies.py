@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from experiments.paper import cases, dip, dispatching, orch, phases, policies, systems
-from experiments.paper.cases import Case, answer, mean_s, reported
+from experiments.paper import cases, costs, dip, dispatching, orch, phases, policies
+from experiments.paper.answers import answer, mean_s
+from experiments.paper.cases import Case, reported
 from models import omni
 
 
@@ -41,9 +42,9 @@ TINY = Case("VLM-tiny", Model(), Drawn(), 4, 16)
 def small_profiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "SEEN", 64)
-        patch.setattr(systems, "DEGREES", (1, 2))
-        patch.setattr(systems, "ITEMS", (1, 8))
-        patch.setattr(systems, "TOKENS", (512, 2048))
+        patch.setattr(costs, "DEGREES", (1, 2))
+        patch.setattr(costs, "ITEMS", (1, 8))
+        patch.setattr(costs, "TOKENS", (512, 2048))
         yield
 
 

@@ -1,41 +1,67 @@
-"""One of the paper's experiments from end to end, on a model small enough for a test."""
+"""Two of the papers' results from end to end, on a model small enough for a test."""
 
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from experiments.paper import common, report, scaling, systems
-from experiments.paper.common import outcome, prepare
-from experiments.paper.systems import Setup
+from dflop_jax.records import Load
+from experiments.paper import answers, cases, costs, dflop, report, results, systems
+from experiments.paper.answers import DFLOP, MEGATRON, PUBLIC_RULE, PYTORCH, answer, prepare
+from experiments.paper.cases import Case
 from models.llava import build
 
-TINY = Setup("tiny", "tiny", "tiny")
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr(systems, "model_of", lambda _: build("anyres-nano", "bfloat16"))
-    monkeypatch.setattr(common, "_KNOWN", {})
-    return TINY
+@dataclass(frozen=True)
+class Nano:
+    def __call__(self):
+        return build("anyres-nano", "bfloat16")
 
 
-def test_an_experiment_runs_and_is_reported(tiny, tmp_path, capsys):
-    found = scaling.run(tiny, nodes=(1,))
-    assert [row[:2] for row in found.rows] == [["1", "256"], ["1", "32"]]
+@dataclass(frozen=True)
+class Drawn:
+    def __call__(self, n, seed):
+        rng, tile = np.random.default_rng(seed), Nano()().piece_tokens["vision"]
+        both = rng.integers((0, 64), (6, 512), (n, 2)).tolist()
+        return [Load({"vision": (tile,) * tiles, "llm": (tokens,)}) for tiles, tokens in both]
+
+
+TINY = Case("tiny + nano", Nano(), Drawn(), 8, 32, systems.CLUSTER)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_profiles():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "SEEN", 64)
+        patch.setattr(costs, "DEGREES", (1, 2))
+        patch.setattr(costs, "ITEMS", (1, 8))
+        patch.setattr(costs, "TOKENS", (512, 2048))
+        yield
+
+
+def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
+    result = dflop.scaling(TINY, nodes=(1,))
+    assert [row[:2] for row in result.rows] == [["1", "256"], ["1", "32"]]
     for batch in (256, 32):
-        d, *others = (
-            outcome(tiny, s, 8, batch) for s in ("dflop", *common.BASELINES)
-        )  # known already
-        assert 0 <= d.idle_share < 1
-        assert d.samples_per_s == pytest.approx(batch / d.step_s)
-        assert all(o.idle_device_s > 0 for o in others)
-        assert d.tuned.peak_bytes < common.MEMORY_SHARE * systems.CLUSTER.memory_bytes
-    common.print_result(found)
+        case = dflop.on_nodes(TINY, 1, batch)
+        every = p, m, d = [answer(case, s) for s in (PYTORCH, MEGATRON, DFLOP)]  # known already
+        assert all(0 <= a.idle_share < 1 and a.idle_device_s >= 0 for a in every)
+        assert all(len(a.steps) == case.batches for a in every)
+        row = next(row for row in result.rows if row[1] == str(batch))
+        assert row[2:5] == [f"{batch / a.step_s:.2f}" for a in every]
+        assert row[5:] == [f"{a.step_s / d.step_s:.2f}x" for a in (p, m)]
+    results.print_result(result)
     assert "the gap widens with nodes" in capsys.readouterr().out
-    report.draw(found, tmp_path / "scaling.png")
-    page = report.write_timelines(tiny, tmp_path, n_devices=8, global_batch=32)
-    text = report.write_report([found], tmp_path, page, 1.0).read_text(encoding="utf-8")
-    for row in found.rows:
+    report.draw(result, tmp_path / "scaling.png")
+    page = report.write_timelines(TINY, tmp_path)
+    text = report.write_report([result], tmp_path, page, 1.0).read_text(encoding="utf-8")
+    for row in result.rows:
         assert "| " + " | ".join(row) + " |" in text
-    assert "![" + found.title + "](scaling.png)" in text
+    assert "![" + result.title + "](scaling.png)" in text
     assert "CC BY 4.0" in text
     assert (tmp_path / "scaling.png").stat().st_size > 5000
     html = page.read_text(encoding="utf-8")
@@ -43,16 +69,48 @@ def test_an_experiment_runs_and_is_reported(tiny, tmp_path, capsys):
     assert "arrival" in html
 
 
-def test_outcomes_are_remembered(tiny, monkeypatch):
+def test_stages_and_load_ratios_are_what_segments_compute():
+    made = answer(TINY, DFLOP)
+    spent_s = {s.name: made.busy_s(s.name) for s in made.plan.segments}
+    rates = dflop.stage_rates(TINY, made)
+    assert min(rates) >= TINY.global_batch / sum(spent_s.values())
+    devices = {s.name: made.plan.submesh(s.submesh).n_devices for s in made.plan.segments}
+    device_s = {name: s * devices[name] for name, s in spent_s.items()}
+    encoder = sum(device_s[s.name] for s in made.plan.segments_of("vision"))
+    assert dflop.load_ratio(made) == pytest.approx(encoder / (sum(device_s.values()) - encoder))
+
+
+def test_answers_are_remembered(monkeypatch):
     asked = []
-    monkeypatch.setattr(common, "_outcome", lambda *key: asked.append(key) or "found")
-    assert outcome(tiny, "dflop", 8, 32) == outcome(tiny, "dflop", 8, 32) == "found"
-    assert asked == [(tiny, "dflop", 8, 32)]
-    prepare([(tiny, "dflop", 8, 32)])  # known, so nothing is started
+    monkeypatch.setattr(answers, "_KNOWN", {})
+    monkeypatch.setattr(answers, "_answer", lambda *key: asked.append(key) or "made")
+    assert answer(TINY, DFLOP) == answer(TINY, DFLOP) == "made"
+    assert asked == [(TINY, DFLOP)]
+    prepare([(TINY, DFLOP)])  # known, so nothing is started
     assert len(asked) == 1
 
 
-def test_the_public_rule_is_a_system_of_its_own(tiny):
-    found = outcome(tiny, "dflop-public", 4, 16)
-    assert found.grouping == "balanced"
-    assert found.step_s >= outcome(tiny, "dflop", 4, 16).step_s * 0.95
+def test_the_public_rule_is_a_system_of_its_own():
+    made = answer(TINY, PUBLIC_RULE)
+    assert made.n_microbatches >= 1
+    assert made.step_s >= answer(TINY, DFLOP).step_s * 0.95
+
+
+def imports(file):
+    """Modules of experiments.paper that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if module == "experiments.paper":
+            yield from (alias.name for alias in node.names)
+        elif module.startswith("experiments.paper."):
+            yield module.rpartition(".")[2]
+
+
+def test_no_module_imports_itself_through_others():
+    files = (ROOT / "experiments" / "paper").glob("*.py")
+    left = {file.stem: set(imports(file)) for file in files}
+    assert left["answers"]
+    while leaves := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert left == {}, "these import one another in a circle"

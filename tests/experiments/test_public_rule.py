@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import experiments.paper.public_rule as rule
-from dflop_jax.records import Load
+from dflop_jax.records import Bucket, Plan, Shape
 from experiments.paper.public_rule import pipelined, public_rule
 from tests.plan.test_baselines import LAYERS, SPACE, degrees, stage_of
 
@@ -35,31 +35,35 @@ def test_pipelined_knows_one_encoder():
         list(pipelined(4, {"llm": 2}, **SPACE))
 
 
-def load(tiles, tokens):
-    return Load({"vision": (16,) * tiles, "llm": (tokens,)})
+COSTS = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": 16}))
+SAMPLES = {"vision": (np.array([1.0, 3.0]), None), "llm": (np.array([10.0, 30.0]), None)}
 
 
-class Priced:
-    """Stands for ExactCosts: seconds of a module are its mean amount over its tensor degree."""
+def segment_s(_, plan, amounts):
+    """Seconds of a module are its amount over its tensor degree, even over its stages."""
+    return {
+        s.name: amounts[s.module][0] * (10.0 if s.module == "vision" else 1.0)
+        / plan.submesh(s.submesh).model / len(plan.segments_of(s.module))
+        for s in plan.segments
+    }  # fmt: skip
 
-    profile = SimpleNamespace(n_layers=LAYERS, piece_tokens={"vision": 16})
 
-    def amount(self, load, module):
-        return len(load.lengths(module)) if module == "vision" else load.tokens(module)
-
-    def module_s(self, module, mesh, amount, pairs):
-        return amount / mesh.model * (10.0 if module == "vision" else 1.0)
+def space():
+    """Of 4 devices."""
+    bucket = (Bucket.of({"llm": Shape(1, 1)}),)
+    return [Plan("dflop", p.submeshes, p.segments, bucket) for p in pipelined(4, LAYERS, **SPACE)]
 
 
 def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch):
     monkeypatch.setattr(rule, "peak_bytes", lambda *_: 0.0)
-    samples = [load(1, 10), load(3, 30)]
+    monkeypatch.setattr(rule, "segment_s", segment_s)
     args = {"global_batch": 8, "memory_bytes": 1.0}
-    space = list(pipelined(4, LAYERS, **SPACE))
+    plans = space()
 
     def predicted(p):
-        stage = {m: [s for s in p.segments if s.module == m] for m in LAYERS}
-        ranks = {m: p.mesh_of(s[0]).data for m, s in stage.items()}
+        stage = {m: p.segments_of(m) for m in LAYERS}
+        tensor = {m: p.submesh(s[0].submesh).model for m, s in stage.items()}
+        ranks = {m: p.data_ranks(m) for m in LAYERS}
         m = None
         for k in range(1, 8 // ranks["llm"] + 1):
             each = {name: 8 / (k * r) for name, r in ranks.items()}
@@ -69,31 +73,25 @@ def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch
             if 2 * each["vision"] <= 3 and 20 * each["llm"] <= 30:
                 break
         each = {name: 8 / (m * r) for name, r in ranks.items()}
-        v = 2 * each["vision"] * 10 / p.mesh_of(stage["vision"][0]).model / len(stage["vision"])
-        l = 20 * each["llm"] / p.mesh_of(stage["llm"][0]).model / len(stage["llm"])
+        v = 2 * each["vision"] * 10 / tensor["vision"] / len(stage["vision"])
+        l = 20 * each["llm"] / tensor["llm"] / len(stage["llm"])
         return m, (m + len(p.segments) - 1) * max(v, l)
 
     best = None
-    for p in space:
+    for p in plans:
         m, t = predicted(p)
         if best is None or (t < 1.1 * best[2] and m < best[1]):
             best = p, m, t
-    p, m, t = public_rule(space, Priced(), samples, **args)
+    p, m, t = public_rule(plans, COSTS, SAMPLES, **args)
     assert (p, m) == best[:2]
     assert t == pytest.approx(best[2])
-    every = [predicted(q)[1] for q in space]
+    every = [predicted(q)[1] for q in plans]
     assert t > min(every)  # the fastest is refused, since it has no fewer microbatches
-    backwards = public_rule(space[::-1], Priced(), samples, **args)
+    backwards = public_rule(plans[::-1], COSTS, SAMPLES, **args)
     assert backwards[2] != pytest.approx(t)  # the order decides
 
 
 def test_public_rule_says_when_nothing_fits(monkeypatch):
     monkeypatch.setattr(rule, "peak_bytes", lambda *_: 2.0**31)
     with pytest.raises(ValueError, match=r"no placement fits into 1\.0 GiB"):
-        public_rule(
-            pipelined(4, LAYERS, **SPACE),
-            Priced(),
-            [load(1, 10)],
-            global_batch=8,
-            memory_bytes=2.0**30,
-        )
+        public_rule(space(), COSTS, SAMPLES, global_batch=8, memory_bytes=2.0**30)

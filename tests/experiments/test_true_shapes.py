@@ -1,0 +1,245 @@
+"""Steps at true shapes: costs by hand, dealing, and the choice against trying everything."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.baselines import megatron, pytorch
+from dflop_jax.plan.placement import lay_out
+from dflop_jax.plan.pricing import prices_of
+from dflop_jax.plan.space import separate as families
+from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.records import Load, with_remat
+from experiments.paper import costs, true_shapes, tune
+from experiments.paper.cases import Case, tuning
+from experiments.paper.true_shapes import amounts_of, bins_of, dealt, run_step, segment_s
+from experiments.paper.tune import plan_of, tuned
+from tests.plan.cases import TILE, model_profile, outlines, recompute
+
+LAYERS = {"vision": 2, "llm": 4}
+SPACE = {"max_model": 2, "max_stage": 4}
+A100 = find_hardware("a100-80")
+
+
+def load(tiles, tokens):
+    return Load({"vision": (TILE,) * tiles, "llm": (tokens,)})
+
+
+LOADS = [load(3, 40), load(1, 100), load(5, 64), load(2, 32)]
+
+
+def batch(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return [load(t, k) for t, k in rng.integers((1, 20), (12, 200), (n, 2)).tolist()]
+
+
+def profile():
+    """The cases' profile, but the LLM's attention costs the squares of a row's samples."""
+    whole = model_profile()
+    timings = [
+        replace(
+            t,
+            layer_forward_s=f,
+            layer_backward_s=2 * f,
+            ends_forward_s=f,
+            ends_backward_s=2 * f,
+            pair_forward_s=1e-8 / t.model**0.7,
+            pair_backward_s=2e-8 / t.model**0.7,
+            recompute=recompute(f, f, 100.0 * t.shape.size / t.model, 0.25, 1e-8 / t.model**0.7),
+        )
+        if t.module == "llm"
+        else t
+        for t in whole.timings
+        for f in [(1e-4 + 2e-6 * t.shape.size) / t.model**0.7]
+    ]
+    return replace(whole, timings=tuple(timings))
+
+
+MODEL = CostModel(profile())
+CASE = Case("made up", lambda: None, batch, 4, 8, A100)
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch):
+    monkeypatch.setattr(costs, "_cost_model", lambda *_: MODEL)
+
+
+@pytest.fixture
+def without_links(monkeypatch):
+    """What crosses devices takes no time."""
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan, MODEL))
+
+
+def plans(space, n):
+    """Of n devices; those of separate modules without pipelines inside a program."""
+    if space is families:
+        parts = (o for o in outlines(families, n, LAYERS, **SPACE) if o.group_size == 1)
+        return [plan_of(CASE, "dflop", lay_out(o, LAYERS)) for o in parts]
+    return [plan_of(CASE, "megatron", p) for p in space(n, LAYERS, **SPACE)]
+
+
+def with_ranks(plans, vision, llm):
+    return next(p for p in plans if (p.data_ranks("vision"), p.data_ranks("llm")) == (vision, llm))
+
+
+def vision_s(items, layers, ends):
+    """Forward of `layers` layers and a share of the ends, from the profile's own formula."""
+    return (layers + ends) * (1e-4 + 2e-6 * items * 16 + 1e-8 * items * 16**2)
+
+
+def llm_s(lengths, layers, ends):
+    """The same for samples of these lengths in one row: attention costs each one's square."""
+    one = 1e-4 + 2e-6 * sum(lengths)
+    return (layers + ends) * one + layers * 1e-8 * sum(n * n for n in lengths)
+
+
+def whole_s(items, lengths):
+    """Of a microbatch on a rank, forward and backward; the LLM's forward is part of its
+    backward."""
+    return 3 * vision_s(items, 2, 1) + 3 * llm_s(lengths, 4, 1) + 3 * 1e-4
+
+
+def in_bins(monkeypatch, bins):
+    monkeypatch.setattr(true_shapes, "bins_of", lambda *_: np.array(bins))
+
+
+def test_one_device_costs_what_its_microbatches_cost_by_hand(monkeypatch, without_links):
+    in_bins(monkeypatch, [0, 1, 1, 0])
+    step = run_step(CASE, plans(pytorch, 1)[0], LOADS, 2, "arrival")
+    want = whole_s(5, (40, 32)) + whole_s(6, (100, 64))
+    assert step.makespan_s == pytest.approx(want)
+    assert step.idle_share == pytest.approx(0.0, abs=1e-9)
+    names = {b.name for b in step.plan.buckets}
+    assert names == {"vision:5x16", "llm:1x72", "vision:6x16", "llm:1x164"}
+
+
+def test_replicas_wait_for_each_other_only_at_the_end(without_links):
+    plan = with_ranks(plans(pytorch, 2), 2, 2)
+    step = run_step(CASE, plan, LOADS, 2, "arrival")
+    each = [
+        sum(whole_s(len(s.lengths("vision")), s.lengths("llm")) for s in LOADS[r::2])
+        for r in (0, 1)
+    ]
+    assert step.makespan_s == pytest.approx(max(each))
+    assert step.idle_share == pytest.approx(1 - sum(each) / 2 / max(each))
+
+
+def test_unequal_ranks_wait_for_each_other_at_every_microbatch(without_links):
+    plan = with_ranks(plans(families, 3), 1, 2)
+    step = run_step(CASE, plan, LOADS, 2, "arrival")
+    vision = [3 * vision_s(n, 2, 1) + 2e-4 for n in (4, 7)]
+    each = [3 * llm_s(s.lengths("llm"), 4, 1) + 1e-4 for s in LOADS]
+    # a rank that waits for the slower one is not busy
+    assert step.busy_s == pytest.approx({"vision": sum(vision), "llm": sum(each) / 2})
+    assert step.idle_share == pytest.approx(1 - (sum(vision) + sum(each)) / 3 / step.makespan_s)
+    slowest = [max(each[:2]), max(each[2:])]
+    groups = [g for g in step.schedule.groups if g.module == "llm"]
+    assert [(g.shape.tokens, g.pairs) for g in groups] == [(100, 100**2), (64, 64**2)]
+    assert step.makespan_s >= vision_s(4, 2, 1) + 1e-4 + sum(slowest)
+
+
+def test_two_stages_overlap_two_microbatches(monkeypatch, without_links):
+    in_bins(monkeypatch, [0, 0, 1, 1])
+    step = run_step(CASE, plans(families, 2)[0], LOADS, 2, "arrival")
+    v = [vision_s(n, 2, 1) for n in (4, 7)]
+    l = [3 * llm_s(x, 4, 1) + 1e-4 for x in ((40, 100), (64, 32))]
+    forward = [x + 1e-4 for x in v]
+    backward = [2 * x + 1e-4 for x in v]
+    first = forward[0] + l[0]  # the LLM is through with the first
+    second = max(first, forward[0] + forward[1]) + l[1]
+    after = max(first, forward[0] + forward[1]) + backward[0]
+    assert step.makespan_s == pytest.approx(max(after, second) + backward[1])
+
+
+def test_the_end_of_a_step_adds_up_gradients_over_data_ranks(monkeypatch):
+    plan = with_ranks(plans(pytorch, 2), 2, 2)
+    parts = [10_000 * 2 + 5_000, 10_000 * 4 + 5_000]
+    want = sum(
+        reduce_scatter_s(n, 2, A100) + all_gather_s(n, 2, A100)
+        + 7 * n / 2 / A100.memory_bandwidth for n in parts
+    )  # fmt: skip
+    linked_s = run_step(CASE, plan, LOADS, 1, "arrival").makespan_s
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan, MODEL))
+    assert linked_s - run_step(CASE, plan, LOADS, 1, "arrival").makespan_s == pytest.approx(want)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 16])
+@pytest.mark.parametrize("grouping", ["arrival", "balanced"])
+def test_every_sample_has_a_bin(n, grouping):
+    samples = amounts_of(MODEL.profile, batch(n))
+    bins = bins_of(MODEL, plans(pytorch, 1)[0], samples, n, grouping)
+    assert sorted(bins.tolist()) == list(range(n))
+
+
+def test_balanced_bins_are_better_than_those_of_arrival():
+    plan = plans(families, 4)[0]
+    arrival, balanced = (run_step(CASE, plan, batch(16), 4, g) for g in ("arrival", "balanced"))
+    assert balanced.makespan_s < arrival.makespan_s
+
+
+def test_samples_balance_by_what_they_add_to_every_stage():
+    """Of the stages, those that no sample loads more than another are left out."""
+    plan = next(p for p in plans(megatron, 4) if len(p.submeshes) == len(p.segments) == 4)
+    samples = amounts_of(MODEL.profile, LOADS)
+    columns, grouped = true_shapes._stage_columns(MODEL, plan, samples)
+    assert grouped == ()
+    assert columns.shape[0] == len(LOADS)
+    assert columns.shape[1] < 4
+    alone = [segment_s(MODEL, plan, dealt(plan, samples, np.arange(4), 4))[s.name][:, 0]
+             for s in plan.segments]  # fmt: skip
+    order = [np.argsort(x).tolist() for x in alone]
+    assert {tuple(np.argsort(c)) for c in columns.T} <= {tuple(o) for o in order}
+
+
+def test_bad_numbers_of_microbatches_and_groupings():
+    plan = plans(pytorch, 1)[0]
+    for m in (0, 5):
+        with pytest.raises(ValueError, match="use fewer microbatches or a larger global batch"):
+            run_step(CASE, plan, LOADS, m, "arrival")
+    with pytest.raises(ValueError, match="not arrival or balanced"):
+        run_step(CASE, plan, LOADS, 1, "sorted")
+
+
+@pytest.mark.parametrize("grouping", ["arrival", "balanced"])
+def test_tuning_is_about_as_good_as_trying_everything(grouping):
+    space = [*plans(pytorch, 4), *plans(megatron, 4), *plans(families, 4)][::4]
+
+    def mean_s(plan, m):
+        return np.mean([run_step(CASE, plan, b, m, grouping).makespan_s for b in tuning(CASE)])
+
+    tried = []
+    for plan in space:
+        ranks = plan.data_ranks("llm")
+        tried += [mean_s(with_remat(plan, "none"), m) for m in (1, 2, 4, 8) if m * ranks <= 8]
+    assert mean_s(*tuned(CASE, space, grouping)) <= 1.05 * min(tried)
+
+
+def test_memory_rules_plans_out_and_layers_are_recomputed_for_it(monkeypatch):
+    heavy = tuple(
+        replace(t, recompute={r: replace(c, layer_bytes=50 * c.layer_bytes)
+                              for r, c in t.recompute.items()})
+        for t in profile().timings
+    )  # fmt: skip
+    model = CostModel(replace(profile(), timings=heavy))
+    monkeypatch.setattr(costs, "_cost_model", lambda *_: model)
+    space = plans(megatron, 4)
+
+    def tuned_within(n_bytes):
+        hardware = replace(A100, memory_bytes=n_bytes / 0.95)
+        plan, m = tuned(replace(CASE, hardware=hardware), space, "arrival")
+        sizes = [amounts_of(model.profile, b) for b in tuning(CASE)]
+        parts = [dealt(plan, s, bins_of(model, plan, s, m, "arrival"), m) for s in sizes]
+        return plan, true_shapes.peak_bytes(model, plan, tune._largest(parts))
+
+    free, peak = tuned_within(1e12)
+    assert {s.remat for s in free.segments} == {"none"}
+    with pytest.raises(ValueError, match="the least needs"):
+        tuned_within(peak / 1e4)
+    limit = peak
+    while {s.remat for s in tuned_within(limit)[0].segments} == {"none"}:
+        limit *= 0.7
+        assert tuned_within(limit)[1] <= limit
+    assert tuned_within(limit)[1] <= limit

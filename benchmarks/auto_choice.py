@@ -89,10 +89,10 @@ def judged(case: Case, found: Answer) -> float:
     """Mean seconds of the reported batches under perturbed prices; infinite without a plan."""
     if found.plan is None:
         return math.inf
-    names = [s.name for s in found.plan.segments]
+    names = [s.name for s in found.plan.layout.segments]
     seconds = []
     for draw in range(DRAWS):
-        prices = plan_prices(found.plan, perturbed(profile_of(case), draw), case.hardware)
+        prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw), case.hardware)
         seconds += [
             simulate_step(found.plan, step.schedule, prices, names).makespan_s
             for step in found.steps

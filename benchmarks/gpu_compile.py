@@ -46,6 +46,7 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     Bucket,
+    Layout,
     Plan,
     Remat,
     SegmentPlan,
@@ -99,7 +100,9 @@ class Case:
         factory, size = MODELS[self.model]
         model = ModelConfig(factory=factory, size=size, dtype="bfloat16")
         plan = make_plan(build_model(model), self.policy, self.tensor, self.stages)
-        chosen = PlanConfig(policy="dflop", hardware=CHIPS[self.arch], devices=plan.n_devices)
+        chosen = PlanConfig(
+            policy="dflop", hardware=CHIPS[self.arch], devices=plan.layout.n_devices
+        )
         return Job(Config(model=model, plan=chosen, cache_dir="runs/cache"), plan)
 
 
@@ -126,12 +129,14 @@ def make_plan(model: MultimodalModel, policy: str, tensor: int, stages: int) -> 
     pieces = {m: Shape(PIECES[m], alone[m]) if m in alone else PACKED for m in encoders}
     return Plan(
         policy,
-        tuple(meshes),
-        tuple(segments),
-        (Bucket.of({**pieces, last: Shape(1, TOKENS)}),),
-        edges,
-        group_size=stages,
-        tied=tuple(n for n, m in model.modules.items() if m.tied),
+        Layout(
+            tuple(meshes),
+            tuple(segments),
+            (Bucket.of({**pieces, last: Shape(1, TOKENS)}),),
+            edges=edges,
+            group_size=stages,
+            tied=tuple(n for n, m in model.modules.items() if m.tied),
+        ),
     )
 
 

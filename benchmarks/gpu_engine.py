@@ -29,6 +29,7 @@ from dflop_jax.records import (
     FORWARD,
     Bucket,
     Edge,
+    Layout,
     Plan,
     Remat,
     Schedule,
@@ -145,11 +146,13 @@ def step_plan(model: Any, tiles: int, tokens: int) -> Plan:
     ]
     return Plan(
         "blind",
-        (SubmeshPlan("one", 0, 1, 1, 1),),
-        tuple(segments),
-        (Bucket.of(shapes),),
-        edges_of(model),
-        tied=tuple(n for n, m in modules.items() if m.tied),
+        Layout(
+            (SubmeshPlan("one", 0, 1, 1, 1),),
+            tuple(segments),
+            (Bucket.of(shapes),),
+            edges=edges_of(model),
+            tied=tuple(n for n, m in modules.items() if m.tied),
+        ),
     )
 
 
@@ -157,7 +160,7 @@ def step_programs(bench: Bench, size: str, tiles: int, tokens: int) -> Iterator[
     """Every program of such a plan, compiled."""
     model = build(size, "bfloat16")
     programs = Programs(
-        model, step_plan(model, tiles, tokens), optax.adamw(1e-5), devices=[bench.device],
+        model, step_plan(model, tiles, tokens).layout, optax.adamw(1e-5), devices=[bench.device],
         clip_norm=1.0, freeze=(), rate_factors={}, evaluates=False,
     )  # fmt: skip
     for key, lower in programs.jobs().items():
@@ -241,11 +244,11 @@ class _Step:
         dispatch, whole = (median(column) for column in zip(*runs, strict=True))
         plan, segments = self._ex.plan, self._ex.programs.segments
         flops = sum(
-            needed_flops(s, plan.shapes(n)[0], kind, with_forward=False)
+            needed_flops(s, plan.layout.shapes(n)[0], kind, with_forward=False)
             for n, s in segments.items()
             for kind in (FORWARD, BACKWARD)
         )
-        tokens = plan.shapes("llm")[0].tokens
+        tokens = plan.layout.shapes("llm")[0].tokens
         line = {
             "name": "step",
             "groups": self._groups,

@@ -123,7 +123,7 @@ def measure(name: str, max_model: int) -> tuple[list[Row], dict[str, Any]]:
     failed = [f"{p.name}: {p.error}" for p in report.programs if p.error]
     told = {
         "plan": f"{plan.policy}: {parallelism(plan)}",
-        "chunks": len(plan.segments),
+        "chunks": len(plan.layout.segments),
         "step_s": plan.predicted.makespan_s,
         "programs": len(report.programs),
         "compiled": sum(not p.same_as for p in report.programs),

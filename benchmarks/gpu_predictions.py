@@ -40,7 +40,7 @@ def with_peaks(job: Job, costs: CostModel) -> Job:
     """The job whose plan says what the planner expects of its peak memory; as it is where the model
     does not divide over its degrees, which compiling refuses."""
     try:
-        peaks = peak_bytes(job.plan, costs, in_flight_limit(job.plan))
+        peaks = peak_bytes(job.plan.layout, costs, in_flight_limit(job.plan))
     except ValueError:
         return job
     return replace(job, plan=replace(job.plan, predicted=Predicted(peak_bytes=peaks)))
@@ -50,10 +50,10 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
     """What the planner expects of a program's bytes, and of which of them: see above."""
     if program.kind not in (FORWARD, BACKWARD):
         return None
-    segment, mesh = plan.segment(program.segment), plan.submesh(program.submesh).shape
-    (shape,) = plan.shapes(segment.module)
+    segment, mesh = plan.layout.segment(program.segment), plan.layout.submesh(program.submesh).shape
+    (shape,) = plan.layout.shapes(segment.module)
     figures = costs.at(segment.module, mesh[2], shape.rows, shape.tokens)
-    handed, taken = costs.task_bytes(segment, mesh, plan.group_size, figures, trained=True)
+    handed, taken = costs.task_bytes(segment, mesh, plan.layout.group_size, figures, trained=True)
     return float(taken if program.kind == BACKWARD else handed) or None
 
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import hf
 from models.decoder import DecoderModule
@@ -116,10 +116,12 @@ def plan(n_layers: int) -> Plan:
     shape = (2, 1, 2) if n >= 4 else (1, 1, 1)
     return Plan(
         "load",
-        (SubmeshPlan("llm", 0, *shape),),
-        (SegmentPlan("llm", "llm", 0, n_layers, "llm", True, True),),
-        (Bucket.of({"llm": Shape(1, 64)}),),
-        group_size=2,
+        Layout(
+            (SubmeshPlan("llm", 0, *shape),),
+            (SegmentPlan("llm", "llm", 0, n_layers, "llm", True, True),),
+            (Bucket.of({"llm": Shape(1, 64)}),),
+            group_size=2,
+        ),
     )
 
 
@@ -131,7 +133,9 @@ def memory_mb(key: str) -> float:
 
 def load(folder: str, module: DecoderModule) -> dict[str, Any]:
     """Read the checkpoint and say what it took; runs in a process of its own."""
-    (segment,) = make_segments(OneModule(module), plan(module.n_layers), jax.devices()).values()
+    (segment,) = make_segments(
+        OneModule(module), plan(module.n_layers).layout, jax.devices()
+    ).values()
     # Threads, allocators and the compiler are there before the baseline is taken.
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     baseline = memory_mb("VmRSS")

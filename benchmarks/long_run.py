@@ -69,7 +69,7 @@ def make_folder(folder: Path, steps: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save(plan, folder / PLAN)
     rng = np.random.default_rng(0)
-    names, modules = [m.name for m in plan.submeshes], plan.modules
+    names, modules = [m.name for m in plan.layout.submeshes], plan.layout.modules
     encoder = msgspec.json.Encoder()
     with (folder / METRICS).open("wb") as file:
         for step in range(steps):
@@ -96,7 +96,7 @@ def make_folder(folder: Path, steps: int) -> None:
                 slowness={str(p): 1.0 + share for p in range(8)},
             )  # fmt: skip
             file.write(encoder.encode(row) + b"\n")
-    programs = [f"{s.name}/{k}x4096/forward" for s in plan.segments for k in range(4)]
+    programs = [f"{s.name}/{k}x4096/forward" for s in plan.layout.segments for k in range(4)]
     with (folder / SAMPLES).open("wb") as file:
         for step in range(0, steps, SAMPLED):
             ratios = dict.fromkeys(programs, 0.01)

@@ -39,7 +39,17 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.order import order_of, resources, step_graph
 from dflop_jax.pipeline.step import LocalResult, StepCall, StepHandle
 from dflop_jax.pipeline.task_times import Spans
-from dflop_jax.records import Edge, Load, Plan, Schedule, SegmentPlan, SubmeshPlan, Task, Trace
+from dflop_jax.records import (
+    Edge,
+    Layout,
+    Load,
+    Plan,
+    Schedule,
+    SegmentPlan,
+    SubmeshPlan,
+    Task,
+    Trace,
+)
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.learnt import Learnt
@@ -76,7 +86,12 @@ def shared_plan(processes: int) -> Plan:
     chain = make_plan(1, processes, processes)
     submesh = SubmeshPlan("all", 0, 1, processes, 1)
     segments = tuple(SegmentPlan(m, m, 0, 1, "all", True, True) for m in ("vision", "llm"))
-    return Plan("orch", (submesh,), segments, chain.buckets, (Edge("vision", "llm", "visual"),))
+    return Plan(
+        "orch",
+        Layout(
+            (submesh,), segments, chain.layout.buckets, edges=(Edge("vision", "llm", "visual"),)
+        ),
+    )
 
 
 def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[bytes]:
@@ -85,8 +100,8 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
     events = {(e.segment, e.group, e.direction): e for e in trace.events}
     placed = [(i, events[t.segment, t.group, t.direction]) for i, t in enumerate(order)]
     messages = []
-    for process in range(plan.n_devices):
-        held = {m.name for m in plan.submeshes if process in m.devices}
+    for process in range(plan.layout.n_devices):
+        held = {m.name for m in plan.layout.submeshes if process in m.devices}
         slow = SLOW_TIMES if process == SLOW_PROCESS else 1.0
         spans, scatter = {}, rng.lognormal(0, 0.03, len(placed)).tolist()
         for i, event in placed:
@@ -94,7 +109,7 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
                 start_s = process + event.start_s
                 end_s = start_s + slow * (event.end_s - event.start_s) * scatter[i]
                 spans[i] = start_s, start_s, end_s, end_s
-        squares = {s.name: 1.0 for s in plan.segments if s.submesh in held}
+        squares = {s.name: 1.0 for s in plan.layout.segments if s.submesh in held}
         part = LocalResult(Spans.of(spans), {"llm.loss_sum": 1.0}, squares, 1.0)
         messages.append(msgspec.msgpack.encode(Report(part, 0, False)))
     return messages
@@ -120,15 +135,15 @@ class AllSaid:
 
 def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     prices, schedule = make_prices(plan), make_schedule(plan, MICROBATCHES)
-    trainable = [s.name for s in plan.segments]
+    trainable = [s.name for s in plan.layout.segments]
     trace = simulate_step(plan, schedule, prices, trainable)
-    graph = step_graph(plan, schedule.groups, trainable)
+    graph = step_graph(plan.layout, schedule.groups, trainable)
     order = order_of(plan, schedule, graph)
-    resource = resources(plan)
+    resource = resources(plan.layout)
     programs = SimpleNamespace(
-        submesh={s.name: s.submesh for s in plan.segments},
-        resource={s.name: resource[s.submesh] for s in plan.segments},
-        segments={s.name: SimpleNamespace(plan=s) for s in plan.segments},
+        submesh={s.name: s.submesh for s in plan.layout.segments},
+        resource={s.name: resource[s.submesh] for s in plan.layout.segments},
+        segments={s.name: SimpleNamespace(plan=s) for s in plan.layout.segments},
     )
     nothing = {"sums": [], "reduced": {}, "totals": [], "limit": np.inf}
     call = cast(StepCall, SimpleNamespace(programs=programs, **nothing))
@@ -181,12 +196,14 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
 def made_batch(plan: Plan, schedule: Schedule) -> ReadyBatch:
     """Samples that fill about as many rows as the schedule has."""
     rng = np.random.default_rng(0)
-    n = sum(len(g.rows) * plan.data_ranks("llm") for g in schedule.groups if g.module == "llm")
+    n = sum(
+        len(g.rows) * plan.layout.data_ranks("llm") for g in schedule.groups if g.module == "llm"
+    )
     tokens, tiles = rng.integers(500, 2048, n).tolist(), rng.integers(0, 5, n).tolist()
     loads = tuple(
         Load({"vision": (729,) * k, "llm": (t,)}) for k, t in zip(tiles, tokens, strict=True)
     )
-    counts = dict.fromkeys(plan.modules, 1)
+    counts = dict.fromkeys(plan.layout.modules, 1)
     return ReadyBatch(
         step=0,
         loads=loads,
@@ -194,8 +211,8 @@ def made_batch(plan: Plan, schedule: Schedule) -> ReadyBatch:
         groups=(),
         loss=BatchLoss({"llm": 1.0}, {"llm": 1.0}),
         used_tokens=counts,
-        flops=dict.fromkeys(plan.modules, 1.0),
-        padding_fraction=dict.fromkeys(plan.modules, 0.1),
+        flops=dict.fromkeys(plan.layout.modules, 1.0),
+        padding_fraction=dict.fromkeys(plan.layout.modules, 0.1),
         groups_run=counts,
         n_bad=0,
         moved=Moved(),

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
     for case in CASES:
         found = answer(case, "dip")
-        if found.plan is None or not found.plan.kept:
+        if found.plan is None or not found.plan.scheduling.kept:
             print(f"{case.name}: nothing to choose")
             continue
         step = found.steps[0]

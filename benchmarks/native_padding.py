@@ -133,13 +133,13 @@ def planned(some: Sequence[Load], tail: Sequence[Load], grouping: Grouping) -> t
         buckets = arrival_buckets([*some, *tail], spec, per_rank=4)
     else:
         buckets = choose_buckets(some, spec).buckets
-    plan = replace(model_plan(spec, buckets), grouping=grouping)
+    plan = model_plan(spec, buckets).with_scheduling(grouping=grouping)
     large = [tail[i] for i in beyond(tail, plan)]
     if large:
         spare = spare_bucket(large, spec.capacity, {}, spec.token_multiple)
-        plan = replace(plan, buckets=(*plan.buckets, spare))
+        plan = plan.with_layout(buckets=(*plan.layout.buckets, spare))
     evaluator = Evaluator([], spec, even_seconds(some, spec), work=0, budget=0)
-    return plan, evaluator.prices(plan)
+    return plan, evaluator.prices(plan.layout)
 
 
 def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row:
@@ -152,15 +152,17 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
         drawn = shuffled(places, len(loads), 0).tolist()
         return [loads[i] for i in drawn if i not in without_room]
 
-    padded: dict[str, list[float]] = {m: [] for m in plan.modules}
+    padded: dict[str, list[float]] = {m: [] for m in plan.layout.modules}
     spans: list[float] = []
     shapes: set[tuple[str, Shape]] = set()
-    with ScheduleWorker(batch, plan, prices, plan.modules, stop_step=steps, grace_s=300) as worker:
+    with ScheduleWorker(
+        batch, plan, prices, plan.layout.modules, stop_step=steps, grace_s=300
+    ) as worker:
         for step in range(steps):
             schedule, _ = worker.get(step)
             spans.append(schedule.makespan_s)
             shapes |= {(g.module, g.shape) for g in schedule.groups}
-            for m in plan.modules:
+            for m in plan.layout.modules:
                 sizes = [
                     len(g.rows) * RANKS * g.shape.size for g in schedule.groups if g.module == m
                 ]
@@ -172,7 +174,7 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
         grouping,
         len(loads),
         steps,
-        [b.name for b in plan.buckets],
+        [b.name for b in plan.layout.buckets],
         float(np.mean(padded["vision"])),
         float(np.mean(padded["llm"])),
         float(np.mean(spans)),

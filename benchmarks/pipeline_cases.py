@@ -17,6 +17,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Plan,
     Price,
     Prices,
@@ -41,11 +42,11 @@ class Case:
 
     @property
     def graph(self) -> StepGraph:
-        return step_graph(self.plan, self.schedule.groups, self.trainable)
+        return step_graph(self.plan.layout, self.schedule.groups, self.trainable)
 
     @property
     def trainable(self) -> list[str]:
-        return [s.name for s in self.plan.segments]
+        return [s.name for s in self.plan.layout.segments]
 
 
 def chunked_plan(ranks: int, chunks: dict[str, int], n_shapes: int, fan_in: int) -> Plan:
@@ -61,19 +62,19 @@ def chunked_plan(ranks: int, chunks: dict[str, int], n_shapes: int, fan_in: int)
     *sources, last = chunks
     edges = tuple(Edge(m, last, f"from_{m}") for m in sources)
     buckets = tuple(Bucket.of({m: Shape(i + 1, 1) for m in chunks}) for i in range(n_shapes))
-    return Plan("dip", submeshes, segments, buckets, edges, fan_in=fan_in)
+    return Plan("dip", Layout(submeshes, segments, buckets, edges=edges, fan_in=fan_in))
 
 
 def groups_of(plan: Plan, feeding: list[dict[str, int]], shapes: np.random.Generator) -> Schedule:
     """One group of the last module for each entry, fed by so many groups of the others; shapes are
     drawn."""
     groups: list[Group] = []
-    *sources, last = plan.modules
+    *sources, last = plan.layout.modules
     for counts in feeding:
         consumer = len(groups) + sum(counts.get(m, 0) for m in sources)
         for m in (*sources, last):
             for _ in range(counts.get(m, 0) if m != last else 1):
-                known = plan.shapes(m)
+                known = plan.layout.shapes(m)
                 shape = known[int(shapes.integers(len(known)))]
                 rows = ((((),) * shape.rows,),)
                 groups.append(Group(m, shape, rows, () if m == last else (consumer,)))
@@ -88,11 +89,11 @@ def prices_of(
     end_s: float = 0.0,
 ) -> Prices:
     """`forward_s` of a chunk; a backward takes two, the last chunk's three."""
-    read = {link.source for link in links(plan)}
+    read = {link.source for link in links(plan.layout)}
     programs = {}
-    for s in plan.segments:
+    for s in plan.layout.segments:
         factor = 1.0 if uneven is None else float(uneven.uniform(0.8, 1.25))
-        for shape in plan.shapes(s.module):
+        for shape in plan.layout.shapes(s.module):
             one_s = forward_s[s.module, shape] * factor
             programs[ProgramId(s.name, shape, FORWARD)] = Price(one_s)
             programs[ProgramId(s.name, shape, BACKWARD)] = Price(
@@ -100,11 +101,13 @@ def prices_of(
             )
     sends = {
         SendId(link.source, link.target, shape, d): send_s
-        for link in links(plan)
-        for shape in plan.shapes(plan.segment(link.target).module)
+        for link in links(plan.layout)
+        for shape in plan.layout.shapes(plan.layout.segment(link.target).module)
         for d in (FORWARD, BACKWARD)
     }
-    ends = {Task(s.name, NO_GROUP, d): end_s for s in plan.segments for d in (REDUCE, UPDATE)}
+    ends = {
+        Task(s.name, NO_GROUP, d): end_s for s in plan.layout.segments for d in (REDUCE, UPDATE)
+    }
     return Prices(programs, ends if end_s else {}, sends if send_s else {})
 
 
@@ -119,7 +122,7 @@ def small_case(seed: int) -> Case:
     feeding = [{"media": int(rng.integers(0, 3))} for _ in range((2, 3, 3)[kind])]
     schedule = groups_of(plan, feeding if kind != 1 else [{}] * 3, rng)
     forward_s = {
-        (m, shape): float(rng.lognormal(0, 0.6)) for m in chunks for shape in plan.shapes(m)
+        (m, shape): float(rng.lognormal(0, 0.6)) for m in chunks for shape in plan.layout.shapes(m)
     }
     prices = prices_of(plan, forward_s, float(rng.choice([0.0, 0.1])), rng)
     return Case(f"small {seed}", plan, schedule, prices)
@@ -149,6 +152,6 @@ def large_case(seed: int, ranks: int = 8, n_groups: int = 128) -> Case:
     forward_s = {
         (m, shape): share * chunk_s[m]
         for m in chunk_s
-        for shape, share in zip(plan.shapes(m), (0.75, 1.0))
+        for shape, share in zip(plan.layout.shapes(m), (0.75, 1.0))
     }
     return Case(f"large {seed}", plan, schedule, prices_of(plan, forward_s, 1e-3, end_s=0.02))

@@ -27,15 +27,15 @@ def interleaved(
     it. Where ranks would wait for each other, or memory is short, all warm up as much longer or
     shorter as it takes; None where no warm-up fits into memory.
     """
-    of = resources(plan)
-    ranks = sorted({of[s.submesh] for s in plan.segments})
+    of = resources(plan.layout)
+    ranks = sorted({of[s.submesh] for s in plan.layout.segments})
     lists = {r: _chunk_lists(plan, schedule, graph, r, len(ranks)) for r in ranks}
     most = max((len(forward) for forward, _ in lists.values()), default=0)
     place = {t: i for i, t in enumerate(graph.tasks)}
     for longer in sorted(range(-most, most + 1), key=lambda n: (abs(n), n)):
         in_order = []
         for r in ranks:
-            chunks = sum(of[s.submesh] == r for s in plan.segments)
+            chunks = sum(of[s.submesh] == r for s in plan.layout.segments)
             after = len(ranks) - ranks.index(r) - 1
             warm_up = 2 * after + (chunks - 1) * len(ranks) if chunks > 1 else after
             in_order.append([*_alternated(*lists[r], max(0, warm_up + longer))])
@@ -49,8 +49,8 @@ def _chunk_lists(
     plan: Plan, schedule: Schedule, graph: StepGraph, resource: int, n_ranks: int
 ) -> tuple[list[list[Task]], list[list[Task]]]:
     """A rank's forward and backward tasks, by chunk and microbatch."""
-    of = resources(plan)
-    segments = [s for s in plan.segments if of[s.submesh] == resource]
+    of = resources(plan.layout)
+    segments = [s for s in plan.layout.segments if of[s.submesh] == resource]
     ends = [i for i, g in enumerate(schedule.groups) if not g.feeds]
     sets = [[e, *(i for i, g in enumerate(schedule.groups) if e in g.feeds)] for e in ends]
     blocks = [sets[i : i + n_ranks] for i in range(0, len(sets), n_ranks)]

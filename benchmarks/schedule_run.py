@@ -43,12 +43,14 @@ from dflop_jax.records import (  # noqa: E402
     BACKWARD,
     Bucket,
     Group,
+    Layout,
     Load,
     Plan,
     Price,
     Prices,
     ProgramId,
     Schedule,
+    Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -105,16 +107,21 @@ def plan_of(buckets: Sequence[Bucket], ranks: int) -> Plan:
     """The LLM alone on its data ranks, with the work that a step of 1 s hides."""
     return Plan(
         "dflop",
-        (SubmeshPlan("llm", 0, 1, ranks, 1),),
-        (SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True),),
-        tuple(buckets),
-        work_budget=int(STEP_S * WORK_PER_S),
+        Layout(
+            (SubmeshPlan("llm", 0, 1, ranks, 1),),
+            (SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True),),
+            tuple(buckets),
+        ),
+        Scheduling(work_budget=int(STEP_S * WORK_PER_S)),
     )
 
 
 def prices_of(plan: Plan) -> Prices:
     return Prices(
-        {ProgramId("llm", s, BACKWARD): Price(seconds_of(s), PAIR_S) for s in plan.shapes("llm")}
+        {
+            ProgramId("llm", s, BACKWARD): Price(seconds_of(s), PAIR_S)
+            for s in plan.layout.shapes("llm")
+        }
     )
 
 
@@ -131,7 +138,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.plan.data_ranks("llm")
+        return self.plan.layout.data_ranks("llm")
 
     @property
     def tokens(self) -> list[int]:
@@ -171,7 +178,7 @@ def in_rows(case: Case, order: Sequence[int], key: Callable[[np.ndarray], np.nda
     """Samples to rows of the longest bucket, the rank of least `key` first; every group then in the
     cheapest bucket that holds it."""
     tokens, ranks = case.tokens, case.ranks
-    main = max(case.plan.shapes("llm"), key=lambda s: (s.tokens, s.rows))
+    main = max(case.plan.layout.shapes("llm"), key=lambda s: (s.tokens, s.rows))
     rows: list[list[list[int]]] = [[] for _ in range(ranks)]  # of each rank, samples by row
     content_D = np.zeros(ranks)
     for i in order:
@@ -193,7 +200,9 @@ def in_rows(case: Case, order: Sequence[int], key: Callable[[np.ndarray], np.nda
         part = [[tuple(row) for row in rank[lo : lo + main.rows]] for rank in rows]
         longest = max(sum(tokens[i] for i in row) for rank in part for row in rank)
         n_rows = max(len(rank) for rank in part)
-        able = [s for s in case.plan.shapes("llm") if s.tokens >= longest and s.rows >= n_rows]
+        able = [
+            s for s in case.plan.layout.shapes("llm") if s.tokens >= longest and s.rows >= n_rows
+        ]
         shape = min(able, key=lambda s: (s.size, s))
         full = tuple((*rank, *[()] * (shape.rows - len(rank))) for rank in part)
         pairs = max(sum(tokens[i] ** 2 for row in rank for i in row) for rank in part)
@@ -213,7 +222,7 @@ METHODS: dict[str, Callable[[Case], Schedule]] = {
 def measured(case: Case, data: str, seed: int, method: str) -> Row:
     """The columns of one method, read off the groups that it would execute."""
     schedule = METHODS[method](case)
-    tokens, ranks, shapes = case.tokens, case.ranks, case.plan.shapes("llm")
+    tokens, ranks, shapes = case.tokens, case.ranks, case.plan.layout.shapes("llm")
     held = sorted(p for g in schedule.groups for p in g.pieces)
     assert held == list(range(len(tokens))), f"{method} loses or repeats samples"
     static_s = sum(seconds_of(g.shape) for g in schedule.groups)

@@ -226,13 +226,17 @@ def measure_plan(
     ex.init(run.train.seed)
     parts, disturbance = calibrated(ex, peers)
     own = merged(
-        plan,
+        plan.layout,
         parts,
         one_at_a_time=ex.one_at_a_time,
         shares_cores=profile.model.shares_cores,
     )
     own = replace(own, concurrency=profile.model.concurrency)
-    by = {"calibrated": own, "chosen_by": chosen_by, "layers": plan_prices(plan, profile.model)}
+    by = {
+        "calibrated": own,
+        "chosen_by": chosen_by,
+        "layers": plan_prices(plan.layout, profile.model),
+    }
     predicted = [predict(ex, schedule, by) for schedule, _, _ in batches]
     measured = run_batches(ex, batches, peers)
     ex.close()
@@ -241,7 +245,7 @@ def measure_plan(
     about = {
         "plan": name,
         "submeshes": " ".join(
-            f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes
+            f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.layout.submeshes
         ),
         "others_calibrating": disturbance,
     }

@@ -30,6 +30,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Plan,
     Price,
     Prices,
@@ -73,37 +74,37 @@ def make_plan(llm: int, llm_devices: int, vision_devices: int) -> Plan:
         for n, tokens in ((16, 4096), (8, 2048), (0, 4096))
     )
     edge = Edge("vision", "llm", "visual")
-    return Plan("dflop", tuple(submeshes), tuple(segments), buckets, (edge,))
+    return Plan("dflop", Layout(tuple(submeshes), tuple(segments), buckets, edges=(edge,)))
 
 
 def make_prices(plan: Plan) -> Prices:
     """Made up, in proportion to the shapes."""
     programs: dict[ProgramId, Price] = {}
-    for s in plan.segments:
-        largest = max(shape.size for shape in plan.shapes(s.module))
-        for shape in plan.shapes(s.module):
+    for s in plan.layout.segments:
+        largest = max(shape.size for shape in plan.layout.shapes(s.module))
+        for shape in plan.layout.shapes(s.module):
             share = shape.size / largest
             programs[ProgramId(s.name, shape, FORWARD)] = Price(0.05 * share)
             programs[ProgramId(s.name, shape, BACKWARD)] = Price(0.1 * share)
-    module = {s.name: s.module for s in plan.segments}
+    module = {s.name: s.module for s in plan.layout.segments}
     sends = {
         SendId(link.source, link.target, shape, d): 0.004
-        for link in links(plan)
-        for shape in plan.shapes(module[link.target])
+        for link in links(plan.layout)
+        for shape in plan.layout.shapes(module[link.target])
         for d in (FORWARD, BACKWARD)
     }
-    ends = {Task(s.name, NO_GROUP, REDUCE): 0.08 for s in plan.segments}
+    ends = {Task(s.name, NO_GROUP, REDUCE): 0.08 for s in plan.layout.segments}
     return Prices(programs, ends, sends)
 
 
 def make_schedule(plan: Plan, microbatches: int) -> Schedule:
     """Groups of buckets drawn at random, without pieces."""
     groups: list[Group] = []
-    for b in np.random.default_rng(0).integers(0, len(plan.buckets), microbatches):
-        shapes = plan.buckets[int(b)].shapes
+    for b in np.random.default_rng(0).integers(0, len(plan.layout.buckets), microbatches):
+        shapes = plan.layout.buckets[int(b)].shapes
         consumer = len(groups) + len(shapes) - 1
         for module, shape in shapes:
-            rows = ((((),) * shape.rows,) * plan.data_ranks(module),)
+            rows = ((((),) * shape.rows,) * plan.layout.data_ranks(module),)
             feeds = () if module == shapes[-1][0] else (consumer,)
             groups.append(Group(module, shape, rows, feeds))
     return Schedule(0, tuple(groups))
@@ -112,14 +113,19 @@ def make_schedule(plan: Plan, microbatches: int) -> Schedule:
 def measure(llm: int, llm_devices: int, vision_devices: int, microbatches: int) -> Row:
     plan = make_plan(llm, llm_devices, vision_devices)
     prices, schedule = make_prices(plan), make_schedule(plan, microbatches)
-    names = [s.name for s in plan.segments]
+    names = [s.name for s in plan.layout.segments]
     noise = Noise(seed=0, sigma=0.05, stragglers={"llm0": 1.2})
     trace = simulate_step(plan, schedule, prices, names, noise=noise)
     groups = schedule.groups
-    order_s = _best(lambda: order_tasks(plan, step_graph(plan, groups, names), groups))
+    order_s = _best(lambda: order_tasks(plan, step_graph(plan.layout, groups, names), groups))
     whole_s = _best(lambda: simulate_step(plan, schedule, prices, names, noise=noise))
     return Row(
-        plan.n_devices, len(plan.submeshes), microbatches, len(trace.events), order_s, whole_s
+        plan.layout.n_devices,
+        len(plan.layout.submeshes),
+        microbatches,
+        len(trace.events),
+        order_s,
+        whole_s,
     )
 
 

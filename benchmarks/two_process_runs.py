@@ -23,7 +23,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.order import order_tasks, step_graph
 from dflop_jax.plan.search import search_plan
 from dflop_jax.record_files import load
-from dflop_jax.records import Plan, Predicted, Profile, ProgramId, Schedule
+from dflop_jax.records import Plan, Profile, ProgramId, Schedule
 from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train import loop, prepare, profiling, timing, trainer
@@ -211,14 +211,8 @@ class Timings:
 
     def of(self, plan: Plan) -> Timed:
         """What was measured of a plan, last."""
-        alike = (t for t in reversed(self._timed) if _programs(t.executor.plan) == _programs(plan))
+        alike = (t for t in reversed(self._timed) if t.executor.plan.layout == plan.layout)
         return next(alike)
-
-
-def _programs(plan: Plan) -> Plan:
-    """A plan without what its programs do not depend on, some of which is chosen after they are
-    timed."""
-    return replace(plan, predicted=Predicted(), work_budget=0, lookahead=0)
 
 
 @contextmanager
@@ -250,8 +244,8 @@ def tasks_ordered(name: str, plan: Plan, timings: Timings) -> Iterator[None]:
     def order(schedule: Schedule) -> Schedule:
         if name == ORDERS[0]:  # the runtime makes it
             return replace(schedule, order=())
-        seconds = partial(prices().task_s, plan, schedule)
-        graph = step_graph(plan, schedule.groups, [s.name for s in plan.segments])
+        seconds = partial(prices().task_s, plan.layout, schedule)
+        graph = step_graph(plan.layout, schedule.groups, [s.name for s in plan.layout.segments])
         return replace(schedule, order=order_tasks(plan, graph, schedule.groups, seconds))
 
     with patch.object(loop, "Schedules", made):
@@ -283,8 +277,8 @@ def useful_share(plan: Plan, seconds: Seconds, row: Row) -> float:
     """Share of a step's time on both cores that its programs take alone for what is no padding."""
     useful_s = 0.0
     for program, took_s in seconds.items():
-        segment = plan.segment(program.segment)
-        cores = plan.submesh(segment.submesh).n_devices
+        segment = plan.layout.segment(program.segment)
+        cores = plan.layout.submesh(segment.submesh).n_devices
         runs = sum(n for label, n in row["groups"].items() if ran(program, segment.module, label))
         useful_s += took_s * cores * runs * (1 - row["padding_fraction"][segment.module])
     return useful_s / 2 / row["step_s"]
@@ -299,12 +293,12 @@ def ran(program: ProgramId, module: str, label: str) -> bool:
 
 def rate(plan: Plan, seconds: Seconds, module: str) -> float:
     """Least device-seconds per token of a module, over its shapes in a plan."""
-    names = [s.name for s in plan.segments_of(module)]
-    mesh = plan.submesh(plan.segments_of(module)[0].submesh)
+    names = [s.name for s in plan.layout.segments_of(module)]
+    mesh = plan.layout.submesh(plan.layout.segments_of(module)[0].submesh)
     rates = []
-    for shape in plan.shapes(module):
+    for shape in plan.layout.shapes(module):
         took_s = sum(s for p, s in seconds.items() if p.segment in names and p.shape == shape)
-        tokens = mesh.data * shape.size * plan.group_size
+        tokens = mesh.data * shape.size * plan.layout.group_size
         rates.append(took_s * mesh.n_devices / tokens)
     return min(rates)
 
@@ -321,14 +315,14 @@ def summary(plan: Plan, steps: Sequence[Row], efficiency: Sequence[float]) -> Ro
     step_s = [r["step_s"] for r in steps]
     return {
         "plan": " ".join(
-            f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes
+            f"{m.name}@{m.first} {m.stage}x{m.data}x{m.model}" for m in plan.layout.submeshes
         ),
         "predicted_s": plan.predicted.makespan_s,
         "step_s": statistics.median(step_s),
         "spread_s": [min(step_s), max(step_s)],
         "scheduled_s": statistics.median(r["makespan_s"] for r in steps),
         "padding": {m: statistics.mean(r["padding_fraction"][m] for r in steps)
-                    for m in plan.modules},
+                    for m in plan.layout.modules},
         "efficiency": statistics.median(efficiency),
         "losses": [r["loss"] for r in steps],
     }  # fmt: skip

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 
 VERSION = 3
-# Plan and profiles 4: recompute policies say what the backward task computes again, and are priced.
+# Plan 5: a layout, scheduling and figures. Profiles 4: recompute policies say what the backward
+# task computes again, and are priced.
 # PriceList 4: prices hold what the host does for a task; older ones are timed again.
-_NEWER = {"Plan": 4, "ModelProfile": 4, "Profile": 4, "PriceList": 4}
+_NEWER = {"Plan": 5, "ModelProfile": 4, "Profile": 4, "PriceList": 4}
 T = TypeVar("T")
 
 

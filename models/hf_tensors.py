@@ -20,7 +20,7 @@ from models.hf_config import ConfigRules
 
 
 @dataclass(frozen=True)
-class Layout:
+class Reshaping:
     """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`.
 
     `splits` says for each dim of the file into which dims it is split (none for a dim of 1).
@@ -56,7 +56,7 @@ class Tensor:
     part: str
     path: tuple[str, ...]
     layer: int | None
-    layout: Layout
+    layout: Reshaping
 
 
 @dataclass(frozen=True)
@@ -106,45 +106,45 @@ class WeightMap:
 # ---- layouts ----
 
 
-def linear(shape: Sequence[int], n_in: int = 1) -> Layout:
+def linear(shape: Sequence[int], n_in: int = 1) -> Reshaping:
     """A kernel [*in, *out], in the file [out, in]."""
     inner, outer = tuple(shape[:n_in]), tuple(shape[n_in:])
     n = len(outer)
     order = (*range(n, n + n_in), *range(n))
-    return Layout((outer, inner), order, tuple(shape))
+    return Reshaping((outer, inner), order, tuple(shape))
 
 
-def vector(shape: Sequence[int]) -> Layout:
+def vector(shape: Sequence[int]) -> Reshaping:
     """A vector in the file, here of any shape."""
-    return Layout((tuple(shape),), tuple(range(len(shape))), tuple(shape))
+    return Reshaping((tuple(shape),), tuple(range(len(shape))), tuple(shape))
 
 
-def same(shape: Sequence[int], leading: int = 0) -> Layout:
+def same(shape: Sequence[int], leading: int = 0) -> Reshaping:
     """As in the file, but for `leading` dims of 1 there."""
-    return Layout(
+    return Reshaping(
         (*((),) * leading, *((n,) for n in shape)), tuple(range(len(shape))), tuple(shape)
     )
 
 
-def patch(shape: Sequence[int], patch_px: int) -> Layout:
+def patch(shape: Sequence[int], patch_px: int) -> Reshaping:
     """A kernel [row x column x colour, width], in the file a convolution [width, colour, row,
     column]."""
     _, width = shape
-    return Layout(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
+    return Reshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
 
-def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> Layout:
+def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> Reshaping:
     """A kernel [colour x frame x row x column, width], in the file a convolution [width, colour,
     frame, row, column]."""
     _, width = shape
     dims = ((width,), (3,), (frames,), (patch_px,), (patch_px,))
-    return Layout(dims, (1, 2, 3, 4, 0), tuple(shape))
+    return Reshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
 
 
-def conv(shape: Sequence[int]) -> Layout:
+def conv(shape: Sequence[int]) -> Reshaping:
     """A kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
-    return Layout(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
+    return Reshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
 
 
 # ---- lists of tensors ----
@@ -180,7 +180,7 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
     return found
 
 
-def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Layout:
+def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Reshaping:
     if kind == "patch":
         return patch(shape, size.patch_px)
     if kind == "clip_patch":

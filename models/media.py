@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.sizes import AudioSize, Layout, VisionSize
+from models.sizes import AudioSize, TileLayout, VisionSize
 
 FRAMES_PER_S = 100  # of log-mel features
 
 
-def vision_facts(size: VisionSize, layout: Layout) -> dict[str, Any]:
+def vision_facts(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
     """Tiles of a vision tower; under "anyres" an LLM token is a weighted sum of four features."""
     return {
         "form": layout,

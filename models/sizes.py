@@ -149,7 +149,7 @@ class DecoderSize:
 
 # How a picture becomes tiles and LLM tokens: a grid and an overview with their features as they
 # are, LLaVA-OneVision's unpadded and downscaled grid with line ends, or InternVL's tiling.
-Layout = Literal["tiles", "anyres", "dynamic"]
+TileLayout = Literal["tiles", "anyres", "dynamic"]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ModelSize:
     decoder: DecoderSize
     vision: VisionSize | None = None
     audio: AudioSize | None = None
-    layout: Layout = "tiles"
+    layout: TileLayout = "tiles"
     max_windows: int = 1
 
     def __post_init__(self) -> None:
@@ -321,7 +321,7 @@ class Family:
         if tables and len(rows) == len(tables) and all(r in t for r, (_, t) in zip(rows, tables)):
             parts = {field: table[r] for r, (field, table) in zip(rows, tables)}
             form = parts["vision"].form if "vision" in parts else ""
-            layout: Layout = "dynamic" if form == "internvit" else "tiles"
+            layout: TileLayout = "dynamic" if form == "internvit" else "tiles"
             return ModelSize(**parts, layout=layout, max_windows=self.max_windows)
         joined = " + ".join(f"({', '.join(table)})" for _, table in tables)
         others = f"; or one of each of {joined}" if tables else ""

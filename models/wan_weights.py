@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.hf_tensors import Layout, Rule, Tensor, WeightMap, tensors_of
+from models.hf_tensors import Reshaping, Rule, Tensor, WeightMap, tensors_of
 from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 
 STEM = "diffusion_pytorch_model"  # of the names of files
@@ -61,7 +61,7 @@ def _patch(size: WanSize) -> Tensor:
     """The patches' kernel [time x row x column x channel, width], in the file a convolution
     [width, channel, time, row, column]."""
     dims = ((size.width,), (size.channels,), *((n,) for n in size.patch))
-    layout = Layout(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
+    layout = Reshaping(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
     return Tensor("patch_embedding.weight", "generator", "entry", ("patch", "kernel"), None, layout)
 
 

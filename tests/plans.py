@@ -14,6 +14,7 @@ from dflop_jax.records import (
     Edge,
     Group,
     LayerTiming,
+    Layout,
     Load,
     ModelProfile,
     Plan,
@@ -22,6 +23,7 @@ from dflop_jax.records import (
     ProgramId,
     Recompute,
     Schedule,
+    Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -60,7 +62,9 @@ def chain(
     submeshes = tuple(SubmeshPlan(m, f, 1, 1, 1) for m, f in zip(names, first, strict=True))
     buckets = (bucket(tiles if vision else 0, 64), bucket(0, 64))
     edges = (EDGE,) if 0 < vision < n else ()
-    return Plan("test", submeshes, tuple(segments), buckets, edges, order=order)
+    return Plan(
+        "test", Layout(submeshes, tuple(segments), buckets, edges=edges), Scheduling(order=order)
+    )
 
 
 def random_plan(rng: np.random.Generator) -> Plan:
@@ -69,15 +73,19 @@ def random_plan(rng: np.random.Generator) -> Plan:
     plan = chain(n, vision=int(rng.integers(0, n)), order=order)
     submeshes = tuple(
         SubmeshPlan(m.name, int(rng.integers(0, 6)), 1, 1, int(rng.integers(1, 4)))
-        for m in plan.submeshes
+        for m in plan.layout.submeshes
     )
-    return Plan("test", submeshes, plan.segments, plan.buckets, plan.edges, order=order)
+    return Plan(
+        "test",
+        Layout(submeshes, plan.layout.segments, plan.layout.buckets, edges=plan.layout.edges),
+        Scheduling(order=order),
+    )
 
 
 def empty_rows(plan: Plan, module: str, shape: Shape) -> tuple:
     """Rows of a group that holds no piece."""
     rank = ((),) * shape.rows
-    return ((rank,) * plan.data_ranks(module),) * plan.group_size
+    return ((rank,) * plan.layout.data_ranks(module),) * plan.layout.group_size
 
 
 def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
@@ -85,10 +93,10 @@ def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
     feed its group of every module that reads them."""
     made: list[Group] = []
     for b in buckets:
-        shapes = [(m, s) for m in plan.modules if (s := plan.buckets[b].shape(m))]
+        shapes = [(m, s) for m in plan.layout.modules if (s := plan.layout.buckets[b].shape(m))]
         place = {m: len(made) + i for i, (m, _) in enumerate(shapes)}
         for m, shape in shapes:
-            feeds = tuple(place[t] for t in plan.targets(m) if t in place)
+            feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
             made.append(Group(m, shape, empty_rows(plan, m, shape), feeds))
     return tuple(made)
 
@@ -102,8 +110,8 @@ def programs(plan: Plan, forward_s: float = 1.0, backward_s: float = 2.0) -> dic
     """The same price for every segment and shape."""
     return {
         ProgramId(s.name, shape, direction): Price(seconds)
-        for s in plan.segments
-        for shape in plan.shapes(s.module)
+        for s in plan.layout.segments
+        for shape in plan.layout.shapes(s.module)
         for direction, seconds in ((FORWARD, forward_s), (BACKWARD, backward_s))
     }
 
@@ -111,14 +119,16 @@ def programs(plan: Plan, forward_s: float = 1.0, backward_s: float = 2.0) -> dic
 # The model "nano" on two devices, and a profile that was never measured.
 NANO = Plan(
     "dflop",
-    (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-    (
-        SegmentPlan("vision", "vision", 0, 2, "vision", True, True),
-        SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
+    Layout(
+        (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
+        (
+            SegmentPlan("vision", "vision", 0, 2, "vision", True, True),
+            SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
+        ),
+        (bucket(16, 256), bucket(8, 128)),
+        edges=(EDGE,),
+        tied=("llm",),
     ),
-    (bucket(16, 256), bucket(8, 128)),
-    (EDGE,),
-    tied=("llm",),
 )
 
 

@@ -18,6 +18,7 @@ from dflop_jax.records import (
     Group,
     Kept,
     LayerTiming,
+    Layout,
     Load,
     ModelProfile,
     ParamDims,
@@ -47,10 +48,10 @@ LLM = SegmentPlan("llm", "llm", 0, 4, "dec", True, True)
 EDGE = Edge("vision", "llm", "visual", sources=4)
 TAP = Edge("vision", "llm", "deep", "inner", leaves=2, enters=3)
 BUCKET = Bucket.of({"vision": Shape(8, 16), "llm": Shape(1, 64)})
-PLAN = Plan(
-    "dflop", (ENC, DEC), (VISION, LLM), (BUCKET, Bucket.of({"llm": Shape(2, 32)})), (EDGE,),
-    group_size=2, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, 0.2),
-)  # fmt: skip
+LAYOUT = Layout(
+    (ENC, DEC), (VISION, LLM), (BUCKET, Bucket.of({"llm": Shape(2, 32)})), (EDGE,), group_size=2
+)
+PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2))
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
     "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, 1e-9),),
@@ -71,6 +72,8 @@ EXAMPLES = [
     DEC,
     LLM,
     EDGE,
+    LAYOUT,
+    PLAN.scheduling,
     PLAN,
     PLAN.predicted,
     TILES,
@@ -151,9 +154,11 @@ def test_a_missing_file_is_named(tmp_path):
 def test_an_invalid_plan_cannot_be_loaded(tmp_path):
     save(PLAN, tmp_path / "plan.json")
     raw = json.loads((tmp_path / "plan.json").read_text())
-    raw["value"]["order"] = "random"
+    raw["value"]["scheduling"]["order"] = "random"
     (tmp_path / "plan.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"plan.json: Invalid enum value 'random' - at `\$.order`"):
+    with pytest.raises(
+        ValueError, match=r"plan.json: Invalid enum value 'random' - at `\$.scheduling.order`"
+    ):
         load(Plan, tmp_path / "plan.json")
 
 
@@ -170,12 +175,10 @@ def llm_parts(*cuts, first=0, last=-1):
     )
 
 
-BAD_PLANS = {
+BAD_LAYOUTS = {
     "submesh names repeat": {"submeshes": (ENC, changed(DEC, name="enc"))},
     "a plan needs segments": {"segments": ()},
     "a plan needs segments, buckets": {"buckets": ()},
-    "order 'lifo' is not": {"order": "lifo"},
-    "grouping 'random' is not": {"grouping": "random"},
     "segment names repeat": {"segments": (changed(VISION, name="llm"), LLM)},
     "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
     "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
@@ -199,14 +202,20 @@ BAD_PLANS = {
     "2 stages and an edge between its layers": {"edges": (EDGE, TAP)},
     "group_size 0 must be": {"group_size": 0},
     "fan_in 0 must be": {"fan_in": 0},
+}
+BAD_SCHEDULINGS = {
+    "order 'lifo' is not": {"order": "lifo"},
+    "grouping 'random' is not": {"grouping": "random"},
     "lookahead -1 must": {"lookahead": -1},
+    "node -1 must": {"node": -1},
 }
 
 
-@pytest.mark.parametrize("says", BAD_PLANS)
+@pytest.mark.parametrize("says", [*BAD_LAYOUTS, *BAD_SCHEDULINGS])
 def test_a_wrong_plan_cannot_exist(says):
+    change = PLAN.with_layout if says in BAD_LAYOUTS else PLAN.with_scheduling
     with pytest.raises(ValueError, match=says) as failed:
-        changed(PLAN, **BAD_PLANS[says])
+        change(**{**BAD_LAYOUTS, **BAD_SCHEDULINGS}[says])
     assert "\n" not in str(failed.value)
 
 
@@ -229,9 +238,9 @@ def test_a_degree_of_sharding_is_1_2_or_3(degree):
     ],
 )
 def test_segments_of_a_module_join_end_to_end(parts):
-    assert changed(PLAN, segments=(VISION, *llm_parts(0, 2, 4))).modules == ("vision", "llm")
+    assert changed(LAYOUT, segments=(VISION, *llm_parts(0, 2, 4))).modules == ("vision", "llm")
     with pytest.raises(ValueError, match="segments of 'llm' do not join end to end"):
-        changed(PLAN, segments=(VISION, *parts))
+        changed(LAYOUT, segments=(VISION, *parts))
 
 
 @pytest.mark.parametrize(
@@ -276,19 +285,19 @@ def test_a_wrong_record_cannot_exist(make):
 
 
 def test_what_a_plan_derives():
-    assert PLAN.modules == ("vision", "llm")
-    assert PLAN.n_devices == 6
-    assert PLAN.data_ranks("vision") == 2
-    assert PLAN.data_ranks("llm") == 1
+    assert PLAN.layout.modules == ("vision", "llm")
+    assert PLAN.layout.n_devices == 6
+    assert PLAN.layout.data_ranks("vision") == 2
+    assert PLAN.layout.data_ranks("llm") == 1
     assert (DEC.shape, DEC.n_devices, DEC.devices) == ((2, 1, 2), 4, range(2, 6))
     assert LLM.n_layers == 4
     assert BUCKET.name == "vision:8x16 llm:1x64"
     assert [BUCKET.shape(m) for m in ("llm", "audio")] == [Shape(1, 64), None]
     assert [BUCKET.tokens(m) for m in ("vision", "audio")] == [128, 0]
-    assert PLAN.shapes("vision") == (Shape(8, 16),)
-    assert PLAN.shapes("llm") == (Shape(1, 64), Shape(2, 32))
-    assert (PLAN.sources("llm"), PLAN.targets("vision"), PLAN.targets("llm")) == (
-        ("vision",), ("llm",), ())  # fmt: skip
+    assert PLAN.layout.shapes("vision") == (Shape(8, 16),)
+    assert PLAN.layout.shapes("llm") == (Shape(1, 64), Shape(2, 32))
+    assert LAYOUT.sources("llm") == ("vision",)
+    assert (LAYOUT.targets("vision"), LAYOUT.targets("llm")) == (("llm",), ())
     assert SHAPE.size == 64
 
 
@@ -313,9 +322,9 @@ def test_an_edge_leaves_one_segment_and_enters_one(edge, sends, reads):
 
 def test_segments_of_a_module_share_their_data_ranks():
     first, second = llm_parts(0, 2, 4)
-    plan = changed(PLAN, segments=(VISION, first, changed(second, submesh="dec")))
+    layout = changed(LAYOUT, segments=(VISION, first, changed(second, submesh="dec")))
     with pytest.raises(ValueError, match="'llm' differ in data parallelism"):
-        plan.data_ranks("llm")
+        layout.data_ranks("llm")
 
 
 def test_what_shapes_schedules_and_traces_derive():
@@ -329,8 +338,8 @@ def test_what_shapes_schedules_and_traces_derive():
     assert TILES.pieces == (0, 1, 2)
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, 0.5)})
-    assert prices.task_s(PLAN, SCHEDULE, Task("vision", 0, "forward")) == 257.0
-    assert prices.task_s(PLAN, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
+    assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", 0, "forward")) == 257.0
+    assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
     trace = Trace(
         0,
         "simulated",

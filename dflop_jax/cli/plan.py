@@ -101,13 +101,16 @@ def chosen(result: SearchResult) -> str:
 
     plan = result.plan
     meshes = ", ".join(
-        f"{name} {shape} on devices {devices}" for name, devices, shape, _ in submesh_rows(plan)
+        f"{name} {shape} on devices {devices}"
+        for name, devices, shape, _ in submesh_rows(plan.layout)
     )
-    buckets = ", ".join(b.name for b in plan.buckets)
-    if plan.fan_in > 1:
-        buckets += f", up to {plan.fan_in} groups of {' and '.join(plan.divided)} for one"
-    if plan.kept:
-        buckets += f"; groups keep more where memory is left ({saving_words(plan)})"
+    buckets = ", ".join(b.name for b in plan.layout.buckets)
+    if plan.layout.fan_in > 1:
+        buckets += (
+            f", up to {plan.layout.fan_in} groups of {' and '.join(plan.layout.divided)} for one"
+        )
+    if plan.scheduling.kept:
+        buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"

@@ -55,4 +55,5 @@ def _memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
     from dflop_jax.records import Profile
     from dflop_jax.sim.memory import memory_of_run
 
-    return memory_of_run(plan, load(Profile, folder / "profile.json").model, trace, labels)
+    profile = load(Profile, folder / "profile.json").model
+    return memory_of_run(plan.layout, profile, trace, labels)

@@ -45,19 +45,21 @@ def run(args: argparse.Namespace) -> Any:
     place = prepare.set_up(config)
     out_folder(args, config)  # refused now rather than at the end
     if given:
-        check_model(given, place.model)
+        check_model(given.layout, place.model)
     profile = profile_of(args, place, None if given else planning.check_plannable)
     plan = given or planning.make_plan(place, profile, ticker("planning")).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
-    prices = plan_prices(plan, profile.model, place.hardware)
-    names = [s.name for s in plan.segments]
+    prices = plan_prices(plan.layout, profile.model, place.hardware)
+    names = [s.name for s in plan.layout.segments]
     schedules = schedule_batches(plan, batches, prices, names)
     trace = simulate_schedules(plan, schedules, prices, names)
     folder = out_folder(args, config)
     save(plan, folder / PLAN)
     save(profile, folder / PROFILE)
     write_trace(folder / SIMULATED, [trace], group_labels(schedules))
-    draw([panel_of(plan, trace, f"{plan.policy}, simulated")], {}, folder / SIMULATED_PICTURE)
+    draw(
+        [panel_of(plan.layout, trace, f"{plan.policy}, simulated")], {}, folder / SIMULATED_PICTURE
+    )
     summary = {
         "makespan_s": trace.makespan_s,
         "step_s": trace.makespan_s / args.batches,

@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.data.features import features_per_row
 from dflop_jax.data.placement import Held, placement
 from dflop_jax.data.sample import Sample
-from dflop_jax.records import Edge, Load, Plan, Schedule, first_pieces
+from dflop_jax.records import Edge, Layout, Load, Schedule, first_pieces
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
@@ -26,7 +26,7 @@ class Joined:
 
 
 def joined(
-    plan: Plan,
+    layout: Layout,
     schedule: Schedule,
     group: int,
     pieces: Sequence[Held],
@@ -35,12 +35,12 @@ def joined(
 ) -> Joined:
     """Return where the features stand that a group with these pieces reads."""
     target = schedule.groups[group]
-    rows = (len(target.rows), plan.data_ranks(target.module) * target.shape.rows)
+    rows = (len(target.rows), layout.data_ranks(target.module) * target.shape.rows)
     places: dict[int, tuple[np.ndarray, ...]] = {}
     reads: dict[int, np.ndarray] = {}
-    for source in plan.sources(target.module):
+    for source in layout.sources(target.module):
         pair = source, target.module
-        edges = [e for e in plan.edges if (e.source, e.target) == pair]
+        edges = [e for e in layout.edges if (e.source, e.target) == pair]
         (k,) = {e.sources for e in edges}
         shape, feeders = (*rows, target.shape.tokens, k), schedule.fed_by(group, source)
         for feeder in feeders:
@@ -62,7 +62,7 @@ def joined(
         for feeder in feeders:
             low = schedule.groups[feeder].shape
             per_rank = low.rows * features_per_row(model.modules[source], edges[0], low)
-            ranks = plan.data_ranks(source), plan.data_ranks(target.module)
+            ranks = layout.data_ranks(source), layout.data_ranks(target.module)
             reads[feeder] = _reads(places[feeder][0], *ranks, per_rank)
     return Joined(places, reads)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflop_jax.data.joins import joined
 from dflop_jax.data.placement import Held, Samples, held, placement
-from dflop_jax.records import Load, Plan, Schedule, first_pieces
+from dflop_jax.records import Layout, Load, Schedule, first_pieces
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import Module, MultimodalModel
@@ -33,9 +33,9 @@ class Ranks:
     counts: Mapping[str, Collection[int]]
 
     @classmethod
-    def all(cls, plan: Plan) -> Ranks:
+    def all(cls, layout: Layout) -> Ranks:
         """Return every rank of a plan, as one process alone has them."""
-        every = {module: range(plan.data_ranks(module)) for module in plan.modules}
+        every = {module: range(layout.data_ranks(module)) for module in layout.modules}
         return cls(every, every)
 
 
@@ -67,10 +67,12 @@ class PackedGroup:
         return sum(self.lengths)
 
 
-def own_samples(plan: Plan, schedule: Schedule, loads: Sequence[Load], ranks: Ranks) -> list[int]:
+def own_samples(
+    layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: Ranks
+) -> list[int]:
     """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
     own: set[int] = set()
-    for module in plan.modules:
+    for module in layout.modules:
         first = np.array(first_pieces(loads, module))
         for group in schedule.groups:
             if group.module == module:
@@ -87,7 +89,7 @@ def own_samples(plan: Plan, schedule: Schedule, loads: Sequence[Load], ranks: Ra
 
 
 def pack_group(
-    plan: Plan,
+    layout: Layout,
     schedule: Schedule,
     group: int,
     samples: Samples,
@@ -103,7 +105,7 @@ def pack_group(
         `own_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
     """
-    ranks = ranks or Ranks.all(plan)
+    ranks = ranks or Ranks.all(layout)
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
     alone = module in model.piece_tokens
@@ -111,7 +113,7 @@ def pack_group(
     # Of the model, not the plan, which may leave out modules that the data does not use.
     from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
     reads = _reads(model.modules[module], from_edges, packed.shape.tokens)
-    n_rows = plan.data_ranks(module) * rows
+    n_rows = layout.data_ranks(module) * rows
     fields = {
         name: np.zeros((len(packed.rows), n_rows, *field.dims), field.dtype)
         for name, field in reads.items()
@@ -121,7 +123,7 @@ def pack_group(
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
-    join = joined(plan, schedule, group, pieces, loads, model)
+    join = joined(layout, schedule, group, pieces, loads, model)
     return PackedGroup(
         fields=fields,
         places=join.places,

@@ -13,7 +13,7 @@ from dflop_jax.contract import Array, Module, MultimodalModel, Params, edges_of,
 from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Group, Layout, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 
 LLM = "llm"  # the module that answers
 
@@ -53,7 +53,8 @@ def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: in
     groups.append(Group(LLM, Shape(1, tokens), (((tuple(range(len(samples))),),),)))
     plan, schedule = _whole(model, groups), Schedule(0, tuple(groups))
     packed = [
-        pack_group(plan, schedule, g, samples, loads, model=model) for g in range(len(groups))
+        pack_group(plan.layout, schedule, g, samples, loads, model=model)
+        for g in range(len(groups))
     ]
     fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
     return Row(
@@ -73,10 +74,12 @@ def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
     )
     return Plan(
         "prompt",
-        (SubmeshPlan("all", 0, 1, 1, 1),),
-        tuple(segments),
-        (Bucket.of({g.module: g.shape for g in groups}),),
-        edges_of(model),
+        Layout(
+            (SubmeshPlan("all", 0, 1, 1, 1),),
+            tuple(segments),
+            (Bucket.of({g.module: g.shape for g in groups}),),
+            edges=edges_of(model),
+        ),
     )
 
 

@@ -87,7 +87,7 @@ def compile_jobs(request: Request) -> Iterator[Line]:
             yield Line(i, refused=one_line(e))
             continue
         lowerings = programs.jobs()
-        yield Line(i, states=segment_states(programs), n_programs=len(lowerings))
+        yield Line(i, states=segment_states(job.plan, programs), n_programs=len(lowerings))
         for key, lower in lowerings.items():
             place += 1
             if place > request.skip:
@@ -105,7 +105,7 @@ def plan_programs(job: Job) -> Programs:
     """
     place = set_up(job.config)
     assert place.hardware is not None, "plan.hardware is checked before a process is started"
-    devices = absent_devices(place.hardware.name, place.hardware, job.plan.n_devices)
+    devices = absent_devices(place.hardware.name, place.hardware, job.plan.layout.n_devices)
     return make_executor(replace(place, devices=devices), job.plan).programs
 
 
@@ -223,9 +223,9 @@ def _figures(cost: HloCost) -> dict[str, Any]:
     }
 
 
-def segment_states(programs: Programs) -> tuple[SegmentState, ...]:
+def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
     """What each segment of a plan holds on a device."""
-    in_flight, of = in_flight_limit(programs.plan), resources(programs.plan)
+    in_flight, of = in_flight_limit(plan), resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
         held = [segment.program_structs()]
@@ -233,7 +233,7 @@ def segment_states(programs: Programs) -> tuple[SegmentState, ...]:
         if update := programs.updates.get(name):
             held += [segment.grad_structs(), update.master_structs, update.state_structs]
             shards = update.shard_structs()
-        shapes = programs.plan.shapes(segment.plan.module)
+        shapes = programs.layout.shapes(segment.plan.module)
         inputs = (segment.argument_structs(shape, FORWARD)[1:] for shape in shapes)
         states.append(
             SegmentState(

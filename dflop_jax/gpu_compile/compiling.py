@@ -157,8 +157,8 @@ def _answer(job: Job, known: _Known) -> CompileReport | str:
     fits, words = verdict(hardware.name, budget, memory, known.programs, known.states)
     return CompileReport(
         chip=hardware.name,
-        n_devices=job.plan.n_devices,
-        n_nodes=-(-job.plan.n_devices // hardware.devices_per_node),
+        n_devices=job.plan.layout.n_devices,
+        n_nodes=-(-job.plan.layout.n_devices // hardware.devices_per_node),
         budget_bytes=budget,
         programs=tuple(known.programs),
         memory=memory,

@@ -29,6 +29,7 @@ from dflop_jax.records import (
     NO_GROUP,
     UPDATE,
     Group,
+    Layout,
     Plan,
     Price,
     Prices,
@@ -105,9 +106,10 @@ def calibrate(
     `sync` waits for the other processes, before every task.
     """
     timed = Calibration()
-    plan, trainable = programs.plan, programs.trainable
-    scales = dict.fromkeys(plan.modules, 1.0)
-    for b in range(len(plan.buckets)):
+    layout, trainable = programs.layout, programs.trainable
+    plan = Plan("", layout)  # tasks are timed alone, in any order
+    scales = dict.fromkeys(layout.modules, 1.0)
+    for b in range(len(layout.buckets)):
         groups, arrays = programs.stand_in_groups(b)
         steps = [(groups, False)]
         if less := tuple(programs.keeping):
@@ -115,7 +117,7 @@ def calibrate(
         if programs.evaluates:
             steps.append((groups, True))
         for of_step, evaluate in steps:
-            graph = step_graph(plan, of_step, trainable, evaluate=evaluate)
+            graph = step_graph(layout, of_step, trainable, evaluate=evaluate)
             order = [t for t in order_tasks(plan, graph, of_step) if t.group != NO_GROUP]
             for repeat in range(repeats + 1):
                 into = timed if repeat else Calibration()
@@ -123,7 +125,7 @@ def calibrate(
                 for task in order:
                     _time(call, task, ProgramId.of(task, of_step[task.group]), into, sync)
     if ends:
-        graph = step_graph(plan, (), trainable)
+        graph = step_graph(plan.layout, (), trainable)
         for repeat in range(repeats + 1):
             into = timed if repeat else Calibration()
             call = _tried(programs, state, (), (), {})
@@ -153,7 +155,7 @@ def rehearse(
     all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
     are others afterwards."""
     arrays = programs.stand_in_arrays(groups)
-    scales = dict.fromkeys(programs.plan.modules, 1.0)
+    scales = dict.fromkeys(programs.layout.modules, 1.0)
     call = _tried(programs, state, groups, arrays, scales)
     for task in order:
         _time(call, task, task, Calibration(), sync)
@@ -221,7 +223,7 @@ def _send_norms(programs: Programs) -> None:
 
 
 def merged(
-    plan: Plan, parts: Sequence[Calibration], *, one_at_a_time: bool, shares_cores: bool = False
+    layout: Layout, parts: Sequence[Calibration], *, one_at_a_time: bool, shares_cores: bool = False
 ) -> Prices:
     """Prices of the plan's own programs: medians over the runs, of the slowest process in each,
     with the work of the host.
@@ -231,7 +233,7 @@ def merged(
       shares_cores: as for `Prices`.
     """
     host_s = _host_s(parts)
-    sends = {} if one_at_a_time else _sends(plan, parts)
+    sends = {} if one_at_a_time else _sends(layout, parts)
     if shares_cores:  # the mean over all programs takes the place of what each took in its runs
         parts = [p.without_host for p in parts]
     took = _slowest([p.took for p in parts])
@@ -262,16 +264,16 @@ def _host_s(parts: Sequence[Calibration]) -> float:
     return total_s / n_own if n_own else 0.0
 
 
-def _sends(plan: Plan, parts: Sequence[Calibration]) -> dict[SendId, float]:
+def _sends(layout: Layout, parts: Sequence[Calibration]) -> dict[SendId, float]:
     """What a task's outputs need to arrive after they were made, by what they were sent for."""
     took, arrived = _slowest([p.took for p in parts]), _slowest([p.arrived for p in parts])
-    segments = {s.name: s for s in plan.segments}
+    segments = {s.name: s for s in layout.segments}
     sends: dict[SendId, float] = {}
-    for link in links(plan):
+    for link in links(layout):
         low, high = segments[link.source], segments[link.target]
         if low.submesh == high.submesh:
             continue
-        for bucket in plan.buckets:
+        for bucket in layout.buckets:
             shapes = bucket.shape(low.module), bucket.shape(high.module)
             if shapes[0] is None or shapes[1] is None:
                 continue

@@ -55,10 +55,10 @@ class Executor:
         rate_factors: Mapping[str, float] | None = None,
         evaluates: bool = False,
     ):
-        self.model, self.plan = model, plan
+        self.model, self._plan = model, plan
         self.programs = Programs(
             model,
-            plan,
+            plan.layout,
             tx,
             devices=list(jax.devices()) if devices is None else devices,
             clip_norm=clip_norm,
@@ -72,7 +72,7 @@ class Executor:
         self.before_update: Callable[[], None] = lambda: None
         # Called after each task of a step is dispatched, on every process in the same order.
         self.after_task: Callable[[], None] = lambda: None
-        self._watcher = Watcher(set(resources(plan).values()))
+        self._watcher = Watcher(set(resources(plan.layout).values()))
         self._free_s: dict[int, float] = {}
         self._throttled = self._crowded_resources()
         # Await every task, everywhere: on CPU a collective between processes, which holds a thread
@@ -85,9 +85,19 @@ class Executor:
         self._latest: dict[int, Observation] = {}
 
     @property
+    def plan(self) -> Plan:
+        """Whose programs these are, and how steps are ordered."""
+        return self._plan
+
+    def take_figures(self, plan: Plan) -> None:
+        """Go on under a plan of the same layout, with what else it says by now."""
+        assert plan.layout == self._plan.layout, "the compiled programs are another layout's"
+        self._plan = plan
+
+    @property
     def awaited(self) -> frozenset[str]:
         """Submeshes that take a task only when the one before it has ended; dispatch waits."""
-        resource = resources(self.plan)
+        resource = resources(self.plan.layout)
         return frozenset(
             m for m, r in resource.items() if self.one_at_a_time or r in self._throttled
         )
@@ -210,12 +220,12 @@ class Executor:
         self, schedule: Schedule, *, evaluate: bool = False
     ) -> tuple[StepGraph, tuple[Task, ...]]:
         fan_in = max(map(len, fed_by(schedule.groups).values()), default=0)
-        if fan_in > self.plan.fan_in:
+        if fan_in > self.plan.layout.fan_in:
             raise ValueError(
                 f"step {schedule.step}: {fan_in} groups of a module feed one, the plan allows "
-                f"{self.plan.fan_in}; raise its fan_in"
+                f"{self.plan.layout.fan_in}; raise its fan_in"
             )
-        graph = step_graph(self.plan, schedule.groups, self.trainable, evaluate=evaluate)
+        graph = step_graph(self.plan.layout, schedule.groups, self.trainable, evaluate=evaluate)
         return graph, order_of(self.plan, schedule, graph)
 
     def _crowded_resources(self) -> frozenset[int]:

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
 from dflop_jax.pipeline.order import links, tied_ends, with_backward
 from dflop_jax.pipeline.segment import AXES, Segment, parts_of
-from dflop_jax.records import Plan
+from dflop_jax.records import Layout
 
 
-def make_mesh(plan: Plan, name: str, devices: list[jax.Device]) -> Mesh:
+def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
     """The named submesh over its devices; ValueError when there are too few."""
-    m = plan.submesh(name)
+    m = layout.submesh(name)
     if m.devices.stop > len(devices):
         raise ValueError(
             f"submesh {name!r} needs devices {m.first}..{m.devices.stop - 1} but only "
@@ -53,7 +53,7 @@ def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, 
 
 def make_segments(
     model: MultimodalModel,
-    plan: Plan,
+    layout: Layout,
     devices: list[jax.Device],
     *,
     freeze: tuple[str, ...] = (),
@@ -65,55 +65,55 @@ def make_segments(
         does not cover the model's layers or whose degrees do not divide its sizes.
     """
     trained_groups(model, freeze)
-    check_model(plan, model)
+    check_model(layout, model)
     trains = {
         s.name: frozenset(
             part
             for part in parts_of(s, model.modules[s.module])
             if model.modules[s.module].freeze_groups[part] not in freeze
         )
-        for s in plan.segments
+        for s in layout.segments
     }
-    shared = tied_ends(plan)
+    shared = tied_ends(layout)
     for reader, owner in shared.items():
         trains[reader] |= trains[owner] & {"entry"}
-    backward = with_backward(plan, {n for n, parts in trains.items() if parts})
+    backward = with_backward(layout, {n for n, parts in trains.items() if parts})
     segments: dict[str, Segment] = {}
-    for s in plan.segments:
-        mesh = make_mesh(plan, s.submesh, devices)
-        receives = [k for k in links(plan) if k.target == s.name and k.source in backward]
+    for s in layout.segments:
+        mesh = make_mesh(layout, s.submesh, devices)
+        receives = [k for k in links(layout) if k.target == s.name and k.source in backward]
         segments[s.name] = Segment(
             plan=s,
             module=on_chip(model.modules[s.module], chip_of(mesh.devices.flat[0])),
             mesh=mesh,
-            microbatches=plan.group_size,
+            microbatches=layout.group_size,
             trainable=trains[s.name],
             wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),
             # All of the model's that it reads, also from modules that the plan leaves out.
-            edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in plan.edges)),
+            edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
         )
         segments[s.name].param_specs()  # raises for a degree that does not divide a dim
     return segments
 
 
-def check_model(plan: Plan, model: MultimodalModel) -> None:
+def check_model(layout: Layout, model: MultimodalModel) -> None:
     """ValueError for a plan that was made for another model."""
-    if unknown := set(plan.modules) - set(model.modules):
+    if unknown := set(layout.modules) - set(model.modules):
         raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks")
     known = edges_of(model)
-    for e in plan.edges:
+    for e in layout.edges:
         if e not in known:
             raise ValueError(f"the plan has an edge {e} that the model lacks; plan again")
     for e in known:
-        if {e.source, e.target} <= set(plan.modules) and e not in plan.edges:
+        if {e.source, e.target} <= set(layout.modules) and e not in layout.edges:
             raise ValueError(f"the plan lacks the model's edge {e}; plan again")
-    for name in plan.modules:
-        module, parts = model.modules[name], plan.segments_of(name)
+    for name in layout.modules:
+        module, parts = model.modules[name], layout.segments_of(name)
         if parts[-1].stop != module.n_layers:
             raise ValueError(
                 f"the plan covers {parts[-1].stop} layers of {name!r}, the model has "
                 f"{module.n_layers}; it was made for another model"
             )
-        if module.tied != (name in plan.tied):
+        if module.tied != (name in layout.tied):
             raise ValueError(f"plan and model differ on whether {name!r} is tied; plan again")

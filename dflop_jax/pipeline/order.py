@@ -20,6 +20,7 @@ from dflop_jax.records import (
     UPDATE,
     Edge,
     Group,
+    Layout,
     Plan,
     Schedule,
     Task,
@@ -53,17 +54,17 @@ class StepGraph:
         return found
 
 
-def links(plan: Plan) -> tuple[Link, ...]:
+def links(layout: Layout) -> tuple[Link, ...]:
     """Everything that segments send each other, in the order of the receiving segments."""
     found: list[Link] = []
-    for s in plan.segments:
-        parts = plan.segments_of(s.module)
+    for s in layout.segments:
+        parts = layout.segments_of(s.module)
         place = parts.index(s)
         if place > 0:
             found.append(Link(parts[place - 1].name, s.name))
-        for edge in plan.edges:
+        for edge in layout.edges:
             if s.reads(edge):
-                source = next(u for u in plan.segments_of(edge.source) if u.sends(edge))
+                source = next(u for u in layout.segments_of(edge.source) if u.sends(edge))
                 found.append(Link(source.name, s.name, edge))
     return tuple(found)
 
@@ -77,30 +78,30 @@ def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
     return feeding
 
 
-def tied_ends(plan: Plan) -> dict[str, str]:
+def tied_ends(layout: Layout) -> dict[str, str]:
     """Segment that reads the entry's parameters of its module from another one -> that one."""
     found = {}
-    for module in plan.tied:
-        parts = plan.segments_of(module)
+    for module in layout.tied:
+        parts = layout.segments_of(module)
         if len(parts) > 1:
             found[parts[-1].name] = parts[0].name
     return found
 
 
-def with_backward(plan: Plan, trainable: Collection[str]) -> tuple[str, ...]:
+def with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
     """Segments that run backward: trainable ones, and those that read what such a one computes."""
-    sources: dict[str, list[str]] = {s.name: [] for s in plan.segments}
-    for link in links(plan):
+    sources: dict[str, list[str]] = {s.name: [] for s in layout.segments}
+    for link in links(layout):
         sources[link.target].append(link.source)
     needs: list[str] = []
-    for s in plan.segments:
+    for s in layout.segments:
         if s.name in trainable or any(u in needs for u in sources[s.name]):
             needs.append(s.name)
     return tuple(needs)
 
 
 def step_graph(
-    plan: Plan,
+    layout: Layout,
     groups: Sequence[Group],
     trainable: Collection[str],
     *,
@@ -108,14 +109,14 @@ def step_graph(
 ) -> StepGraph:
     """Graph of one step that runs `groups`; `evaluate` gives forward tasks only, those of the
     segments that end in a loss included."""
-    backward = () if evaluate else with_backward(plan, trainable)
-    into: dict[str, list[Link]] = {s.name: [] for s in plan.segments}
-    out_of: dict[str, list[Link]] = {s.name: [] for s in plan.segments}
-    for link in links(plan):
+    backward = () if evaluate else with_backward(layout, trainable)
+    into: dict[str, list[Link]] = {s.name: [] for s in layout.segments}
+    out_of: dict[str, list[Link]] = {s.name: [] for s in layout.segments}
+    for link in links(layout):
         into[link.target].append(link)
         out_of[link.source].append(link)
     sources_of = fed_by(groups)
-    segments = {m: plan.segments_of(m) for m in plan.modules}
+    segments = {m: layout.segments_of(m) for m in layout.modules}
     waits: dict[Task, tuple[Task, ...]] = {}
     for i, g in enumerate(groups):
         for s in segments[g.module]:
@@ -140,18 +141,18 @@ def step_graph(
                     after.append(Task(link.target, fed, BACKWARD))
             waits[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(after))
     if not evaluate:
-        waits |= _step_end(plan, waits, trainable)
+        waits |= _step_end(layout, waits, trainable)
     return StepGraph(tuple(waits), waits)
 
 
 def _step_end(
-    plan: Plan, waits: dict[Task, tuple[Task, ...]], trainable: Collection[str]
+    layout: Layout, waits: dict[Task, tuple[Task, ...]], trainable: Collection[str]
 ) -> dict[Task, tuple[Task, ...]]:
     """Reductions and updates. The reader of a tied parameter reduces first, so that its owner adds
     both gradients, and is updated last, by what the owner sends."""
-    owner_of = tied_ends(plan)
+    owner_of = tied_ends(layout)
     readers = {owner: reader for reader, owner in owner_of.items() if reader in trainable}
-    names = [s.name for s in plan.segments if s.name in trainable]
+    names = [s.name for s in layout.segments if s.name in trainable]
     by_segment: dict[str, list[Task]] = {n: [] for n in names}
     for t in waits:
         if t.direction == BACKWARD and t.segment in by_segment:
@@ -168,11 +169,11 @@ def _step_end(
     return found
 
 
-def resources(plan: Plan) -> dict[str, int]:
+def resources(layout: Layout) -> dict[str, int]:
     """Submesh name -> id of its resource; submeshes that share a device share a resource."""
-    group = {m.name: i for i, m in enumerate(plan.submeshes)}
-    for a in plan.submeshes:
-        for b in plan.submeshes:
+    group = {m.name: i for i, m in enumerate(layout.submeshes)}
+    for a in layout.submeshes:
+        for b in layout.submeshes:
             if set(a.devices) & set(b.devices):
                 low, high = sorted((group[a.name], group[b.name]))
                 group = {n: (low if r == high else r) for n, r in group.items()}
@@ -187,23 +188,25 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     follow run depth-first. Where several groups of a module feed one group, it is as many times
     more; without `groups`, as many as the plan allows.
     """
-    of = resources(plan)
-    where = {s.name: of[s.submesh] for s in plan.segments}
-    module = {s.name: s.module for s in plan.segments}
+    of = resources(plan.layout)
+    where = {s.name: of[s.submesh] for s in plan.layout.segments}
+    module = {s.name: s.module for s in plan.layout.segments}
     fed = fed_by(groups)
     depth: dict[str, int] = {}
     times: dict[str, int] = {}
     out_of: dict[str, list[str]] = {}
-    for link in links(plan):
+    for link in links(plan.layout):
         out_of.setdefault(link.source, []).append(link.target)
-    for s in reversed(plan.segments):
+    for s in reversed(plan.layout.segments):
         after = out_of.get(s.name, [])
         depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
-        most = plan.fan_in if s.module in plan.divided and not groups else 1
+        most = plan.layout.fan_in if s.module in plan.layout.divided and not groups else 1
         widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=most)
         beyond = max((times[t] for t in after if module[t] != s.module), default=1)
         times[s.name] = widest * beyond
-    return {n: (d + (plan.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()}
+    return {
+        n: (d + (plan.scheduling.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()
+    }
 
 
 def textbook_s(task: Task) -> float:
@@ -264,18 +267,18 @@ class _Ready:
     """Tasks that wait for nothing, by resource, and which of them a resource takes next."""
 
     def __init__(self, plan: Plan, graph: StepGraph, groups: Sequence[Group]):
-        of = resources(plan)
-        self.where = {s.name: of[s.submesh] for s in plan.segments}
-        self._depth = {s.name: i for i, s in enumerate(plan.segments)}
+        of = resources(plan.layout)
+        self.where = {s.name: of[s.submesh] for s in plan.layout.segments}
+        self._depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
         self._limit = in_flight_limit(plan, groups)
-        self._gpipe = plan.order == "gpipe"
+        self._gpipe = plan.scheduling.order == "gpipe"
         self._turn = _turns(groups)
         self._runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
         self._forwarded = {(t.segment, t.group) for t in graph.tasks if t.direction == FORWARD}
         self._in_flight = dict.fromkeys(self._depth, 0)
         # By resource: forwards by segment, deepest first, and all that is not limited.
         self._forwards: dict[int, dict[str, list[tuple[int, int]]]] = {}
-        for s in reversed(plan.segments):
+        for s in reversed(plan.layout.segments):
             self._forwards.setdefault(self.where[s.name], {})[s.name] = []
         self._others: dict[int, list[tuple[int, int, int, int, str]]] = {
             r: [] for r in self._forwards

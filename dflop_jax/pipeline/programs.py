@@ -1,4 +1,4 @@
-"""Every program that a plan needs, compiled ahead, and the arrays they take."""
+"""Every program that a layout needs, compiled ahead, and the arrays they take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.pipeline.stand_in import packed_field
 from dflop_jax.pipeline.update import SegmentUpdate
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Shape
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Layout, Shape
 
 Tree = Any
 Job = Callable[[], jax.stages.Lowered]
@@ -54,16 +54,16 @@ class Signature:
 
 
 class Programs:
-    """Segments, updates and exchanges of a plan with their compiled programs.
+    """Segments, updates and exchanges of a layout with their compiled programs.
 
     A segment has programs for every shape of its module; an edge for every pair of shapes that the
-    plan's buckets join.
+    layout's buckets join.
     """
 
     def __init__(
         self,
         model: MultimodalModel,
-        plan: Plan,
+        layout: Layout,
         tx: optax.GradientTransformation,
         *,
         devices: list[jax.Device],
@@ -72,8 +72,8 @@ class Programs:
         rate_factors: Mapping[str, float],
         evaluates: bool,
     ):
-        self.model, self.plan, self.evaluates = model, plan, evaluates
-        self.segments = make_segments(model, plan, devices, freeze=freeze)
+        self.model, self.layout, self.evaluates = model, layout, evaluates
+        self.segments = make_segments(model, layout, devices, freeze=freeze)
         # Of some segments the programs under their second recompute policy.
         self.keeping = {
             n: replace(s, plan=s.plan.keeping)
@@ -81,8 +81,8 @@ class Programs:
             if s.plan.remat_less is not None
         }
         self.trainable = tuple(n for n, s in self.segments.items() if s.trainable)
-        self.backward = with_backward(plan, self.trainable)
-        self.owner_of = tied_ends(plan)
+        self.backward = with_backward(layout, self.trainable)
+        self.owner_of = tied_ends(layout)
         self.reader_of = {owner: reader for reader, owner in self.owner_of.items()}
         self.updates = {
             n: SegmentUpdate(
@@ -102,12 +102,12 @@ class Programs:
             for n, s in self.segments.items()
             if s.mesh.size > 1 and s.mesh.devices.flat[0].platform == "cpu"
         )
-        every = links(plan)
+        every = links(layout)
         self.into = {n: tuple(k for k in every if k.target == n) for n in self.segments}
         self.out_of = {n: tuple(k for k in every if k.source == n) for n in self.segments}
-        self.submesh = {s.name: s.submesh for s in plan.segments}
-        of = resources(plan)
-        self.resource = {s.name: of[s.submesh] for s in plan.segments}
+        self.submesh = {s.name: s.submesh for s in layout.segments}
+        of = resources(layout)
+        self.resource = {s.name: of[s.submesh] for s in layout.segments}
         self.autotunes = any(
             s.mesh.devices.flat[0].platform != "cpu" for s in self.segments.values()
         )
@@ -130,7 +130,7 @@ class Programs:
             self.segments[link.source].output_struct(link.edge, low),
             self.signature(link.target, high).x[link.edge.name],
             link.edge.sources,
-            self.plan.exchange_room(link.edge, low, high),
+            self.layout.exchange_room(link.edge, low, high),
         )
 
     def kinds(self, name: str) -> tuple[Kind, ...]:
@@ -147,7 +147,7 @@ class Programs:
     def _shape_pairs(self, link: Link) -> list[tuple[Shape, Shape]]:
         """Shapes of a source and a target group that a bucket joins."""
         low, high = (self.segments[n].plan.module for n in (link.source, link.target))
-        pairs = ((b.shape(low), b.shape(high)) for b in self.plan.buckets)
+        pairs = ((b.shape(low), b.shape(high)) for b in self.layout.buckets)
         return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
     # ---- compiling ----
@@ -229,7 +229,7 @@ class Programs:
         """Programs of a segment, by keys that begin with its name."""
         segment = self.segments[name]
         jobs: dict[Any, Job] = {}
-        for shape in self.plan.shapes(segment.plan.module):
+        for shape in self.layout.shapes(segment.plan.module):
             for kind in self.kinds(name):
                 jobs[name, shape, kind] = partial(segment.lower, shape, kind)
             for kind in (FORWARD, BACKWARD) if name in self.keeping else ():
@@ -276,8 +276,8 @@ class Programs:
         """Whether more than one group, or more than one round of an exchange, may bring an
         input."""
         sources = {k.edge.source for k in self.into[name] if k.edge and k.edge.name == field}
-        in_rounds = any(self.plan.data_ranks(m) > 1 for m in sources)
-        return len(sources) > 1 or self.plan.fan_in > 1 or in_rounds
+        in_rounds = any(self.layout.data_ranks(m) > 1 for m in sources)
+        return len(sources) > 1 or self.layout.fan_in > 1 or in_rounds
 
     # A program on devices of other processes only is not run here: its outputs are arrays of which
     # this process holds nothing.
@@ -334,21 +334,21 @@ class Programs:
     def stand_in_groups(self, bucket: int) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
         """One group of every module of a bucket, without samples, and arrays as those of full rows
         are: `pipeline.stand_in`."""
-        shapes = dict(self.plan.buckets[bucket].shapes)
+        shapes = dict(self.layout.buckets[bucket].shapes)
         place = {m: i for i, m in enumerate(shapes)}
         groups = []
         for m, shape in shapes.items():
             row: tuple[int, ...] = ()
-            ranks = ((row,) * shape.rows,) * self.plan.data_ranks(m)
-            feeds = tuple(place[t] for t in self.plan.targets(m) if t in place)
-            groups.append(Group(m, shape, (ranks,) * self.plan.group_size, feeds))
+            ranks = ((row,) * shape.rows,) * self.layout.data_ranks(m)
+            feeds = tuple(place[t] for t in self.layout.targets(m) if t in place)
+            groups.append(Group(m, shape, (ranks,) * self.layout.group_size, feeds))
         return tuple(groups), self.stand_in_arrays(groups)
 
     def stand_in_arrays(self, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
         """Arrays of groups as those of full rows are, whatever samples the groups hold."""
         sources = fed_by(groups)
         return tuple(
-            self._stand_in_arrays(g, {i: groups[i] for e in self.plan.edges
+            self._stand_in_arrays(g, {i: groups[i] for e in self.layout.edges
                                       for i in sources.get((n, e.source), ())})
             for n, g in enumerate(groups)
         )  # fmt: skip
@@ -358,7 +358,7 @@ class Programs:
         fields: dict[str, np.ndarray] = {}
         places: dict[int, tuple[np.ndarray, ...]] = {}
         below = self.model.vocab_size
-        for s in self.plan.segments_of(group.module):
+        for s in self.layout.segments_of(group.module):
             structs = self.signature(s.name, group.shape).fields
             fields |= {n: packed_field(n, a.shape, a.dtype, PIECES, below)
                        for n, a in structs.items()}  # fmt: skip

@@ -53,7 +53,7 @@ class Ranked:
 
     @property
     def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
-        options = options_of(self.plan).values()
+        options = options_of(self.plan.layout).values()
         simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.cut, simplest
 
@@ -88,13 +88,13 @@ class Ranked:
             seconds = [{m: b * t.makespan_s for m, b in t.busy_fraction().items()} for t in batches]
             busy_s = {
                 m.name: float(np.mean([s.get(m.name, 0.0) for s in seconds]))
-                for m in plan.submeshes
+                for m in plan.layout.submeshes
             }
         return Candidate(
             policy=self.policy,
             name=self.name,
-            microbatches=self.cut * plan.group_size,
-            saving=saving_words(plan),
+            microbatches=self.cut * plan.layout.group_size,
+            saving=saving_words(plan.layout),
             makespan_s=self.bound_s,
             busy_s=busy_s,
             peak_bytes=evaluator.most_bytes(plan),

@@ -132,11 +132,11 @@ def with_sub_microbatches(plan: Plan, rules: Rules) -> Plan:
     `MOST_PARTS` of them for every group that its buckets have; as it is where one is enough."""
     parts: dict[str, Shape] = {}
     fan_in = 1
-    for m in replace(plan, fan_in=MOST_PARTS).divided:
-        shapes = plan.shapes(m)
+    for m in plan.with_layout(fan_in=MOST_PARTS).layout.divided:
+        shapes = plan.layout.shapes(m)
         if not shapes:
             continue
-        model = plan.submesh(plan.segments_of(m)[0].submesh).model
+        model = plan.layout.submesh(plan.layout.segments_of(m)[0].submesh).model
         tokens = max(s.tokens for s in shapes)
         needed = max(-(-s.rows // (tokens // s.tokens)) for s in shapes)  # rows of `tokens`
         rows = min(needed, efficient_rows(rules, m, model, tokens))
@@ -145,6 +145,7 @@ def with_sub_microbatches(plan: Plan, rules: Rules) -> Plan:
     if fan_in == 1:
         return plan
     buckets = dict.fromkeys(
-        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes)) for b in plan.buckets
+        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes))
+        for b in plan.layout.buckets
     )
-    return replace(plan, buckets=tuple(buckets), fan_in=fan_in)
+    return plan.with_layout(buckets=tuple(buckets), fan_in=fan_in)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.structure import Structure, structure_of
 from dflop_jax.plan.volume import ROOM, group_pairs, least_groups, packed_rows, piece_rows
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Plan, Shape
 
 # Groups for each rank, beyond which filling and draining the pipeline hardly costs: more are tried
 # only where memory does not hold fewer.
@@ -46,13 +46,17 @@ class _Cuts:
     def of(rules: Rules, ranks: Ranks) -> _Cuts:
         placed, cuts = placement(rules, ranks), rules.cuts(1)
         undivided, whole = rules.structure(placed), _buckets(rules, ranks, cuts)
-        plans = tuple(with_sub_microbatches(replace(undivided, buckets=(b,)), rules) for b in whole)
-        parts = tuple(_parts(rules, ranks, n, p) for n, p in zip(cuts.tolist(), plans, strict=True))
+        plans = tuple(
+            with_sub_microbatches(undivided.with_layout(buckets=(b,)), rules) for b in whole
+        )
+        parts = tuple(
+            _parts(rules, ranks, n, p.layout) for n, p in zip(cuts.tolist(), plans, strict=True)
+        )
         return _Cuts(rules, ranks, placed, cuts, whole, plans, parts)
 
     @property
     def fan_in(self) -> tuple[int, ...]:
-        return tuple(p.fan_in for p in self.plans)
+        return tuple(p.layout.fan_in for p in self.plans)
 
 
 def _buckets(rules: Rules, ranks: Ranks, cuts: np.ndarray) -> tuple[Bucket, ...]:
@@ -71,13 +75,13 @@ def _buckets(rules: Rules, ranks: Ranks, cuts: np.ndarray) -> tuple[Bucket, ...]
     return tuple(Bucket.of({m: s[i] for m, s in shapes.items()}) for i in range(len(cuts)))
 
 
-def _parts(rules: Rules, ranks: Ranks, cut: int, plan: Plan) -> dict[str, int]:
+def _parts(rules: Rules, ranks: Ranks, cut: int, layout: Layout) -> dict[str, int]:
     parts = dict.fromkeys(rules.n_layers, 1)
-    for m in plan.divided:
-        if shape := plan.buckets[0].shape(m):
+    for m in layout.divided:
+        if shape := layout.buckets[0].shape(m):
             room = _room(rules, m, shape) * ranks.data
             share = rules.volumes[m].mean * ROOM / (cut * room)
-            parts[m] = min(max(1, math.ceil(share - 1e-9)), plan.fan_in)
+            parts[m] = min(max(1, math.ceil(share - 1e-9)), layout.fan_in)
     return parts
 
 
@@ -91,10 +95,10 @@ def _bounds(at: _Cuts) -> Bounds:
     structure = structure_of(at.plans[0], rules)
     (block,) = structure.blocks
     tables = {m: _table(at, m, structure) for m in block}
-    limits = {n: in_flight_limit(replace(at.plans[0], fan_in=n)) for n in set(at.fan_in)}
+    limits = {n: in_flight_limit(at.plans[0].with_layout(fan_in=n)) for n in set(at.fan_in)}
     members = {}
     for m, table in tables.items():
-        names = [s.name for s in at.plans[0].segments_of(m)]
+        names = [s.name for s in at.plans[0].layout.segments_of(m)]
         in_flight = [np.array([[limits[n][name] for n in at.fan_in]]) for name in names]
         members[m] = Member.of(table, structure.facts(m)[1], in_flight)
     together = [members[m] for m in block]
@@ -116,17 +120,17 @@ def _bounds(at: _Cuts) -> Bounds:
 def _table(at: _Cuts, module: str, structure: Structure) -> Segments:
     """A module at every cut, [1, n_cuts]."""
     rules, ranks, volume = at.rules, at.ranks, at.rules.volumes[module]
-    shapes = [p.buckets[0].shape(module) for p in at.plans]
+    shapes = [p.layout.buckets[0].shape(module) for p in at.plans]
     rows = np.array([[s.rows if s else 0 for s in shapes]])
     tokens = np.array([[s.tokens if s else 0 for s in shapes]])
-    most = [p.fan_in if module in p.divided else 1 for p in at.plans]
+    most = [p.layout.fan_in if module in p.layout.divided else 1 for p in at.plans]
     rooms = [_room(rules, module, s) if s else 0 for s in shapes]
     parts = np.array([[n[module] for n in at.parts]])
     sizes, pairs = rows * tokens, group_pairs(volume, at.cuts * parts, np.array(ranks.data))
     mesh = (1, np.array([[ranks.data]]), ranks.model)
     figures = rules.costs.at(module, ranks.model, rows, tokens)
     tasks = structure.facts(module)[0]
-    segments = at.plans[0].segments_of(module)
+    segments = at.plans[0].layout.segments_of(module)
     return Segments(
         rules.options(module),
         np.array([ranks.data]),

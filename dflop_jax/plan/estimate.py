@@ -43,9 +43,11 @@ from dflop_jax.records import (
     FORWARD,
     Bucket,
     Direction,
+    Layout,
     ModelProfile,
     Plan,
     Remat,
+    Scheduling,
     SegmentPlan,
     Shape,
     Zero,
@@ -137,18 +139,20 @@ class Rules:
         """The placement as a plan without shapes, to ask for its graph."""
         return Plan(
             policy,
-            placement.submeshes,
-            placement.segments,
-            (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
-            edges=self.profile.edges,
-            group_size=placement.group_size,
-            tied=self.profile.tied,
-            node=self.node(0),
+            Layout(
+                placement.submeshes,
+                placement.segments,
+                (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
+                edges=self.profile.edges,
+                group_size=placement.group_size,
+                tied=self.profile.tied,
+            ),
+            Scheduling(node=self.node(0)),
         )
 
-    def trainable(self, plan: Plan) -> list[str]:
+    def trainable(self, layout: Layout) -> list[str]:
         """Names of the plan's segments that train."""
-        return [s.name for s in plan.segments if self.trains(s)]
+        return [s.name for s in layout.segments if self.trains(s)]
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""

@@ -21,6 +21,7 @@ from dflop_jax.records import (
     NO_GROUP,
     REDUCE,
     UPDATE,
+    Layout,
     Load,
     Plan,
     Predicted,
@@ -98,52 +99,54 @@ class Evaluator:
         less.rules = replace(self.rules, memory_bytes=max(1.0, limit - n_bytes) if limit else 0.0)
         return less
 
-    def prices(self, plan: Plan) -> Prices:
-        return prices_of(plan, self.rules.costs, self.rules.hardware)
+    def prices(self, layout: Layout) -> Prices:
+        return prices_of(layout, self.rules.costs, self.rules.hardware)
 
     def uniform(
         self, plan: Plan, pairs: Mapping[str, int], parts: Mapping[str, int] | None = None
     ) -> Uniform:
-        return Uniform(plan, pairs, self.prices(plan), self.rules.trainable(plan), parts)
+        return Uniform(
+            plan, pairs, self.prices(plan.layout), self.rules.trainable(plan.layout), parts
+        )
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
-        return max(self.peak_bytes(plan, in_flight_limit(plan)).values())
+        return max(self.peak_bytes(plan.layout, in_flight_limit(plan)).values())
 
-    def peak_bytes(self, plan: Plan, in_flight: Mapping[str, int]) -> dict[str, float]:
+    def peak_bytes(self, layout: Layout, in_flight: Mapping[str, int]) -> dict[str, float]:
         """Of each submesh, with so many groups kept by each segment."""
-        return memory.peak_bytes(plan, self.rules.costs, in_flight, self.rules.trainable(plan))
+        return memory.peak_bytes(layout, self.rules.costs, in_flight, self.rules.trainable(layout))
 
     def fits(self, plan: Plan) -> bool:
         limit = self.rules.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
 
-    def busy_s(self, plan: Plan) -> float:
+    def busy_s(self, layout: Layout) -> float:
         """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
         end: what tells options of a placement apart."""
         prices, trainable, n = (
-            self.prices(plan),
-            self.rules.trainable(plan),
-            self._mean_groups(plan),
+            self.prices(layout),
+            self.rules.trainable(layout),
+            self._mean_groups(layout),
         )
-        tasks = directions(plan, trainable)
+        tasks = directions(layout, trainable)
         total_s = sum(prices.step_end[Task(n, NO_GROUP, d)] for n in trainable for d in _STEP_END)
-        for s in plan.segments:
-            shapes = plan.shapes(s.module)
+        for s in layout.segments:
+            shapes = layout.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
-            pairs = self.rules.volumes[s.module].pairs / (n * plan.data_ranks(s.module))
-            parts = plan.fan_in if s.module in plan.divided else 1
+            pairs = self.rules.volumes[s.module].pairs / (n * layout.data_ranks(s.module))
+            parts = layout.fan_in if s.module in layout.divided else 1
             total_s += n * parts * sum(prices.programs[p].of(pairs / parts) for p in programs)
         return total_s
 
-    def _mean_groups(self, plan: Plan) -> float:
+    def _mean_groups(self, layout: Layout) -> float:
         """Groups of the largest shapes that hold a mean batch."""
         most = 1.0
-        for m in plan.modules:
+        for m in layout.modules:
             counts_pieces = m in self.rules.profile.piece_tokens
-            room = max((s.rows if counts_pieces else s.size for s in plan.shapes(m)), default=0)
-            room *= plan.data_ranks(m) * plan.group_size
-            room *= plan.fan_in if m in plan.divided else 1
+            room = max((s.rows if counts_pieces else s.size for s in layout.shapes(m)), default=0)
+            room *= layout.data_ranks(m) * layout.group_size
+            room *= layout.fan_in if m in layout.divided else 1
             most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
         return most
 
@@ -151,12 +154,12 @@ class Evaluator:
         """The plan with the cheapest options that its buckets leave memory for, module by module;
         with those that need least where nothing fits."""
         if not self.fits(plan):
-            for m in plan.modules:
+            for m in plan.layout.modules:
                 plan = min(self._with_each_option(plan, m), key=self.most_bytes)
         if not self.fits(plan):
             return plan
-        for m in plan.modules:
-            by_price = sorted(self._with_each_option(plan, m), key=self.busy_s)
+        for m in plan.layout.modules:
+            by_price = sorted(self._with_each_option(plan, m), key=lambda p: self.busy_s(p.layout))
             plan = next(filter(self.fits, by_price))
         return plan
 
@@ -170,14 +173,14 @@ class Evaluator:
         They are counted on a plan of whole modules and textbook prices, so that the answer is the
         same for all placements of the same data ranks.
         """
-        capacity = capacity_of(plan)
+        capacity, layout = capacity_of(plan.layout), plan.layout
         key = (
-            tuple(capacity.ranks.items()), capacity.group_size, plan.buckets, plan.fan_in, batch
+            *capacity.ranks.items(), capacity.group_size, layout.buckets, layout.fan_in, batch
         )  # fmt: skip
         if key not in self._groups:
             whole, prices = _whole(plan, capacity)
             arrays = self._packed[batch]
-            check_fits(arrays, widened(whole, prices)[0].buckets, capacity)
+            check_fits(arrays, widened(whole, prices)[0].layout.buckets, capacity)
             answer = solve(arrays, whole, prices, (), _RANK_WORK, 0).answer
             self._groups[key] = max(Counter(m for t in answer for m in t.placed).values())
         return self._groups[key]
@@ -191,32 +194,38 @@ class Evaluator:
           prices: of the plan's own programs; None: by the profile.
         """
         own = prices is not None
-        prices = prices or self.prices(plan)
-        trainable = self.rules.trainable(plan)
+        prices = prices or self.prices(plan.layout)
+        trainable = self.rules.trainable(plan.layout)
         work = min(work_budget(about_s), _EVALUATE_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.unseen)
         ]
         if not own:  # else its programs are compiled, for the rooms that they have
-            plan = replace(plan, exchange_rooms=exchange_rooms(plan, schedules, self.unseen))
+            plan = plan.with_layout(
+                exchange_rooms=exchange_rooms(plan.layout, schedules, self.unseen)
+            )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
         # Where groups share out what memory is left, the lookahead is chosen already.
-        for lookahead in LOOKAHEADS if plan.grouping == "balanced" and not plan.kept else ():
-            longer = replace(plan, lookahead=lookahead)
+        for lookahead in (
+            LOOKAHEADS
+            if plan.scheduling.grouping == "balanced" and not plan.scheduling.kept
+            else ()
+        ):
+            longer = plan.with_scheduling(lookahead=lookahead)
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
-            if _busiest_s(plan, traces) >= worth_s or not self.fits(longer):
+            if _busiest_s(plan.layout, traces) >= worth_s or not self.fits(longer):
                 break
             again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
             other = self._predicted(longer, [s for s, _ in again], [trace for _, trace in again])
             best = other if other.predicted.makespan_s < worth_s else best
-        return replace(best, work_budget=work_budget(best.predicted.makespan_s))
+        return best.with_scheduling(work_budget=work_budget(best.predicted.makespan_s))
 
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
         """Seconds by which evaluated plans are compared: of a step, a third of which have
         drifted."""
-        work = min(plan.work_budget, _EVALUATE_WORK)
+        work = min(plan.scheduling.work_budget, _EVALUATE_WORK)
         drifted_s = self._mean_s(plan, self.drifted, prices, work)
         share = _DRIFTED_SHARE
         return (1 - share) * plan.predicted.makespan_s + share * drifted_s
@@ -229,7 +238,7 @@ class Evaluator:
     def _mean_s(
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int
     ) -> float:
-        prices, trainable = prices or self.prices(plan), self.rules.trainable(plan)
+        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
         steps = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(batches)
@@ -241,20 +250,23 @@ class Evaluator:
     ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [most_in_flight(s.order) for s in schedules]
-        if plan.kept:  # groups of one segment differ in what they keep
+        if plan.scheduling.kept:  # groups of one segment differ in what they keep
             held = [held_bytes(plan, s) for s in schedules]
             peak_bytes = {
-                name: n_bytes + max(h[resources(plan)[name]] for h in held)
-                for name, n_bytes in self.peak_bytes(plan, {}).items()
+                name: n_bytes + max(h[resources(plan.layout)[name]] for h in held)
+                for name, n_bytes in self.peak_bytes(plan.layout, {}).items()
             }
         else:
-            in_flight = {s.name: max(d.get(s.name, 0) for d in depths) for s in plan.segments}
-            peak_bytes = self.peak_bytes(plan, in_flight)
+            in_flight = {
+                s.name: max(d.get(s.name, 0) for d in depths) for s in plan.layout.segments
+            }
+            peak_bytes = self.peak_bytes(plan.layout, in_flight)
         makespan_s = float(np.mean([t.makespan_s for t in traces]))
         predicted = Predicted(
             makespan_s=makespan_s,
             busy_fraction={
-                m.name: float(np.mean([b.get(m.name, 0.0) for b in busy])) for m in plan.submeshes
+                m.name: float(np.mean([b.get(m.name, 0.0) for b in busy]))
+                for m in plan.layout.submeshes
             },
             peak_bytes=peak_bytes,
             chosen_by_s=makespan_s,
@@ -262,9 +274,9 @@ class Evaluator:
         return replace(plan, predicted=predicted)
 
 
-def _busiest_s(plan: Plan, traces: Sequence[Trace]) -> float:
+def _busiest_s(layout: Layout, traces: Sequence[Trace]) -> float:
     """Seconds that the busiest devices compute, on average: no order of tasks is faster."""
-    of, found = resources(plan), []
+    of, found = resources(layout), []
     for trace in traces:
         busy_s = dict.fromkeys(of.values(), 0.0)
         for name, share in trace.busy_fraction().items():
@@ -279,13 +291,13 @@ def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:
     forwards."""
     submeshes, segments, first = [], [], 0
     programs: dict[ProgramId, Price] = {}
-    for m in plan.modules:
+    for m in plan.layout.modules:
         submeshes.append(SubmeshPlan(m, first, 1, capacity.ranks[m], 1))
         first += capacity.ranks[m]
-        n_layers = plan.segments_of(m)[-1].stop
+        n_layers = plan.layout.segments_of(m)[-1].stop
         segments.append(SegmentPlan(m, m, 0, n_layers, m, True, True))
-        for shape in plan.shapes(m):
+        for shape in plan.layout.shapes(m):
             programs[ProgramId(m, shape, FORWARD)] = Price(1.0)
             programs[ProgramId(m, shape, BACKWARD)] = Price(2.0)
-    whole = replace(plan, submeshes=tuple(submeshes), segments=tuple(segments))
+    whole = plan.with_layout(submeshes=tuple(submeshes), segments=tuple(segments))
     return whole, Prices(programs)

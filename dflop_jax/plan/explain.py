@@ -57,9 +57,9 @@ class Saving:
 def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
     """What each module of a plan that saves memory gets and pays for it."""
     found = []
-    for module, option in options_of(plan).items():
+    for module, option in options_of(plan.layout).items():
         each = {o: with_options(plan, {module: o}) for o in evaluator.rules.options(module)}
-        busy_s = {o: evaluator.busy_s(p) for o, p in each.items()}
+        busy_s = {o: evaluator.busy_s(p.layout) for o, p in each.items()}
         cheaper = [o for o in each if busy_s[o] < busy_s[option] * (1 - TIE)]
         if option not in each or not cheaper:
             continue
@@ -75,8 +75,8 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
 
 def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
     """Bytes of the device that needs most among a module's, however many groups a batch takes."""
-    peaks = evaluator.peak_bytes(plan, in_flight_limit(plan))
-    return max(peaks[s.submesh] for s in plan.segments_of(module))
+    peaks = evaluator.peak_bytes(plan.layout, in_flight_limit(plan))
+    return max(peaks[s.submesh] for s in plan.layout.segments_of(module))
 
 
 def why_nothing_fits(

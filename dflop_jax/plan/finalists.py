@@ -4,7 +4,7 @@ own, and what comes of them is judged by batches that no shape was sized for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.evaluate import TIE, Evaluator
@@ -48,7 +48,7 @@ def fastest_of(judged: Sequence[Judged]) -> Judged:
     """The plan of least seconds; of equals that of fewer buckets, then the first."""
     least_s = min(j.seconds for j in judged)
     equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
-    return min(equal, key=lambda j: len(j.plan.buckets))
+    return min(equal, key=lambda j: len(j.plan.layout.buckets))
 
 
 def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
@@ -65,7 +65,7 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
     "full" of all that are close to it, with several granularities of buckets; the best are then
     searched through. What `finish` adds to an evaluated plan is judged with it."""
     evaluator, first = ranking.evaluator, ranked[0]
-    if first.plan.grouping == "arrival":
+    if first.plan.scheduling.grouping == "arrival":
         return [finish(r.plan) for r in ranked[:n]]
     best = [*ranked[:FINALISTS], *_others(ranking, ranked)]
     quick = evaluator.config.effort == "quick"
@@ -76,7 +76,7 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
     ]  # fmt: skip
     tried: list[_Refined] = []
     for candidate in close:
-        cut = candidate.cut * candidate.plan.group_size
+        cut = candidate.cut * candidate.plan.layout.group_size
         most = evaluator.config.max_microbatches
         finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
         for at_most in finest[:1] if quick else finest:
@@ -95,7 +95,7 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
     while judged:
         fastest = fastest_of(judged).plan
         in_order.append(fastest)
-        judged = [j for j in judged if _programs(j.plan) != _programs(fastest)]
+        judged = [j for j in judged if j.plan.layout != fastest.layout]
     return in_order
 
 
@@ -128,17 +128,17 @@ def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
 def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     """The plan with its one bucket, and, where several are allowed, with a small one beside it for
     what does not fit: a second group of the same size would double the step."""
-    rules, (bucket,) = evaluator.rules, plan.buckets
+    rules, (bucket,) = evaluator.rules, plan.layout.buckets
     shapes: dict[str, Shape | None] = {}
     for m, shape in bucket.shapes:
         rows, tokens = max(1, round(SMALL * shape.rows)), shape.tokens
         if shape.rows == 1 and m not in rules.profile.piece_tokens:
             tokens = _up(SMALL * tokens, rules.token_multiple)
-        shapes[m] = shape if m in plan.divided else Shape(rows, tokens)
+        shapes[m] = shape if m in plan.layout.divided else Shape(rows, tokens)
     small = Bucket.of(shapes)
     if small == bucket or evaluator.config.buckets < 2:
         return [plan]
-    return [plan, replace(plan, buckets=(bucket, small))]
+    return [plan, plan.with_layout(buckets=(bucket, small))]
 
 
 def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
@@ -148,14 +148,14 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     about the same size may differ in speed by more than a fit of a few timings tells; their own
     times do."""
     rules = evaluator.rules
-    packed = set(plan.modules) - set(rules.profile.piece_tokens) - set(plan.divided)
+    packed = set(plan.layout.modules) - set(rules.profile.piece_tokens) - set(plan.layout.divided)
     shortest = {m: rules.row_tokens(m) for m in packed}
     buckets = tuple(
         Bucket.of({m: Shape(s.rows, min(s.tokens, shortest.get(m, s.tokens))) for m, s in b.shapes})
-        for b in plan.buckets
+        for b in plan.layout.buckets
     )
-    shorter = replace(plan, buckets=buckets)
-    if buckets == plan.buckets or beyond(evaluator.loads, shorter):
+    shorter = plan.with_layout(buckets=buckets)
+    if buckets == plan.layout.buckets or beyond(evaluator.loads, shorter):
         return []
     before, after = (_groups(evaluator, p) for p in (plan, shorter))
     return [shorter] if after <= MORE * before else []
@@ -163,17 +163,12 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
 
 def _groups(evaluator: Evaluator, plan: Plan) -> int:
     """Groups of the largest bucket that hold the sampled batches."""
-    whole = replace(plan, buckets=plan.buckets[:1])
+    whole = plan.with_layout(buckets=plan.layout.buckets[:1])
     return sum(evaluator.n_groups(whole, i) for i in range(len(evaluator.batches)))
 
 
 def _up(tokens: float, multiple: int) -> int:
     return -(-int(tokens) // multiple) * multiple
-
-
-def _programs(plan: Plan) -> tuple[object, ...]:
-    """What a plan's compiled programs depend on."""
-    return plan.submeshes, plan.segments, plan.buckets, plan.group_size
 
 
 def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Refined]:

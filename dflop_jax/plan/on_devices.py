@@ -87,7 +87,7 @@ class _Devices:
             self._drop(e)
             return []
         self.n_timed += 1
-        free = plan if plan.kept else replace(plan, lookahead=0)
+        free = plan if plan.scheduling.kept else plan.with_scheduling(lookahead=0)
         timed = self._evaluator.evaluate(free, by_profile_s, prices)
         if alone:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
@@ -95,8 +95,10 @@ class _Devices:
 
     def after_a_step(self, judged: Judged) -> Plan | None:
         """The plan once it has run a step; None where the devices do not hold that."""
-        left = {m: max(0.0, n - self._short_bytes) for m, n in judged.plan.free_bytes.items()}
-        plan = replace(judged.plan, free_bytes=left)  # that groups may keep more in
+        left = {
+            m: max(0.0, n - self._short_bytes) for m, n in judged.plan.scheduling.free_bytes.items()
+        }
+        plan = judged.plan.with_scheduling(free_bytes=left)  # that groups may keep more in
         try:
             self._try_step(plan, judged.prices or self._time_plan(plan))
         except PlanTooLarge as e:

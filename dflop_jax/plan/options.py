@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dflop_jax.records import Plan, Remat, SegmentPlan, Zero
+from dflop_jax.records import Layout, Plan, Remat, SegmentPlan, Zero
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,26 @@ class Option:
         return " ".join(parts)
 
 
-def options_of(plan: Plan) -> dict[str, Option]:
+def options_of(layout: Layout) -> dict[str, Option]:
     """The option of every module, which all its segments share."""
-    firsts = {m: plan.segments_of(m)[0] for m in plan.modules}
+    firsts = {m: layout.segments_of(m)[0] for m in layout.modules}
     return {m: Option(s.remat, s.zero) for m, s in firsts.items()}
 
 
 def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:
     """The plan with other options of some modules."""
-    segments = tuple(options.get(s.module, Option(s.remat, s.zero)).of(s) for s in plan.segments)
-    return replace(plan, segments=segments)
+    segments = tuple(
+        options.get(s.module, Option(s.remat, s.zero)).of(s) for s in plan.layout.segments
+    )
+    return plan.with_layout(segments=segments)
 
 
-def saving_words(plan: Plan) -> str:
+def saving_words(layout: Layout) -> str:
     """How the plan's modules save memory; "none" if they do not. A module with a second recompute
     policy is "named or none"."""
     words = []
-    for m, option in options_of(plan).items():
-        less = next((s.remat_less for s in plan.segments_of(m) if s.remat_less), None)
+    for m, option in options_of(layout).items():
+        less = next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None)
         own = option.words.replace(option.remat, f"{option.remat} or {less}", 1)
         words += [f"{m} {own if less else option.words}"] * bool(option.words)
     return ", ".join(words) or "none"

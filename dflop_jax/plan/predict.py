@@ -47,8 +47,8 @@ def simulate(
     Raises:
       ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
     """
-    names = [s.name for s in plan.segments] if trainable is None else trainable
-    prices = plan_prices(plan, profile, hardware)
+    names = [s.name for s in plan.layout.segments] if trainable is None else trainable
+    prices = plan_prices(plan.layout, profile, hardware)
     schedules = schedule_batches(plan, batches, prices, names)
     return simulate_schedules(plan, schedules, prices, names, noise=noise)
 

@@ -24,8 +24,8 @@ from dflop_jax.records import (
     REDUCE,
     UPDATE,
     Direction,
+    Layout,
     ModelProfile,
-    Plan,
     Price,
     Prices,
     ProgramId,
@@ -40,21 +40,21 @@ Collective = Callable[..., float]
 _UPDATE_PASSES = 7  # float32 arrays that AdamW reads and writes: 4 and 3
 
 
-def plan_prices(plan: Plan, profile: ModelProfile, hardware: Hardware | None = None) -> Prices:
+def plan_prices(layout: Layout, profile: ModelProfile, hardware: Hardware | None = None) -> Prices:
     """Prices of everything in a step of the plan.
 
     Raises:
       ValueError: the profile lacks a module or degree that the plan uses.
     """
-    return prices_of(plan, CostModel(profile), hardware)
+    return prices_of(layout, CostModel(profile), hardware)
 
 
-def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) -> Prices:
+def prices_of(layout: Layout, costs: CostModel, hardware: Hardware | None = None) -> Prices:
     """`plan_prices` from a cost model that is at hand, whose fits are then made once."""
     return Prices(
-        programs=program_prices(plan, costs, hardware),
-        step_end=step_end_seconds(plan, costs.profile, hardware),
-        sends=send_seconds(plan, costs, hardware),
+        programs=program_prices(layout, costs, hardware),
+        step_end=step_end_seconds(layout, costs.profile, hardware),
+        sends=send_seconds(layout, costs, hardware),
         concurrency=costs.profile.concurrency,
         host_s=costs.profile.host_s,
         shares_cores=costs.profile.shares_cores,
@@ -62,18 +62,18 @@ def prices_of(plan: Plan, costs: CostModel, hardware: Hardware | None = None) ->
 
 
 def program_prices(
-    plan: Plan, costs: CostModel, hardware: Hardware | None = None
+    layout: Layout, costs: CostModel, hardware: Hardware | None = None
 ) -> dict[ProgramId, Price]:
     """Price of every segment at every shape of its module, forward and backward, under each of its
     recompute policies."""
     programs: dict[ProgramId, Price] = {}
     known: dict[object, list[tuple[Shape, Direction, Price]]] = {}
-    for s in plan.segments:
-        mesh = plan.submesh(s.submesh).shape
+    for s in layout.segments:
+        mesh = layout.submesh(s.submesh).shape
         for less, policy in enumerate([s, s.keeping] if s.remat_less is not None else [s]):
             key = costs.kind(policy), mesh
             if key not in known:
-                known[key] = list(_segment_prices(plan, policy, mesh, costs, hardware))
+                known[key] = list(_segment_prices(layout, policy, mesh, costs, hardware))
             programs |= {
                 ProgramId(s.name, shape, d, bool(less)): price for shape, d, price in known[key]
             }
@@ -81,16 +81,16 @@ def program_prices(
 
 
 def _segment_prices(
-    plan: Plan, s: SegmentPlan, mesh: Mesh, costs: CostModel, hardware: Hardware | None
+    layout: Layout, s: SegmentPlan, mesh: Mesh, costs: CostModel, hardware: Hardware | None
 ) -> Iterator[tuple[Shape, Direction, Price]]:
-    shapes = plan.shapes(s.module)
+    shapes = layout.shapes(s.module)
     rows = np.array([shape.rows for shape in shapes])
     tokens = np.array([shape.tokens for shape in shapes])
     figures = costs.at(s.module, mesh[2], rows, tokens)
     moved = moved_by(s, mesh, costs.profile, hardware)
     for direction in (FORWARD, BACKWARD):
-        static_s = costs.task_s(s, mesh, plan.group_size, figures, direction, moved)
-        pair_s = float(costs.group_pair_s(s, mesh, plan.group_size, direction))
+        static_s = costs.task_s(s, mesh, layout.group_size, figures, direction, moved)
+        pair_s = float(costs.group_pair_s(s, mesh, layout.group_size, direction))
         for shape, seconds in zip(shapes, static_s, strict=True):
             yield shape, direction, Price(float(seconds), pair_s)
 
@@ -132,25 +132,27 @@ def update_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardwa
 
 
 def step_end_seconds(
-    plan: Plan, profile: ModelProfile, hardware: Hardware | None
+    layout: Layout, profile: ModelProfile, hardware: Hardware | None
 ) -> dict[Task, float]:
     """Seconds of every segment's reduction and update. A segment that reads the parameters of a
     tied entry sends their gradient to their owner, and receives them new."""
     seconds: dict[Task, float] = {}
-    for s in plan.segments:
-        mesh = plan.submesh(s.submesh).shape
+    for s in layout.segments:
+        mesh = layout.submesh(s.submesh).shape
         seconds[Task(s.name, NO_GROUP, REDUCE)] = float(reduce_s(s, mesh, profile, hardware))
         seconds[Task(s.name, NO_GROUP, UPDATE)] = float(update_s(s, mesh, profile, hardware))
-    for reader, owner in tied_ends(plan).items() if hardware else ():
-        here, there = (plan.submesh(plan.segment(n).submesh) for n in (reader, owner))
-        ends_bytes = profile.ends_param_bytes[plan.segment(reader).module] / here.model
+    for reader, owner in tied_ends(layout).items() if hardware else ():
+        here, there = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
+        ends_bytes = profile.ends_param_bytes[layout.segment(reader).module] / here.model
         for direction in (REDUCE, UPDATE):
             took_s = _between(here, there, ends_bytes, hardware)
             seconds[Task(reader, NO_GROUP, direction)] += took_s
     return seconds
 
 
-def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dict[SendId, float]:
+def send_seconds(
+    layout: Layout, costs: CostModel, hardware: Hardware | None
+) -> dict[SendId, float]:
     """Seconds of what each segment sends to one on other devices, for every shape of the reader,
     and of the gradients that come back, which are as many bytes.
 
@@ -159,14 +161,16 @@ def send_seconds(plan: Plan, costs: CostModel, hardware: Hardware | None) -> dic
     as if it filled all places of it.
     """
     seconds: dict[SendId, float] = {}
-    for link in links(plan) if hardware else ():
-        reader = plan.segment(link.target)
-        here, there = (plan.submesh(plan.segment(n).submesh) for n in (link.target, link.source))
-        for shape in plan.shapes(reader.module):
+    for link in links(layout) if hardware else ():
+        reader = layout.segment(link.target)
+        here, there = (
+            layout.submesh(layout.segment(n).submesh) for n in (link.target, link.source)
+        )
+        for shape in layout.shapes(reader.module):
             hidden = costs.fits.predict(
                 reader.module, here.model, shape.rows, shape.tokens, "hidden"
             )
-            took_s = _between(here, there, float(hidden) * plan.group_size, hardware)
+            took_s = _between(here, there, float(hidden) * layout.group_size, hardware)
             for direction in (FORWARD, BACKWARD):
                 key = SendId(link.source, link.target, shape, direction)
                 if took_s:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,7 +27,7 @@ from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
-from dflop_jax.records import Plan, SubmeshPlan
+from dflop_jax.records import Layout, SubmeshPlan
 
 ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
@@ -178,7 +177,7 @@ class Ranking:
         found = []
         for choice in bounds.choices(p, c):
             plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
-            plan = replace(plan, fan_in=bounds.fan_in(c))
+            plan = plan.with_layout(fan_in=bounds.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
             uniform = self.evaluator.uniform(plan, pairs, bounds.parts(c))
             found.append(
@@ -212,7 +211,7 @@ class Ranking:
             if needed < best[0]:
                 placement = bounds.placement(p)
                 plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, options)
-                best = needed, _words(plan, placement)
+                best = needed, _words(plan.layout, placement)
         return best
 
     def _arrivals(self, placements: Sequence[Placement]) -> list[Ranked]:
@@ -224,19 +223,19 @@ class Ranking:
                 continue
             for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
                 self.n_candidates += 1
-                buckets = arrival_plan(self.evaluator, placement, policy, cap).buckets
+                buckets = arrival_plan(self.evaluator, placement, policy, cap).layout.buckets
                 plans = [
                     as_plan(placement, policy, buckets, self.rules, options)
                     for options in self._alike()
                 ]
                 self._arrived += [
-                    (self.evaluator.most_bytes(p), _words(p, placement)) for p in plans
+                    (self.evaluator.most_bytes(p), _words(p.layout, placement)) for p in plans
                 ]
                 plans = list(filter(self.evaluator.fits, plans))
                 if plans:
                     self.n_fit += 1
                     self.n_evaluated += 1
-                    plan = min(plans, key=self.evaluator.busy_s)
+                    plan = min(plans, key=lambda p: self.evaluator.busy_s(p.layout))
                     plan = self.evaluator.evaluate(plan, 0.0)
                     makespan_s = plan.predicted.makespan_s
                     found.append(Ranked(policy, placement.name, cap, plan, makespan_s))
@@ -249,5 +248,5 @@ class Ranking:
         return [dict.fromkeys(self.rules.n_layers, o) for o in both]
 
 
-def _words(plan: Plan, placement: Placement) -> str:
-    return f"{placement.name}, {saving_words(plan)}"
+def _words(layout: Layout, placement: Placement) -> str:
+    return f"{placement.name}, {saving_words(layout)}"

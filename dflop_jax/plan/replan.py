@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,6 @@ from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
 from dflop_jax.records import (
     Load,
     Plan,
-    Predicted,
     Profile,
     Remat,
     SegmentPlan,
@@ -109,7 +108,7 @@ def better_plan(
         best = search(profile.model, data, facts.spec()).plan
     except ValueError as e:
         return BetterPlan(why=f"no plan for the samples of late: {e}")
-    if _programs(best) == _programs(plan):
+    if best.layout == plan.layout:
         return BetterPlan(why="the plan is still the best")
     known = (*data.loads, *data.tail)
     if lost := {*beyond(known, best)} - {*beyond(known, plan)}:
@@ -135,11 +134,6 @@ def _simulated_s(
         large = {i for plan in plans for i in beyond(batch, plan)}
         held.append([load for i, load in enumerate(batch) if i not in large])
     return [simulate(p, held, profile.model, hardware=hardware).makespan_s for p in plans]
-
-
-def _programs(plan: Plan) -> Plan:
-    """The plan without what may differ while it runs the same programs."""
-    return replace(plan, predicted=Predicted(), work_budget=0, lookahead=0, exchange_rooms=())
 
 
 def main() -> None:

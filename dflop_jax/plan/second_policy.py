@@ -33,16 +33,16 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
 
 def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     """Plans in which every segment that can may keep as much as one policy does."""
-    if not evaluator.rules.memory_bytes or plan.grouping != "balanced":
+    if not evaluator.rules.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
-    backward = set(with_backward(plan, evaluator.rules.trainable(plan)))
+    backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
     found = []
     for less in get_args(Remat):
         segments = tuple(
             replace(s, remat_less=less) if _may(s, less, backward, evaluator) else s
-            for s in plan.segments
+            for s in plan.layout.segments
         )
-        second = replace(plan, segments=segments)
+        second = plan.with_layout(segments=segments)
         if second != plan and evaluator.fits(second):
             found.append(_with_room(second, backward, evaluator))
     return found
@@ -60,11 +60,11 @@ def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
     """The plan with what its groups keep, and what of every device's memory is left."""
     costs = evaluator.rules.costs
     kept = []
-    for s in plan.segments:
-        for shape in plan.shapes(s.module) if s.name in backward else ():
-            own = kept_bytes(plan, costs, s, shape)
+    for s in plan.layout.segments:
+        for shape in plan.layout.shapes(s.module) if s.name in backward else ():
+            own = kept_bytes(plan.layout, costs, s, shape)
             less = s if s.remat_less is None else s.keeping
-            kept.append(Kept(s.name, shape, own, kept_bytes(plan, costs, less, shape) - own))
-    peaks = evaluator.peak_bytes(plan, in_flight_limit(plan))
+            kept.append(Kept(s.name, shape, own, kept_bytes(plan.layout, costs, less, shape) - own))
+    peaks = evaluator.peak_bytes(plan.layout, in_flight_limit(plan))
     free = {name: evaluator.rules.memory_bytes - peak for name, peak in peaks.items()}
-    return replace(plan, kept=tuple(kept), free_bytes=free)
+    return plan.with_scheduling(kept=tuple(kept), free_bytes=free)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.records import Bucket, Load, Plan
@@ -25,9 +24,9 @@ def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
         large, holding_capacity(plan), rules.profile.piece_tokens, rules.token_multiple
     )
     # Parts have one shape: of a divided module a sample gets as many as may feed one group.
-    parts = {m: plan.shapes(m)[0] for m in plan.divided if plan.shapes(m)}
+    parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}
     spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
-    spared = replace(plan, buckets=roomiest_first((*plan.buckets, spare)))
+    spared = plan.with_layout(buckets=roomiest_first((*plan.layout.buckets, spare)))
     if not evaluator.fits(spared):
         return plan
     return evaluator.evaluate(spared, plan.predicted.makespan_s)

@@ -66,17 +66,17 @@ class Structure:
 
 def structure_of(plan: Plan, rules: Rules) -> Structure:
     """The graph of a plan, whatever its shapes."""
-    number = {s.name: i for i, s in enumerate(plan.segments)}
-    used = {s.name for s in plan.segments if rules.volumes[s.module].largest}
+    number = {s.name: i for i, s in enumerate(plan.layout.segments)}
+    used = {s.name for s in plan.layout.segments if rules.volumes[s.module].largest}
     sources: list[list[int]] = [[] for _ in number]
-    for link in links(plan):
+    for link in links(plan.layout):
         if {link.source, link.target} <= used:
             sources[number[link.target]].append(number[link.source])
-    resource, in_flight = resources(plan), in_flight_limit(plan)
-    tasks = directions(plan, rules.trainable(plan))
+    resource, in_flight = resources(plan.layout), in_flight_limit(plan)
+    tasks = directions(plan.layout, rules.trainable(plan.layout))
     return Structure(
-        tuple((s.module, plan.segments_of(s.module).index(s)) for s in plan.segments),
-        tuple(resource[s.submesh] for s in plan.segments),
+        tuple((s.module, plan.layout.segments_of(s.module).index(s)) for s in plan.layout.segments),
+        tuple(resource[s.submesh] for s in plan.layout.segments),
         tuple(map(tuple, sources)),
         tuple(in_flight[n] for n in number),
         tuple(tasks[n] for n in number),

@@ -4,14 +4,14 @@ scheduled."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import Option, with_options
 from dflop_jax.plan.placement import Placement
-from dflop_jax.records import Bucket, Group, Plan, Prices, Schedule, Trace
+from dflop_jax.records import Bucket, Group, Layout, Plan, Prices, Schedule, Trace
 from dflop_jax.sim.pipeline import simulate_step
 
 
@@ -24,29 +24,27 @@ def as_plan(
 ) -> Plan:
     """The plan of a placement; `options` by module, None: the simplest that the rules allow."""
     options = options or {m: rules.options(m)[0] for m in rules.n_layers}
-    plan = replace(
-        rules.structure(placement, policy),
-        buckets=tuple(buckets),
-        grouping="arrival" if policy in BASELINES else "balanced",
-    )
+    grouping = "arrival" if policy in BASELINES else "balanced"
+    plan = rules.structure(placement, policy).with_layout(buckets=tuple(buckets))
+    plan = plan.with_scheduling(grouping=grouping)
     return with_options(plan, options)
 
 
 def uniform_groups(
-    plan: Plan, pairs: Mapping[str, int], n: int, parts: Mapping[str, int] | None = None
+    layout: Layout, pairs: Mapping[str, int], n: int, parts: Mapping[str, int] | None = None
 ) -> tuple[Group, ...]:
     """`n` times the groups of the plan's only bucket: of every module that it has a shape of as
     many as `parts` says (None: one), with the same content; it is not said which pieces they hold.
     """
-    (bucket,) = plan.buckets
-    shapes = [(m, s) for m in plan.modules if (s := bucket.shape(m)) is not None]
+    (bucket,) = layout.buckets
+    shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
     counts = [(parts or {}).get(m, 1) for m, _ in shapes]
     place = {m: first for (m, _), first in zip(shapes, accumulate(counts, initial=0))}
     groups: list[Group] = []
     for i in range(n):
         for (m, shape), count in zip(shapes, counts, strict=True):
-            feeds = (i * sum(counts) + place[t] for t in plan.targets(m) if t in place)
-            group = Group(m, shape, ((),) * plan.group_size, tuple(feeds), pairs[m])
+            feeds = (i * sum(counts) + place[t] for t in layout.targets(m) if t in place)
+            group = Group(m, shape, ((),) * layout.group_size, tuple(feeds), pairs[m])
             groups += [group] * count
     return tuple(groups)
 
@@ -63,7 +61,7 @@ class Uniform:
     _makespans: dict[int, float] = field(default_factory=dict)
 
     def trace(self, n: int) -> Trace:
-        schedule = Schedule(0, uniform_groups(self.plan, self.pairs, n, self.parts))
+        schedule = Schedule(0, uniform_groups(self.plan.layout, self.pairs, n, self.parts))
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def makespan_s(self, n: int) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd, prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Bucket, Shape
@@ -185,41 +185,26 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The static choice for a run.
+class Layout:
+    """Where a run's modules lie, and all else that its compiled programs depend on: equal layouts
+    run the same programs.
 
     `segments` stand module by module, every module after those that it reads; `edges` are the
-    model's. `group_size` microbatches are run by one program call. `grouping` says how samples meet
-    microbatches: "balanced" (min-max, packed) or "arrival" (in order, one sample a row).
-    `lookahead` more groups than in 1F1B may be in flight, so that unlike ones do not leave a
-    submesh waiting. At most `fan_in` groups of one module feed a group: of the modules that read no
-    other (`divided`), a microbatch's pieces then go through in several groups of one small shape.
-    The exits of `tied` modules read the parameters of their entries. `work_budget` bounds the
-    solver of one batch in units of work (pairs of rows priced), so that the step hides it; 0: the
-    scheduler's default. Every `node` devices, counted from the first, share a node; 0: all do.
-    `exchange_rooms` are what batches that the planner saw move between data ranks. `kept` says what
-    groups hold of the segments with two recompute policies, and `free_bytes`, by submesh, what of a
-    device's memory is left when every segment keeps as many groups as it ever may under the first.
-    `predicted` holds the planner's figures.
+    model's. `group_size` microbatches are run by one program call. At most `fan_in` groups of one
+    module feed a group: of the modules that read no other (`divided`), a microbatch's pieces then
+    go through in several groups of one small shape. The exits of `tied` modules read the parameters
+    of their entries. `exchange_rooms` are what batches that the planner saw move between data
+    ranks.
     """
 
-    policy: str
     submeshes: tuple[SubmeshPlan, ...]
     segments: tuple[SegmentPlan, ...]
     buckets: tuple[Bucket, ...]
     edges: tuple[Edge, ...] = ()
     group_size: int = 1
-    order: Literal["1f1b", "gpipe"] = "1f1b"
-    grouping: Grouping = "balanced"
-    lookahead: int = 0
     fan_in: int = 1
     tied: tuple[str, ...] = ()
-    work_budget: int = 0
     exchange_rooms: tuple[ExchangeRoom, ...] = ()
-    node: int = 0
-    kept: tuple[Kept, ...] = ()
-    free_bytes: dict[str, float] = field(default_factory=dict)
-    predicted: Predicted = Predicted()
 
     def __post_init__(self) -> None:
         names = [m.name for m in self.submeshes]
@@ -227,13 +212,6 @@ class Plan:
         require(len(self.segments) > 0 and len(self.buckets) > 0, "a plan needs segments, buckets")
         require(self.group_size >= 1, f"group_size {self.group_size} must be at least 1")
         require(self.fan_in >= 1, f"fan_in {self.fan_in} must be at least 1")
-        require(self.lookahead >= 0, f"lookahead {self.lookahead} must not be negative")
-        require(self.node >= 0, f"node {self.node} must not be negative")
-        require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
-        require(
-            self.grouping in get_args(Grouping),
-            f"grouping {self.grouping!r} is not balanced or arrival",
-        )
         seg_names = [s.name for s in self.segments]
         require(len(set(seg_names)) == len(seg_names), f"segment names repeat: {seg_names}")
         for s in self.segments:
@@ -339,10 +317,62 @@ class Plan:
         return tuple(dict.fromkeys(e.target for e in self.edges if e.source == module))
 
 
+@dataclass(frozen=True)
+class Scheduling:
+    """How the batches of a run are cut into groups and put into order.
+
+    `grouping` says how samples meet microbatches: "balanced" (min-max, packed) or "arrival" (in
+    order, one sample a row). `lookahead` more groups than in 1F1B may be in flight, so that unlike
+    ones do not leave a submesh waiting. `work_budget` bounds the solver of one batch in units of
+    work (pairs of rows priced), so that the step hides it; 0: the scheduler's default. Every `node`
+    devices, counted from the first, share a node; 0: all do. `kept` says what groups hold of the
+    segments with two recompute policies, and `free_bytes`, by submesh, what of a device's memory is
+    left when every segment keeps as many groups as it ever may under the first.
+    """
+
+    grouping: Grouping = "balanced"
+    order: Literal["1f1b", "gpipe"] = "1f1b"
+    lookahead: int = 0
+    work_budget: int = 0
+    node: int = 0
+    kept: tuple[Kept, ...] = ()
+    free_bytes: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.lookahead >= 0, f"lookahead {self.lookahead} must not be negative")
+        require(self.node >= 0, f"node {self.node} must not be negative")
+        require(self.order in ("1f1b", "gpipe"), f"order {self.order!r} is not 1f1b or gpipe")
+        require(
+            self.grouping in get_args(Grouping),
+            f"grouping {self.grouping!r} is not balanced or arrival",
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static choice for a run: what programs it runs, how its batches are scheduled on them,
+    and the planner's figures."""
+
+    policy: str
+    layout: Layout
+    scheduling: Scheduling = Scheduling()
+    predicted: Predicted = Predicted()
+
+    def with_layout(self, **changes: Any) -> Plan:
+        """The plan with other fields of its layout."""
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, **changes))
+
+    def with_scheduling(self, **changes: Any) -> Plan:
+        """The plan with other fields of its scheduling."""
+        scheduling = dataclasses.replace(self.scheduling, **changes)
+        return dataclasses.replace(self, scheduling=scheduling)
+
+
 def with_remat(plan: Plan, remat: Remat) -> Plan:
     """The plan with every segment's `remat` replaced, and no second policy."""
-    segments = tuple(dataclasses.replace(s, remat=remat, remat_less=None) for s in plan.segments)
-    return dataclasses.replace(plan, segments=segments, kept=(), free_bytes={})
+    segments = plan.layout.segments
+    segments = tuple(dataclasses.replace(s, remat=remat, remat_less=None) for s in segments)
+    return plan.with_layout(segments=segments).with_scheduling(kept=(), free_bytes={})
 
 
 def home_rank(rank: int, low: int, high: int) -> int:

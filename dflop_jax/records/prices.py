@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
-from dflop_jax.records.plan import Plan
+from dflop_jax.records.plan import Layout
 from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
 
 
@@ -95,7 +95,7 @@ class Prices:
         require(not bad, f"prices must be finite and not negative, got {bad[:3]}")
         require(self.concurrency > 0, "concurrency must be above 0")
 
-    def task_s(self, plan: Plan, schedule: Schedule, task: Task) -> float:
+    def task_s(self, layout: Layout, schedule: Schedule, task: Task) -> float:
         """Seconds of a task run alone; 0 without a price."""
         if task.group == NO_GROUP:
             return self.step_end.get(task, 0.0)

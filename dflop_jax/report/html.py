@@ -116,7 +116,7 @@ def _read(name: str, folder: Path) -> _Run:
         for trace, labels in read_trace(folder / file):
             title = titles[file].format(name=name, step=trace.step, source=trace.source)
             if trace.makespan_s > 0:
-                traces.append((panel_of(plan, trace, title), labels))
+                traces.append((panel_of(plan.layout, trace, title), labels))
     return _Run(name, folder, plan, summary, traces)
 
 
@@ -146,13 +146,13 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
 
 
 def _plan(run: _Run) -> dict[str, Any]:
-    plan = run.plan
+    plan, how = run.plan, run.plan.scheduling
     return {
         "name": run.name,
-        "text": f"policy {plan.policy} · order {plan.order}, lookahead {plan.lookahead} · "
-        f"{plan.grouping} grouping, {plan.group_size} a group",
-        "submeshes": submesh_rows(plan),
-        "buckets": [bucket_text(b) for b in plan.buckets],
+        "text": f"policy {plan.policy} · order {how.order}, lookahead {how.lookahead} · "
+        f"{how.grouping} grouping, {plan.layout.group_size} a group",
+        "submeshes": submesh_rows(plan.layout),
+        "buckets": [bucket_text(b) for b in plan.layout.buckets],
     }
 
 
@@ -168,7 +168,7 @@ def _panel(
     trace, rows = panel.trace, _rows(panel)
     row_number = {name: i for i, name in enumerate(rows)}
     busy, links = trace.busy_fraction(), _links(trace)
-    texts = label_texts(run.plan)
+    texts = label_texts(run.plan.layout)
     shade = {e: colours[label_of(e, panel.modules)] for e in trace.events}
     curves, note = _memory(run, trace, labels, memory)
     return {

@@ -6,7 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Plan, Trace
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    REDUCE,
+    RETURN,
+    SEND,
+    UPDATE,
+    Event,
+    Layout,
+    Trace,
+)
 from dflop_jax.report.colours import (
     DIRECTION_COLOURS,
     IDLE,
@@ -27,10 +37,10 @@ class Panel:
     submeshes: Sequence[str] = ()
 
 
-def panel_of(plan: Plan, trace: Trace, title: str) -> Panel:
+def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
     """The panel of a plan's trace."""
-    modules = {s.name: s.module for s in plan.segments}
-    return Panel(title, trace, modules, [m.name for m in plan.submeshes])
+    modules = {s.name: s.module for s in layout.segments}
+    return Panel(title, trace, modules, [m.name for m in layout.submeshes])
 
 
 def rows_of(panel: Panel) -> list[str]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Shape
 from dflop_jax.report.columns import MEDIAN_STEPS, read_columns
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, spread
 from dflop_jax.report.panels import Panel, panel_of
@@ -128,8 +128,8 @@ def summarise(folder: str | Path) -> RunSummary:
         n_bad=int(rows.sums["n_bad"]),
         n_skipped=rows.n_skipped,
         held_out=_held_out(path),
-        submeshes=_submesh_texts(plan),
-        buckets=[bucket_text(b) for b in plan.buckets],
+        submeshes=_submesh_texts(plan.layout),
+        buckets=[bucket_text(b) for b in plan.layout.buckets],
     )
 
 
@@ -153,10 +153,12 @@ def shape_text(module: str, shape: Shape) -> str:
     return f"{module} {shape.rows} x {shape.tokens}"
 
 
-def label_texts(plan: Plan) -> dict[str, str]:
+def label_texts(layout: Layout) -> dict[str, str]:
     """What the labels of groups (see `report.trace`) say at length."""
     return {
-        f"{m}:{s.name}": f"{shape_text(m, s)} tokens" for m in plan.modules for s in plan.shapes(m)
+        f"{m}:{s.name}": f"{shape_text(m, s)} tokens"
+        for m in layout.modules
+        for s in layout.shapes(m)
     }
 
 
@@ -165,10 +167,10 @@ def bucket_text(bucket: Bucket) -> str:
     return ", ".join(shape_text(m, s) for m, s in bucket.shapes) + " tokens"
 
 
-def submesh_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
     """(name, devices, stages x data x model, layers) of each submesh."""
-    layers: dict[str, list[str]] = {m.name: [] for m in plan.submeshes}
-    for s in plan.segments:
+    layers: dict[str, list[str]] = {m.name: [] for m in layout.submeshes}
+    for s in layout.segments:
         layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}")
     return [
         (
@@ -177,7 +179,7 @@ def submesh_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
             " × ".join(map(str, m.shape)),
             ", ".join(layers[m.name]) or "none",
         )
-        for m in plan.submeshes
+        for m in layout.submeshes
     ]
 
 
@@ -185,10 +187,10 @@ def _span(first: int, stop: int) -> str:
     return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
 
 
-def _submesh_texts(plan: Plan) -> list[str]:
+def _submesh_texts(layout: Layout) -> list[str]:
     return [
         f"{name}: devices {devices} as stage × data × model {shape}, layers {layers}"
-        for name, devices, shape, layers in submesh_rows(plan)
+        for name, devices, shape, layers in submesh_rows(layout)
     ]
 
 
@@ -309,7 +311,7 @@ def trace_panels(folder: Path, name: str) -> list[Panel]:
     """Panels of a run's traces that hold an event, modules named from its plan."""
     plan = read_plan(folder)
     return [
-        panel_of(plan, t, f"{name}, step {t.step}, {t.source}")
+        panel_of(plan.layout, t, f"{name}, step {t.step}, {t.source}")
         for t in read_traces(folder)
         if t.makespan_s > 0
     ]

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Load, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Load, Shape
 from dflop_jax.schedule.solver.problem import Ints
 
 
@@ -39,8 +39,8 @@ class Capacity:
         return bucket.tokens(module) * self.ranks[module] * self.group_size
 
 
-def capacity_of(plan: Plan) -> Capacity:
-    return Capacity({m: plan.data_ranks(m) for m in plan.modules}, plan.group_size)
+def capacity_of(layout: Layout) -> Capacity:
+    return Capacity({m: layout.data_ranks(m) for m in layout.modules}, layout.group_size)
 
 
 def rows_needed(lengths: Sequence[int], shape: Shape) -> float:

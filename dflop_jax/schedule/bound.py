@@ -21,7 +21,7 @@ from dflop_jax.records import (
     UPDATE,
     Bucket,
     Direction,
-    Plan,
+    Layout,
     Price,
     Prices,
     ProgramId,
@@ -38,19 +38,19 @@ _SAFE = 1 - 1e-9  # sums of the same floats in another order differ by less
 
 
 def lower_bound_s(
-    batch: Batch, plan: Plan, capacity: Capacity, prices: Prices, trainable: Collection[str]
+    batch: Batch, layout: Layout, capacity: Capacity, prices: Prices, trainable: Collection[str]
 ) -> float:
     """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
     whatever order and under whatever recompute policies they run."""
     prices = _cheapest(prices)
-    costs = group_costs(plan, prices, trainable)
+    costs = group_costs(layout, prices, trainable)
     work_R = np.zeros(costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
-    resource_of = resources(plan)
-    ids = sorted({resource_of[s.submesh] for s in plan.segments})
-    devices = {s.name: plan.submesh(s.submesh).n_devices for s in plan.segments}
-    for module in plan.modules:
-        shapes = plan.shapes(module)
+    resource_of = resources(layout)
+    ids = sorted({resource_of[s.submesh] for s in layout.segments})
+    devices = {s.name: layout.submesh(s.submesh).n_devices for s in layout.segments}
+    for module in layout.modules:
+        shapes = layout.shapes(module)
         if not len(batch.lengths[module]) or not shapes:
             continue
         static_CR = np.array([costs.static_s[module, s] for s in shapes])
@@ -59,7 +59,7 @@ def lower_bound_s(
         work_R += _volume_s(batch, module, shapes, capacity, static_CR)
         work_R += pairs * pair_CR.min(axis=0)
         weight_R = np.zeros(costs.n_resources)
-        for s in plan.segments_of(module):  # of a resource's segments, the one of fewest devices
+        for s in layout.segments_of(module):  # of a resource's segments, the one of fewest devices
             r = ids.index(resource_of[s.submesh])
             few = min(devices[s.name], prices.concurrency)
             weight_R[r] = min(weight_R[r] or np.inf, few)
@@ -68,13 +68,13 @@ def lower_bound_s(
         shared += pairs * float((pair_CR * weight_R).sum(axis=1).min())
     end_s = {REDUCE: np.zeros(costs.n_resources), UPDATE: np.zeros(costs.n_resources)}
     trains_R = np.ones(costs.n_resources, bool)  # whether reductions wait for all its tasks
-    for s in plan.segments:
+    for s in layout.segments:
         r = ids.index(resource_of[s.submesh])
         trains_R[r] &= s.name in trainable
         if s.name in trainable and len(batch.lengths[s.module]):
             for direction, total_R in end_s.items():
                 total_R[r] += prices.step_end.get(Task(s.name, NO_GROUP, direction), 0.0)
-    first_R, last_R = _ends(batch, plan, prices, trainable, ids)
+    first_R, last_R = _ends(batch, layout, prices, trainable, ids)
     reduce_R, update_R = end_s[REDUCE], end_s[UPDATE]
     tail_R = np.where(
         trains_R,
@@ -123,7 +123,7 @@ def _volume_s(
 
 
 def _ends(
-    batch: Batch, plan: Plan, prices: Prices, trainable: Collection[str], ids: list[int]
+    batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str], ids: list[int]
 ) -> tuple[Floats, Floats]:
     """[R] twice: seconds that pass at least before a resource's first task of a group, and from
     its last one to the end of a reduction, because of what must follow it.
@@ -131,22 +131,23 @@ def _ends(
     A group holds pieces of some sample, and with them runs what that sample's pieces in other
     modules need: forward before it, backward after it.
     """
-    tasks = directions(plan, trainable)
-    resource_of = resources(plan)
-    into: dict[str, list[str]] = {s.name: [] for s in plan.segments}
-    for link in links(plan):
+    tasks = directions(layout, trainable)
+    resource_of = resources(layout)
+    into: dict[str, list[str]] = {s.name: [] for s in layout.segments}
+    for link in links(layout):
         into[link.target].append(link.source)
 
     def least_s(name: str, direction: Direction) -> float:
-        module = plan.segment(name).module
+        module = layout.segment(name).module
         known = [
-            prices.programs.get(ProgramId(name, shape, direction)) for shape in plan.shapes(module)
+            prices.programs.get(ProgramId(name, shape, direction))
+            for shape in layout.shapes(module)
         ]
         return min((p.static_s if p else 0.0 for p in known), default=0.0)
 
     first_R, last_R = np.full(len(ids), np.inf), np.full(len(ids), np.inf)
     for lacks in batch.absences:
-        active = [s for s in plan.segments if s.module not in lacks]
+        active = [s for s in layout.segments if s.module not in lacks]
         before: dict[str, float] = {}
         after: dict[str, float] = {}
         for s in active:

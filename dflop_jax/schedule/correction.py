@@ -17,6 +17,7 @@ from dflop_jax.pipeline.order import resources
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    Layout,
     Load,
     Plan,
     Price,
@@ -76,7 +77,7 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
 
 
 def log_ratios(
-    plan: Plan,
+    layout: Layout,
     observed: Mapping[ProgramId, Sequence[float]],
     predicted: Mapping[ProgramId, float],
 ) -> dict[str, float]:
@@ -87,7 +88,7 @@ def log_ratios(
       observed: seconds of each program, one entry per run in the step.
       predicted: uncorrected seconds of the same.
     """
-    segments = {s.name for s in plan.segments}
+    segments = {s.name for s in layout.segments}
     found: dict[str, float] = {}
     for program, runs in observed.items():
         predicted_s = predicted.get(program, 0.0)
@@ -107,12 +108,12 @@ def with_ratios(state: Correction, ratios: Mapping[str, float]) -> Correction:
 
 def observe(
     state: Correction,
-    plan: Plan,
+    layout: Layout,
     observed: Mapping[ProgramId, Sequence[float]],
     predicted: Mapping[ProgramId, float],
 ) -> Correction:
     """The state after one sampled step, by what `log_ratios` makes of it."""
-    return with_ratios(state, log_ratios(plan, observed, predicted))
+    return with_ratios(state, log_ratios(layout, observed, predicted))
 
 
 def corrected(prices: Prices, state: Correction) -> Prices:
@@ -140,13 +141,13 @@ def expected_times(
     trace = simulate_step(plan, schedule, prices, trainable)
     if not prices.shares_cores:
         return {k: mean(runs) for k, runs in task_times(trace, schedule).items()}
-    resource_of = resources(plan)
+    resource_of = resources(plan.layout)
     whole_s = dict.fromkeys(resource_of.values(), 0.0)
     device_s = dict(whole_s)
     events = []
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            alone_s = prices.task_s(plan, schedule, Task(e.segment, e.group, e.direction))
+            alone_s = prices.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
             took_s = e.end_s - e.start_s
             share = max(1 - prices.host_s / alone_s, 0.0) if alone_s else 1.0
             whole_s[resource_of[e.submesh]] += took_s
@@ -155,7 +156,7 @@ def expected_times(
     times = task_times(replace(trace, events=tuple(events)), schedule)
     expected: dict[ProgramId, float] = {}
     for program, runs in times.items():
-        r = resource_of[plan.segment(program.segment).submesh]
+        r = resource_of[plan.layout.segment(program.segment).submesh]
         expected[program] = mean(runs) * whole_s[r] / device_s[r] if device_s[r] else 0.0
     return expected
 
@@ -175,7 +176,7 @@ def predicted_gain_s(
     Orders are those of list scheduling: a searched one fits the scatter of measured times as well,
     which is no gain.
     """
-    batch = Batch(loads, plan.modules)
+    batch = Batch(loads, plan.layout.modules)
 
     def under_after(prices: Prices) -> float:
         outline = solve(batch, plan, prices, trainable, work, 0).outline

@@ -17,7 +17,7 @@ from dflop_jax.records import (
     FORWARD,
     Bucket,
     Direction,
-    Plan,
+    Layout,
     Prices,
     ProgramId,
     SegmentPlan,
@@ -28,12 +28,12 @@ from dflop_jax.schedule.solver.problem import Floats, Ints
 _TICKS = 10_000_000  # whole units into which the dearest bucket's seconds are rounded
 
 
-def directions(plan: Plan, trainable: Collection[str]) -> dict[str, tuple[Direction, ...]]:
+def directions(layout: Layout, trainable: Collection[str]) -> dict[str, tuple[Direction, ...]]:
     """Tasks that a group has in each segment, as `order.step_graph` lists them."""
-    backward = with_backward(plan, trainable)
-    senders = {link.source for link in links(plan)}
+    backward = with_backward(layout, trainable)
+    senders = {link.source for link in links(layout)}
     tasks: dict[str, tuple[Direction, ...]] = {}
-    for s in plan.segments:
+    for s in layout.segments:
         forward: tuple[Direction, ...] = (FORWARD, BACKWARD) if s.name in backward else (FORWARD,)
         tasks[s.name] = forward if s.name in senders else (BACKWARD,)
     return tasks
@@ -58,11 +58,11 @@ class GroupCosts:
         return any(bool(v.any()) for (m, _), v in self.pair_s.items() if m == module)
 
 
-def group_costs(plan: Plan, prices: Prices, trainable: Collection[str]) -> GroupCosts:
+def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
     """Costs of the groups of all the plan's shapes."""
-    tasks = directions(plan, trainable)
-    resource_of = resources(plan)
-    ids = sorted({resource_of[s.submesh] for s in plan.segments})
+    tasks = directions(layout, trainable)
+    resource_of = resources(layout)
+    ids = sorted({resource_of[s.submesh] for s in layout.segments})
 
     def summed(segment: SegmentPlan, shape: Shape) -> tuple[float, float]:
         programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
@@ -71,11 +71,11 @@ def group_costs(plan: Plan, prices: Prices, trainable: Collection[str]) -> Group
 
     static: dict[tuple[str, Shape], Floats] = {}
     pair: dict[tuple[str, Shape], Floats] = {}
-    for module in plan.modules:
-        for shape in plan.shapes(module):
+    for module in layout.modules:
+        for shape in layout.shapes(module):
             static[module, shape] = np.zeros(len(ids))
             pair[module, shape] = np.zeros(len(ids))
-            for segment in plan.segments_of(module):
+            for segment in layout.segments_of(module):
                 r = ids.index(resource_of[segment.submesh])
                 static_s, pair_s = summed(segment, shape)
                 static[module, shape][r] += static_s

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Group, Plan, Shape
+from dflop_jax.records import Bucket, Group, Layout, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
@@ -256,19 +256,19 @@ def _on_own_ranks(
 
 
 def schedule_groups(
-    room: Room, answer: Sequence[Together], plan: Plan, *, with_pieces: bool
+    room: Room, answer: Sequence[Together], layout: Layout, *, with_pieces: bool
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
     each feeding those of the same run that read it; divided modules in several groups. A makespan
     asks for none of their pieces."""
     groups: list[Group] = []
     for together in answer:
-        every = {m: _parts(room, together, plan, m) for m in together.placed}
+        every = {m: _parts(room, together, layout, m) for m in together.placed}
         ends = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
         place_of = dict(zip(every, ends))  # a module that others feed has one group here
         for module, (shape, parts) in every.items():
             ranks = room.capacity.ranks[module]
-            feeds = tuple(place_of[t] for t in plan.targets(module) if t in place_of)
+            feeds = tuple(place_of[t] for t in layout.targets(module) if t in place_of)
             for placed in parts:
                 pairs_D = sum(rank_pairs(p, room.batch, module, shape, ranks) for p in placed)
                 rows = tuple(as_rows(p, shape, ranks) if with_pieces else () for p in placed)
@@ -277,14 +277,14 @@ def schedule_groups(
 
 
 def _parts(
-    room: Room, together: Together, plan: Plan, module: str
+    room: Room, together: Together, layout: Layout, module: str
 ) -> tuple[Shape, list[tuple[Placed, ...]]]:
     """The shape of a module's groups in a run, and the pieces of each group by microbatch."""
     shape, placed = room.buckets[together.bucket].shape(module), together.placed[module]
     assert shape is not None, "pieces are placed in a shape"
-    if module not in plan.divided:
+    if module not in layout.divided:
         return shape, [tuple(placed)]
-    part = part_shape(plan, module)
+    part = part_shape(layout, module)
     return part, parts_of(placed, shape, part, room.capacity.ranks[module])
 
 

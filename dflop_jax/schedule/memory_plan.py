@@ -75,7 +75,7 @@ def with_memory_plan(
 ) -> Schedule:
     """The schedule with the groups that keep more, and its makespan in the same order; as it is
     where no segment has a second policy or nothing is gained."""
-    if not plan.kept:
+    if not plan.scheduling.kept:
         return schedule
     keeping: dict[int, list[str]] = {}
     for device in devices_of(plan, schedule, prices):
@@ -87,8 +87,8 @@ def with_memory_plan(
         replace(g, remat_less=tuple(keeping.get(i, ()))) for i, g in enumerate(schedule.groups)
     )
     planned = replace(schedule, groups=groups)
-    graph = step_graph(plan, groups, trainable)
-    makespan_s = simulate_order(plan, planned, graph, schedule.order, prices).makespan_s
+    graph = step_graph(plan.layout, groups, trainable)
+    makespan_s = simulate_order(plan.layout, planned, graph, schedule.order, prices).makespan_s
     if makespan_s >= schedule.makespan_s * (1 - ROUNDING):
         return schedule
     return replace(planned, makespan_s=makespan_s)
@@ -100,21 +100,23 @@ def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
     The moments are those at which a resource holds most: the last forward before a backward. Beside
     the groups that it holds then, a segment is taken to hold the input of one more, which waits.
     """
-    own = {(k.segment, k.shape): k.n_bytes for k in plan.kept}
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.kept}
+    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
+    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
     largest: dict[str, float] = {}
-    for k in plan.kept:
+    for k in plan.scheduling.kept:
         largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
     both = _forward_and_backward(schedule.order)
     limit = in_flight_limit(plan)
     reserved = {n: limit[n] * n_bytes for n, n_bytes in largest.items()}
-    of = resources(plan)
+    of = resources(plan.layout)
     devices = []
     for r in sorted(set(of.values())):
-        names = {s.name: s for s in plan.segments if of[s.submesh] == r and s.name in largest}
+        names = {
+            s.name: s for s in plan.layout.segments if of[s.submesh] == r and s.name in largest
+        }
         if all(s.remat_less is None for s in names.values()):
             continue
-        free = min(plan.free_bytes.get(s.submesh, 0.0) for s in names.values())
+        free = min(plan.scheduling.free_bytes.get(s.submesh, 0.0) for s in names.values())
         tasks = [t for t in schedule.order if t.segment in names and (t.segment, t.group) in both]
         held = dict.fromkeys(names, 0.0)
         begun: dict[tuple[str, int], int] = {}
@@ -145,10 +147,10 @@ def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
 def held_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
     """Most bytes that groups between forward and backward take at once on each resource, under the
     recompute policies that they run under."""
-    kept = {(k.segment, k.shape): k for k in plan.kept}
+    kept = {(k.segment, k.shape): k for k in plan.scheduling.kept}
     both = _forward_and_backward(schedule.order)
-    of = resources(plan)
-    where = {s.name: of[s.submesh] for s in plan.segments}
+    of = resources(plan.layout)
+    where = {s.name: of[s.submesh] for s in plan.layout.segments}
     held = dict.fromkeys(where.values(), 0.0)
     most = dict(held)
     for t in schedule.order:

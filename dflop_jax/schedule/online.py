@@ -85,29 +85,29 @@ def schedule_batch(
       ValueError: a sample that fits no bucket, or arrival grouping with unequal data ranks.
     """
     start_s = time.perf_counter()
-    work = (plan.work_budget or DEFAULT_WORK) if work is None else work
-    batch = Batch(loads, plan.modules)
+    work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
+    batch = Batch(loads, plan.layout.modules)
     wide, wide_prices = widened(plan, prices)
-    if plan.grouping == "balanced":
-        check_fits(batch, wide.buckets, capacity_of(plan))
+    if plan.scheduling.grouping == "balanced":
+        check_fits(batch, wide.layout.buckets, capacity_of(plan.layout))
     order_budget, memory_budget = Budget(_ORDER_SHARE * work), Budget(0)
-    if plan.kept:
+    if plan.scheduling.kept:
         memory_budget = Budget(_MEMORY_SHARE * work)
     rest = work - order_budget.left - memory_budget.left
     solution = solve(batch, plan, prices, trainable, rest, seed)
-    if plan.grouping == "balanced":
+    if plan.scheduling.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
         bring_home(solution.room, solution.answer, plan)
     outline = solution.outline
-    if plan.grouping == "balanced" and plan.order == "1f1b":
+    if plan.scheduling.grouping == "balanced" and plan.scheduling.order == "1f1b":
         outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
         outline = with_memory_plan(plan, outline, prices, trainable, memory_budget)
     makespan_s = outline.makespan_s
-    bound_s = lower_bound_s(batch, wide, capacity_of(plan), wide_prices, trainable)
-    status: Status = "greedy" if work <= 0 or plan.grouping == "arrival" else "feasible"
+    bound_s = lower_bound_s(batch, wide.layout, capacity_of(plan.layout), wide_prices, trainable)
+    status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
-    groups = schedule_groups(solution.room, solution.answer, plan, with_pieces=True)
+    groups = schedule_groups(solution.room, solution.answer, plan.layout, with_pieces=True)
     return replace(
         outline,
         step=step,
@@ -131,16 +131,16 @@ def solve(
 ) -> Solution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
     wide, wide_prices = widened(plan, prices)
-    capacity, costs = capacity_of(plan), group_costs(wide, wide_prices, trainable)
-    budget, balanced = Budget(work), plan.grouping == "balanced"
-    most = _MOST_BUCKETS + len(wide.buckets) - len(plan.buckets)
-    buckets = variants(wide.buckets, batch, most) if balanced else plan.buckets
-    priced = frozenset(m for m in plan.modules if costs.has_pairs(m))
+    capacity, costs = capacity_of(plan.layout), group_costs(wide.layout, wide_prices, trainable)
+    budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
+    most = _MOST_BUCKETS + len(wide.layout.buckets) - len(plan.layout.buckets)
+    buckets = variants(wide.layout.buckets, batch, most) if balanced else plan.layout.buckets
+    priced = frozenset(m for m in plan.layout.modules if costs.has_pairs(m))
     room = Room(batch, buckets, capacity, ticks_of(costs, buckets), priced)
     if not balanced:
         answers = [arrival_answer(room)]
     else:
-        answers = [greedy_answer(room, len(wide.buckets))]
+        answers = [greedy_answer(room, len(wide.layout.buckets))]
         if work > 0:
             better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
             alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]
@@ -154,7 +154,7 @@ def solve(
         alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope
         share = budget.left / (len(answers) - place) if alike and balanced else 0
         even_content(room, answer, budget.part(share), seed)
-        groups = schedule_groups(room, answer, plan, with_pieces=False)
+        groups = schedule_groups(room, answer, plan.layout, with_pieces=False)
         outline, _ = with_order(plan, Schedule(0, groups), prices, trainable)
         if best is None or outline.makespan_s < best.outline.makespan_s * (1 - ROUNDING):
             best = Solution(room, answer, outline, 0.0)

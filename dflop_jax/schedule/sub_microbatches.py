@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Plan, Price, Prices, Shape
+from dflop_jax.records import Bucket, Layout, Plan, Price, Prices, Shape
 from dflop_jax.schedule.placing import Placed
 
 
@@ -21,18 +21,18 @@ def times(shape: Shape, parts: int) -> Shape:
     return replace(shape, rows=shape.rows * parts)
 
 
-def part_shape(plan: Plan, module: str) -> Shape:
+def part_shape(layout: Layout, module: str) -> Shape:
     """The one shape of a divided module's parts.
 
     Raises:
       ValueError: the plan has several.
     """
-    shapes = plan.shapes(module)
+    shapes = layout.shapes(module)
     if len(shapes) != 1:
         names = ", ".join(s.name for s in shapes)
         raise ValueError(
-            f"up to {plan.fan_in} groups of {module!r} feed one, in shapes {names}; give the "
-            "module one shape, or set the plan's fan_in to 1"
+            f"up to {layout.fan_in} groups of {module!r} feed one, in shapes {names}; give "
+            "the module one shape, or set the plan's fan_in to 1"
         )
     return shapes[0]
 
@@ -40,33 +40,33 @@ def part_shape(plan: Plan, module: str) -> Shape:
 def widened(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
     """The plan in which one group takes the place of several: its buckets with 1 to `fan_in` parts
     of every divided module, most parts first, and their prices; the same where none is divided."""
-    modules = _divided(plan)
+    modules = _divided(plan.layout)
     if not modules:
         return plan, prices
-    counts = range(plan.fan_in, 0, -1)
-    part = {m: part_shape(plan, m) for m in modules}
+    counts = range(plan.layout.fan_in, 0, -1)
+    part = {m: part_shape(plan.layout, m) for m in modules}
     programs = dict(prices.programs)
     for program, price in prices.programs.items():
-        module = plan.segment(program.segment).module
+        module = plan.layout.segment(program.segment).module
         if part.get(module) == program.shape:
             for n in counts:
                 wide = replace(program, shape=times(program.shape, n))
                 programs[wide] = Price(n * price.static_s, price.pair_s)
-    undivided = replace(plan, buckets=wide_buckets(plan), fan_in=1)
+    undivided = plan.with_layout(buckets=wide_buckets(plan.layout), fan_in=1)
     return undivided, replace(prices, programs=programs)
 
 
-def wide_buckets(plan: Plan) -> tuple[Bucket, ...]:
+def wide_buckets(layout: Layout) -> tuple[Bucket, ...]:
     """What one microbatch may take: the plan's buckets with 1 to `fan_in` parts of every divided
     module, most parts first."""
-    modules, counts = _divided(plan), range(plan.fan_in, 0, -1)
+    modules, counts = _divided(layout), range(layout.fan_in, 0, -1)
     if not modules:
-        return plan.buckets
-    return tuple(dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in plan.buckets))
+        return layout.buckets
+    return tuple(dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in layout.buckets))
 
 
-def _divided(plan: Plan) -> list[str]:
-    return [m for m in plan.divided if plan.shapes(m)]
+def _divided(layout: Layout) -> list[str]:
+    return [m for m in layout.divided if layout.shapes(m)]
 
 
 def _with_parts(bucket: Bucket, modules: Collection[str], n: int) -> Bucket:

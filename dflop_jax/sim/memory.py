@@ -14,8 +14,8 @@ from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     SEND,
+    Layout,
     ModelProfile,
-    Plan,
     SegmentPlan,
     Shape,
     Trace,
@@ -55,7 +55,7 @@ def peaks_of(
 
 
 def peak_bytes(
-    plan: Plan,
+    layout: Layout,
     costs: CostModel,
     in_flight: Mapping[str, int],
     trainable: Collection[str] | None = None,
@@ -66,22 +66,22 @@ def peak_bytes(
     module's largest shape, and run under their segments' own recompute policies; programs of
     either policy have room. `trainable` names the segments that train; None: all.
     """
-    resource = resources(plan)
-    trains = {s.name for s in plan.segments} if trainable is None else set(trainable)
-    backward = set(with_backward(plan, trains))
+    resource = resources(layout)
+    trains = {s.name for s in layout.segments} if trainable is None else set(trainable)
+    backward = set(with_backward(layout, trains))
 
     def most(s: SegmentPlan) -> SegmentBytes:
         return costs.largest_bytes(
             s,
-            plan.submesh(s.submesh).shape,
-            plan.group_size,
-            plan.shapes(s.module),
+            layout.submesh(s.submesh).shape,
+            layout.group_size,
+            layout.shapes(s.module),
             trained=s.name in trains,
             backward=s.name in backward,
         )
 
     needs = []
-    for s in plan.segments:
+    for s in layout.segments:
         need = most(s)
         if s.remat_less is not None:
             work = np.maximum(need.temporaries, most(s.keeping).temporaries)
@@ -89,13 +89,13 @@ def peak_bytes(
         needs.append(need)
     peaks = peaks_of(
         needs,
-        [resource[s.submesh] for s in plan.segments],
-        [in_flight.get(s.name, 0) for s in plan.segments],
+        [resource[s.submesh] for s in layout.segments],
+        [in_flight.get(s.name, 0) for s in layout.segments],
     )
     return {name: float(peaks.get(r, 0.0)) for name, r in resource.items()}
 
 
-def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
+def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
     """Bytes that a profile predicts for a plan.
 
     Raises:
@@ -104,22 +104,22 @@ def byte_table(plan: Plan, profile: ModelProfile) -> ByteTable:
     costs = CostModel(profile)
     kept: dict[tuple[str, Shape], float] = {}
     keeping: dict[tuple[str, Shape], float] = {}
-    for s in plan.segments:
-        for shape in plan.shapes(s.module):
-            kept[s.name, shape] = kept_bytes(plan, costs, s, shape)
+    for s in layout.segments:
+        for shape in layout.shapes(s.module):
+            kept[s.name, shape] = kept_bytes(layout, costs, s, shape)
             if s.remat_less is not None:
-                keeping[s.name, shape] = kept_bytes(plan, costs, s.keeping, shape)
-    return ByteTable(peak_bytes(plan, costs, {}), kept, keeping)
+                keeping[s.name, shape] = kept_bytes(layout, costs, s.keeping, shape)
+    return ByteTable(peak_bytes(layout, costs, {}), kept, keeping)
 
 
-def kept_bytes(plan: Plan, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
+def kept_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
     """Bytes per device that a segment holds of a group from forward to backward."""
-    mesh = plan.submesh(s.submesh).shape
-    return float(costs.segment_bytes(s, mesh, plan.group_size, shape.rows, shape.tokens).kept)
+    mesh = layout.submesh(s.submesh).shape
+    return float(costs.segment_bytes(s, mesh, layout.group_size, shape.rows, shape.tokens).kept)
 
 
 def memory_over_time(
-    plan: Plan,
+    layout: Layout,
     trace: Trace,
     shapes: Mapping[int, Shape],
     table: ByteTable,
@@ -138,10 +138,10 @@ def memory_over_time(
         other modules send counts from when it is read.
       keeping: (segment, group) that run under the segment's second recompute policy.
     """
-    submesh = {s.name: s.submesh for s in plan.segments}
-    module = {s.name: s.module for s in plan.segments}
-    senders: dict[str, list[str]] = {s.name: [] for s in plan.segments}
-    for link in links(plan):
+    submesh = {s.name: s.submesh for s in layout.segments}
+    module = {s.name: s.module for s in layout.segments}
+    senders: dict[str, list[str]] = {s.name: [] for s in layout.segments}
+    for link in links(layout):
         senders[link.target].append(link.source)
     fed_by: dict[int, list[int]] = {}
     for producer, fed in (feeds or {}).items():
@@ -154,7 +154,7 @@ def memory_over_time(
             ends[e.segment, e.group] = e.end_s
         elif e.direction == SEND:
             sent.setdefault((e.submesh, e.segment, e.group), e.end_s)
-    changes: dict[str, dict[float, float]] = {m.name: {0.0: 0.0} for m in plan.submeshes}
+    changes: dict[str, dict[float, float]] = {m.name: {0.0: 0.0} for m in layout.submeshes}
     spans = {(e.segment, e.group, e.direction): e for e in trace.events}
     for name, group in dict.fromkeys((e.segment, e.group) for e in trace.events):
         runs = [spans[k] for d in (FORWARD, BACKWARD) if (k := (name, group, d)) in spans]
@@ -181,7 +181,7 @@ def memory_over_time(
 
 
 def memory_of_run(
-    plan: Plan,
+    layout: Layout,
     profile: ModelProfile,
     trace: Trace,
     shapes_by_name: Mapping[int, str],
@@ -193,16 +193,16 @@ def memory_of_run(
     Raises:
       ValueError: a group's shape is not known, or the profile is not of this plan.
     """
-    known = {f"{m}:{shape.name}": shape for m in plan.modules for shape in plan.shapes(m)}
+    known = {f"{m}:{shape.name}": shape for m in layout.modules for shape in layout.shapes(m)}
     groups = {e.group for e in trace.events if e.group >= 0}
     named = {g: shapes_by_name.get(g, "").split(" +") for g in groups}
     if any(name not in known for name, *_ in named.values()):
         raise ValueError("the trace does not name a shape of the plan for every group")
-    if {e.segment for e in trace.events} - {s.name for s in plan.segments}:
+    if {e.segment for e in trace.events} - {s.name for s in layout.segments}:
         raise ValueError("the trace is of another plan")
     shapes = {g: known[name] for g, (name, *_) in named.items()}
     keeping = {(segment, g) for g, (_, *segments) in named.items() for segment in segments}
-    return memory_over_time(plan, trace, shapes, byte_table(plan, profile), feeds, keeping)
+    return memory_over_time(layout, trace, shapes, byte_table(layout, profile), feeds, keeping)
 
 
 def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:

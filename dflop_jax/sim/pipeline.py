@@ -29,6 +29,7 @@ from dflop_jax.records import (
     RETURN,
     SEND,
     Event,
+    Layout,
     Plan,
     Price,
     Prices,
@@ -90,14 +91,14 @@ def simulate_step(
     Raises:
       ValueError: the schedule's order is none of this step, or a straggler is no submesh.
     """
-    _check(noise, [m.name for m in plan.submeshes])
-    graph = step_graph(plan, schedule.groups, trainable)
+    _check(noise, [m.name for m in plan.layout.submeshes])
+    graph = step_graph(plan.layout, schedule.groups, trainable)
     order = order_of(plan, schedule, graph)
-    return simulate_order(plan, schedule, graph, order, prices, noise, awaited)
+    return simulate_order(plan.layout, schedule, graph, order, prices, noise, awaited)
 
 
 def simulate_order(
-    plan: Plan,
+    layout: Layout,
     schedule: Schedule,
     graph: StepGraph,
     order: Sequence[Task],
@@ -106,12 +107,12 @@ def simulate_order(
     awaited: Collection[str] = (),
 ) -> Trace:
     """`simulate_step` by an order that is known to be one of the graph."""
-    submesh = {s.name: s.submesh for s in plan.segments}
-    resource = resources(plan)
-    n_devices = {m.name: m.n_devices for m in plan.submeshes}
+    submesh = {s.name: s.submesh for s in layout.segments}
+    resource = resources(layout)
+    n_devices = {m.name: m.n_devices for m in layout.submeshes}
     slower = noise.stragglers if noise else {}
-    seconds = task_seconds(plan, schedule, prices)
-    sends = sends_of(plan, schedule, graph, prices)
+    seconds = task_seconds(layout, schedule, prices)
+    sends = sends_of(layout, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
 
@@ -148,7 +149,7 @@ def simulate_order(
     return Trace(schedule.step, "simulated", events)
 
 
-def task_seconds(plan: Plan, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
+def task_seconds(layout: Layout, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
     first: dict[tuple[Shape, tuple[str, ...]], int] = {}
     alike = [first.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)]
@@ -176,12 +177,12 @@ class Sending:
 
 
 def sends_of(
-    plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
+    layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices
 ) -> dict[Task, list[Sending]]:
     """What each task sends to other submeshes; sizes are those of the group that reads the
     activations."""
-    submesh = {s.name: s.submesh for s in plan.segments}
-    joined = {(k.source, k.target) for k in links(plan) if submesh[k.source] != submesh[k.target]}
+    submesh = {s.name: s.submesh for s in layout.segments}
+    joined = {(k.source, k.target) for k in links(layout) if submesh[k.source] != submesh[k.target]}
     first: dict[Shape, int] = {}
     shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
     known: dict[tuple[str, str, int, str], float] = {}
@@ -261,12 +262,12 @@ def with_order(
     not always beat it: the first choice of a greedy rule may be wrong with the right numbers. The
     second is taken where it is faster by more than rounding.
     """
-    graph = step_graph(plan, schedule.groups, trainable)
+    graph = step_graph(plan.layout, schedule.groups, trainable)
     order = order_tasks(plan, graph, schedule.groups)
-    trace = simulate_order(plan, schedule, graph, order, prices)
-    priced = order_tasks(plan, graph, schedule.groups, task_seconds(plan, schedule, prices))
+    trace = simulate_order(plan.layout, schedule, graph, order, prices)
+    priced = order_tasks(plan, graph, schedule.groups, task_seconds(plan.layout, schedule, prices))
     if priced != order:
-        other = simulate_order(plan, schedule, graph, priced, prices)
+        other = simulate_order(plan.layout, schedule, graph, priced, prices)
         if other.makespan_s < trace.makespan_s * (1 - _ROUNDING):
             order, trace = priced, other
     return replace(schedule, order=order, makespan_s=trace.makespan_s), trace

@@ -97,7 +97,7 @@ class Corrector:
         started_s = time.perf_counter()
         plan, prices, trainable = self._plan, self._prices, self._trainable
         expected = expected_times(plan, batch.schedule, prices, trainable)
-        ratios = log_ratios(plan, task_times(trace, batch.schedule), expected)
+        ratios = log_ratios(plan.layout, task_times(trace, batch.schedule), expected)
         state = with_ratios(before.state, ratios)
         first = self._worker.update_prices(corrected(prices, state))
         self._spent_s += time.perf_counter() - started_s

@@ -68,8 +68,8 @@ class _Counts:
 def own_ranks(programs: Programs) -> Ranks:
     """The data ranks that lie on this process's devices."""
     here = jax.process_index()
-    filled: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
-    counted: dict[str, set[int]] = {m: set() for m in programs.plan.modules}
+    filled: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
+    counted: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     for s in programs.segments.values():
         module, devices = s.plan.module, s.mesh.devices
         for rank in range(s.data_ranks):
@@ -94,7 +94,7 @@ class Packer:
 
     def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
-        return own_samples(self.plan, schedule, loads, self.ranks)
+        return own_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
         self,
@@ -111,13 +111,15 @@ class Packer:
           RunFailed: the processes hold different schedules.
         """
         packed = [
-            pack_group(self.plan, schedule, g, samples, loads, model=self.model, ranks=self.ranks)
+            pack_group(
+                self.plan.layout, schedule, g, samples, loads, model=self.model, ranks=self.ranks
+            )
             for g in range(len(schedule.groups))
         ]
         total = _agree(self.peers, key, schedule, self._counts(schedule, packed, n_bad))
-        executed = dict.fromkeys(self.plan.modules, 0)
+        executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
-            ranks = self.plan.data_ranks(g.module)
+            ranks = self.plan.layout.data_ranks(g.module)
             executed[g.module] += len(g.rows) * ranks * g.shape.size
         return ReadyBatch(
             step=schedule.step,
@@ -140,7 +142,10 @@ class Packer:
 
     def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
         """This process's part of what is counted."""
-        used, flops = dict.fromkeys(self.plan.modules, 0), dict.fromkeys(self.plan.modules, 0.0)
+        used, flops = (
+            dict.fromkeys(self.plan.layout.modules, 0),
+            dict.fromkeys(self.plan.layout.modules, 0.0),
+        )
         weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
         for group, arrays in zip(schedule.groups, packed, strict=True):
             used[group.module] += arrays.used_tokens

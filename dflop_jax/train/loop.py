@@ -20,7 +20,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.step import StepHandle
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import Plan, PriceList, Prices, Profile
+from dflop_jax.records import Layout, PriceList, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.learnt import Learnt, price_changes
@@ -76,7 +76,7 @@ class Loop:
         self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
         self._samples, self._held_out = samples, held_out
         self.source, self.profile, self.prices = source, profile, prices
-        needed = needed_flops(place.model, _row_tokens(ex.plan), place.trained.frozen)
+        needed = needed_flops(place.model, _row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
@@ -112,7 +112,7 @@ class Loop:
             counter,
             self._corrector,
             self.place.trained.rates,
-            Peaks.of(config, self.ex.plan, self.place.devices),
+            Peaks.of(config, self.ex.plan.layout, self.place.devices),
             self._skipping,
         )
         steps = range(start, config.train.steps)
@@ -295,6 +295,6 @@ def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
     return [source.label(i) for i in loader.indices(step)]
 
 
-def _row_tokens(plan: Plan) -> dict[str, int]:
+def _row_tokens(layout: Layout) -> dict[str, int]:
     """Tokens of the shortest rows that are compiled of each module."""
-    return {m: min(s.tokens for s in plan.shapes(m)) for m in plan.modules if plan.shapes(m)}
+    return {m: min(s.tokens for s in layout.shapes(m)) for m in layout.modules if layout.shapes(m)}

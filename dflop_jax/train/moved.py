@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data.features import features_struct
 from dflop_jax.data.packing import PackedGroup
-from dflop_jax.records import Plan, Schedule, Shape, home_rank
+from dflop_jax.records import Layout, Plan, Schedule, Shape, home_rank
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ def moved(
         counted = sorted(counts[target])
         for feeder, reads in arrays.reads.items():
             source = schedule.groups[feeder].module
-            low, high = plan.data_ranks(source), plan.data_ranks(target)
+            low, high = plan.layout.data_ranks(source), plan.layout.data_ranks(target)
             homes = np.array([home_rank(rank, low, high) for rank in range(high)])
             away = reads.copy()
             away[np.arange(high), homes] = 0
             result.most[_key(g, feeder)] = int(away.max(initial=0))
-            node = np.array(plan.devices(source)) // (plan.node or plan.n_devices)
+            node = np.array(plan.layout.devices(source)) // (
+                plan.scheduling.node or plan.layout.n_devices
+            )
             same = node[homes][:, None] == node[None, :]
-            size = _feature_bytes(plan, model, source, target, schedule.groups[feeder].shape)
+            size = _feature_bytes(plan.layout, model, source, target, schedule.groups[feeder].shape)
             name = f"{source} > {target}"
             for mask, into in ((same, result.in_node), (~same, result.across_nodes)):
                 n_features = int((away * mask)[counted].sum())
@@ -76,11 +78,11 @@ def moved(
 
 
 def _feature_bytes(
-    plan: Plan, model: MultimodalModel, source: str, target: str, shape: Shape
+    layout: Layout, model: MultimodalModel, source: str, target: str, shape: Shape
 ) -> float:
     """Bytes that all edges between two modules have of one feature."""
     total = 0.0
-    for edge in plan.edges:
+    for edge in layout.edges:
         if (edge.source, edge.target) == (source, target):
             struct = features_struct(model.modules[source], edge, shape)
             total += struct.shape[-1] * struct.dtype.itemsize

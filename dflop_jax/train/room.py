@@ -58,9 +58,9 @@ def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
     shown, seen = growing(how, IMAGE), growing(how, VIDEO)
     ranks = holding_capacity(plan).ranks
     rooms = []
-    for module in filter(plan.shapes, plan.modules):
-        shapes = plan.shapes(module)
-        only = replace(plan, buckets=tuple(Bucket.of({module: s}) for s in shapes))
+    for module in filter(plan.layout.shapes, plan.layout.modules):
+        shapes = plan.layout.shapes(module)
+        only = plan.with_layout(buckets=tuple(Bucket.of({module: s}) for s in shapes))
         tokens = max(s.size for s in shapes) * ranks[module], max(s.tokens for s in shapes)
         own = [_of(module, p) for p in shown], [_of(module, c) for c in seen]
         rooms.append(SampleRoom(module, *tokens, *(_most(one, only) for one in own)))

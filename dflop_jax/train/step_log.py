@@ -128,7 +128,7 @@ class StepLog:
                 self._corrector.after_step(result.trace, batch)
             if self.peers.count > 1:
                 of_task, schedule = self._prices.task_s, batch.schedule
-                alone_s = [of_task(self.plan, schedule, task) for task in handle.order.tasks]
+                alone_s = [of_task(self.plan.layout, schedule, task) for task in handle.order.tasks]
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
                 self._stragglers.after_step(batch.step, slow)
             self._log(result, batch, waits_s, verdict)
@@ -150,7 +150,7 @@ class StepLog:
             self.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
         # The rate goes on with the updates that are made.
         rate = float(self.rates[batch.step - self._skipping.known.count])
-        last = self.plan.modules[-1]
+        last = self.plan.layout.modules[-1]
         row = StepMetrics(
             step=batch.step,
             loss=verdict.loss,

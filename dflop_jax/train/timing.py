@@ -18,7 +18,7 @@ from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.record_files import load, save
-from dflop_jax.records import ModelProfile, Plan, Predicted, PriceList, Prices, Profile, Schedule
+from dflop_jax.records import ModelProfile, Plan, PriceList, Prices, Profile, Schedule
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
@@ -60,12 +60,12 @@ class Timed:
         how many devices compute at once, are the profile's."""
         ex = self.executor
         own = merged(
-            ex.plan,
+            ex.plan.layout,
             self.parts,
             one_at_a_time=ex.one_at_a_time,
             shares_cores=profile.shares_cores,
         )
-        by_profile = plan_prices(ex.plan, profile)
+        by_profile = plan_prices(ex.plan.layout, profile)
         programs = {
             key: dataclasses.replace(price, pair_s=by_profile.programs.get(key, price).pair_s)
             for key, price in own.programs.items()
@@ -127,7 +127,7 @@ class Finalists:
           PlanTooLarge: memory of a process did not hold it.
         """
         if not self._place.config.plan.finalists:
-            return plan_prices(plan, self._profile.model)
+            return plan_prices(plan.layout, self._profile.model)
         file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
         with suppress(ValueError):  # none yet, or one of another version
             return load(PriceList, file).prices
@@ -168,7 +168,7 @@ class Finalists:
         """The compiled executor of a plan, None if it was not tried here; the others are closed."""
         taken = self._timed.pop(self._name(plan), None)
         if taken:
-            taken.executor.plan = plan  # with what is predicted of it
+            taken.executor.take_figures(plan)
             del self._executors[self._name(plan)]
         for other in self._executors.values():
             other.close()
@@ -216,14 +216,11 @@ class Finalists:
         name = self._name(plan)
         if name not in self._executors:
             self._executors[name] = make_executor(self._place, plan)
-        self._executors[name].plan = plan
+        self._executors[name].take_figures(plan)
         return self._executors[name]
 
     def _name(self, plan: Plan) -> str:
         """What a plan's times depend on, as one word."""
-        programs = dataclasses.replace(
-            plan, predicted=Predicted(), work_budget=0, lookahead=0, kept=(), free_bytes={}
-        )
         trained = self._place.trained
-        facts = (self._profile.model.key, programs, trained.frozen, sorted(trained.rates))
+        facts = (self._profile.model.key, plan.layout, trained.frozen, sorted(trained.rates))
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]

@@ -243,11 +243,11 @@ class Trainer:
         plan, prices = self._choose(plan, prices, self.profile, progress)
         if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
-        meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.submeshes)
+        meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.layout.submeshes)
         progress.log(
             f"plan {plan.policy}: {meshes} (stage x data x model); buckets "
-            + ", ".join(b.name for b in plan.buckets)
-            + (f"; up to {plan.fan_in} groups feed one" if plan.fan_in > 1 else "")
+            + ", ".join(b.name for b in plan.layout.buckets)
+            + (f"; up to {plan.layout.fan_in} groups feed one" if plan.layout.fan_in > 1 else "")
         )
         return self._executor, prices
 
@@ -312,7 +312,7 @@ class Trainer:
         predicted = replace(
             plan.predicted,
             makespan_s=trace.makespan_s / len(batches),
-            busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.submeshes},
+            busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.layout.submeshes},
             chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
         )
         return replace(plan, predicted=predicted)

@@ -10,7 +10,7 @@ import jax
 
 from dflop_jax.config import Config
 from dflop_jax.hardware import chip_peak_flops
-from dflop_jax.records import Plan
+from dflop_jax.records import Layout
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Peaks:
     by_module: dict[str, float]
 
     @classmethod
-    def of(cls, config: Config, plan: Plan, devices: Sequence[jax.Device]) -> Peaks | None:
+    def of(cls, config: Config, layout: Layout, devices: Sequence[jax.Device]) -> Peaks | None:
         """Return the peaks by `train.peak_flops`, else by the name of the chip and the compute
         dtype; None where neither says it."""
         stated, chip = config.train.peak_flops, devices[0].device_kind
@@ -29,8 +29,8 @@ class Peaks:
         if not each:
             return None
         held = {
-            m: {d for s in plan.segments_of(m) for d in plan.submesh(s.submesh).devices}
-            for m in plan.modules
+            m: {d for s in layout.segments_of(m) for d in layout.submesh(s.submesh).devices}
+            for m in layout.modules
         }
         return cls(each * len(devices), {m: each * len(on) for m, on in held.items()})
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from dflop_jax.contract import Module, MultimodalModel, edges_of, split_dim
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.verify.results import Group
 from dflop_jax.weights import Folder, Held, read_segment, write_segment
 from dflop_jax.weights.contract import Tensor
@@ -52,11 +52,13 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
     tied = tuple(m for m, module in model.modules.items() if module.tied)
     return Plan(
         "verify",
-        tuple(submeshes),
-        tuple(segments),
-        (Bucket.of(shapes),),
-        edges_of(model),
-        tied=tied,
+        Layout(
+            tuple(submeshes),
+            tuple(segments),
+            (Bucket.of(shapes),),
+            edges=edges_of(model),
+            tied=tied,
+        ),
     )
 
 
@@ -77,7 +79,7 @@ def _ways(module: Module, n_devices: int) -> int:
 def round_trip(
     folder: Folder,
     model: MultimodalModel,
-    plan: Plan,
+    layout: Layout,
     devices: list[jax.Device],
     tick: Callable[[int, int], None],
 ) -> list[Group]:
@@ -96,7 +98,7 @@ def round_trip(
     """
     part_of = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
     identical: dict[str, bool] = {}
-    segments = make_segments(model, plan, devices)
+    segments = make_segments(model, layout, devices)
     with TemporaryDirectory(prefix="dflop-verify-") as scratch:
         file = Path(scratch) / "segment.safetensors"
         for i, segment in enumerate(segments.values()):

@@ -48,12 +48,12 @@ def verify(
             "write a factory with `weights`"
         )
     # Before anything else asks for devices, which fixes how many there are.
-    devices = use_devices(plan.n_devices) if plan else _some_devices()
+    devices = use_devices(plan.layout.n_devices) if plan else _some_devices()
     model: MultimodalModel = build_model(ModelConfig(FACTORIES[kind], str(path), dtype="float32"))
     folder = Folder(path, model.weights)  # type: ignore[attr-defined]
     folder.check()
     plan = plan or spread(model, len(devices), folder.map.tensors)
-    groups = round_trip(folder, model, plan, devices, tick)
+    groups = round_trip(folder, model, plan.layout, devices, tick)
     result = Verified(
         folder=str(path),
         model_type=kind,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Layout(Protocol):
+class Reshaping(Protocol):
     """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`."""
 
     @property
@@ -49,7 +49,7 @@ class Tensor(Protocol):
     def layer(self) -> int | None: ...
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Reshaping: ...
 
 
 class Unused(Protocol):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from dflop_jax.weights.contract import Layout
+from dflop_jax.weights.contract import Reshaping
 
 Range = tuple[int, int]
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
 
-def read_slice(layout: Layout, index: tuple[Range, ...], read: Reader) -> np.ndarray:
+def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.ndarray:
     """The part `index` of a parameter, reading of the file as little as one slice can give.
 
     Args:
@@ -48,7 +48,7 @@ def _whole(size: int) -> Range:
 
 
 def pieces(
-    layout: Layout, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
+    layout: Reshaping, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
 ) -> Iterator[tuple[Range, tuple[Range, ...]]]:
     """(layers, index) of pieces of at most about `limit_bytes` that together give the whole.
 

@@ -81,7 +81,7 @@ class Answer:
         """Seconds that devices idle in a step, all together."""
         assert self.plan is not None, self.words
         each = [s.idle_share * s.makespan_s for s in self.steps]
-        return float(np.mean(each)) * self.plan.n_devices
+        return float(np.mean(each)) * self.plan.layout.n_devices
 
     def busy_s(self, segment: str) -> float:
         """Seconds of a step that a segment computes, on average."""
@@ -94,10 +94,10 @@ def mean_s(steps: Iterable[Step]) -> float:
 
 def run_steps(case: Case, plan: Plan) -> tuple[Step, ...]:
     """The reported batches under a plan of static shapes."""
-    prices, names = prices_of(case, plan), [s.name for s in plan.segments]
+    prices, names = prices_of(case, plan), [s.name for s in plan.layout.segments]
     steps = []
     for i, batch in enumerate(reported(case)):
-        work = min(plan.work_budget or _WORK, _WORK)
+        work = min(plan.scheduling.work_budget or _WORK, _WORK)
         schedule = schedule_batch(batch, plan, prices, names, step=i, work=work)
         trace = simulate_step(plan, schedule, prices, names)
         steps.append(Step(plan, schedule, trace.makespan_s, computing_s(plan, trace)))
@@ -106,8 +106,8 @@ def run_steps(case: Case, plan: Plan) -> tuple[Step, ...]:
 
 def computing_s(plan: Plan, trace: Trace) -> dict[str, float]:
     """Seconds that each segment computes in a trace, the step's end not counted."""
-    seconds = dict.fromkeys((s.name for s in plan.segments), 0.0)
-    submesh = {s.name: s.submesh for s in plan.segments}
+    seconds = dict.fromkeys((s.name for s in plan.layout.segments), 0.0)
+    submesh = {s.name: s.submesh for s in plan.layout.segments}
     for e in trace.events:
         if e.direction in (FORWARD, BACKWARD) and e.submesh == submesh[e.segment]:
             seconds[e.segment] += e.end_s - e.start_s
@@ -220,10 +220,10 @@ def _planned(case: Case, policy: str) -> Answer:
 def parallelism(plan: Plan) -> str:
     """Pipeline x data x tensor of each module, groups that feed one, and what saves memory."""
     parts = []
-    for module in plan.modules:
-        segments = plan.segments_of(module)
-        mesh = plan.submesh(segments[0].submesh)
+    for module in plan.layout.modules:
+        segments = plan.layout.segments_of(module)
+        mesh = plan.layout.submesh(segments[0].submesh)
         parts.append(f"{module} {mesh.stage * len(segments)}x{mesh.data}x{mesh.model}")
-    words = saving_words(plan)
-    fed = f"; up to {plan.fan_in} sub-microbatches" if plan.fan_in > 1 else ""
+    words = saving_words(plan.layout)
+    fed = f"; up to {plan.layout.fan_in} sub-microbatches" if plan.layout.fan_in > 1 else ""
     return ", ".join(parts) + fed + (f"; {words}" if words != "none" else "")

@@ -57,9 +57,10 @@ class Step:
     def idle_share(self) -> float:
         """Of the devices' time: that in which they compute nothing."""
         spent_s = sum(
-            self.busy_s[s.name] * self.plan.submesh(s.submesh).n_devices for s in self.plan.segments
+            self.busy_s[s.name] * self.plan.layout.submesh(s.submesh).n_devices
+            for s in self.plan.layout.segments
         )
-        return 1 - spent_s / (self.plan.n_devices * self.makespan_s)
+        return 1 - spent_s / (self.plan.layout.n_devices * self.makespan_s)
 
 
 @cache

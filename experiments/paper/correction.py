@@ -48,15 +48,15 @@ PARTS = (0.85, 0.7, 0.5)  # of a plan's only bucket
 
 def several_buckets(plan: Plan) -> Plan:
     """The plan, with smaller buckets beside its only one."""
-    if len(plan.buckets) > 1:
+    if len(plan.layout.buckets) > 1:
         return plan
-    (largest,) = plan.buckets
-    last = plan.modules[-1]
+    (largest,) = plan.layout.buckets
+    last = plan.layout.modules[-1]
     smaller = [
         Bucket.of({m: _scaled(s, part, whole_rows=m != last) for m, s in largest.shapes})
         for part in PARTS
     ]
-    return replace(plan, buckets=(largest, *smaller))
+    return plan.with_layout(buckets=(largest, *smaller))
 
 
 def _scaled(shape: Shape, part: float, *, whole_rows: bool) -> Shape:
@@ -67,7 +67,7 @@ def _scaled(shape: Shape, part: float, *, whole_rows: bool) -> Shape:
 
 def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
     """True prices when the last module's programs of shape `slow` take longer than predicted."""
-    late = {s.name for s in plan.segments_of(plan.modules[-1])}
+    late = {s.name for s in plan.layout.segments_of(plan.layout.modules[-1])}
     programs = {
         k: Price(SLOW * p.static_s, SLOW * p.pair_s) if k.shape == slow and k.segment in late else p
         for k, p in predicted.programs.items()
@@ -79,7 +79,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
     chosen = answer(case, "dflop")
     assert chosen.plan is not None, chosen.words
     plan = several_buckets(chosen.plan)
-    names = [s.name for s in plan.segments]
+    names = [s.name for s in plan.layout.segments]
     predicted = prices_of(case, plan)
     batches = [case.loads(case.global_batch, _FIRST_SEED + i) for i in range(BATCHES)]
 
@@ -91,7 +91,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
         g.shape
         for step in range(BATCHES)
         for g in scheduled(step, predicted).groups
-        if g.module == plan.modules[-1]
+        if g.module == plan.layout.modules[-1]
     ]
     slow = max(sorted(set(used)), key=used.count)
     true = hardware(predicted, plan, slow)
@@ -113,7 +113,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
             if name == "corrected":
                 sampled.append(sampling(monitor, step))
                 if sampled[-1]:
-                    state = observe(state, plan, task_times(trace, schedule), expected)
+                    state = observe(state, plan.layout, task_times(trace, schedule), expected)
                     overhead_s = OVERHEAD * took
                     took += overhead_s
                     monitor = with_step(monitor)
@@ -145,7 +145,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
     result.notes = [
         f"stage times were sampled in {learnt} of {steps} steps, at {percent(OVERHEAD)} of a step",
         f"shape {slow.name} was slowed, one of "
-        f"{', '.join(s.name for s in plan.shapes(plan.modules[-1]))}",
+        f"{', '.join(s.name for s in plan.layout.shapes(plan.layout.modules[-1]))}",
     ]
     result.why = [
         "the paper's rule and its deviating shapes are not known in detail; what a correction can "

@@ -61,7 +61,7 @@ def profile_of(case: Case) -> ModelProfile:
 
 
 def prices_of(case: Case, plan: Plan) -> Prices:
-    return priced(plan, cost_model(case), case.hardware)
+    return priced(plan.layout, cost_model(case), case.hardware)
 
 
 @cache

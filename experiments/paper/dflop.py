@@ -140,9 +140,9 @@ def idle(setups: Sequence[Case] = SETUPS) -> Result:
 def stage_rates(case: Case, made: Answer) -> list[float]:
     """Samples/s that each stage would reach if it never waited, in the order of the pipeline."""
     assert made.plan is not None, made.words
-    of = resources(made.plan)
+    of = resources(made.plan.layout)
     busy_s: dict[int, float] = {}
-    for s in made.plan.segments:
+    for s in made.plan.layout.segments:
         busy_s[of[s.submesh]] = busy_s.get(of[s.submesh], 0.0) + made.busy_s(s.name)
     return [case.global_batch / s for s in busy_s.values()]
 
@@ -211,8 +211,8 @@ def load_ratio(made: Answer) -> float:
     """Device-seconds of the encoder over those of the LLM, for a sample of the tuned system."""
     spent_s = {"llm": 0.0, "encoder": 0.0}
     assert made.plan is not None, made.words
-    for s in made.plan.segments:
-        device_s = made.busy_s(s.name) * made.plan.submesh(s.submesh).n_devices
+    for s in made.plan.layout.segments:
+        device_s = made.busy_s(s.name) * made.plan.layout.submesh(s.submesh).n_devices
         spent_s["llm" if s.module == "llm" else "encoder"] += device_s
     return spent_s["encoder"] / spent_s["llm"]
 

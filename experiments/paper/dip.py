@@ -72,13 +72,13 @@ def whole_groups(case: Case, plan: Plan) -> Plan:
 
 def one_policy(plan: Plan) -> Plan:
     """The plan whose segments have one recompute policy each."""
-    segments = tuple(replace(s, remat_less=None) for s in plan.segments)
-    return replace(plan, segments=segments, kept=(), free_bytes={})
+    segments = tuple(replace(s, remat_less=None) for s in plan.layout.segments)
+    return plan.with_layout(segments=segments).with_scheduling(kept=(), free_bytes={})
 
 
 def textbook(case: Case, plan: Plan, steps: Sequence[Step]) -> tuple[Step, ...]:
     """The same groups in the order that a plan has without a search."""
-    prices, names = prices_of(case, plan), [s.name for s in plan.segments]
+    prices, names = prices_of(case, plan), [s.name for s in plan.layout.segments]
     again = []
     for step in steps:
         schedule = replace(step.schedule, order=())

@@ -38,7 +38,7 @@ def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: b
         size_VD = matrix * _token_bytes(case, source)
         if not named:
             size_VD = size_VD[rng.permutation(low)]
-        device_V = np.array(plan.devices(source))
+        device_V = np.array(plan.layout.devices(source))
         home_D = np.array([home_rank(rank, low, high) for rank in range(high)])
         size_VV = np.zeros((low, low))
         np.add.at(size_VV.T, home_D, size_VD.T)
@@ -63,7 +63,7 @@ def _read(plan: Plan, step: Step, loads: Sequence[Load]) -> Iterator[tuple[str, 
     groups = step.schedule.groups
     for group in groups:
         for target in (groups[f] for f in group.feeds):
-            ranks = plan.data_ranks(group.module), plan.data_ranks(target.module)
+            ranks = plan.layout.data_ranks(group.module), plan.layout.data_ranks(target.module)
             yield group.module, read_between(group, target, loads, ranks)
 
 

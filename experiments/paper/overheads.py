@@ -66,7 +66,7 @@ def run(cases: Sequence[Case] = ABLATED) -> Result:
         first_s = profiling_s(case)
         begun_s = first_s + data_s + chosen.search_s
         share = begun_s / 3600 / hours(dflop.step_s, case.global_batch)
-        names, prices = [s.name for s in plan.segments], prices_of(case, plan)
+        names, prices = [s.name for s in plan.layout.segments], prices_of(case, plan)
         schedule_s, balance_s = [], []
         for batch in reported(case)[:BATCHES]:
             schedule_s.append(schedule_batch(batch, plan, prices, names).elapsed_s)

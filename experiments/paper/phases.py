@@ -23,12 +23,14 @@ _WORK = 20_000  # units of the solver's
 def device_seconds(plan: Plan, prices: Prices, module: str, loads: Sequence[Load]) -> Array:
     """[samples]: what each sample's forward and backward through a module take of devices' time, no
     padding."""
-    shape, token_s, pair_s = max(plan.shapes(module)), 0.0, 0.0
-    for s in plan.segments_of(module):
-        mesh = plan.submesh(s.submesh)
+    shape, token_s, pair_s = max(plan.layout.shapes(module)), 0.0, 0.0
+    for s in plan.layout.segments_of(module):
+        mesh = plan.layout.submesh(s.submesh)
         for direction in (FORWARD, BACKWARD):
             price = prices.programs.get(ProgramId(s.name, shape, direction), Price(0.0))
-            token_s += price.static_s / shape.size / plan.group_size * mesh.n_devices / mesh.data
+            token_s += (
+                price.static_s / shape.size / plan.layout.group_size * mesh.n_devices / mesh.data
+            )
             pair_s += price.pair_s * mesh.n_devices / mesh.data
     lengths = [np.array(load.lengths(module), float) for load in loads]
     return np.array([token_s * n.sum() + pair_s * (n**2).sum() for n in lengths])
@@ -72,9 +74,9 @@ def run(cases: Sequence[Case] = CASES) -> Result:
         plan = answer(case, "orch").plan
         assert plan is not None, case.name
         prices, loads = prices_of(case, plan), reported(case)[0]
-        seconds = {m: device_seconds(plan, prices, m, loads) for m in plan.modules}
+        seconds = {m: device_seconds(plan, prices, m, loads) for m in plan.layout.modules}
         total_s = {m: s.sum() for m, s in seconds.items()}
-        ranks = {m: plan.data_ranks(m) for m in plan.modules}
+        ranks = {m: plan.layout.data_ranks(m) for m in plan.layout.modules}
         each = {how: slowest(seconds, ranks, how) for how in DEALT}
         whole = {
             how: sum(over[m] * s for m, s in total_s.items()) / sum(total_s.values())

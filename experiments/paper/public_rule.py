@@ -83,7 +83,7 @@ def public_rule(
     best: tuple[Plan, int, float] | None = None
     loads = {m: amount for m, (amount, _) in samples.items()}
     for plan in plans:
-        ranks = {m: plan.data_ranks(m) for m in plan.modules}
+        ranks = {m: plan.layout.data_ranks(m) for m in plan.layout.modules}
         if peak_bytes(costs, plan, _largest(loads, ranks)) > memory_bytes:
             continue
         m = _public_microbatches(loads, ranks, global_batch)
@@ -97,10 +97,10 @@ def public_rule(
             mean[k] = amount, amount * tile**2 if tile else amount**2
         seconds = segment_s(costs, plan, mean)
         slowest = 0.0
-        for k in plan.modules:
-            names = [s.name for s in plan.segments_of(k)]
+        for k in plan.layout.modules:
+            names = [s.name for s in plan.layout.segments_of(k)]
             slowest = max(slowest, sum(float(seconds[s][0]) for s in names) / len(names))
-        t = (m + len(plan.segments) - 1) * slowest
+        t = (m + len(plan.layout.segments) - 1) * slowest
         if best is None or (t < 1.1 * best[2] and m < best[1]):
             best = plan, m, t
     if best is None:

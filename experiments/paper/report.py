@@ -143,10 +143,10 @@ def write_timelines(case: Case, out: Path) -> Path:
     folders = []
     for system in SHOWN:
         step = answer(case, system).steps[0]
-        plan, names = step.plan, [s.name for s in step.plan.segments]
+        plan, names = step.plan, [s.name for s in step.plan.layout.segments]
         folder = out / plan.policy
         folder.mkdir(exist_ok=True)
-        save(replace(plan, grouping=TRUE_SHAPES[system]), folder / PLAN)
+        save(plan.with_scheduling(grouping=TRUE_SHAPES[system]), folder / PLAN)
         trace = simulate_step(plan, step.schedule, prices_of(case, plan), names)
         labels = group_labels([step.schedule])
         write_trace(folder / SIMULATED, [_without_links(trace)], labels)

@@ -14,7 +14,6 @@ evenly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -68,20 +67,20 @@ def shape_of(profile: ModelProfile, module: str, amount: float) -> Shape | None:
 
 def is_replicated(plan: Plan) -> bool:
     """Whether data ranks are replicas that meet only at the end of a step."""
-    return len({plan.data_ranks(m) for m in plan.modules}) == 1
+    return len({plan.layout.data_ranks(m) for m in plan.layout.modules}) == 1
 
 
 def dealt(plan: Plan, samples: Amounts, bins: Array, n_microbatches: int) -> Amounts:
     """What samples in bins (microbatch * ranks of the last module + rank) add up to, [microbatches,
     ranks]. A module that shares its amounts out evenly has a single column."""
-    last, replicated = plan.modules[-1], is_replicated(plan)
-    n_bins = n_microbatches * plan.data_ranks(last)
+    last, replicated = plan.layout.modules[-1], is_replicated(plan)
+    n_bins = n_microbatches * plan.layout.data_ranks(last)
     sums = {}
     for m, columns in samples.items():
         amount, pairs = (np.bincount(bins, x, n_bins).reshape(n_microbatches, -1) for x in columns)
         if m != last and not replicated:
             amount, pairs = (
-                x.sum(axis=1, keepdims=True) / plan.data_ranks(m) for x in (amount, pairs)
+                x.sum(axis=1, keepdims=True) / plan.layout.data_ranks(m) for x in (amount, pairs)
             )
             amount = np.ceil(amount)
         sums[m] = amount, pairs
@@ -97,8 +96,8 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
     """Seconds of all of a microbatch's tasks in each segment, by amounts."""
     known: dict[object, Array] = {}
     seconds = {}
-    for s in plan.segments:
-        mesh = plan.submesh(s.submesh).shape
+    for s in plan.layout.segments:
+        mesh = plan.layout.submesh(s.submesh).shape
         key = costs.kind(s), mesh
         if key not in known:
             amount, pairs = amounts[s.module]
@@ -115,9 +114,11 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
 
 def stage_s(costs: CostModel, plan: Plan, amounts: Amounts) -> Array:
     """The same on each stage, devices that no other segments use: [stages, ...]."""
-    of = resources(plan)
+    of = resources(plan.layout)
     stages: dict[int, Array] = {}
-    for s, seconds in zip(plan.segments, segment_s(costs, plan, amounts).values(), strict=True):
+    for s, seconds in zip(
+        plan.layout.segments, segment_s(costs, plan, amounts).values(), strict=True
+    ):
         stages[of[s.submesh]] = stages.get(of[s.submesh], 0.0) + seconds
     return np.stack(np.broadcast_arrays(*stages.values()))
 
@@ -134,8 +135,8 @@ def bins_of(
     Raises:
       ValueError: fewer samples than bins, or an unknown grouping.
     """
-    last = plan.modules[-1]
-    n, ranks = len(samples[last][0]), plan.data_ranks(last)
+    last = plan.layout.modules[-1]
+    n, ranks = len(samples[last][0]), plan.layout.data_ranks(last)
     n_bins = n_microbatches * ranks
     if n_microbatches < 1 or n_bins > n:
         raise ValueError(
@@ -160,14 +161,14 @@ def bins_of(
 def _stage_columns(costs: CostModel, plan: Plan, samples: Amounts) -> tuple[Array, tuple[int, ...]]:
     """Seconds that each sample adds to the stages, [samples, stages], without those that no sample
     loads more than another stage; and the columns of which all ranks of a microbatch share one."""
-    last, coupled = plan.modules[-1], not is_replicated(plan)
+    last, coupled = plan.layout.modules[-1], not is_replicated(plan)
     alone = []  # by module, [stages, samples]
     for m, both in samples.items():
         usual = _USUAL[m in costs.profile.piece_tokens]
         probes = {k: (np.zeros(2), np.zeros(2)) for k in samples}
         probes[m] = np.array([usual, 0.0]), np.array([0.0, 1.0])
         rates = stage_s(costs, plan, probes) / [usual, 1.0]
-        ranks = plan.data_ranks(m) if coupled and m != last else 1
+        ranks = plan.layout.data_ranks(m) if coupled and m != last else 1
         alone.append(rates @ np.stack(both) / ranks)
     columns, of_last = sum(alone).T, alone[-1].any(axis=1)
     stages = range(columns.shape[1])
@@ -201,16 +202,18 @@ def schedules_of(costs: CostModel, plan: Plan, amounts: Amounts) -> list[Schedul
     if not is_replicated(plan):
         amounts = {m: tuple(x.max(axis=1, keepdims=True) for x in both)
                    for m, both in amounts.items()}  # fmt: skip
-    n_microbatches, n_replicas = amounts[plan.modules[-1]][0].shape
+    n_microbatches, n_replicas = amounts[plan.layout.modules[-1]][0].shape
     schedules = []
     for r in range(n_replicas):
         groups: list[Group] = []
         for i in range(n_microbatches):
-            shapes = {m: shape_of(costs.profile, m, amounts[m][0][i, r]) for m in plan.modules}
+            shapes = {
+                m: shape_of(costs.profile, m, amounts[m][0][i, r]) for m in plan.layout.modules
+            }
             there = [m for m, shape in shapes.items() if shape]
             place = {m: len(groups) + k for k, m in enumerate(there)}
             for m in there:
-                feeds = tuple(place[t] for t in plan.targets(m) if t in place)
+                feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
                 groups.append(Group(m, shapes[m], ((),), feeds, int(amounts[m][1][i, r])))
         schedules.append(Schedule(0, tuple(groups)))
     return schedules
@@ -219,13 +222,13 @@ def schedules_of(costs: CostModel, plan: Plan, amounts: Amounts) -> list[Schedul
 def with_shapes(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with the shapes that the schedule has."""
     buckets = dict.fromkeys(Bucket.of({g.module: g.shape}) for g in schedule.groups)
-    return replace(plan, buckets=tuple(buckets))
+    return plan.with_layout(buckets=tuple(buckets))
 
 
 def simulated(case: Case, plan: Plan, schedule: Schedule) -> float:
     """Seconds of a step by one replica's schedule, the step's end over all data ranks included."""
     plan = with_shapes(plan, schedule)
-    names = [s.name for s in plan.segments]
+    names = [s.name for s in plan.layout.segments]
     return simulate_step(plan, schedule, prices_of(case, plan), names).makespan_s
 
 
@@ -248,5 +251,5 @@ def run_step(
 def peak_bytes(costs: CostModel, plan: Plan, largest: Mapping[str, float]) -> float:
     """Bytes of the device that needs most, with `largest` amounts on a rank of each module."""
     shapes = {m: shape for m, n in largest.items() if (shape := shape_of(costs.profile, m, n))}
-    plan = replace(plan, buckets=(Bucket.of(shapes),))
-    return max(memory.peak_bytes(plan, costs, in_flight_limit(plan)).values())
+    plan = plan.with_layout(buckets=(Bucket.of(shapes),))
+    return max(memory.peak_bytes(plan.layout, costs, in_flight_limit(plan)).values())

@@ -17,7 +17,7 @@ from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Bucket, Plan, Remat, Shape, with_remat
+from dflop_jax.records import Bucket, Layout, Plan, Remat, Scheduling, Shape, with_remat
 from experiments.paper.cases import Case, tuning
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import (
@@ -43,12 +43,14 @@ def plan_of(case: Case, policy: str, placement: Placement) -> Plan:
     profile = cost_model(case).profile
     return Plan(
         policy,
-        placement.submeshes,
-        placement.segments,
-        (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
-        edges=profile.edges,
-        tied=profile.tied,
-        node=case.hardware.devices_per_node,
+        Layout(
+            placement.submeshes,
+            placement.segments,
+            (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
+            edges=profile.edges,
+            tied=profile.tied,
+        ),
+        Scheduling(node=case.hardware.devices_per_node),
     )
 
 
@@ -105,7 +107,7 @@ def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
     }
     queue: list[tuple[float, int, int, Plan, list[Amounts] | None, bool]] = []
     for plan in (p for each in plans for p in _recomputed(costs, each)):
-        counts = _counts(case.global_batch // plan.data_ranks(plan.modules[-1]))
+        counts = _counts(case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1]))
         for n, about_s in zip(counts, _even_s(costs, plan, mean, counts), strict=True):
             queue.append((float(about_s), len(queue), n, plan, None, False))
     heapq.heapify(queue)
@@ -149,7 +151,7 @@ def _even_s(
 ) -> np.ndarray:
     """About the seconds of a step whose microbatches share a mean batch out evenly."""
     n = np.array(counts, float)
-    each = {m: tuple(x / (n * plan.data_ranks(m)) for x in both) for m, both in mean.items()}
+    each = {m: tuple(x / (n * plan.layout.data_ranks(m)) for x in both) for m, both in mean.items()}
     stages = stage_s(costs, plan, each)
     return (n - 1) * stages.max(axis=0) + stages.sum(axis=0)
 

@@ -22,13 +22,13 @@ def test_every_case_is_a_plan_of_its_degrees(model):
     assert len(cases) == 3 * 2 * 3
     for case in cases:
         job = case.job()
-        plan, last = job.plan, job.plan.modules[-1]
-        assert plan.n_devices in (8, 16)
-        assert job.config.plan.devices == plan.n_devices
-        meshes = [plan.submesh(s.submesh) for s in plan.segments_of(last)]
+        plan, last = job.plan, job.plan.layout.modules[-1]
+        assert plan.layout.n_devices in (8, 16)
+        assert job.config.plan.devices == plan.layout.n_devices
+        meshes = [plan.layout.submesh(s.submesh) for s in plan.layout.segments_of(last)]
         assert {m.model for m in meshes} == {case.tensor}
         assert sum(m.stage for m in meshes) == case.stages
-        apart = not {d for m in meshes for d in m.devices} & set(plan.submeshes[0].devices)
+        apart = not {d for m in meshes for d in m.devices} & set(plan.layout.submeshes[0].devices)
         assert apart == (case.policy == "dflop")
 
 
@@ -100,10 +100,10 @@ def test_a_file_of_a_row_has_what_is_predicted_and_modelled():
                                for r in ("none", "layers")})
         for m, s in (("vision", Shape(8, 729)), ("llm", Shape(1, 4096)))
     )  # fmt: skip
-    layers = {m: plan.segments_of(m)[-1].stop for m in plan.modules}
+    layers = {m: plan.layout.segments_of(m)[-1].stop for m in plan.layout.modules}
     profile = ModelProfile(
         "k", "h100", timings, dict.fromkeys(layers, 400), dict.fromkeys(layers, 400), layers,
-        dict.fromkeys(layers, 0.5), 8.0, edges=plan.edges, piece_tokens={"vision": 729},
+        dict.fromkeys(layers, 0.5), 8.0, edges=plan.layout.edges, piece_tokens={"vision": 729},
     )  # fmt: skip
     costs = script.CostModel(profile)
     report = ProgramReport(
@@ -120,7 +120,7 @@ def test_a_file_of_a_row_has_what_is_predicted_and_modelled():
     other = script.row(case, replace(report, kind="reduce", needed_flops=0.0), plan, costs)
     assert other["predicted_bytes"] is other["modelled_mfu"] is None
     peaks = script.with_peaks(case.job(), costs).plan.predicted.peak_bytes
-    assert set(peaks) == set(plan.modules)
+    assert set(peaks) == set(plan.layout.modules)
 
 
 def test_an_unknown_case_is_refused():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.config import DataConfig, ModelConfig
+from dflop_jax.records import Predicted
 from dflop_jax.report.run_folder import read_metrics
 
 from ..plans import nano_profile
@@ -58,7 +59,7 @@ def test_tasks_are_ordered_by_the_prices_that_a_run_measures(monkeypatch, capsys
         rows[name] = bench.train(name).row
     assert len(orders) == STEPS
     bench.compare_rates()  # which needs a policy's row
-    assert bench.trained["priced order"].plan.submeshes == TWO.submeshes
+    assert bench.trained["priced order"].plan.layout.submeshes == TWO.layout.submeshes
     for row in rows.values():
         assert row["efficiency"] > 0
         assert row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1]
@@ -71,15 +72,14 @@ def test_what_was_timed_of_a_plan_that_then_changed_is_found():
     """A finalist's lookahead and work are chosen after its programs were timed."""
     timings = runs.Timings(nano_profile())
     first, other = (
-        SimpleNamespace(executor=SimpleNamespace(plan=p))
-        for p in (TWO, replace(TWO, policy="orch"))
+        SimpleNamespace(executor=SimpleNamespace(plan=p)) for p in (TWO, TWO.with_layout(fan_in=2))
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.timing, "compile_and_time", lambda place, ex: ex)
         with timings.taken():
             for timed in (first, other):
                 runs.trainer.compile_and_time(None, timed)
-    changed = replace(TWO, lookahead=3, work_budget=9, predicted=runs.Predicted(1.0))
+    changed = replace(TWO, predicted=Predicted(1.0)).with_scheduling(lookahead=3, work_budget=9)
     assert timings.of(changed) is first
 
 

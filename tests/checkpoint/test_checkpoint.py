@@ -59,7 +59,7 @@ def test_one_segment_saves_what_several_hold(runs, name):
     counters = [a for a in runs(name).arrays if a.name.endswith("/count")]
     # Adam's and the schedule's, for each module.
     assert sum(a.saves for a in counters) == len({a.name for a in counters}) == 4
-    assert len(counters) == 2 * len(runs(name).ex.plan.segments)
+    assert len(counters) == 2 * len(runs(name).ex.plan.layout.segments)
 
 
 # ---- saved under one plan, restored under another ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import threading
 import time
@@ -37,7 +36,7 @@ from .checkpoint_cases import (  # noqa: F401
 def training():
     """An executor whose steps can be run, and the next step's arrays."""
     plan = plain.plan_of(model(), (0, 1, 1, 1), (1, 1, 2, 1))
-    plan = dataclasses.replace(plan, buckets=plan.buckets[:1])
+    plan = plan.with_layout(buckets=plan.layout.buckets[:1])
     ex = Executor(model(), plan, make_optimizer(TRAIN), clip_norm=1.0)
     ex.init(0)
     ex.compile()

@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -67,7 +66,7 @@ def finished(tmp_path_factory):
         cache_dir=str(folder / "cache"),
     )
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
-    plan = replace(NANO, edges=edges_of(MODEL), tied=tied)
+    plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
     Trainer(config, plan=plan, profile=nano_profile()).fit()
     return folder / "run"
 
@@ -211,7 +210,7 @@ def test_a_run_whose_every_record_is_damaged_is_known_as_one(left, capsys):
     left = files("run")
     args, _, wrote = ASKED["plan"][0]
     assert run(capsys, "plan", *args)[::2] == (0, "")
-    assert load(Plan, f"{wrote}/plan.json").n_devices == 2
+    assert load(Plan, f"{wrote}/plan.json").layout.n_devices == 2
     assert changed(left) == []
 
 

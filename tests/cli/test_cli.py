@@ -133,21 +133,21 @@ def test_a_run_folder_that_is_a_file(capsys, command):
 
 
 def changed_plan(**changes):
-    save(dataclasses.replace(NANO, **changes), "other_plan.json")
+    save(NANO.with_layout(**changes), "other_plan.json")
     return ("--plan-file", "other_plan.json", "--profile-file", "nano_profile.json")
 
 
 def test_plan_files_that_are_wrong(capsys):
-    vision, llm = NANO.segments
+    vision, llm = NANO.layout.segments
     files = changed_plan(segments=(vision, dataclasses.replace(llm, stop=6)))
     line = refused(capsys, "train", "nano.py", *files)
     assert "the plan covers 6 layers of 'llm', the model has 4" in line
 
-    far = (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))
+    far = (NANO.layout.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))
     line = refused(capsys, "train", "nano.py", *changed_plan(submeshes=far))
     assert "submesh 'llm' needs devices 1..15 but only 2 exist" in line
 
-    odd = (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 3))
+    odd = (NANO.layout.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 3))
     files = ("--plan.devices", "8", *changed_plan(submeshes=odd))
     line = refused(capsys, "train", "nano.py", *files)
     assert "does not divide over model=3" in line
@@ -219,7 +219,7 @@ def test_plan_writes_a_plan_that_loads(capsys):
     assert "largest picture" in out
     assert "longest clip" in out
     plan = load(Plan, "run/plan.json")
-    assert plan.n_devices == 2
+    assert plan.layout.n_devices == 2
     assert load(Profile, "run/profile.json") == nano_profile()
     code, out, _ = planned(capsys, "plan", "--json")
     assert code == 0
@@ -264,7 +264,7 @@ def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
     assert set(rows[0]["busy_fraction"]) == set(rows[0]["padding_fraction"]) == {"vision", "llm"}
     assert all(0 <= f < 1 for r in rows for f in r["padding_fraction"].values())
     assert all(r["supervised_tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
-    assert load(Plan, "run/plan.json").submeshes == NANO.submeshes
+    assert load(Plan, "run/plan.json").layout.submeshes == NANO.layout.submeshes
     assert json.loads(Path("run/config.json").read_text())["train"]["steps"] == 3
     assert "makespan" in Path("run/summary.md").read_text()
 

@@ -19,11 +19,11 @@ from tests.plans import NANO, bucket
 MEASURE, PLAN = ("train", "plan", "simulate", "profile"), ("train", "plan", "simulate")
 ANSWERS, TRAIN, SIMULATE = ("plan", "simulate", "profile"), ("train",), ("simulate",)
 SMALL = ("--model.factory", "tests.small:build")
-VISION, LLM = NANO.segments
+VISION, LLM = NANO.layout.segments
 FILES = {
     "deep.json": {"segments": (VISION, dataclasses.replace(LLM, stop=6))},
-    "far.json": {"submeshes": (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))},
-    "odd.json": {"submeshes": (NANO.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 5))},
+    "far.json": {"submeshes": (NANO.layout.submeshes[0], SubmeshPlan("llm", 1, 1, 15, 1))},
+    "odd.json": {"submeshes": (NANO.layout.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 5))},
     "short.json": {"buckets": (bucket(1, 1),)},
 }
 CASES = [
@@ -107,7 +107,7 @@ def test_nothing_is_measured_for_what_is_refused(
         monkeypatch.setattr(module, name, measured)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     for file, changes in FILES.items():
-        save(dataclasses.replace(NANO, **changes), tmp_path / file)
+        save(NANO.with_layout(**changes), tmp_path / file)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
     assert says in refused(capsys, command, "nano.py", *SMALL, *flags.split())

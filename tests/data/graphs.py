@@ -14,6 +14,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Load,
     Plan,
     Schedule,
@@ -113,11 +114,13 @@ def random_case(rng, *, group_size=1, ranks=None, smaller=0.0):
         groups += deal(rng, "d", 1, inside, loads, chosen, group_size, ranks["d"], ())
     plan = Plan(
         "test",
-        tuple(SubmeshPlan(m, 0, 1, ranks[m], 1) for m in BLOCKS),
-        tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in BLOCKS),
-        (Bucket.of({m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}),),
-        EDGES,
-        group_size=group_size,
+        Layout(
+            tuple(SubmeshPlan(m, 0, 1, ranks[m], 1) for m in BLOCKS),
+            tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in BLOCKS),
+            (Bucket.of({m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}),),
+            edges=EDGES,
+            group_size=group_size,
+        ),
     )
     edges = tuple(asdict(e) for e in EDGES)
     model = SimpleNamespace(modules=BLOCKS, piece_tokens={"a": 5}, edges=edges)

@@ -13,7 +13,7 @@ from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.contract import edges_of
 from dflop_jax.data import ByteTokenizer, MediaSpec, make_loader, make_source, pack_group
 from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.train.prepare import build_model
 from tests.data.media_cases import noise, talk
@@ -98,18 +98,20 @@ def test_a_made_up_modality_is_loaded_scheduled_and_packed(config, tmp_path, cap
 
     plan = Plan(
         "dflop",
-        (SubmeshPlan("nose", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-        (
-            SegmentPlan("nose", "nose", 0, 2, "nose", True, True),
-            SegmentPlan("llm", "llm", 0, 2, "llm", True, True),
+        Layout(
+            (SubmeshPlan("nose", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
+            (
+                SegmentPlan("nose", "nose", 0, 2, "nose", True, True),
+                SegmentPlan("llm", "llm", 0, 2, "llm", True, True),
+            ),
+            (Bucket.of({"nose": Shape(8, GRAINS), "llm": Shape(1, 256)}),),
+            edges=edges_of(model),
+            tied=("llm",),
         ),
-        (Bucket.of({"nose": Shape(8, GRAINS), "llm": Shape(1, 256)}),),
-        edges_of(model),
-        tied=("llm",),
     )
-    schedule = schedule_batch(loads, plan, make_prices(plan), plan.modules, work=0)
+    schedule = schedule_batch(loads, plan, make_prices(plan), plan.layout.modules, work=0)
     packed = [
-        pack_group(plan, schedule, g, samples, loads, model=model)
+        pack_group(plan.layout, schedule, g, samples, loads, model=model)
         for g in range(len(schedule.groups))
     ]
     of = [group.module for group in schedule.groups]

@@ -21,7 +21,7 @@ def features_of(module, tokens):
 def naive_fields(case, group):
     """Every field of a group, written token by token."""
     g = case.schedule.groups[group]
-    pieces, ranks = numbered(case.loads, g.module), case.plan.data_ranks(g.module)
+    pieces, ranks = numbered(case.loads, g.module), case.plan.layout.data_ranks(g.module)
     rows = (len(g.rows), ranks * g.shape.rows)
     if g.module == "a":
         made = {"picture": np.zeros((*rows, 2, 3), np.uint8), "size": np.zeros(rows, np.int32)}
@@ -120,7 +120,7 @@ def check_places(case, group, packed):
 
 def check_reads(case, source, target, packed, feeder):
     """Each rank of the target counts every feature that it reads once, by the rank that has it."""
-    low, high = (case.plan.data_ranks(g.module) for g in (source, target))
+    low, high = (case.plan.layout.data_ranks(g.module) for g in (source, target))
     per_rank = source.shape.rows * features_of(source.module, source.shape.tokens)
     read = {
         (r // target.shape.rows, m, int(flat))
@@ -140,7 +140,7 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
     rng = np.random.default_rng([seed, group_size])
     case = random_case(rng, group_size=group_size, smaller=smaller)
     for i, g in enumerate(case.schedule.groups):
-        packed = pack_group(case.plan, case.schedule, i, case.samples, case.loads,
+        packed = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
                             model=case.model)  # fmt: skip
         fields, used = naive_fields(case, i)
         assert packed.fields.keys() == fields.keys()
@@ -150,7 +150,7 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
         assert packed.used_tokens == used
         weights = fields.get("weights", np.zeros(1))
         assert packed.loss_weight == pytest.approx(weights.sum(dtype=float))
-        sources = case.plan.sources(g.module)
+        sources = case.plan.layout.sources(g.module)
         assert set(packed.places) == {f for m in sources for f in case.schedule.fed_by(i, m)}
         check_places(case, i, packed)
 
@@ -165,12 +165,12 @@ def test_the_parts_of_processes_make_the_whole(seed):
              {"a": {2}, "b": {1, 2}, "c": {1, 2}, "d": {0, 1, 2}}]  # fmt: skip
     counts = [fills[0], {**fills[1], "c": {2}}]
     for i, g in enumerate(case.schedule.groups):
-        whole = pack_group(case.plan, case.schedule, i, case.samples, case.loads,
+        whole = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
                            model=case.model)  # fmt: skip
         total = np.zeros(2)
         for ranks in map(Ranks, fills, counts):
-            own = own_samples(case.plan, case.schedule, case.loads, ranks)
-            part = pack_group(case.plan, case.schedule, i, {s: case.samples[s] for s in own},
+            own = own_samples(case.plan.layout, case.schedule, case.loads, ranks)
+            part = pack_group(case.plan.layout, case.schedule, i, {s: case.samples[s] for s in own},
                               case.loads, model=case.model, ranks=ranks)  # fmt: skip
             total += part.used_tokens, part.loss_weight
             mine = [r * g.shape.rows + k for r in ranks.fills[g.module]
@@ -187,9 +187,9 @@ def test_the_parts_of_processes_make_the_whole(seed):
 def test_own_samples_are_those_of_the_ranks(seed):
     case = random_case(np.random.default_rng(seed), ranks=dict.fromkeys(BLOCKS, 3))
     nobody = dict.fromkeys(BLOCKS, ())
-    assert own_samples(case.plan, case.schedule, case.loads, Ranks(nobody, nobody)) == []
+    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == []
     for module in BLOCKS:
-        own = own_samples(case.plan, case.schedule, case.loads,
+        own = own_samples(case.plan.layout, case.schedule, case.loads,
                           Ranks({**nobody, module: {1}}, nobody))  # fmt: skip
         first = first_pieces(case.loads, module)
         assert own == sorted({
@@ -203,7 +203,7 @@ def pack_row(row, tokens, samples, loads, module="c"):
     """A group of one row of a module."""
     case = random_case(np.random.default_rng(0), ranks=dict.fromkeys(BLOCKS, 1))
     schedule = Schedule(0, (Group(module, Shape(1, tokens), (((row,),),)),))
-    return pack_group(case.plan, schedule, 0, samples, loads, model=case.model)
+    return pack_group(case.plan.layout, schedule, 0, samples, loads, model=case.model)
 
 
 @pytest.mark.parametrize("row, loads", [((), []), ((0,), [Load({"c": (3,)})])])
@@ -232,7 +232,7 @@ def test_pieces_that_do_not_feed_their_sample_are_an_assertion():
     astray = Schedule(0, tuple(replace(g, feeds=()) for g in groups))
     fed = next(i for i, g in enumerate(groups) if any(i in other.feeds for other in groups))
     with pytest.raises(AssertionError, match="do not feed"):
-        pack_group(case.plan, astray, fed, case.samples, case.loads, model=case.model)
+        pack_group(case.plan.layout, astray, fed, case.samples, case.loads, model=case.model)
 
 
 def test_a_sample_without_a_field_is_named():

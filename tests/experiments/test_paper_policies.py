@@ -64,12 +64,12 @@ def test_dip_beside_its_baseline_and_part_by_part():
         "16.05 (1.63x)",
     ]
     assert parts.bars["memory"] == [pytest.approx(best.step_s / base.step_s)]
-    (first, *_), parts = best.plan.buckets, max(2, best.plan.fan_in)
-    divided = replace(best.plan, buckets=(first,), fan_in=parts)  # parts have one shape
+    (first, *_), parts = best.plan.layout.buckets, max(2, best.plan.layout.fan_in)
+    divided = best.plan.with_layout(buckets=(first,), fan_in=parts)  # parts have one shape
     whole = dip.whole_groups(TINY, divided)
-    assert whole.fan_in == 1
-    assert {m: s.tokens for b in whole.buckets for m, s in b.shapes} == {
-        m: s.tokens for b in divided.buckets for m, s in b.shapes
+    assert whole.layout.fan_in == 1
+    assert {m: s.tokens for b in whole.layout.buckets for m, s in b.shapes} == {
+        m: s.tokens for b in divided.layout.buckets for m, s in b.shapes
     }
     plain = dip.textbook(TINY, best.plan, best.steps)
     assert [s.schedule.groups for s in plain] == [s.schedule.groups for s in best.steps]
@@ -112,11 +112,11 @@ def test_exchange_against_a_loop_over_pieces():
     groups = step.schedule.groups
     for source in groups:
         for target in (groups[f] for f in source.feeds):
-            low, high = plan.data_ranks(source.module), plan.data_ranks(target.module)
+            low, high = plan.layout.data_ranks(source.module), plan.layout.data_ranks(target.module)
             size = dispatching._token_bytes(case, source.module)
             where = placed(source, loads)
             read = placed(target, loads)
-            device = plan.devices(source.module)
+            device = plan.layout.devices(source.module)
             for sample, rank, tokens in where:
                 for at in {r for s, r, _ in read if s == sample}:
                     home = at // (high // np.gcd(low, high)) * (low // np.gcd(low, high))

@@ -71,12 +71,14 @@ def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
 
 def test_stages_and_load_ratios_are_what_segments_compute():
     made = answer(TINY, DFLOP)
-    spent_s = {s.name: made.busy_s(s.name) for s in made.plan.segments}
+    spent_s = {s.name: made.busy_s(s.name) for s in made.plan.layout.segments}
     rates = dflop.stage_rates(TINY, made)
     assert min(rates) >= TINY.global_batch / sum(spent_s.values())
-    devices = {s.name: made.plan.submesh(s.submesh).n_devices for s in made.plan.segments}
+    devices = {
+        s.name: made.plan.layout.submesh(s.submesh).n_devices for s in made.plan.layout.segments
+    }
     device_s = {name: s * devices[name] for name, s in spent_s.items()}
-    encoder = sum(device_s[s.name] for s in made.plan.segments_of("vision"))
+    encoder = sum(device_s[s.name] for s in made.plan.layout.segments_of("vision"))
     assert dflop.load_ratio(made) == pytest.approx(encoder / (sum(device_s.values()) - encoder))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import experiments.paper.public_rule as rule
-from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Plan, Shape
 from experiments.paper.public_rule import pipelined, public_rule
 from tests.plan.test_baselines import LAYERS, SPACE, degrees, stage_of
 
@@ -43,15 +43,18 @@ def segment_s(_, plan, amounts):
     """Seconds of a module are its amount over its tensor degree, even over its stages."""
     return {
         s.name: amounts[s.module][0] * (10.0 if s.module == "vision" else 1.0)
-        / plan.submesh(s.submesh).model / len(plan.segments_of(s.module))
-        for s in plan.segments
+        / plan.layout.submesh(s.submesh).model / len(plan.layout.segments_of(s.module))
+        for s in plan.layout.segments
     }  # fmt: skip
 
 
 def space():
     """Of 4 devices."""
     bucket = (Bucket.of({"llm": Shape(1, 1)}),)
-    return [Plan("dflop", p.submeshes, p.segments, bucket) for p in pipelined(4, LAYERS, **SPACE)]
+    return [
+        Plan("dflop", Layout(p.submeshes, p.segments, bucket))
+        for p in pipelined(4, LAYERS, **SPACE)
+    ]
 
 
 def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch):
@@ -61,9 +64,9 @@ def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch
     plans = space()
 
     def predicted(p):
-        stage = {m: p.segments_of(m) for m in LAYERS}
-        tensor = {m: p.submesh(s[0].submesh).model for m, s in stage.items()}
-        ranks = {m: p.data_ranks(m) for m in LAYERS}
+        stage = {m: p.layout.segments_of(m) for m in LAYERS}
+        tensor = {m: p.layout.submesh(s[0].submesh).model for m, s in stage.items()}
+        ranks = {m: p.layout.data_ranks(m) for m in LAYERS}
         m = None
         for k in range(1, 8 // ranks["llm"] + 1):
             each = {name: 8 / (k * r) for name, r in ranks.items()}
@@ -75,7 +78,7 @@ def test_public_rule_is_its_formula_and_can_end_slower_than_it_began(monkeypatch
         each = {name: 8 / (m * r) for name, r in ranks.items()}
         v = 2 * each["vision"] * 10 / tensor["vision"] / len(stage["vision"])
         l = 20 * each["llm"] / tensor["llm"] / len(stage["llm"])
-        return m, (m + len(p.segments) - 1) * max(v, l)
+        return m, (m + len(p.layout.segments) - 1) * max(v, l)
 
     best = None
     for p in plans:

@@ -70,7 +70,7 @@ def made_up(monkeypatch):
 @pytest.fixture
 def without_links(monkeypatch):
     """What crosses devices takes no time."""
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan, MODEL))
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan.layout, MODEL))
 
 
 def plans(space, n):
@@ -82,7 +82,11 @@ def plans(space, n):
 
 
 def with_ranks(plans, vision, llm):
-    return next(p for p in plans if (p.data_ranks("vision"), p.data_ranks("llm")) == (vision, llm))
+    return next(
+        p
+        for p in plans
+        if (p.layout.data_ranks("vision"), p.layout.data_ranks("llm")) == (vision, llm)
+    )
 
 
 def vision_s(items, layers, ends):
@@ -112,7 +116,7 @@ def test_one_device_costs_what_its_microbatches_cost_by_hand(monkeypatch, withou
     want = whole_s(5, (40, 32)) + whole_s(6, (100, 64))
     assert step.makespan_s == pytest.approx(want)
     assert step.idle_share == pytest.approx(0.0, abs=1e-9)
-    names = {b.name for b in step.plan.buckets}
+    names = {b.name for b in step.plan.layout.buckets}
     assert names == {"vision:5x16", "llm:1x72", "vision:6x16", "llm:1x164"}
 
 
@@ -162,7 +166,7 @@ def test_the_end_of_a_step_adds_up_gradients_over_data_ranks(monkeypatch):
         + 7 * n / 2 / A100.memory_bandwidth for n in parts
     )  # fmt: skip
     linked_s = run_step(CASE, plan, LOADS, 1, "arrival").makespan_s
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan, MODEL))
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan.layout, MODEL))
     assert linked_s - run_step(CASE, plan, LOADS, 1, "arrival").makespan_s == pytest.approx(want)
 
 
@@ -182,14 +186,16 @@ def test_balanced_bins_are_better_than_those_of_arrival():
 
 def test_samples_balance_by_what_they_add_to_every_stage():
     """Of the stages, those that no sample loads more than another are left out."""
-    plan = next(p for p in plans(megatron, 4) if len(p.submeshes) == len(p.segments) == 4)
+    plan = next(
+        p for p in plans(megatron, 4) if len(p.layout.submeshes) == len(p.layout.segments) == 4
+    )
     samples = amounts_of(MODEL.profile, LOADS)
     columns, grouped = true_shapes._stage_columns(MODEL, plan, samples)
     assert grouped == ()
     assert columns.shape[0] == len(LOADS)
     assert columns.shape[1] < 4
     alone = [segment_s(MODEL, plan, dealt(plan, samples, np.arange(4), 4))[s.name][:, 0]
-             for s in plan.segments]  # fmt: skip
+             for s in plan.layout.segments]  # fmt: skip
     order = [np.argsort(x).tolist() for x in alone]
     assert {tuple(np.argsort(c)) for c in columns.T} <= {tuple(o) for o in order}
 
@@ -212,7 +218,7 @@ def test_tuning_is_about_as_good_as_trying_everything(grouping):
 
     tried = []
     for plan in space:
-        ranks = plan.data_ranks("llm")
+        ranks = plan.layout.data_ranks("llm")
         tried += [mean_s(with_remat(plan, "none"), m) for m in (1, 2, 4, 8) if m * ranks <= 8]
     assert mean_s(*tuned(CASE, space, grouping)) <= 1.05 * min(tried)
 
@@ -235,11 +241,11 @@ def test_memory_rules_plans_out_and_layers_are_recomputed_for_it(monkeypatch):
         return plan, true_shapes.peak_bytes(model, plan, tune._largest(parts))
 
     free, peak = tuned_within(1e12)
-    assert {s.remat for s in free.segments} == {"none"}
+    assert {s.remat for s in free.layout.segments} == {"none"}
     with pytest.raises(ValueError, match="the least needs"):
         tuned_within(peak / 1e4)
     limit = peak
-    while {s.remat for s in tuned_within(limit)[0].segments} == {"none"}:
+    while {s.remat for s in tuned_within(limit)[0].layout.segments} == {"none"}:
         limit *= 0.7
         assert tuned_within(limit)[1] <= limit
     assert tuned_within(limit)[1] <= limit

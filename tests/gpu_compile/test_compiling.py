@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from tests.plans import NANO, bucket
 def config(**plan) -> Config:
     return Config(
         model=ModelConfig(size="nano", dtype="bfloat16", attention_kernel="xla"),
-        plan=PlanConfig(policy="dflop", hardware="h100", devices=NANO.n_devices, **plan),
+        plan=PlanConfig(policy="dflop", hardware="h100", devices=NANO.layout.n_devices, **plan),
     )
 
 
@@ -66,10 +65,10 @@ def experiment(tmp_path, monkeypatch) -> str:
         "from dflop_jax import Config, ModelConfig, PlanConfig\n"
         "def config():\n"
         "    model = ModelConfig(size='nano', dtype='bfloat16', attention_kernel='xla')\n"
-        f"    plan = PlanConfig(policy='dflop', devices={NANO.n_devices})\n"
+        f"    plan = PlanConfig(policy='dflop', devices={NANO.layout.n_devices})\n"
         "    return Config(model=model, plan=plan)\n"
     )
-    save(replace(NANO, buckets=NANO.buckets[:1]), "plan.json")
+    save(NANO.with_layout(buckets=NANO.layout.buckets[:1]), "plan.json")
     return "nano.py"
 
 
@@ -284,8 +283,8 @@ def build(size, dtype="float32", attention_kernel="auto"):
 def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experiment):
     """Of 2 kv heads and 510 words each of 4 devices holds all, and none gathers any."""
     Path("heads.py").write_text(HEADS)
-    llm, vision = SubmeshPlan("llm", 1, 1, 1, 4), NANO.submeshes[0]
-    plan = replace(NANO, submeshes=(vision, llm), buckets=(bucket(4, 256),))
+    llm, vision = SubmeshPlan("llm", 1, 1, 1, 4), NANO.layout.submeshes[0]
+    plan = NANO.with_layout(submeshes=(vision, llm), buckets=(bucket(4, 256),))
 
     def job(head_dim, kernel):
         model = ModelConfig(

@@ -15,6 +15,7 @@ from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
     Group,
+    Layout,
     Plan,
     Schedule,
     SegmentPlan,
@@ -64,19 +65,21 @@ def make_plan(layout, fan_in=1, group_size=1):
             start = stop
     return Plan(
         "test",
-        tuple(submeshes),
-        tuple(segments),
-        (Bucket.of(SHAPES),),
-        edges_of(MODEL),
-        fan_in=fan_in,
-        group_size=group_size,
-        tied=("words",),
+        Layout(
+            tuple(submeshes),
+            tuple(segments),
+            (Bucket.of(SHAPES),),
+            edges=edges_of(MODEL),
+            group_size=group_size,
+            fan_in=fan_in,
+            tied=("words",),
+        ),
     )
 
 
 def dealt(plan, module, pieces, tokens):
     """Pieces into the rows of one group, first fit over ranks in turn."""
-    shape, ranks = SHAPES[module], plan.data_ranks(module)
+    shape, ranks = SHAPES[module], plan.layout.data_ranks(module)
     rows = [[] for _ in range(ranks * shape.rows)]
     for k, p in enumerate(pieces):
         turn = [(k + i) % len(rows) for i in range(len(rows))]
@@ -90,8 +93,8 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
     """Samples at random into groups of words; their pictures into `fan_in` groups that feed it."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(loads))
-    tokens = {m: piece_tokens(loads, m) for m in plan.modules}
-    first = {m: first_pieces(loads, m) for m in plan.modules}
+    tokens = {m: piece_tokens(loads, m) for m in plan.layout.modules}
+    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
     groups = []
 
     def pieces_of(module, members):
@@ -99,7 +102,7 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
 
     for k in range(n_groups):
         members = order[k::n_groups].tolist()
-        split = {m: [pieces_of(m, members)] for m in plan.modules}
+        split = {m: [pieces_of(m, members)] for m in plan.layout.modules}
         split["sights"] = [split["sights"][0][i::fan_in] for i in range(fan_in)]
         # a group without a piece is not run, unless others read it
         parts = [(m, p) for m in ("sights", "smells") for p in split[m] if p]
@@ -155,7 +158,7 @@ def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monke
     assert fed == fan_in
     arrays = []
     for g in range(len(schedule.groups)):
-        packed = pack_group(plan, schedule, g, samples, loads, model=MODEL)
+        packed = pack_group(plan.layout, schedule, g, samples, loads, model=MODEL)
         arrays.append(GroupArrays(packed.fields, packed.places))
     ex = Executor(MODEL, plan, optax.sgd(1.0), clip_norm=0.0, evaluates=True)
     try:

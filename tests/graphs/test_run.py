@@ -55,7 +55,7 @@ def test_any_policy_gives_the_same_losses(run):
     np.testing.assert_allclose(other.losses, result.losses, rtol=2e-4)
     rows = read_metrics(folder / "orch")
     plan = load(Plan, folder / "orch/plan.json")
-    assert any(plan.data_ranks(e.source) > 1 for e in plan.edges)
+    assert any(plan.layout.data_ranks(e.source) > 1 for e in plan.layout.edges)
     assert sum(v for r in rows for v in r["moved_in_node"].values()) > 0
     assert not any(v for r in rows for v in r["moved_across_nodes"].values())
 
@@ -74,8 +74,10 @@ def test_chunks_of_all_modules_on_every_rank_give_the_same_losses(run, dip):
     assert result.compiles_after_warmup == 0
     plan = load(Plan, folder / "dip/plan.json")
     assert plan.policy == "dip"
-    for rank in plan.submeshes:
-        assert {s.module for s in plan.segments if s.submesh == rank.name} == set(plan.modules)
+    for rank in plan.layout.submeshes:
+        assert {s.module for s in plan.layout.segments if s.submesh == rank.name} == set(
+            plan.layout.modules
+        )
     traces = [trace for trace, _ in read_trace(folder / "dip" / TRACE)]
     assert {e.submesh for t in traces for e in t.events} == {"rank0", "rank1"}
 
@@ -101,5 +103,5 @@ def test_its_plan_is_simulated_from_the_files_of_the_run(run):
     batches = sample_batches(profile.data.loads, 16, 3)
     trace = simulate(plan, batches, profile.model)
     ran = {e.segment for e in trace.events}
-    assert ran == {s.name for s in plan.segments}
+    assert ran == {s.name for s in plan.layout.segments}
     assert trace.makespan_s > 0

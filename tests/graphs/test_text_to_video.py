@@ -28,6 +28,7 @@ from dflop_jax.records import (
     DataProfile,
     Group,
     LayerTiming,
+    Layout,
     ModelProfile,
     Plan,
     Profile,
@@ -109,11 +110,13 @@ def make_plan(layout):
             start = stop
     return Plan(
         "test",
-        tuple(submeshes),
-        tuple(segments),
-        (Bucket.of(SHAPES),),
-        edges_of(MODEL),
-        group_size=max(m.stage for m in submeshes),
+        Layout(
+            tuple(submeshes),
+            tuple(segments),
+            (Bucket.of(SHAPES),),
+            edges=edges_of(MODEL),
+            group_size=max(m.stage for m in submeshes),
+        ),
     )
 
 
@@ -123,15 +126,15 @@ def make_schedule(plan, n):
     for k in range(2):
         members, rows = list(range(n))[k::2], {}
         for module, shape in SHAPES.items():
-            n_rows = plan.data_ranks(module) * shape.rows
+            n_rows = plan.layout.data_ranks(module) * shape.rows
             every = [tuple(members[r::n_rows]) for r in range(n_rows)]
             rows[module] = tuple(
                 tuple(every[r : r + shape.rows]) for r in range(0, n_rows, shape.rows)
             )
         dealt.append(rows)
     groups = []
-    for first in range(0, 2, plan.group_size):
-        together = dealt[first : first + plan.group_size]
+    for first in range(0, 2, plan.layout.group_size):
+        together = dealt[first : first + plan.layout.group_size]
         for module, shape in SHAPES.items():
             feeds = (len(groups) + 1,) if module == "llm" else ()
             groups.append(Group(module, shape, tuple(rows[module] for rows in together), feeds))
@@ -202,7 +205,7 @@ def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
     schedule = make_schedule(plan, len(samples))
     arrays = []
     for g in range(len(schedule.groups)):
-        packed = pack_group(plan, schedule, g, samples, loads, model=MODEL)
+        packed = pack_group(plan.layout, schedule, g, samples, loads, model=MODEL)
         arrays.append(GroupArrays(packed.fields, packed.places))
     ex = Executor(MODEL, plan, optax.sgd(1.0), freeze=freeze)
     try:
@@ -262,13 +265,15 @@ def config(folder, steps=4, **train) -> Config:
 
 PLAN = Plan(
     "dflop",
-    (SubmeshPlan("llm", 0, 1, 1, 1), SubmeshPlan("generator", 1, 1, 1, 1)),
-    (
-        SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
-        SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
+    Layout(
+        (SubmeshPlan("llm", 0, 1, 1, 1), SubmeshPlan("generator", 1, 1, 1, 1)),
+        (
+            SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
+            SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
+        ),
+        (Bucket.of({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
+        edges=edges_of(MODEL),
     ),
-    (Bucket.of({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
-    edges_of(MODEL),
 )
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Group, Layout, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 from models import qwen3_vl
 from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import DecoderSize
@@ -77,9 +77,11 @@ def _plan(cuts, devices):
             segments.append(SegmentPlan(name, module, start, stop, name, start == 0, last))
     return Plan(
         "test",
-        tuple(submeshes),
-        tuple(segments),
-        (Bucket.of(SHAPES),),
-        edges_of(MODEL),
-        tied=("llm",),
+        Layout(
+            tuple(submeshes),
+            tuple(segments),
+            (Bucket.of(SHAPES),),
+            edges=edges_of(MODEL),
+            tied=("llm",),
+        ),
     )

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import hf, internvl, llava, qwen2_audio, qwen3_vl
 from models.composed import Published
@@ -47,15 +47,17 @@ def plan(model):
     encoder = next(iter(model.modules))
     return Plan(
         "test",
-        (SubmeshPlan("e", 0, 2, 1, 2), SubmeshPlan("l", 4, 1, 2, 2)),
-        (
-            SegmentPlan("e", encoder, 0, model.modules[encoder].n_layers, "e", True, True),
-            SegmentPlan("l", "llm", 0, model.modules["llm"].n_layers, "l", True, True),
+        Layout(
+            (SubmeshPlan("e", 0, 2, 1, 2), SubmeshPlan("l", 4, 1, 2, 2)),
+            (
+                SegmentPlan("e", encoder, 0, model.modules[encoder].n_layers, "e", True, True),
+                SegmentPlan("l", "llm", 0, model.modules["llm"].n_layers, "l", True, True),
+            ),
+            (Bucket.of({encoder: Shape(2, model.piece_tokens[encoder]), "llm": Shape(1, 64)}),),
+            edges=edges_of(model),
+            group_size=2,
+            tied=("llm",) if model.modules["llm"].tied else (),
         ),
-        (Bucket.of({encoder: Shape(2, model.piece_tokens[encoder]), "llm": Shape(1, 64)}),),
-        edges_of(model),
-        group_size=2,
-        tied=("llm",) if model.modules["llm"].tied else (),
     )
 
 
@@ -77,7 +79,7 @@ def test_there_and_back(name, dtype, tmp_path):
     source = Folder(tmp_path / "theirs", map_)
     source.check()
     held, found = [], {}
-    for s in make_segments(model, plan(model), jax.devices()).values():
+    for s in make_segments(model, plan(model).layout, jax.devices()).values():
         params = read_segment(source, s)
         held.append(Held(s.plan.module, params))
         found[s.plan.module] = params

@@ -55,7 +55,7 @@ def reference(tmp_path_factory):
 def packed(samples):
     loads = [s.load for s in samples]
     groups = range(len(SCHEDULE.groups))
-    return [pack_group(plan(), SCHEDULE, g, samples, loads, model=MODEL) for g in groups]
+    return [pack_group(plan().layout, SCHEDULE, g, samples, loads, model=MODEL) for g in groups]
 
 
 def test_text_without_positions_counts_alike_in_time_row_and_column():
@@ -64,7 +64,7 @@ def test_text_without_positions_counts_alike_in_time_row_and_column():
     bare = {k: a for k, a in llm.items() if k != "positions"}
     sample = replace(made, fields={"llm": bare})
     schedule = Schedule(0, (Group("llm", SHAPES["llm"], ((((0,), ()),),)),))
-    found = pack_group(plan(), schedule, 0, [sample], [sample.load], model=MODEL)
+    found = pack_group(plan().layout, schedule, 0, [sample], [sample.load], model=MODEL)
     np.testing.assert_array_equal(found.fields["positions"][0, 0, :7], llm["positions"])
     assert llm["positions"].tolist() == [[i] * 3 for i in range(7)]
 
@@ -123,10 +123,15 @@ def test_pipeline_step_and_folders(reference, tmp_path):
     source.check()
     ex = Executor(MODEL, plan(), optax.sgd(1.0), clip_norm=0.0)
     try:
-        readers = {e.name: s.name for s in ex.plan.segments for e in ex.plan.edges if s.reads(e)}
+        readers = {
+            e.name: s.name
+            for s in ex.plan.layout.segments
+            for e in ex.plan.layout.edges
+            if s.reads(e)
+        }
         assert readers == {"visual": "llm0", "deepstack_0": "llm0", "deepstack_1": "llm1"}
         ex.init(0, begin=lambda segment, _: read_segment(source, segment))
-        held = [Held(s.module, ex.state.params[s.name], s.start) for s in ex.plan.segments]
+        held = [Held(s.module, ex.state.params[s.name], s.start) for s in ex.plan.layout.segments]
         write_folder(tmp_path / "ours", MODEL.weights, held, source=source)
         start = plain.join(ex.plan, ex.state.params)
         ex.compile()

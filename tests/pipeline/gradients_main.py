@@ -70,7 +70,9 @@ def print_order(programs):
 def check(want, name, plan):
     m = Small()
     samples = plain.random_samples(m, N, 1)
-    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,), feeding=plan.fan_in)
+    schedule = plain.random_schedule(
+        plan, samples, 2, 5, text_only=(0,), feeding=plan.layout.fan_in
+    )
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
     if name.startswith("both on"):

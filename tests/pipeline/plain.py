@@ -10,7 +10,17 @@ import numpy as np
 
 from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Bucket, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Group,
+    Layout,
+    Plan,
+    Schedule,
+    Scheduling,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     for g, group in enumerate(schedule.groups):
         if group.module == "vision":
             pixels = np.zeros(
-                (len(group.rows), plan.data_ranks("vision") * group.shape.rows, px, px, 3),
+                (len(group.rows), plan.layout.data_ranks("vision") * group.shape.rows, px, px, 3),
                 np.uint8,
             )
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
@@ -122,11 +132,11 @@ def random_schedule(
     """A permutation of the samples dealt to rows; `text_only` samples form a last group that no
     tile feeds. `feeding` groups of tiles feed every other group."""
     rng = np.random.default_rng(seed)
-    n, g = len(samples), plan.group_size
+    n, g = len(samples), plan.layout.group_size
     first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
     order = [int(i) for i in rng.permutation(n) if i not in text_only]
-    shape = plan.shapes("llm")[0]
-    ranks = plan.data_ranks("llm")
+    shape = plan.layout.shapes("llm")[0]
+    ranks = plan.layout.data_ranks("llm")
     groups: list[Group] = []
 
     def add(items, n_groups, with_tiles):
@@ -138,7 +148,7 @@ def random_schedule(
                          for _ in range(g))  # fmt: skip
             fed = len(groups) + (feeding if with_tiles else 0)
             for k in range(feeding if with_tiles else 0):
-                low, v = plan.shapes("vision")[0], plan.data_ranks("vision")
+                low, v = plan.layout.shapes("vision")[0], plan.layout.data_ranks("vision")
                 dealt = []
                 for microbatch in rows:
                     held = [i for rank in microbatch for row in rank for i in row]
@@ -152,7 +162,7 @@ def random_schedule(
                 groups.append(Group("vision", low, tuple(dealt), (fed,)))
             groups.append(Group("llm", shape, rows))
 
-    add(order, n_groups, "vision" in plan.modules)
+    add(order, n_groups, "vision" in plan.layout.modules)
     if text_only:
         add(list(text_only), 1, False)
     return Schedule(0, tuple(groups))
@@ -205,9 +215,9 @@ def run_module(module, params, fields):
 def join(plan: Plan, trees: dict[str, dict]) -> dict[str, dict]:
     """Per-segment trees -> per-module trees of numpy arrays, layers concatenated."""
     out = {}
-    for module in plan.modules:
+    for module in plan.layout.modules:
         parts: dict = {}
-        for s in plan.segments_of(module):
+        for s in plan.layout.segments_of(module):
             for part, tree in trees.get(s.name, {}).items():
                 host = jax.tree.map(np.asarray, tree)
                 if part in ("layers", "adapter") and part in parts:
@@ -252,18 +262,20 @@ def plan_of(
     buckets = (Bucket.of({"vision": tiles, "llm": tall}), Bucket.of({"llm": tall}))
     return Plan(
         "test",
-        tuple(submeshes),
-        tuple(segments),
-        buckets if vision else buckets[1:],
-        edges=tuple(e for e in edges_of(model) if vision is not None),
-        group_size=group_size,
-        order=order,
-        tied=("llm",) if model.modules["llm"].tied else (),
-        fan_in=fan_in,
+        Layout(
+            tuple(submeshes),
+            tuple(segments),
+            buckets if vision else buckets[1:],
+            edges=tuple(e for e in edges_of(model) if vision is not None),
+            group_size=group_size,
+            fan_in=fan_in,
+            tied=("llm",) if model.modules["llm"].tied else (),
+        ),
+        Scheduling(order=order),
     )
 
 
 def with_zero(plan: Plan, **degrees: int) -> Plan:
     """The plan with other degrees of sharding of some modules."""
-    changed = (replace(s, zero=degrees.get(s.module, s.zero)) for s in plan.segments)
-    return replace(plan, segments=tuple(changed))
+    changed = (replace(s, zero=degrees.get(s.module, s.zero)) for s in plan.layout.segments)
+    return plan.with_layout(segments=tuple(changed))

@@ -26,8 +26,8 @@ def test_steps_in_flight_equal_steps_awaited(name):
     model = Small()
     samples = plain.random_samples(model, 12, 0)
     plan = plain.plan_of(model, vision, llm, bucket=(8, 96), group_size=group_size)
-    first = dataclasses.replace(plan.segments[0], remat="layers", remat_less="none")
-    plan = dataclasses.replace(plan, segments=(first, *plan.segments[1:]))
+    first = dataclasses.replace(plan.layout.segments[0], remat="layers", remat_less="none")
+    plan = plan.with_layout(segments=(first, *plan.layout.segments[1:]))
     schedule = plain.random_schedule(plan, samples, 4, seed=1)
     groups = [
         dataclasses.replace(g, remat_less=("vision",) if i % 2 and g.module == "vision" else ())
@@ -53,8 +53,8 @@ def test_steps_in_flight_equal_steps_awaited(name):
     assert awaited[-1] < awaited[0]
     want = {
         ProgramId(s.name, shape, kind, less)
-        for s in plan.segments
-        for shape in plan.shapes(s.module)
+        for s in plan.layout.segments
+        for shape in plan.layout.shapes(s.module)
         for kind in ("forward", "backward")
         for less in (False, True)
         if (s.name, kind) != ("llm", "forward") and (s.name == "vision" or not less)
@@ -72,9 +72,9 @@ def test_rounds_of_an_exchange_end_one_by_one():
     model = Small()
     samples = plain.random_samples(model, 12, 0)
     plan = plain.plan_of(model, (0, 1, 4, 1), (4, 1, 2, 1), bucket=(36, 240))
-    low, high = plan.shapes("vision")[0], plan.shapes("llm")[0]
+    low, high = plan.layout.shapes("vision")[0], plan.layout.shapes("llm")[0]
     room = ExchangeRoom("vision", "llm", low, high, 0.01)
-    plan = dataclasses.replace(plan, exchange_rooms=(room,))
+    plan = plan.with_layout(exchange_rooms=(room,))
     schedule = plain.random_schedule(plan, samples, 2, seed=1)
     arrays = plain.pack(model, plan, schedule, samples)
     ex = Executor(model, plan, optax.adam(1e-3))

@@ -10,7 +10,7 @@ import pytest
 from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.placement import split_layers
-from dflop_jax.records import Bucket, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
@@ -61,7 +61,10 @@ def chunked(m, ranks, rounds, parts, *, data=1, model=1, remats=("none",)):
     tiles = Shape(-(-24 // parts), m.piece_tokens["vision"])
     buckets = (Bucket.of({"vision": tiles, "llm": ROW}), Bucket.of({"llm": ROW}))
     tied = ("llm",) if m.tied else ()
-    return Plan("dip", submeshes, tuple(segments), buckets, edges_of(m), fan_in=parts, tied=tied)
+    return Plan(
+        "dip",
+        Layout(submeshes, tuple(segments), buckets, edges=edges_of(m), fan_in=parts, tied=tied),
+    )
 
 
 def keeping_more(plan, schedule):
@@ -69,14 +72,14 @@ def keeping_more(plan, schedule):
     it, in segments by turns."""
     segments = tuple(
         dataclasses.replace(s, remat_less=None if s.remat == "none" else "none")
-        for s in plan.segments
+        for s in plan.layout.segments
     )
     second = [s.name for s in segments if s.remat_less]
     groups = tuple(
         dataclasses.replace(g, remat_less=tuple(second[i % 2 :: 2]) if i % 3 else tuple(second))
         for i, g in enumerate(schedule.groups)
     )
-    plan = dataclasses.replace(plan, segments=segments)
+    plan = plan.with_layout(segments=segments)
     return plan, dataclasses.replace(schedule, groups=groups)
 
 
@@ -106,11 +109,11 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     m, ranks, rounds, parts, options, freeze = CASES[name]
     samples, want_loss, want = oracle(m)
     plan = chunked(m, ranks, rounds, parts, **options)
-    assert all({s.module for s in plan.segments if s.submesh == r.name} == {"vision", "llm"}
-               for r in plan.submeshes)  # fmt: skip
+    assert all({s.module for s in plan.layout.segments if s.submesh == r.name} == {"vision", "llm"}
+               for r in plan.layout.submeshes)  # fmt: skip
     schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,), feeding=parts)
     plan, schedule = keeping_more(plan, schedule)
-    trainable = [s.name for s in plan.segments if not (s.module in freeze and not s.last)]
+    trainable = [s.name for s in plan.layout.segments if not (s.module in freeze and not s.last)]
     prices = Prices(programs(plan))
     listed, _ = with_order(plan, schedule, prices, trainable)
     ordered = with_searched_order(plan, listed, prices, trainable, Budget(3000), 0)
@@ -122,7 +125,7 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     assert set(grads["vision"]) == ({"exit"} if freeze else {"entry", "layers", "exit"})
     # The simulated trace has the same tasks in the same order on every rank.
     trace = simulate_step(plan, ordered, prices, trainable)
-    for rank in plan.submeshes:
+    for rank in plan.layout.submeshes:
         assert ran(result.trace, rank.name) == ran(trace, rank.name)
 
 

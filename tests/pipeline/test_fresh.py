@@ -56,7 +56,7 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
     monkeypatch.setattr(fresh, "place", spied)
     model, vision, llm, options = PLANS[name]
     plan = plain.plan_of(model, vision, llm, **options)
-    for segment in make_segments(model, plan, jax.devices()).values():
+    for segment in make_segments(model, plan.layout, jax.devices()).values():
         got = draw(segment, jax.random.key(7, impl="rbg"))
         structs = segment.placed_structs()
         for part, tree in got.items():
@@ -75,7 +75,7 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
 def test_programs_are_timed_on_what_real_rows_hold():
     _, vision, llm, options = PLANS["stages, data and model"]
     plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
-    programs = Programs(MODEL, plan, optax.sgd(1.0), devices=jax.devices(), clip_norm=0.0,
+    programs = Programs(MODEL, plan.layout, optax.sgd(1.0), devices=jax.devices(), clip_norm=0.0,
                         freeze=(), rate_factors={}, evaluates=False)  # fmt: skip
     groups, arrays = programs.stand_in_groups(0)
     held = dict(zip((g.module for g in groups), arrays, strict=True))
@@ -96,7 +96,7 @@ def test_programs_are_timed_on_what_real_rows_hold():
 
 def test_accumulators_are_made_on_the_submesh():
     plan = plain.plan_of(MODEL, *PLANS["stages, data and model"][1:3], group_size=2)
-    segment = make_segments(MODEL, plan, jax.devices())["llm"]
+    segment = make_segments(MODEL, plan.layout, jax.devices())["llm"]
     got, structs = fresh.zero_gradients(segment), segment.grad_structs()
     assert jax.tree.structure(got) == jax.tree.structure(structs)
     for g, struct in zip(jax.tree.leaves(got), jax.tree.leaves(structs), strict=True):

@@ -151,7 +151,7 @@ def test_step_equals_plain_computation(size, name):
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     plan = plain.with_zero(plan, **ZERO.get(name, {}))
     schedule = plain.random_schedule(
-        plan, samples, 2, seed=len(name), text_only=(0,), feeding=plan.fan_in
+        plan, samples, 2, seed=len(name), text_only=(0,), feeding=plan.layout.fan_in
     )
     loss, grads, start, _ = grads_of(m, plan, samples, schedule)
     assert_trees_close(start, params, 1e-6)
@@ -167,7 +167,7 @@ def test_a_stage_of_two_modules_equals_plain_computation():
     placement = next(p for p in space if len(p.submeshes) == 2)
     assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    plan = dataclasses.replace(plan, submeshes=placement.submeshes, segments=placement.segments)
+    plan = plan.with_layout(submeshes=placement.submeshes, segments=placement.segments)
     schedule = plain.random_schedule(plan, samples, 2, seed=7, text_only=(0,))
     loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)

@@ -21,6 +21,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Load,
     Plan,
     Schedule,
@@ -164,7 +165,10 @@ def make_plan(m, meshes, group_size=1):
     ]  # fmt: skip
     tied = tuple(n for n, spec in m.modules.items() if spec.tied)
     return Plan(
-        "test", submeshes, segments, tuple(buckets), edges_of(m), group_size=group_size, tied=tied
+        "test",
+        Layout(
+            submeshes, segments, tuple(buckets), edges=edges_of(m), group_size=group_size, tied=tied
+        ),
     )
 
 
@@ -172,7 +176,7 @@ def schedule_of(plan):
     """Text, pictures alone and sound alone each in a group that the others' encoders do not feed;
     the rest in two groups that all feed."""
     loads = [s.load for s in samples()]
-    ranks, g = plan.data_ranks("llm"), plan.group_size
+    ranks, g = plan.layout.data_ranks("llm"), plan.layout.group_size
     groups = []
 
     def add(indices):
@@ -180,7 +184,7 @@ def schedule_of(plan):
         rows = iter(tuple(indices[k::bins]) for k in range(bins))
         dealt = tuple(tuple(tuple(next(rows) for _ in range(2)) for _ in range(ranks))
                       for _ in range(g))  # fmt: skip
-        producers = [m for m in plan.modules if m != "llm"
+        producers = [m for m in plan.layout.modules if m != "llm"
                      and any(loads[i].lengths(m) for i in indices)]  # fmt: skip
         consumer = len(groups) + len(producers)
         for m in producers:
@@ -189,12 +193,12 @@ def schedule_of(plan):
             for microbatch in dealt:
                 held = [i for rank in microbatch for row in rank for i in row]
                 pieces = [p for i in held for p in range(first[i], first[i + 1])]
-                n = plan.data_ranks(m)
+                n = plan.layout.data_ranks(m)
                 microbatches.append(tuple(
                     tuple((p,) for p in pieces[r::n]) + ((),) * (8 - len(pieces[r::n]))
                     for r in range(n)))  # fmt: skip
-            groups.append(Group(m, plan.shapes(m)[0], tuple(microbatches), (consumer,)))
-        groups.append(Group("llm", plan.shapes("llm")[0], dealt))
+            groups.append(Group(m, plan.layout.shapes(m)[0], tuple(microbatches), (consumer,)))
+        groups.append(Group("llm", plan.layout.shapes("llm")[0], dealt))
 
     for indices in ([0], [1], [2], [3, 4], [5, 6]):
         add(indices)
@@ -214,7 +218,7 @@ def test_step_equals_every_sample_alone(name):
     plan = make_plan(m, meshes, group_size)
     every, schedule = samples(), schedule_of(plan)
     packed = [
-        pack_group(plan, schedule, g, every, [s.load for s in every], model=m)
+        pack_group(plan.layout, schedule, g, every, [s.load for s in every], model=m)
         for g in range(len(schedule.groups))
     ]
     arrays = [GroupArrays(p.fields, p.places) for p in packed]
@@ -235,7 +239,7 @@ def test_step_equals_every_sample_alone(name):
     assert ran == {
         (s.name, g)
         for g, group in enumerate(schedule.groups)
-        for s in plan.segments_of(group.module)
+        for s in plan.layout.segments_of(group.module)
     }
     largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
     for (path, w), g in zip(
@@ -274,7 +278,7 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
         return jax.lax.scan(lambda x, q: (llm.layer(q, x, batch), None), x, p["layers"])[0]
 
     def run(every):
-        packed = [pack_group(plan, schedule, g, every, loads, model=m) for g in range(3)]
+        packed = [pack_group(plan.layout, schedule, g, every, loads, model=m) for g in range(3)]
         fields = {g.module: p.fields for g, p in zip(schedule.groups, packed, strict=True)}
         places = {schedule.groups[g].module: a for g, a in packed[2].places.items()}
         segments = packed[2].fields["segment_ids"][0]

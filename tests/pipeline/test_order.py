@@ -1,7 +1,5 @@
 """Task lists against the textbook schedules, and what every order must keep."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -23,6 +21,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Plan,
     SegmentPlan,
     Shape,
@@ -33,12 +32,14 @@ from tests.plans import chain, groups, random_plan
 
 
 def names(plan):
-    return [s.name for s in plan.segments]
+    return [s.name for s in plan.layout.segments]
 
 
 def order_of(plan, buckets, trainable=None, **kwargs):
     every = groups(plan, buckets)
-    graph = step_graph(plan, every, names(plan) if trainable is None else trainable, **kwargs)
+    graph = step_graph(
+        plan.layout, every, names(plan) if trainable is None else trainable, **kwargs
+    )
     return graph, order_tasks(plan, graph, every)
 
 
@@ -84,7 +85,7 @@ def test_gpipe_runs_all_forwards_first(stages, m):
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
 def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
-    plan = replace(chain(2, vision=1), lookahead=lookahead)
+    plan = chain(2, vision=1).with_scheduling(lookahead=lookahead)
     _, order = order_of(plan, [0] * 6)
     first = letters(order, "v0").split(" B")[0]
     assert first == " ".join(f"F{g}" for g in range(min(6, 2 + lookahead)))
@@ -93,7 +94,7 @@ def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
 
 def limits_kept(plan, order, trainable):
     """1F1B never has more groups in flight than the limit."""
-    limit, live = in_flight_limit(plan), set(with_backward(plan, trainable))
+    limit, live = in_flight_limit(plan), set(with_backward(plan.layout, trainable))
     flying = dict.fromkeys(names(plan), 0)
     for t in order:
         if t.segment in live and t.segment != names(plan)[-1] and t.group >= 0:
@@ -113,7 +114,7 @@ def test_random_orders_are_complete_and_causal():
         assert set(order) == set(graph.tasks)
         place = {t: i for i, t in enumerate(order)}
         assert all(place[d] < place[t] for t in order for d in graph.waits_for[t])
-        if plan.order == "1f1b":
+        if plan.scheduling.order == "1f1b":
             limits_kept(plan, order, trainable)
         assert order == order_of(plan, buckets, trainable)[1]
 
@@ -124,7 +125,7 @@ def expected_tasks(plan, every, trainable):
     lowest = min(chained.index(n) for n in trainable)
     tasks = set()
     for g, group in enumerate(every):
-        for i, s in enumerate(plan.segments):
+        for i, s in enumerate(plan.layout.segments):
             if s.module != group.module:
                 continue
             if i < len(chained) - 1:
@@ -155,11 +156,11 @@ def test_groups_that_nothing_feeds_wait_for_nothing():
 def test_several_groups_feed_one_and_never_lock():
     """Six producers of one consumer run though 1F1B would allow two in flight."""
     plan = chain(2, vision=1)
-    low, high = plan.shapes("vision")[0], plan.shapes("llm")[0]
+    low, high = plan.layout.shapes("vision")[0], plan.layout.shapes("llm")[0]
     one = ((((),) * low.rows,),)
     every = tuple(Group("vision", low, one, (6,)) for _ in range(6))
     every += (Group("llm", high, ((((),) * high.rows,),)),)
-    graph = step_graph(plan, every, names(plan))
+    graph = step_graph(plan.layout, every, names(plan))
     order = order_tasks(plan, graph, every)
     check_order(graph, order)
     assert graph.waits_for[Task("l0", 6, BACKWARD)] == tuple(
@@ -180,9 +181,11 @@ def test_inner_edges_join_the_segments_that_hold_their_layers():
         for i in range(3)
     )
     shapes = {"v": Shape(1, 4), "l": Shape(1, 8)}
-    plan = Plan("test", meshes, segments, (Bucket.of(shapes),), (Edge("v", "l", "x"), tap))
+    plan = Plan(
+        "test", Layout(meshes, segments, (Bucket.of(shapes),), edges=(Edge("v", "l", "x"), tap))
+    )
     every = groups(plan, [0])
-    graph = step_graph(plan, every, [s.name for s in segments])
+    graph = step_graph(plan.layout, every, [s.name for s in segments])
     assert set(graph.waits_for[Task("l2", 1, BACKWARD)]) == {
         Task("l1", 1, FORWARD), Task("v1", 0, FORWARD)}  # fmt: skip
     assert set(graph.waits_for[Task("v1", 0, BACKWARD)]) == {
@@ -191,7 +194,7 @@ def test_inner_edges_join_the_segments_that_hold_their_layers():
 
 
 def test_a_tied_parameter_is_reduced_by_its_reader_first_and_updated_by_its_owner_first():
-    plan = replace(chain(3, vision=1), tied=("llm",))
+    plan = chain(3, vision=1).with_layout(tied=("llm",))
     graph, _ = order_of(plan, [0])
     assert Task("l1", NO_GROUP, REDUCE) in graph.waits_for[Task("l0", NO_GROUP, REDUCE)]
     assert Task("l0", NO_GROUP, UPDATE) in graph.waits_for[Task("l1", NO_GROUP, UPDATE)]
@@ -239,7 +242,7 @@ def test_evaluation_is_forward_only(m):
 
 def test_segments_on_the_same_devices_share_a_resource_and_run_depth_first():
     plan = chain(3, vision=1, first=(0, 0, 0))
-    assert len(set(resources(plan).values())) == 1
+    assert len(set(resources(plan.layout).values())) == 1
     assert in_flight_limit(plan) == {"v0": 1, "l0": 1, "l1": 1}
     _, order = order_of(plan, [0, 0])
     steps = [(t.segment, t.direction[0], t.group // 2) for t in order if t.group >= 0]
@@ -254,8 +257,8 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
         SegmentPlan(n, "llm", i, i + 1, n, i == 0, i == 3)
         for i, n in enumerate(("a", "b", "c", "far"))
     )
-    plan = Plan("test", submeshes, segments, (Bucket.of({"llm": Shape(1, 8)}),))
-    of = resources(plan)
+    plan = Plan("test", Layout(submeshes, segments, (Bucket.of({"llm": Shape(1, 8)}),)))
+    of = resources(plan.layout)
     assert of["a"] == of["b"] == of["c"] != of["far"]
     assert in_flight_limit(plan) == {"a": 2, "b": 2, "c": 2, "far": 1}
 

@@ -41,9 +41,9 @@ def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     segments = [
         dataclasses.replace(s, remat=remat)
-        for s, remat in zip(plan.segments, MIXED[name], strict=True)
+        for s, remat in zip(plan.layout.segments, MIXED[name], strict=True)
     ]
-    plan = dataclasses.replace(plan, segments=tuple(segments))
+    plan = plan.with_layout(segments=tuple(segments))
     schedule = plain.random_schedule(plan, samples, 2, seed=1, text_only=(0,))
     loss, grads, _, _ = grads_of(m, plan, samples, schedule)
     assert loss == pytest.approx(want_loss, rel=1e-5)

@@ -29,7 +29,7 @@ SMALL = ((0, 1, 1, 1), (1, 1, 2, 1), 1)
 def updates_of(meshes, clip_norm, freeze=(), **kwargs):
     vision, llm, group_size = meshes
     plan = plain.plan_of(MODEL, vision, llm, group_size=group_size)
-    segments = make_segments(MODEL, plan, jax.devices(), freeze=freeze)
+    segments = make_segments(MODEL, plan.layout, jax.devices(), freeze=freeze)
     tx = make_optimizer(CONFIG)
     updates = {n: SegmentUpdate(s, tx, clip_norm, **kwargs) for n, s in segments.items()}
     return tx, {n: u for n, u in updates.items() if u.segment.trainable}
@@ -259,7 +259,7 @@ def test_working_parameters_are_made_of_float32_masters(zero):
     take steps that bfloat16 would lose."""
     half = dataclasses.replace(MODEL, dtype=jnp.dtype(jnp.bfloat16))
     plan = plain.with_zero(plain.plan_of(half, *SMALL[:2]), llm=zero)
-    segment = make_segments(half, plan, jax.devices())["llm"]
+    segment = make_segments(half, plan.layout, jax.devices())["llm"]
     update = SegmentUpdate(segment, optax.sgd(2.0**-12), 0.0)
     lowered = update.lower_update(1)
     sent = {"bf16": 0, "f32": 0}

@@ -27,6 +27,7 @@ from dflop_jax.records import (
     Edge,
     Group,
     LayerTiming,
+    Layout,
     Load,
     ModelProfile,
     Plan,
@@ -214,25 +215,23 @@ def counted(batch, bucket, ranks, group_size, profile):
         for d, price in ((FORWARD, 1.0), (BACKWARD, 2.0)):
             if bucket.shape(m):
                 programs[ProgramId(m, bucket.shape(m), d)] = Price(price)
-    plan = Plan(
-        "t", tuple(submeshes), tuple(segments), (bucket,), edges=profile.edges,
-        group_size=group_size,
-    )  # fmt: skip
+    layout = Layout(tuple(submeshes), tuple(segments), (bucket,), profile.edges, group_size)
+    plan = Plan("t", layout)
     greedy, better = (schedule_batch(batch, plan, Prices(programs), (), work=w) for w in (0, 200))
     return min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
 
 
 def full_groups(plan, pairs, n):
     """`n` groups of every module that has a shape, the i-th of each feeding the i-th of others."""
-    (bucket,) = plan.buckets
+    (bucket,) = plan.layout.buckets
     names = [m for m, _ in bucket.shapes]
-    empty = ((),) * plan.group_size
+    empty = ((),) * plan.layout.group_size
     return tuple(
         Group(
             m,
             bucket.shape(m),
             empty,
-            tuple(i * len(names) + names.index(t) for t in plan.targets(m) if t in names),
+            tuple(i * len(names) + names.index(t) for t in plan.layout.targets(m) if t in names),
             pairs[m],
         )
         for i in range(n)
@@ -288,23 +287,23 @@ def every_candidate(policy, n_devices, profile, data, config, hardware):
             key = (size, bucket, *ranks.values())
             if key not in n_groups:
                 n_groups[key] = [counted(b, bucket, ranks, size, profile) for b in batches]
-            plan = Plan(
-                policy, place.submeshes, place.segments, (bucket,), edges=profile.edges,
-                group_size=size, tied=profile.tied,
-            )  # fmt: skip
+            layout = Layout(
+                place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
+            )
+            plan = Plan(policy, layout)
             yield place.name, cut * size, plan, pairs, n_groups[key]
 
 
 def every_option(plan, remats, degrees):
     """The plan with each recompute policy and ZeRO degree of each module."""
     kinds = itertools.product(remats, degrees)
-    for chosen in itertools.product(list(kinds), repeat=len(plan.modules)):
-        of = dict(zip(plan.modules, chosen, strict=True))
+    for chosen in itertools.product(list(kinds), repeat=len(plan.layout.modules)):
+        of = dict(zip(plan.layout.modules, chosen, strict=True))
         segments = (
             dataclasses.replace(s, remat=of[s.module][0], zero=of[s.module][1])
-            for s in plan.segments
+            for s in plan.layout.segments
         )
-        yield dataclasses.replace(plan, segments=tuple(segments))
+        yield plan.with_layout(segments=tuple(segments))
 
 
 def exhaustive(
@@ -320,10 +319,10 @@ def exhaustive(
     for name, m, plan, pairs, n_groups in every_candidate(
         policy, n_devices, profile, data, config, hardware
     ):
-        names = [s.name for s in plan.segments if trains(s)]
+        names = [s.name for s in plan.layout.segments if trains(s)]
         for with_option in every_option(plan, remats, degrees):
             flying = in_flight_limit(with_option)
-            peak = max(peak_bytes(with_option, costs, flying, names).values())
+            peak = max(peak_bytes(with_option.layout, costs, flying, names).values())
             found.append((name, m, with_option, names, pairs, n_groups, peak))
     peaks = sorted(peak for *_, peak in found)
     memory_bytes = peaks[len(peaks) // 2] if tight else 0.0
@@ -331,7 +330,7 @@ def exhaustive(
     for name, m, plan, names, pairs, n_groups, peak in found:
         if memory_bytes and peak > memory_bytes:
             continue
-        prices = prices_of(plan, costs, hardware)
+        prices = prices_of(plan.layout, costs, hardware)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
             took = {

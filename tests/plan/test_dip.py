@@ -129,14 +129,14 @@ def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
                Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
     plan = with_sub_microbatches(as_plan(placed, "dip", buckets, rules), rules)
     efficient = efficient_rows(rules, "vision", 1, TILE)
-    assert plan.fan_in == min(MOST_PARTS, -(-tiles // efficient))
-    if plan.fan_in == 1:
-        assert plan.buckets == buckets
+    assert plan.layout.fan_in == min(MOST_PARTS, -(-tiles // efficient))
+    if plan.layout.fan_in == 1:
+        assert plan.layout.buckets == buckets
         return
-    (shape,) = plan.shapes("vision")
-    assert shape.rows * plan.fan_in >= tiles
+    (shape,) = plan.layout.shapes("vision")
+    assert shape.rows * plan.layout.fan_in >= tiles
     assert shape.rows >= efficient
-    assert plan.shapes("llm") == (Shape(1, 256), Shape(1, 128))
+    assert plan.layout.shapes("llm") == (Shape(1, 256), Shape(1, 128))
 
 
 def every_candidate_s(evaluator, n_devices):
@@ -148,19 +148,22 @@ def every_candidate_s(evaluator, n_devices):
     for bound_s, make in ranking._by_table():
         for ranked in make():
             plan, costs = ranked.plan, rules.costs
-            names = rules.trainable(plan)
+            names = rules.trainable(plan.layout)
             spans = []
             for b in range(len(evaluator.batches)):
                 groups = []
                 for _ in range(max(ranked.groups[b], evaluator.n_groups(plan, b))):
-                    (bucket,) = plan.buckets
+                    (bucket,) = plan.layout.buckets
                     counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
                     last = len(groups) + sum(counts) - 1
                     for (m, shape), n in zip(bucket.shapes, counts, strict=True):
                         feeds = () if m == "llm" else (last,)
                         groups += [Group(m, shape, ((),), feeds, ranked.uniform.pairs[m])] * n
                 trace = simulate_step(
-                    plan, Schedule(0, tuple(groups)), prices_of(plan, costs, rules.hardware), names
+                    plan,
+                    Schedule(0, tuple(groups)),
+                    prices_of(plan.layout, costs, rules.hardware),
+                    names,
                 )
                 spans.append(trace.makespan_s)
             assert bound_s <= np.mean(spans) * (1 + 1e-9)
@@ -193,14 +196,14 @@ def test_a_plan_feeds_with_sub_microbatches_and_is_scheduled():
     result = run(4, profile, data)
     plan = result.plan
     assert plan.policy == "dip"
-    assert len(plan.shapes("vision")) == 1
-    assert plan.fan_in > 1
-    assert len(plan.submeshes) >= 2
+    assert len(plan.layout.shapes("vision")) == 1
+    assert plan.layout.fan_in > 1
+    assert len(plan.layout.submeshes) >= 2
     fed = []
     _, evaluator = prepared(profile, data)
     for batch in evaluator.batches:
         schedule = schedule_batch(
-            batch, plan, evaluator.prices(plan), evaluator.rules.trainable(plan)
+            batch, plan, evaluator.prices(plan.layout), evaluator.rules.trainable(plan.layout)
         )
         fed += [len(schedule.fed_by(i, "vision")) for i, g in enumerate(schedule.groups)
                 if g.module == "llm"]  # fmt: skip

@@ -49,7 +49,7 @@ def test_how_many_devices_would_do_is_true(gib):
     with pytest.raises(ValueError, match="no plan fits") as failed:
         plan(2, gib * GIB)
     more = int(re.search(r"(\d+) devices would do", str(failed.value))[1])
-    assert plan(more, gib * GIB).plan.n_devices == more
+    assert plan(more, gib * GIB).plan.layout.n_devices == more
     with pytest.raises(ValueError, match="no plan fits"):
         plan(more // 2, gib * GIB)
     assert "so would" not in str(failed.value)  # it is this machine that is planned for

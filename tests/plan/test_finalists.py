@@ -1,6 +1,5 @@
 """Which candidates are looked at closely after a glance at all, and what is made of them."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,15 +74,15 @@ def shortened(plan, loads, batch_tokens=(0,)):
     rules = Rules(costs, volumes, 32, 1, trains=lambda segment: True)
 
     def n_groups(plan, batch):
-        (one,) = plan.buckets
+        (one,) = plan.layout.buckets
         return max(1, -(-batch_tokens[batch] // one.shape("llm").size))
 
     evaluator = SimpleNamespace(rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups)
-    return [p.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
+    return [p.layout.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
 
 
 def with_buckets(*buckets):
-    return replace(chain(2, vision=1), buckets=buckets)
+    return chain(2, vision=1).with_layout(buckets=buckets)
 
 
 def test_packed_rows_are_tried_as_short_as_the_longest_piece():

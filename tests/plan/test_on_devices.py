@@ -14,8 +14,8 @@ GIB = 2**30
 
 
 def plan(name, seconds):
-    return replace(
-        chain(1), policy=name, predicted=Predicted(seconds), free_bytes={"l0": 2.0 * GIB}
+    return replace(chain(1), policy=name, predicted=Predicted(seconds)).with_scheduling(
+        free_bytes={"l0": 2.0 * GIB}
     )
 
 
@@ -67,7 +67,7 @@ def chosen(n, *, not_timed=None, no_step=None, needed=None):
 def test_the_fastest_on_the_devices_is_taken_after_a_step():
     best, n_timed, tried = chosen(3)
     assert (best.policy, n_timed, tried) == ("c", 3, "abcC")
-    assert best.free_bytes == {"l0": 2.0 * GIB}
+    assert best.scheduling.free_bytes == {"l0": 2.0 * GIB}
 
 
 def test_one_that_is_too_large_to_be_timed_is_dropped():
@@ -78,11 +78,11 @@ def test_one_that_is_too_large_to_be_timed_is_dropped():
 def test_the_others_leave_free_what_one_was_short_of():
     best, _, tried = chosen(3, not_timed={"a": 1.5}, needed={"b": 9.0, "c": 8.0})
     assert (best.policy, tried) == ("c", "acC")  # 8.5 GiB are left to plan with
-    assert best.free_bytes == {"l0": 0.5 * GIB}
+    assert best.scheduling.free_bytes == {"l0": 0.5 * GIB}
     # That of a step too, and of all that were dropped.
     best, _, tried = chosen(3, not_timed={"a": 0.5}, no_step={"c": 1.0}, needed={"b": 8.75})
     assert (best.policy, tried) == ("d", "abcCdD")
-    assert best.free_bytes == {"l0": 0.5 * GIB}
+    assert best.scheduling.free_bytes == {"l0": 0.5 * GIB}
 
 
 def test_the_next_is_tried_in_a_step():

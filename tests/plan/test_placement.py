@@ -7,7 +7,7 @@ import pytest
 from dflop_jax.plan.baselines import blind
 from dflop_jax.plan.placement import Form, Outline, factors, lay_out, split_layers
 from dflop_jax.plan.space import separate, shared
-from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Plan, Shape
 
 from .cases import outlines
 
@@ -96,15 +96,24 @@ def laid_out(space, n, layers, **limits):
 def check(placement, n_devices, layers, disjoint):
     """A placement is a valid plan that covers every device and layer."""
     bucket = Bucket.of({m: Shape(1, 8) for m in layers})
-    plan = Plan("t", placement.submeshes, placement.segments, (bucket,), (), placement.group_size)
-    used = [d for m in plan.submeshes for d in m.devices]
+    plan = Plan(
+        "t",
+        Layout(
+            placement.submeshes,
+            placement.segments,
+            (bucket,),
+            edges=(),
+            group_size=placement.group_size,
+        ),
+    )
+    used = [d for m in plan.layout.submeshes for d in m.devices]
     assert set(used) == set(range(n_devices))
     if disjoint:
         assert len(used) == n_devices
     for module, n in layers.items():
-        assert sum(s.n_layers for s in plan.segments_of(module)) == n
-        plan.data_ranks(module)
-    stages = {plan.submesh(s.submesh).stage for s in plan.segments}
+        assert sum(s.n_layers for s in plan.layout.segments_of(module)) == n
+        plan.layout.data_ranks(module)
+    stages = {plan.layout.submesh(s.submesh).stage for s in plan.layout.segments}
     assert placement.group_size == max(stages)  # a segment's loop needs as many microbatches
 
 

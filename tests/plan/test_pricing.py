@@ -17,6 +17,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     LayerTiming,
+    Layout,
     ModelProfile,
     Plan,
     ProgramId,
@@ -78,19 +79,29 @@ def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()
         Bucket.of({"a": Shape(2, 16), "b": Shape(1, 96)}),
     )
     joined = tuple(Edge("a", "b", f"f{i}") for i in range(edges))
-    return Plan("t", tuple(meshes), tuple(parts), buckets, joined, group_size, tied=tuple(tied))
+    return Plan(
+        "t",
+        Layout(
+            tuple(meshes),
+            tuple(parts),
+            buckets,
+            edges=joined,
+            group_size=group_size,
+            tied=tuple(tied),
+        ),
+    )
 
 
 def test_every_program_has_a_price_by_its_shape():
     p, costs = plan(b=(2, 1, 1), group_size=2), CostModel(profile())
-    prices = plan_prices(p, profile())
+    prices = plan_prices(p.layout, profile())
     assert prices.concurrency == 8.0
     want = {("a", Shape(2, 16))} | {("b0", Shape(*s)) for s in ((1, 64), (2, 32), (1, 96))}
     assert {(k.segment, k.shape) for k in prices.programs} == want
     assert len(prices.programs) == 2 * len(want)
     for k, price in prices.programs.items():
-        s = p.segment(k.segment)
-        mesh = p.submesh(s.submesh).shape
+        s = p.layout.segment(k.segment)
+        mesh = p.layout.submesh(s.submesh).shape
         got = costs.group_s(s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
         assert (price.static_s, price.pair_s) == (float(got), 0.0)
 
@@ -99,9 +110,9 @@ def test_every_program_has_a_price_by_its_shape():
 def test_a_task_holds_the_work_of_the_host(device):
     """Beside the devices', where these are cores of the host; else only where theirs is shorter."""
     alone = profile()
-    host_s = sorted(p.static_s for p in plan_prices(plan(), alone).programs.values())[2]
+    host_s = sorted(p.static_s for p in plan_prices(plan().layout, alone).programs.values())[2]
     own = dataclasses.replace(alone, device=device, host_s=host_s)
-    before, after = (plan_prices(plan(), p) for p in (alone, own))
+    before, after = (plan_prices(plan().layout, p) for p in (alone, own))
     assert (after.host_s, after.shares_cores) == (host_s, device == "cpu")
     for k, price in before.programs.items():
         took_s = {"cpu": price.static_s + host_s, "gpu": max(price.static_s, host_s)}[device]
@@ -111,7 +122,7 @@ def test_a_task_holds_the_work_of_the_host(device):
 @pytest.mark.parametrize("stage, ticks", [(1, 1.0), (2, 1.5)])
 def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
     """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""
-    prices = plan_prices(plan(b=(stage, 1, 1), group_size=2), profile(pair_s=1e-9)).programs
+    prices = plan_prices(plan(b=(stage, 1, 1), group_size=2).layout, profile(pair_s=1e-9)).programs
     of_b = {k.direction: v.pair_s for k, v in prices.items() if k.segment == "b0"}
     assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
     assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
@@ -119,7 +130,7 @@ def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
 
 
 def test_nothing_crosses_in_no_time_without_hardware():
-    prices = plan_prices(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
+    prices = plan_prices(plan((1, 2, 1), (1, 1, 2), group_size=2).layout, profile())
     assert prices.sends == {}
     assert set(prices.step_end.values()) == {0.0}
 
@@ -129,16 +140,16 @@ def test_nothing_crosses_in_no_time_without_hardware():
 def test_what_a_module_sends_another(first, across, edges):
     """The reader's hidden states of a group, to each of its devices, for every edge."""
     p = plan((1, first, 1), (2, 1, 1), group_size=2, edges=edges)
-    sends = plan_prices(p, profile(), HARDWARE).sends
+    sends = plan_prices(p.layout, profile(), HARDWARE).sends
     assert len(sends) == 2 * 3
-    for shape in p.shapes("b"):
+    for shape in p.layout.shapes("b"):
         took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
         for direction in (FORWARD, BACKWARD):
             assert sends[SendId("a", "b0", shape, direction)] == pytest.approx(took)
 
 
 def test_what_passes_between_segments_of_one_module():
-    sends = plan_prices(plan(segments=2), profile(), HARDWARE).sends
+    sends = plan_prices(plan(segments=2).layout, profile(), HARDWARE).sends
     ends = {("a", "b0"), ("b0", "b1")}
     assert {(k.source, k.target) for k in sends} == ends
     assert len(sends) == 2 * 3 * 2
@@ -148,15 +159,13 @@ def test_what_passes_between_segments_of_one_module():
 
 def test_segments_on_the_same_devices_send_nothing():
     p = plan()
-    p = dataclasses.replace(
-        p, submeshes=tuple(dataclasses.replace(m, first=0) for m in p.submeshes)
-    )
-    assert plan_prices(p, profile(), HARDWARE).sends == {}
+    p = p.with_layout(submeshes=tuple(dataclasses.replace(m, first=0) for m in p.layout.submeshes))
+    assert plan_prices(p.layout, profile(), HARDWARE).sends == {}
 
 
 def test_the_step_ends_with_reduction_and_update():
     p = plan((1, 3, 2), (1, 8, 1))
-    got = plan_prices(p, profile(), HARDWARE).step_end
+    got = plan_prices(p.layout, profile(), HARDWARE).step_end
     for name, ways, ranks in (("a", 2, 3), ("b0", 1, 8)):
         own = PARAMS[name[0]] / ways
         assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(
@@ -175,8 +184,8 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
     base = plan((1, ranks, 1), (1, ranks, 1))
 
     def prices(zero):
-        segments = tuple(dataclasses.replace(s, zero=zero) for s in base.segments)
-        return plan_prices(dataclasses.replace(base, segments=segments), model, HARDWARE)
+        segments = tuple(dataclasses.replace(s, zero=zero) for s in base.layout.segments)
+        return plan_prices(base.with_layout(segments=segments).layout, model, HARDWARE)
 
     by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
     share, layer, ends = 0.5 if half else 1.0, 10_000, 5_000
@@ -211,8 +220,8 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
 
 
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
-    loose = plan_prices(plan(segments=2), profile(), HARDWARE).step_end
-    tied = plan_prices(plan(segments=2, tied=["b"]), profile(["b"]), HARDWARE).step_end
+    loose = plan_prices(plan(segments=2).layout, profile(), HARDWARE).step_end
+    tied = plan_prices(plan(segments=2, tied=["b"]).layout, profile(["b"]), HARDWARE).step_end
     update = 7 * 2_500 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
     send = send_s(5_000, HARDWARE)
     for name, direction, more in (
@@ -227,4 +236,4 @@ def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
 
 def test_a_degree_that_was_not_measured_is_an_error():
     with pytest.raises(ValueError, match=r"'b' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
-        plan_prices(plan(b=(1, 1, 4)), profile())
+        plan_prices(plan(b=(1, 1, 4)).layout, profile())

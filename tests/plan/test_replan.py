@@ -18,7 +18,7 @@ from dflop_jax.records import DataProfile, Predicted, SubmeshPlan
 from ..plans import NANO, bucket, load, nano_profile
 from ..test_reached import ROOT, exported, imported_by, sources, used
 
-PLAN = dataclasses.replace(NANO, buckets=(bucket(32, 256),))
+PLAN = NANO.with_layout(buckets=(bucket(32, 256),))
 LOADS = tuple(load(2, 40 + i) for i in range(12))
 FACTS = SearchFacts(
     2, 4, PlanConfig(policy="dflop", buckets=1, effort="quick", sampled_batches=2),
@@ -33,12 +33,12 @@ def asked(**data) -> Question:
 
 
 def answered(buckets) -> BetterPlan:
-    plan = dataclasses.replace(PLAN, buckets=buckets, predicted=Predicted(1.0))
+    plan = dataclasses.replace(PLAN, predicted=Predicted(1.0)).with_layout(buckets=buckets)
     return better_plan(asked(), lambda *_: SearchResult(plan, (), 0, 0, 0, 0))
 
 
 def test_the_same_programs_are_no_other_plan():
-    assert answered(PLAN.buckets) == BetterPlan(why="the plan is still the best")
+    assert answered(PLAN.layout.buckets) == BetterPlan(why="the plan is still the best")
 
 
 def test_no_plan_at_all():

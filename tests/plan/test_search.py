@@ -91,14 +91,14 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     assert tried[1:].count("quick") >= 2
     assert full.candidates == quick.candidates
     assert full.plan.predicted.makespan_s <= quick.plan.predicted.makespan_s
-    assert (len(full.plan.buckets) == 4) == fits
+    assert (len(full.plan.layout.buckets) == 4) == fits
     assert most_bytes(full.plan) <= limit
 
 
 @pytest.mark.parametrize("faster", [1e-9, 1e-2])
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     plan = run().plan
-    larger = dataclasses.replace(plan, buckets=(*plan.buckets, Bucket.of({"llm": Shape(1, 4096)})))
+    larger = plan.with_layout(buckets=(*plan.layout.buckets, Bucket.of({"llm": Shape(1, 4096)})))
     few, more = finalists.Judged(plan, 1.0), finalists.Judged(larger, 1 - faster)
     for judged in ([few, more], [more, few]):
         assert finalists.fastest_of(judged) is (few if faster < 1e-6 else more)
@@ -123,7 +123,7 @@ def test_memory_is_saved_where_it_is_needed_and_only_there():
     assert all(c.peak_bytes <= limit for c in tight.candidates)
     forced = run(profile=keeps_little(), remat="layers", zero=3, shown=100)
     assert {c.saving for c in forced.candidates} == {"vision layers ZeRO 3, llm layers ZeRO 3"}
-    assert {(s.remat, s.zero) for s in forced.plan.segments} == {("layers", 3)}
+    assert {(s.remat, s.zero) for s in forced.plan.layout.segments} == {("layers", 3)}
     assert forced.candidates[0].makespan_s > free.candidates[0].makespan_s
 
 
@@ -138,7 +138,7 @@ def test_parameters_are_shared_where_they_do_not_fit():
         shared = run("orch", 4, zero=3, shown=100, **options)
         limit = 1.05 * min(c.peak_bytes for c in shared.candidates)
         tight = run("orch", 4, memory_bytes=limit, **options)
-        assert all(s.zero > 1 for s in tight.plan.segments if s.module == "llm")
+        assert all(s.zero > 1 for s in tight.plan.layout.segments if s.module == "llm")
         assert tight.candidates[0].makespan_s >= free.candidates[0].makespan_s * (1 - 1e-9)
         with pytest.raises(ValueError, match="no pl"):
             run("orch", 4, zero=1, memory_bytes=limit, **options)
@@ -147,9 +147,7 @@ def test_parameters_are_shared_where_they_do_not_fit():
 def test_options_follow_the_buckets_that_were_chosen():
     plan = with_remat(run(profile=keeps_little()).plan, "layers")
     small, large = (
-        dataclasses.replace(
-            plan, buckets=(Bucket.of({"vision": Shape(9, TILE), "llm": Shape(1, t)}),)
-        )
+        plan.with_layout(buckets=(Bucket.of({"vision": Shape(9, TILE), "llm": Shape(1, t)}),))
         for t in (96, 9600)
     )
 
@@ -159,7 +157,7 @@ def test_options_follow_the_buckets_that_were_chosen():
 
     def kept(plan, memory_bytes):
         found = evaluator(memory_bytes).with_cheapest_options(plan)
-        return {s.module: s.remat for s in found.segments}
+        return {s.module: s.remat for s in found.layout.segments}
 
     limit = evaluator(0.0).most_bytes(large)
     assert kept(small, limit) == {"vision": "none", "llm": "none"}
@@ -175,27 +173,31 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     spec = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy=policy))
     evaluator = search_module._prepared(profile, data_profile(), spec)[1]
     plan = evaluator.evaluate(found, found.predicted.makespan_s)  # by the work that it hides
-    trainable = [s.name for s in plan.segments]
-    prices = plan_prices(plan, profile)
+    trainable = [s.name for s in plan.layout.segments]
+    prices = plan_prices(plan.layout, profile)
     traces, depths = [], []
     twice = 2 * CONFIG.sampled_batches  # of small batches
     for i, batch in enumerate(sample_batches(data_profile().loads, BATCH, twice, seed=1)):
-        schedule = schedule_batch(batch, plan, prices, trainable, step=i, work=found.work_budget)
+        schedule = schedule_batch(
+            batch, plan, prices, trainable, step=i, work=found.scheduling.work_budget
+        )
         traces.append(simulate_step(plan, schedule, prices, trainable))
         depths.append(most_in_flight(schedule.order))
     predicted = plan.predicted
     assert predicted.makespan_s == pytest.approx(np.mean([t.makespan_s for t in traces]))
     assert predicted.chosen_by_s == predicted.makespan_s
-    for m in plan.submeshes:
+    for m in plan.layout.submeshes:
         busy = np.mean([t.busy_fraction()[m.name] for t in traces])
         assert predicted.busy_fraction[m.name] == pytest.approx(busy)
     in_flight = {s: max(d.get(s, 0) for d in depths) for s in trainable}
-    assert predicted.peak_bytes == pytest.approx(peak_bytes(plan, CostModel(profile), in_flight))
+    assert predicted.peak_bytes == pytest.approx(
+        peak_bytes(plan.layout, CostModel(profile), in_flight)
+    )
 
 
 def test_the_budget_of_the_solver_is_hidden_by_the_step():
     plan = run().plan
-    assert plan.work_budget == work_budget(plan.predicted.makespan_s) > 0
+    assert plan.scheduling.work_budget == work_budget(plan.predicted.makespan_s) > 0
     assert work_budget(2.0) == pytest.approx(2 * work_budget(1.0))
     assert work_budget(1e-9) == 1  # 0 would be the scheduler's default
 
@@ -206,7 +208,7 @@ def test_programs_of_finalists_are_timed_and_decide():
 
     def time_plan(plan):
         asked.append(plan)
-        prices = plan_prices(plan, profile)
+        prices = plan_prices(plan.layout, profile)
         slow = 3.0 if len(asked) == 1 else 1.2
         programs = {k: Price(slow * p.static_s) for k, p in prices.programs.items()}
         return dataclasses.replace(prices, programs=programs)
@@ -214,15 +216,18 @@ def test_programs_of_finalists_are_timed_and_decide():
     untimed = run(effort="full", n_devices=4)
     timed = run(effort="full", n_devices=4, time_plan=time_plan)
     assert 2 <= len(asked) == timed.n_timed <= CONFIG.finalists
-    assert len({repr((p.segments, p.buckets)) for p in asked}) == len(asked)
+    assert len({repr((p.layout.segments, p.layout.buckets)) for p in asked}) == len(asked)
     assert asked[0] == untimed.plan
     assert untimed.n_timed == 0
     by_profile = [p.predicted.makespan_s for p in asked]
-    assert timed.plan.buckets != untimed.plan.buckets or timed.plan.segments != asked[0].segments
+    assert (
+        timed.plan.layout.buckets != untimed.plan.layout.buckets
+        or timed.plan.layout.segments != asked[0].layout.segments
+    )
     predicted = timed.plan.predicted
     assert predicted.chosen_by_s == predicted.makespan_s  # not the profile's, which chose no plan
     assert min(by_profile[1:]) < predicted.makespan_s < 1.5 * max(by_profile[1:])
-    assert timed.plan.work_budget == work_budget(predicted.makespan_s)
+    assert timed.plan.scheduling.work_budget == work_budget(predicted.makespan_s)
 
 
 @pytest.mark.parametrize("finalists", [0, 1])
@@ -231,14 +236,14 @@ def test_one_finalist_is_chosen_by_the_profile(finalists):
     config = {"effort": "full", "n_devices": 4, "finalists": finalists}
 
     def time_plan(plan):
-        prices = plan_prices(plan, profile)
+        prices = plan_prices(plan.layout, profile)
         programs = {k: Price(1.2 * p.static_s) for k, p in prices.programs.items()}
         return dataclasses.replace(prices, programs=programs)
 
     untimed = run(**config)
     timed = run(**config, time_plan=time_plan)
     assert timed.n_timed == finalists
-    assert timed.plan.buckets == untimed.plan.buckets
+    assert timed.plan.layout.buckets == untimed.plan.layout.buckets
     chosen_by_s = untimed.plan.predicted.makespan_s
     assert timed.plan.predicted.chosen_by_s == chosen_by_s
     slower = timed.plan.predicted.makespan_s / chosen_by_s
@@ -255,20 +260,20 @@ def test_a_spec_is_the_same_as_its_fields_by_name():
 def test_buckets_hold_every_sample_and_are_as_many_as_allowed():
     for policy in ("dflop", "blind"):
         plan = run(policy).plan
-        assert 1 <= len(plan.buckets) <= CONFIG.buckets
-        assert all(b.shape("llm").tokens % 32 == 0 for b in plan.buckets)
+        assert 1 <= len(plan.layout.buckets) <= CONFIG.buckets
+        assert all(b.shape("llm").tokens % 32 == 0 for b in plan.layout.buckets)
         for load in data_profile().loads:
             assert any(
-                b.tokens("vision") * plan.data_ranks("vision") >= load.tokens("vision")
+                b.tokens("vision") * plan.layout.data_ranks("vision") >= load.tokens("vision")
                 and b.shape("llm").tokens >= load.tokens("llm")
-                for b in plan.buckets
+                for b in plan.layout.buckets
             )
 
 
 def test_a_heavier_encoder_gets_more_devices():
     def devices(weight):
         plan = run(n_devices=4, profile=model_profile(vision=weight)).plan
-        return plan.submesh("vision").n_devices
+        return plan.layout.submesh("vision").n_devices
 
     assert devices(0.01) < devices(30.0) == 3
 
@@ -281,11 +286,11 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     step_s = free.plan.predicted.makespan_s
     bound = run(profile=dataclasses.replace(profile, host_s=step_s / 2))
     assert [r.candidates[0].microbatches for r in (free, bound)] == [4, 1]
-    sizes = [max(s.size for s in r.plan.shapes("llm")) for r in (free, bound)]
+    sizes = [max(s.size for s in r.plan.layout.shapes("llm")) for r in (free, bound)]
     assert sizes[1] >= 2 * sizes[0]
     # A group of both modules keeps the host at work three times, one segment after the other.
     assert bound.plan.predicted.makespan_s >= 3 * step_s / 2
-    prices = plan_prices(bound.plan, dataclasses.replace(profile, host_s=step_s / 2))
+    prices = plan_prices(bound.plan.layout, dataclasses.replace(profile, host_s=step_s / 2))
     assert min(p.static_s for p in prices.programs.values()) >= step_s / 2
 
 
@@ -318,17 +323,17 @@ def test_one_device():
     with pytest.raises(ValueError, match=r"dflop has no placement on 1 devices.*plan.policy auto"):
         run("dflop", 1)
     plan = run("blind", 1).plan
-    assert plan.n_devices == 1
-    assert plan.grouping == "arrival"
-    assert {s.module for s in plan.segments} == {"vision", "llm"}
+    assert plan.layout.n_devices == 1
+    assert plan.scheduling.grouping == "arrival"
+    assert {s.module for s in plan.layout.segments} == {"vision", "llm"}
 
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])
 def test_a_model_without_encoder(policy):
     profile = model_profile(graph="one")
     plan = run(policy, 2, profile=profile, data=data_profile(tiles=False)).plan
-    assert plan.modules == ("llm",)
-    assert plan.n_devices == 2
+    assert plan.layout.modules == ("llm",)
+    assert plan.layout.n_devices == 2
 
 
 def test_unmeasured_degrees_are_left_out():
@@ -339,7 +344,7 @@ def test_unmeasured_degrees_are_left_out():
 def test_a_tied_head_may_lie_apart_from_its_embedding():
     profile = model_profile(tied=("llm",))
     result = run(n_devices=4, profile=profile, shown=100)
-    assert result.plan.tied == ("llm",)
+    assert result.plan.layout.tied == ("llm",)
     apart = [c for c in result.candidates if "llm=2*" in c.name]
     assert apart
     # Both segments hold what they share, so the one with the head needs more.
@@ -475,7 +480,7 @@ def test_no_microbatch_is_far_larger_than_what_was_timed(real_buckets):
     def size(timings, **options):
         profile = dataclasses.replace(whole, timings=timings)
         plan = run(n_devices=2, profile=profile, **options).plan
-        return max(b.tokens("llm") for b in plan.buckets)
+        return max(b.tokens("llm") for b in plan.layout.buckets)
 
     assert size(timings) > 128 >= size(small)  # timed up to 256 and 64 tokens
     assert size(small, hardware=LINKS) == size(timings)  # formulas hold at any size
@@ -485,4 +490,4 @@ def test_a_sample_larger_than_what_was_timed_still_has_a_plan():
     profile, data = model_profile(), data_profile()
     long = dataclasses.replace(data, loads=(*data.loads, Load({"vision": (TILE,), "llm": (1999,)})))
     plan = run(profile=profile, data=long).plan
-    assert max(b.tokens("llm") for b in plan.buckets) >= 1999
+    assert max(b.tokens("llm") for b in plan.layout.buckets) >= 1999

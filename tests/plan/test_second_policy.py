@@ -29,13 +29,13 @@ def test_groups_keep_more_where_there_is_room(free, share):
     spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
     evaluator = search_module._prepared(profile, data_profile(), spec)[1]
     assert max(plan.predicted.peak_bytes.values()) <= limit
-    one = tuple(dataclasses.replace(s, remat_less=None) for s in plan.segments)
-    plain = dataclasses.replace(plan, segments=one, kept=(), free_bytes={})
-    assert bool(plan.kept) == (one != plan.segments)
-    if plan.kept:
+    one = tuple(dataclasses.replace(s, remat_less=None) for s in plan.layout.segments)
+    plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
+    assert bool(plan.scheduling.kept) == (one != plan.layout.segments)
+    if plan.scheduling.kept:
         assert evaluator.judged_s(plan) < evaluator.judged_s(evaluator.evaluate(plain, 0.0))
-    table, prices = byte_table(plan, profile), evaluator.prices(plan)
-    trainable = [s.name for s in plan.segments]
+    table, prices = byte_table(plan.layout, profile), evaluator.prices(plan.layout)
+    trainable = [s.name for s in plan.layout.segments]
     for batch in (*evaluator.unseen, *evaluator.drifted):
         schedule = schedule_batch(batch, plan, prices, trainable)
         assert max(held(plan, schedule, table)) <= limit
@@ -44,7 +44,7 @@ def test_groups_keep_more_where_there_is_room(free, share):
 def held(plan, schedule, table):
     """Bytes of the device of each task of an order when it has run, from the forwards that no
     backward has followed."""
-    where = {s.name: s.submesh for s in plan.segments}
+    where = {s.name: s.submesh for s in plan.layout.segments}
     both = {(t.segment, t.group) for t in schedule.order if t.direction == "forward"}
     now = dict(table.constant)
     for t in schedule.order:
@@ -61,7 +61,7 @@ def test_some_plan_has_one(free):
     plans = [
         run("dip", 4, profile=keeps_little(), memory_bytes=share * most).plan for share in SHARES
     ]
-    second = [s for p in plans for s in p.segments if s.remat_less]
+    second = [s for p in plans for s in p.layout.segments if s.remat_less]
     assert second
     assert all(REMAT.index(s.remat_less) < REMAT.index(s.remat) for s in second)
 

@@ -19,8 +19,8 @@ def test_the_tail_gets_a_bucket_beside_those_that_were_chosen():
     plan = run(data=data).plan
     assert beyond(data.tail, plain) == [1]
     assert beyond(data.tail, plan) == []
-    assert set(plain.buckets) < set(plan.buckets)
-    assert len(plan.buckets) == len(plain.buckets) + 1
+    assert set(plain.layout.buckets) < set(plan.layout.buckets)
+    assert len(plan.layout.buckets) == len(plain.layout.buckets) + 1
     assert replace(data, tail=data.tail[:1]).tail
     assert run(data=replace(data, tail=data.tail[:1])).plan == plain
 
@@ -41,8 +41,8 @@ def test_divided_groups_have_one_shape_and_the_tail_gets_as_many_as_may_feed_one
     plain, plan = (
         run("dip", 4, profile, replace(data, tail=tail)).plan for tail in ((), (long, LARGE))
     )
-    assert plan.fan_in == plain.fan_in > 1
-    assert plan.shapes("vision") == plain.shapes("vision")
+    assert plan.layout.fan_in == plain.layout.fan_in > 1
+    assert plan.layout.shapes("vision") == plain.layout.shapes("vision")
     assert beyond((long,), plain) == [0]
     assert beyond((long,), plan) == []
-    assert schedule_batch((long,), plan, plan_prices(plan, profile), ())
+    assert schedule_batch((long,), plan, plan_prices(plan.layout, profile), ())

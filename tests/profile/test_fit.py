@@ -17,6 +17,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     LayerTiming,
+    Layout,
     ModelProfile,
     Plan,
     Recompute,
@@ -187,15 +188,19 @@ def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=
         for i, n in enumerate(names)
     ]
     buckets = (bucket or Bucket.of({"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}),)
-    return Plan("t", tuple(submeshes), tuple(segments), buckets, edges, group_size)
+    return Plan(
+        "t", Layout(tuple(submeshes), tuple(segments), buckets, edges=edges, group_size=group_size)
+    )
 
 
 def group_s(plan, model, name, direction=FORWARD):
     """Seconds of a segment at the only shape of its module."""
-    s = plan.segment(name)
-    (shape,) = plan.shapes(s.module)
-    mesh = plan.submesh(s.submesh).shape
-    return float(model.group_s(s, mesh, plan.group_size, shape.rows, shape.tokens, direction))
+    s = plan.layout.segment(name)
+    (shape,) = plan.layout.shapes(s.module)
+    mesh = plan.layout.submesh(s.submesh).shape
+    return float(
+        model.group_s(s, mesh, plan.layout.group_size, shape.rows, shape.tokens, direction)
+    )
 
 
 def test_a_plain_segment_is_its_layers_and_ends():
@@ -239,8 +244,8 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
     alone = 6 * cost(LAYER, Shape(2, 64)) / model
     assert group_s(plan, costs, "l0") == pytest.approx(alone * factor)
     pairs = CostModel(profile(with_pairs(1e-9), concurrency=concurrency))
-    mesh = plan.submesh("l0").shape
-    got = pairs.group_pair_s(plan.segment("l0"), mesh, 1, FORWARD)
+    mesh = plan.layout.submesh("l0").shape
+    got = pairs.group_pair_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
     assert got == pytest.approx(4e-9 * factor)
 
 
@@ -266,8 +271,8 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, re
     """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run; nobody reads
     the segment, so its task also runs forward."""
     plan = with_remat(plan_of(stage=stage, group_size=group_size), remat)
-    model, s = CostModel(profile(with_pairs(2e-9))), plan.segment("l0")
-    mesh = plan.submesh("l0").shape
+    model, s = CostModel(profile(with_pairs(2e-9))), plan.layout.segment("l0")
+    mesh = plan.layout.submesh("l0").shape
     forward = 2e-9 * 4 / stage * (group_size + stage - 1) / group_size
     assert model.group_pair_s(s, mesh, group_size, FORWARD) == pytest.approx(forward)
     back = model.group_pair_s(s, mesh, group_size, BACKWARD)
@@ -288,7 +293,7 @@ def test_pairs_are_measured_best_at_large_shapes():
 def test_no_rows_cost_nothing():
     """The planner asks for many shapes at once, some of them of modules that do not run."""
     plan, model = plan_of(), CostModel(profile(overhead=0.5))
-    s, mesh = plan.segment("vision"), (1, 1, 1)
+    s, mesh = plan.layout.segment("vision"), (1, 1, 1)
     got = model.group_s(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
     assert got[0] == 0.0
     assert got[1] == group_s(plan, model, "vision", BACKWARD) > 0.5
@@ -313,9 +318,9 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
     want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
     pairs = 4e-9 * (again + 2 + (policy != "none"))
-    got = model.group_pair_s(plan.segment("vision"), (1, 1, 1), 1, BACKWARD)
+    got = model.group_pair_s(plan.layout.segment("vision"), (1, 1, 1), 1, BACKWARD)
     assert got == pytest.approx(pairs)
-    forward = model.group_pair_s(plan.segment("vision"), (1, 1, 1), 1, FORWARD)
+    forward = model.group_pair_s(plan.layout.segment("vision"), (1, 1, 1), 1, FORWARD)
     assert forward == pytest.approx(4e-9)
 
 
@@ -340,8 +345,8 @@ def test_peak_bytes_by_hand(remat, zero, half):
     layer, ends = 1000, 600
     edges = (Edge("vision", "llm", "v"),)
     plan = with_remat(plan_of(stage=2, data=2, group_size=4, edges=edges), remat)
-    segments = tuple(dataclasses.replace(s, zero=zero) for s in plan.segments)
-    plan = dataclasses.replace(plan, segments=segments)
+    segments = tuple(dataclasses.replace(s, zero=zero) for s in plan.layout.segments)
+    plan = plan.with_layout(segments=segments)
     model = dataclasses.replace(profile(), edges=edges, halved=("vision", "llm") if half else ())
     tiles, llm = cost(LAYER, Shape(3, PATCHES)), cost(LAYER, Shape(2, 64))
     again, policy = PASSES[remat]
@@ -372,14 +377,14 @@ def test_peak_bytes_by_hand(remat, zero, half):
     text = state_by_hand(2 * layer + ends, 2, zero, half) + one(
         llm, 2, 5, 1, True, 2, 2 * layer + ends
     )
-    peak = peak_bytes(plan, CostModel(model), {"vision": 2, "l0": 1})
+    peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
 
 
 def test_what_runs_no_backward_keeps_its_inputs_only():
     edges = (Edge("vision", "llm", "v"),)
     plan, model = plan_of(edges=edges), CostModel(dataclasses.replace(profile(), edges=edges))
-    s = plan.segment("vision")
+    s = plan.layout.segment("vision")
     trained, frozen = (
         model.segment_bytes(s, (1, 1, 1), 1, 3, PATCHES, backward=b) for b in (True, False)
     )
@@ -391,8 +396,8 @@ def test_what_runs_no_backward_keeps_its_inputs_only():
 def test_frozen_segments_hold_their_parameters_only():
     plan = plan_of()
     flying = {"vision": 0, "l0": 0}
-    free = peak_bytes(plan, CostModel(profile()), flying, ["l0"])
-    whole = peak_bytes(plan, CostModel(profile()), flying)
+    free = peak_bytes(plan.layout, CostModel(profile()), flying, ["l0"])
+    whole = peak_bytes(plan.layout, CostModel(profile()), flying)
     assert free["l0"] == whole["l0"]
     # Nor gradients and moments, nor what is made of gradients at the step's end.
     assert free["vision"] == pytest.approx(whole["vision"] - (3 + 1.7) * 4600, abs=1.0)
@@ -402,27 +407,35 @@ def test_segments_on_one_submesh_add_their_bytes():
     plan = plan_of()
     shared = Plan(
         "t",
-        (SubmeshPlan("all", 0, 1, 1, 1),),
-        tuple(
-            SegmentPlan(s.name, s.module, s.start, s.stop, "all", True, True) for s in plan.segments
+        Layout(
+            (SubmeshPlan("all", 0, 1, 1, 1),),
+            tuple(
+                SegmentPlan(s.name, s.module, s.start, s.stop, "all", True, True)
+                for s in plan.layout.segments
+            ),
+            plan.layout.buckets,
         ),
-        plan.buckets,
     )
     flying = {"vision": 1, "l0": 1}
     model = CostModel(profile())
-    apart = peak_bytes(plan, model, flying)
+    apart = peak_bytes(plan.layout, model, flying)
     # Only one program at a time has temporaries.
     least = min(
         float(model.segment_bytes(s, (1, 1, 1), 1, shape.rows, shape.tokens).temporaries)
-        for s in plan.segments
-        for shape in plan.shapes(s.module)
+        for s in plan.layout.segments
+        for shape in plan.layout.shapes(s.module)
     )
     want = sum(apart.values()) - least
-    assert peak_bytes(shared, model, flying) == pytest.approx({"all": want}, rel=1e-12)
+    assert peak_bytes(shared.layout, model, flying) == pytest.approx({"all": want}, rel=1e-12)
     twice = (SubmeshPlan("all", 0, 1, 1, 1), SubmeshPlan("too", 0, 1, 1, 1))
-    segments = (shared.segments[0], dataclasses.replace(shared.segments[1], submesh="too"))
-    both = dataclasses.replace(shared, submeshes=twice, segments=segments)
-    assert peak_bytes(both, model, flying) == pytest.approx({"all": want, "too": want}, rel=1e-12)
+    segments = (
+        shared.layout.segments[0],
+        dataclasses.replace(shared.layout.segments[1], submesh="too"),
+    )
+    both = shared.with_layout(submeshes=twice, segments=segments)
+    assert peak_bytes(both.layout, model, flying) == pytest.approx(
+        {"all": want, "too": want}, rel=1e-12
+    )
 
 
 def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
@@ -435,7 +448,7 @@ def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
         model = CostModel(dataclasses.replace(profile(), edges=tuple(edges)))
         kept = (
             model.segment_bytes(s, (1, 1, 1), 1, 2, 64, backward=False).kept
-            for s in plan.segments[1:]
+            for s in plan.layout.segments[1:]
         )
         return list(map(float, kept))
 
@@ -450,10 +463,10 @@ def test_tied_ends_that_lie_apart_are_both_whole():
     plan, model = plan_of(parts=2), profile()
     tied = CostModel(dataclasses.replace(model, tied=("llm",)))
     loose = CostModel(model)
-    for s in plan.segments[1:]:
+    for s in plan.layout.segments[1:]:
         states = [m.segment_bytes(s, (1, 1, 1), 1, 2, 64).state for m in (tied, loose)]
         assert states[0] - states[1] == pytest.approx(4 * 300)  # half of the ends' 600
-    whole = plan_of().segments[1]
+    whole = plan_of().layout.segments[1]
     states = [m.segment_bytes(whole, (1, 1, 1), 1, 2, 64).state for m in (tied, loose)]
     assert states[0] == states[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflop_jax.records import Event, Plan, Predicted, SegmentPlan, SubmeshPlan, Trace
+from dflop_jax.records import Event, Layout, Plan, Predicted, SegmentPlan, SubmeshPlan, Trace
 from dflop_jax.report.metrics import StepMetrics
 from tests.plans import EDGE, bucket
 
@@ -45,14 +45,16 @@ def one_f_one_b(stages: dict[str, tuple[float, float]], sizes: list[float], sour
 
 def make_plan(policy: str = "dflop") -> Plan:
     return Plan(
-        policy=policy,
-        submeshes=(SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 3, 2)),
-        segments=(
-            SegmentPlan("vision", "vision", 0, 4, "enc", True, True),
-            SegmentPlan("llm", "llm", 0, 6, "llm", True, True),
+        policy,
+        Layout(
+            (SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 3, 2)),
+            (
+                SegmentPlan("vision", "vision", 0, 4, "enc", True, True),
+                SegmentPlan("llm", "llm", 0, 6, "llm", True, True),
+            ),
+            (bucket(8, 512), bucket(16, 1024)),
+            edges=(EDGE,),
         ),
-        buckets=(bucket(8, 512), bucket(16, 1024)),
-        edges=(EDGE,),
         predicted=Predicted(0.4, {"enc": 0.7, "llm": 0.9}, {"enc": 1e6, "llm": 2e6}, 0.38),
     )
 

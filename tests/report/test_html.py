@@ -107,10 +107,10 @@ def hostile_run(folder: Path) -> Path:
         Event("no such", "b\u2028\\", 0, "backward", 1.5, 2.0),
     )
     plan = make_plan()
-    meshes = (replace(plan.submeshes[0], name=BAD), plan.submeshes[1])
-    segments = (replace(plan.segments[0], submesh=BAD), plan.segments[1])
+    meshes = (replace(plan.layout.submeshes[0], name=BAD), plan.layout.submeshes[1])
+    segments = (replace(plan.layout.segments[0], submesh=BAD), plan.layout.segments[1])
     with RunFolder(folder) as run:
-        run.write_plan(replace(plan, policy=BAD, submeshes=meshes, segments=segments))
+        run.write_plan(replace(plan, policy=BAD).with_layout(submeshes=meshes, segments=segments))
         run.append(make_row(0, padding_fraction={BAD: 0.5}))
         run.write_trace([Trace(0, BAD, events)], {0: BAD})
     return folder

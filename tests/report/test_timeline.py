@@ -83,7 +83,7 @@ def test_rows_follow_the_flow_and_modules_the_plan():
         "alpha",
         "idle",
     ]
-    planned = panels.panel_of(make_plan(), trace, "x")
+    planned = panels.panel_of(make_plan().layout, trace, "x")
     assert planned.modules == {"vision": "vision", "llm": "llm"}
     assert planned.submeshes == ["enc", "llm"]
     assert panels.module_of("part7", {"part7": "llm"}) == "llm"

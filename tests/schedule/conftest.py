@@ -10,11 +10,13 @@ from dflop_jax.records import (
     FORWARD,
     Bucket,
     Edge,
+    Layout,
     Load,
     Plan,
     Price,
     Prices,
     ProgramId,
+    Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -47,23 +49,25 @@ def make_plan(buckets, ranks=None, group_size=1, grouping="balanced", edges=None
         free += max(ranks.values())
     return Plan(
         "dflop" if grouping == "balanced" else "blind",
-        tuple(submeshes),
-        tuple(SegmentPlan(m, m, 0, 4, m, True, True) for m in ranks),
-        tuple(buckets),
-        tuple(Edge(s, t, s) for s, t in edges),
-        group_size=group_size,
-        grouping=grouping,
+        Layout(
+            tuple(submeshes),
+            tuple(SegmentPlan(m, m, 0, 4, m, True, True) for m in ranks),
+            tuple(buckets),
+            edges=tuple(Edge(s, t, s) for s, t in edges),
+            group_size=group_size,
+        ),
+        Scheduling(grouping=grouping),
     )
 
 
 def make_prices(plan, pair_s=0.0, trainable=None, factor=lambda program: 1.0):
     """Seconds in proportion to capacity, with a constant per call; backward takes two forwards."""
-    tasks = directions(plan, plan.modules if trainable is None else trainable)
+    tasks = directions(plan.layout, plan.layout.modules if trainable is None else trainable)
     programs = {}
-    for s in plan.segments:
-        for shape, d in itertools.product(plan.shapes(s.module), tasks[s.name]):
+    for s in plan.layout.segments:
+        for shape, d in itertools.product(plan.layout.shapes(s.module), tasks[s.name]):
             times = 1 if d == FORWARD else 2 if FORWARD in tasks[s.name] else 3
-            one_s = (2e-4 * shape.size + 0.004) * plan.group_size
+            one_s = (2e-4 * shape.size + 0.004) * plan.layout.group_size
             program = ProgramId(s.name, shape, d)
             scale = factor(program)
             programs[program] = Price(scale * times * one_s, scale * times * pair_s)
@@ -82,16 +86,16 @@ def make_batch(rng, n, most_tiles=12, most_tokens=120):
 
 def check(schedule, loads, plan):
     """The invariants of any schedule of a plan whose modules read each other in one group each."""
-    seen = {m: set() for m in plan.modules}
+    seen = {m: set() for m in plan.layout.modules}
     home = {}  # (module, sample) -> places of its groups and microbatches
     for place, g in enumerate(schedule.groups):
-        assert g.shape in plan.shapes(g.module)
-        assert len(g.rows) == plan.group_size
+        assert g.shape in plan.layout.shapes(g.module)
+        assert len(g.rows) == plan.layout.group_size
         lengths = [n for load in loads for n in load.lengths(g.module)]
         owner = [i for i, load in enumerate(loads) for _ in load.lengths(g.module)]
-        content = np.zeros(plan.data_ranks(g.module), int)
+        content = np.zeros(plan.layout.data_ranks(g.module), int)
         for m, microbatch in enumerate(g.rows):
-            assert len(microbatch) == plan.data_ranks(g.module)
+            assert len(microbatch) == plan.layout.data_ranks(g.module)
             for d, rank in enumerate(microbatch):
                 assert len(rank) == g.shape.rows
                 for row in rank:
@@ -103,9 +107,9 @@ def check(schedule, loads, plan):
                         home.setdefault((g.module, owner[p]), set()).add((place, m))
         assert g.pairs == content.max()
         assert g.pieces
-    for m in plan.modules:
+    for m in plan.layout.modules:
         assert len(seen[m]) == sum(len(load.lengths(m)) for load in loads)
-    for e in plan.edges:
+    for e in plan.layout.edges:
         for i, load in enumerate(loads):
             if not (load.lengths(e.source) and load.lengths(e.target)):
                 continue

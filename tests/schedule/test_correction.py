@@ -52,7 +52,7 @@ def plan():
 
 def prices_of(plan, slow_bucket=None):
     """Profiled prices, or the hardware's: one shape class takes `SLOW` times as long."""
-    slow = dict(plan.buckets[slow_bucket].shapes) if slow_bucket is not None else {}
+    slow = dict(plan.layout.buckets[slow_bucket].shapes) if slow_bucket is not None else {}
     return make_prices(plan, factor=lambda p: SLOW if slow.get(p.segment) == p.shape else 1.0)
 
 
@@ -96,7 +96,7 @@ class Loop:
             makespan_s, trace, schedule = self.run(step, prices)
         if self.sampled[-1]:
             times = task_times(noisy(trace, self.rng), schedule)
-            self.state = observe(self.state, self.plan, times, seconds_of(self.profiled))
+            self.state = observe(self.state, self.plan.layout, times, seconds_of(self.profiled))
             self.monitor = with_step(self.monitor)
         if is_full(self.monitor):
             loads = make_batch(np.random.default_rng(1000 + step), 48)
@@ -154,7 +154,7 @@ def test_factors_meet_the_ratio_and_resist_outliers(plan):
     state, factors = Correction(), []
     for runs in ([900.0], [2.0, 2.0, 500.0], [2.0] * 3, [2.0], [0.01], [2.0] * 2, [2.0]):
         observed = {program: [r * predicted[program] for r in runs]}
-        state = observe(state, plan, observed, predicted)
+        state = observe(state, plan.layout, observed, predicted)
         factors.append(state.factor(name))
     assert list(state.logs) == [name]
     assert factors[0] == 1.0  # one step convinces nobody
@@ -169,7 +169,7 @@ def test_old_steps_are_forgotten(plan):
     program = ProgramId("a", Shape(14, 16), FORWARD)
     state = Correction()
     for ratio in [3.0] * 20 + [1.0] * 6:
-        state = observe(state, plan, {program: [ratio * predicted[program]]}, predicted)
+        state = observe(state, plan.layout, {program: [ratio * predicted[program]]}, predicted)
     assert state.factor("a/14x16/forward") == pytest.approx(1.0)
 
 
@@ -178,10 +178,10 @@ def test_nothing_observed_changes_nothing(plan):
     predicted = seconds_of(prices)
     some = next(iter(predicted))
     other = ProgramId("absent", Shape(1, 1), FORWARD)
-    assert observe(Correction(), plan, {}, predicted) == Correction()
-    assert observe(Correction(), plan, {some: [0.0]}, predicted) == Correction()
-    assert observe(Correction(), plan, {some: [1.0]}, {}) == Correction()
-    assert observe(Correction(), plan, {other: [1.0]}, {other: 2.0}) == Correction()
+    assert observe(Correction(), plan.layout, {}, predicted) == Correction()
+    assert observe(Correction(), plan.layout, {some: [0.0]}, predicted) == Correction()
+    assert observe(Correction(), plan.layout, {some: [1.0]}, {}) == Correction()
+    assert observe(Correction(), plan.layout, {other: [1.0]}, {other: 2.0}) == Correction()
     assert corrected(prices, Correction()) == prices
     assert Correction().deviation == 0.0
     end = Prices({}, {Task("b", -1, UPDATE): 0.5})
@@ -217,7 +217,7 @@ def test_the_work_of_the_host_does_not_move_to_long_programs():
         schedule = schedule_batch(loads, ROWS, corrected(prices, state), ["b"], step=step, work=0)
         groups.append(len(schedule.groups))
         expected = expected_times(ROWS, schedule, prices, ["b"])
-        state = observe(state, ROWS, task_times(as_seen(schedule), schedule), expected)
+        state = observe(state, ROWS.layout, task_times(as_seen(schedule), schedule), expected)
     assert groups == [9] * 12
     assert state.deviation == pytest.approx(0.0)
 

@@ -31,7 +31,7 @@ def prices(host_s, *, shares_cores=True):
         ProgramId("b", shape, BACKWARD): Price(
             float(with_host_work(ROW_S * shape.rows, host_s, shares_cores=shares_cores))
         )
-        for shape in PLAN.shapes("b")
+        for shape in PLAN.layout.shapes("b")
     }
     return Prices(programs, host_s=host_s, shares_cores=shares_cores)
 

@@ -75,7 +75,7 @@ def second_policies(rng, plan, prices, free):
     """The plan and prices of segments that save half of a backward for as much memory again."""
     segments = tuple(
         replace(s, remat="layers", remat_less="none") if rng.random() < 0.8 else s
-        for s in plan.segments
+        for s in plan.layout.segments
     )
     less = {s.name for s in segments if s.remat_less}
     kept = tuple(
@@ -88,18 +88,18 @@ def second_policies(rng, plan, prices, free):
         if p.segment in less:
             half = 0.5 if p.direction == BACKWARD else 1.0
             programs[replace(p, remat_less=True)] = Price(half * price.static_s, price.pair_s)
-    of = resources(plan)
+    of = resources(plan.layout)
     by_resource = {r: free * MIB * float(rng.integers(0, 3)) for r in of.values()}
-    plan = replace(plan, segments=segments, kept=kept)
-    plan = replace(plan, free_bytes={m: by_resource[r] for m, r in of.items()})
+    plan = plan.with_layout(segments=segments).with_scheduling(kept=kept)
+    plan = plan.with_scheduling(free_bytes={m: by_resource[r] for m, r in of.items()})
     return plan, replace(prices, programs=programs)
 
 
 def held(plan, schedule, less):
     """Bytes of each resource after every task of its that opens a group, counted anew each time."""
-    own = {(k.segment, k.shape): k.n_bytes for k in plan.kept}
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.kept}
-    of, where = resources(plan), {s.name: s.submesh for s in plan.segments}
+    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
+    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
+    of, where = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     tasks = {(t.segment, t.group, t.direction) for t in schedule.order}
     for at, last in enumerate(schedule.order):
         total = 0.0
@@ -119,7 +119,7 @@ def held(plan, schedule, less):
 def test_what_is_held_fits_at_every_moment(seed):
     rng = np.random.default_rng(seed)
     plan, schedule, prices, trainable = random_case(rng, sends=True)
-    plan = replace(plan, order="1f1b")
+    plan = plan.with_scheduling(order="1f1b")
     plan, prices = second_policies(rng, plan, prices, 8.0)
     ordered, _ = with_order(plan, schedule, prices, trainable)
     planned = with_memory_plan(plan, ordered, prices, trainable, Budget(1e6))
@@ -127,13 +127,13 @@ def test_what_is_held_fits_at_every_moment(seed):
     assert planned.makespan_s <= ordered.makespan_s
     again = simulate_step(plan, planned, prices, trainable)
     assert planned.makespan_s == pytest.approx(again.makespan_s)
-    of, limit = resources(plan), in_flight_limit(plan)
-    largest = {k.segment: k.n_bytes for k in sorted(plan.kept, key=lambda k: k.n_bytes)}
+    of, limit = resources(plan.layout), in_flight_limit(plan)
+    largest = {k.segment: k.n_bytes for k in sorted(plan.scheduling.kept, key=lambda k: k.n_bytes)}
     most = dict.fromkeys(of.values(), 0.0)  # that the planner reserved, and what was left
-    for s in plan.segments:
+    for s in plan.layout.segments:
         most[of[s.submesh]] += largest[s.name] * limit[s.name]
-    free = {of[m]: b for m, b in plan.free_bytes.items()}
-    seconds = {s.name: s.remat_less for s in plan.segments}
+    free = {of[m]: b for m, b in plan.scheduling.free_bytes.items()}
+    seconds = {s.name: s.remat_less for s in plan.layout.segments}
     for g in planned.groups:
         assert all(seconds[n] == "none" for n in g.remat_less)
     plain = {}
@@ -151,14 +151,11 @@ def test_what_is_held_fits_at_every_moment(seed):
 def test_all_or_nothing_where_memory_says_so(free, share):
     """Two segments; as many groups in flight as 1F1B allows leave what is free and no more."""
     plan = graph("b:2")
-    first = replace(plan.segments[0], remat="layers", remat_less="none")
+    first = replace(plan.layout.segments[0], remat="layers", remat_less="none")
     kept = tuple(Kept(n, shape, 4.0 * MIB, 8.0 * MIB * (n == "b0"))
                  for n in names(plan) for shape in SHAPES)  # fmt: skip
-    plan = replace(
-        plan,
-        segments=(first, plan.segments[1]),
-        kept=kept,
-        free_bytes={m.name: free * MIB for m in plan.submeshes},
+    plan = plan.with_layout(segments=(first, plan.layout.segments[1])).with_scheduling(
+        kept=kept, free_bytes={m.name: free * MIB for m in plan.layout.submeshes}
     )
     base = same_prices(plan, 1.0, 3.0, 3.0)
     less = {

@@ -28,7 +28,7 @@ from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, 
 
 def solve(loads, plan, prices=None, **options):
     prices = make_prices(plan) if prices is None else prices
-    return schedule_batch(loads, plan, prices, plan.modules, **options)
+    return schedule_batch(loads, plan, prices, plan.layout.modules, **options)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -46,11 +46,11 @@ def test_every_piece_once_over_random_plans(seed):
     prices = make_prices(plan, pair_s=1e-6 * (seed % 2))
     got = solve(loads, plan, prices, work=300)
     check(got, loads, plan)
-    check_order(step_graph(plan, got.groups, plan.modules), got.order)
+    check_order(step_graph(plan.layout, got.groups, plan.layout.modules), got.order)
     greedy = solve(loads, plan, prices, work=0)
     check(greedy, loads, plan)
     assert got.makespan_s <= greedy.makespan_s * (1 + 1e-9)
-    again = simulate_step(plan, got, prices, plan.modules).makespan_s
+    again = simulate_step(plan, got, prices, plan.layout.modules).makespan_s
     assert got.makespan_s == pytest.approx(again)
 
 
@@ -98,7 +98,7 @@ def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
     buckets = [Bucket.of({"a": Shape(3, 64), "c": Shape(1, 128)}),
                Bucket.of({"a": Shape(6, 64), "c": Shape(3, 128)})]  # fmt: skip
     plan = make_plan(buckets, {"a": 1, "b": 1, "c": 1}, edges=[("a", "c")])
-    batch, capacity = Batch(loads, plan.modules), capacity_of(plan)
+    batch, capacity = Batch(loads, plan.layout.modules), capacity_of(plan.layout)
     for n in range(2, 12):
         chosen = [buckets[i] for i in rng.integers(0, 2, n)]
         packed = pack(batch, chosen, capacity, Budget(300), rng)
@@ -121,9 +121,11 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
     rng = np.random.default_rng([n, seed])
     lengths = rng.integers(8, 120, n).tolist()
     plan = make_plan([bucket(0, (2, 128))], {"b": 3})
-    batch, capacity = Batch([Load({"b": (k,)}) for k in lengths], ("b",)), capacity_of(plan)
-    ticks = ticks_of(group_costs(plan, make_prices(plan, pair_s=1e-6), ("b",)), plan.buckets)
-    room = Room(batch, plan.buckets, capacity, ticks, frozenset({"b"}))
+    batch, capacity = Batch([Load({"b": (k,)}) for k in lengths], ("b",)), capacity_of(plan.layout)
+    ticks = ticks_of(
+        group_costs(plan.layout, make_prices(plan, pair_s=1e-6), ("b",)), plan.layout.buckets
+    )
+    room = Room(batch, plan.layout.buckets, capacity, ticks, frozenset({"b"}))
     packed = greedy_answer(room, 1)
     dealt = dealt_answer(room, packed, Budget(100))
     assert dealt_answer(replace(room, priced=frozenset()), packed, Budget(100)) is None
@@ -141,7 +143,7 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
         free[k] -= lengths[i]
         content[k[1]] += lengths[i] ** 2
         rows[k].append(i)
-    groups = schedule_groups(room, dealt, plan, with_pieces=True)
+    groups = schedule_groups(room, dealt, plan.layout, with_pieces=True)
     for g, group in enumerate(groups):
         ((*ranks,),) = group.rows
         assert [[sorted(r) for r in rank] for rank in ranks] == [
@@ -180,7 +182,7 @@ def test_the_budget_of_the_plan_is_kept(small_plan):
     prices = make_prices(small_plan, pair_s=2e-6)
     spans = []
     for budget in (200, 1000, 3000):
-        got = solve(loads, replace(small_plan, work_budget=budget), prices)
+        got = solve(loads, small_plan.with_scheduling(work_budget=budget), prices)
         assert got.work <= budget + 400
         spans.append(got.makespan_s)
     assert all(more <= less * (1 + 1e-4) for less, more in itertools.pairwise(spans))
@@ -264,7 +266,7 @@ def fastest_by_hand(loads, plan, prices):
         if any(x > max(labels[:i], default=-1) + 1 for i, x in enumerate(labels)):
             continue
         runs = [[i for i in range(n) if labels[i] == k] for k in range(max(labels, default=-1) + 1)]
-        for chosen in itertools.product(plan.buckets, repeat=len(runs)):
+        for chosen in itertools.product(plan.layout.buckets, repeat=len(runs)):
             answers = [group_pairs(loads, plan, r, b) for r, b in zip(runs, chosen)]
             if any(x is None for x in answers):
                 continue
@@ -272,7 +274,9 @@ def fastest_by_hand(loads, plan, prices):
                 groups = []
                 for k in order:
                     groups += with_places(answers[k], len(groups))
-                schedule, _ = with_order(plan, Schedule(0, tuple(groups)), prices, plan.modules)
+                schedule, _ = with_order(
+                    plan, Schedule(0, tuple(groups)), prices, plan.layout.modules
+                )
                 best = min(best, schedule.makespan_s)
     return best
 
@@ -284,7 +288,7 @@ def group_pairs(loads, plan, samples, b):
     tiles = [p for i in samples for p in range(first[i], first[i + 1])]
     shape = b.shape("a")
     if tiles:
-        ranks = plan.data_ranks("a")
+        ranks = plan.layout.data_ranks("a")
         if shape is None or len(tiles) > shape.rows * ranks:
             return None
         rows = [[[] for _ in range(shape.rows)] for _ in range(ranks)]
@@ -293,7 +297,7 @@ def group_pairs(loads, plan, samples, b):
         full = tuple(tuple(tuple(r) for r in rank) for rank in rows)
         most = max(sum(TILE**2 for r in rank for _ in r) for rank in rows)
         groups.append(Group("a", shape, (full,), (), most))
-    shape, ranks = b.shape("b"), plan.data_ranks("b")
+    shape, ranks = b.shape("b"), plan.layout.data_ranks("b")
     lengths = [loads[i].tokens("b") for i in samples]
     best = None
     for rows in rank_splits(lengths, ranks * shape.rows, shape.tokens):
@@ -322,7 +326,7 @@ def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
     plan = make_plan([bucket(3, (1, 64)), bucket(2, (1, 32))], {"a": 1, "b": 2}, shared=shared)
     prices = make_prices(plan, pair_s=2e-6)
     if seed % 2:
-        end = {Task(s, -1, d): 0.004 for s in plan.modules for d in (REDUCE, UPDATE)}
+        end = {Task(s, -1, d): 0.004 for s in plan.layout.modules for d in (REDUCE, UPDATE)}
         prices = replace(prices, concurrency=1.5, step_end=end)
     loads = [
         Load({"a": (TILE,) * int(t), "b": (int(k),)})
@@ -332,7 +336,11 @@ def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
     got = solve(loads, plan, prices, work=1000)
     check(got, loads, plan)
     bound_s = lower_bound_s(
-        Batch(loads, plan.modules), plan, capacity_of(plan), prices, plan.modules
+        Batch(loads, plan.layout.modules),
+        plan.layout,
+        capacity_of(plan.layout),
+        prices,
+        plan.layout.modules,
     )
     assert 0 < bound_s <= best_s * (1 + 1e-9)
     assert got.lower_bound_s == pytest.approx(min(bound_s, got.makespan_s))
@@ -433,10 +441,10 @@ def test_oversize_sample_is_named_with_the_choices(small_plan):
     with pytest.raises(ValueError, match=r"sample 1 .*308.*a:16x16.*drop or truncate.*bigger"):
         solve(loads, small_plan)
     both = Capacity({"a": 2, "b": 2})
-    assert oversize(loads, small_plan.buckets, both) == [1]
-    assert oversize([Load({"a": (TILE,) * 33, "b": (9,)})], small_plan.buckets, both) == [0]
+    assert oversize(loads, small_plan.layout.buckets, both) == [1]
+    assert oversize([Load({"a": (TILE,) * 33, "b": (9,)})], small_plan.layout.buckets, both) == [0]
     only = Capacity({"b": 2})
-    assert oversize([Load({"a": (TILE,) * 33, "b": (9,)})], small_plan.buckets, only) == []
+    assert oversize([Load({"a": (TILE,) * 33, "b": (9,)})], small_plan.layout.buckets, only) == []
     assert oversize([Load({"a": (30,)})], [bucket((2, 64), (1, 9))], Capacity({"a": 1})) == []
     assert oversize([Load({"a": (40,) * 3})], [bucket((2, 64), (1, 9))], Capacity({"a": 1})) == [0]
 

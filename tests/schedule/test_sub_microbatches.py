@@ -20,11 +20,11 @@ def divided_plan(parts, fan_in, *, ranks=None, shared=("a", "b"), tokens=(256, 1
     """Groups of `parts` tiles on each rank, up to `fan_in` of which feed a row of text."""
     buckets = [bucket(parts, (1, n)) for n in tokens]
     plan = make_plan(buckets, ranks or {"a": 2, "b": 2}, shared=shared)
-    return replace(plan, policy="dip", fan_in=fan_in)
+    return replace(plan, policy="dip").with_layout(fan_in=fan_in)
 
 
 def solve(loads, plan, **options):
-    return schedule_batch(loads, plan, make_prices(plan), plan.modules, **options)
+    return schedule_batch(loads, plan, make_prices(plan), plan.layout.modules, **options)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -35,10 +35,10 @@ def test_every_piece_once_in_groups_of_one_shape(seed):
     plan = divided_plan(-(-12 // a // 3) + 1, 3, ranks={"a": a, "b": b})
     got = solve(loads, plan, work=300)
     check(got, loads, plan)
-    check_order(step_graph(plan, got.groups, plan.modules), got.order)
-    assert {g.shape for g in got.groups if g.module == "a"} <= set(plan.shapes("a"))
+    check_order(step_graph(plan.layout, got.groups, plan.layout.modules), got.order)
+    assert {g.shape for g in got.groups if g.module == "a"} <= set(plan.layout.shapes("a"))
     fed = [len(got.fed_by(i, "a")) for i, g in enumerate(got.groups) if g.module == "b"]
-    assert max(fed, default=0) <= plan.fan_in
+    assert max(fed, default=0) <= plan.layout.fan_in
     greedy = solve(loads, plan, work=0)
     check(greedy, loads, plan)
     assert got.makespan_s <= greedy.makespan_s * (1 + 1e-9)
@@ -59,7 +59,7 @@ def test_a_sample_larger_than_all_parts_is_refused():
     plan = divided_plan(4, 3, ranks={"a": 1, "b": 1})
     with pytest.raises(ValueError, match=r"13 pieces.*does not hold it"):
         solve([Load({"a": (TILE,) * 13, "b": (60,)})], plan)
-    two = replace(plan, buckets=(bucket(4, (1, 256)), bucket(8, (1, 256))))
+    two = plan.with_layout(buckets=(bucket(4, (1, 256)), bucket(8, (1, 256))))
     with pytest.raises(ValueError, match=r"in shapes 4x16, 8x16; give the module one shape"):
         widened(two, make_prices(two))
 
@@ -75,7 +75,11 @@ def test_no_random_schedule_beats_the_bound(seed):
     got = solve(loads, plan, work=1000)
     wide, wide_prices = widened(plan, prices)
     bound_s = lower_bound_s(
-        Batch(loads, plan.modules), wide, capacity_of(plan), wide_prices, plan.modules
+        Batch(loads, plan.layout.modules),
+        wide.layout,
+        capacity_of(plan.layout),
+        wide_prices,
+        plan.layout.modules,
     )
     assert 0 < bound_s <= got.makespan_s * (1 + 1e-9)
     assert got.lower_bound_s == pytest.approx(min(bound_s, got.makespan_s))
@@ -83,7 +87,7 @@ def test_no_random_schedule_beats_the_bound(seed):
         other = by_hand(rng, loads, plan)
         if other is not None:
             check(other, loads, plan)
-            made_s = simulate_step(plan, other, prices, plan.modules).makespan_s
+            made_s = simulate_step(plan, other, prices, plan.layout.modules).makespan_s
             assert bound_s <= made_s * (1 + 1e-9)
             assert got.makespan_s <= made_s * 1.1
 
@@ -91,17 +95,17 @@ def test_no_random_schedule_beats_the_bound(seed):
 def by_hand(rng, loads, plan):
     """A schedule of random groups: samples in a random order, cut at random; None if some do not
     fit."""
-    first = {m: first_pieces(loads, m) for m in plan.modules}
-    part = plan.shapes("a")[0]
+    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    part = plan.layout.shapes("a")[0]
     groups = []
     for samples in np.split(rng.permutation(len(loads)), sorted(rng.integers(0, 6, 2))):
         if not len(samples):
             continue
         tokens = sum(loads[i].tokens("b") for i in samples)
-        shape = next((s for s in sorted(plan.shapes("b")) if s.tokens >= tokens), None)
+        shape = next((s for s in sorted(plan.layout.shapes("b")) if s.tokens >= tokens), None)
         tiles = [p for i in samples for p in range(first["a"][i], first["a"][i + 1])]
         cuts = [tiles[k : k + part.rows] for k in range(0, len(tiles), part.rows)]
-        if shape is None or len(cuts) > plan.fan_in:
+        if shape is None or len(cuts) > plan.layout.fan_in:
             return None
         fed = len(groups) + len(cuts)
         for cut in cuts:
@@ -117,8 +121,8 @@ def test_widened_shapes_cost_their_parts():
     plan = divided_plan(4, 3)
     prices = make_prices(plan)
     wide, wide_prices = widened(plan, prices)
-    assert wide.shapes("a") == (Shape(12, TILE), Shape(8, TILE), Shape(4, TILE))
-    assert wide.shapes("b") == plan.shapes("b")
+    assert wide.layout.shapes("a") == (Shape(12, TILE), Shape(8, TILE), Shape(4, TILE))
+    assert wide.layout.shapes("b") == plan.layout.shapes("b")
     one = {p: v for p, v in prices.programs.items() if p.segment == "a"}
     for program, price in one.items():
         three = wide_prices.programs[replace(program, shape=Shape(12, TILE))]

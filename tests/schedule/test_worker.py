@@ -35,13 +35,13 @@ def without_time(schedule):
 
 
 def inline(step, plan, prices):
-    solved = schedule_batch(loads_of(step), plan, prices, plan.modules, step=step, work=WORK)
+    solved = schedule_batch(loads_of(step), plan, prices, plan.layout.modules, step=step, work=WORK)
     return without_time(solved)
 
 
 def worker_for(plan, prices, **options):
     options = {"ahead": 3, "work": WORK, "grace_s": 60.0} | options
-    return ScheduleWorker(loads_of, plan, prices, plan.modules, **options)
+    return ScheduleWorker(loads_of, plan, prices, plan.layout.modules, **options)
 
 
 def wait_until(condition):
@@ -150,7 +150,7 @@ def test_a_gain_is_computed_when_no_schedule_waits(small_plan):
         worker.ask_gain(0, loads_of(0), old, new)
         wait_until(lambda: worker.gain_s is not None)
         assert {0, 1} <= worker._replies.keys()
-        expected = predicted_gain_s(loads_of(0), small_plan, old, new, small_plan.modules)
+        expected = predicted_gain_s(loads_of(0), small_plan, old, new, small_plan.layout.modules)
         assert worker.gain_s == expected > 0
         worker.ask_gain(1, loads_of(1), old, old)
         got = [without_time(worker.get(step)[0]) for step in range(5)]
@@ -160,7 +160,7 @@ def test_a_gain_is_computed_when_no_schedule_waits(small_plan):
         worker.ask_gain(2, loads_of(2), old, new)  # whoever answers it
         wait_until(lambda: worker.gain_s is not None)
         assert worker.gain_s == predicted_gain_s(
-            loads_of(2), small_plan, old, new, small_plan.modules
+            loads_of(2), small_plan, old, new, small_plan.layout.modules
         )
 
 

@@ -14,11 +14,13 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Group,
+    Layout,
     Plan,
     Price,
     Prices,
     ProgramId,
     Schedule,
+    Scheduling,
     SegmentPlan,
     SendId,
     Shape,
@@ -45,7 +47,8 @@ def graph(*modules, edges=(), first=None, order="1f1b", **more):
     )
     joined = tuple(e if isinstance(e, Edge) else Edge(e[0], e[1], f"from_{e[0]}") for e in edges)
     buckets = tuple(Bucket.of({m: shape for m, _ in sizes}) for shape in SHAPES)
-    return Plan("test", submeshes, segments, buckets, joined, order=order, **more)
+    layout = Layout(submeshes, segments, buckets, joined, **more)
+    return Plan("test", layout, Scheduling(order=order))
 
 
 def chain(n, *, sources=0, order="1f1b", first=None):
@@ -61,13 +64,13 @@ def batch(plan, counts, *, shapes=(), step=0):
     `counts` is how many groups there are of every module, or by module; `shapes` are those of the
     k-th groups, ONE where they end.
     """
-    counts = dict.fromkeys(plan.modules, counts) if isinstance(counts, int) else counts
+    counts = dict.fromkeys(plan.layout.modules, counts) if isinstance(counts, int) else counts
     turns = range(max(counts.values(), default=0))
-    listed = [(m, k) for k in turns for m in plan.modules if k < counts[m]]
+    listed = [(m, k) for k in turns for m in plan.layout.modules if k < counts[m]]
     place = {key: i for i, key in enumerate(listed)}
     groups = []
     for m, k in listed:
-        feeds = tuple(place[t, k] for t in plan.targets(m) if (t, k) in place)
+        feeds = tuple(place[t, k] for t in plan.layout.targets(m) if (t, k) in place)
         groups.append(group(m, shapes[k] if k < len(shapes) else ONE, feeds))
     return Schedule(step, tuple(groups))
 
@@ -78,7 +81,7 @@ def group(module, shape=ONE, feeds=(), pairs=0):
 
 
 def names(plan):
-    return [s.name for s in plan.segments]
+    return [s.name for s in plan.layout.segments]
 
 
 def prices(plan, seconds, sends=None, concurrency=float("inf")):
@@ -100,7 +103,7 @@ def prices(plan, seconds, sends=None, concurrency=float("inf")):
 
 def same_prices(plan, forward_s, backward_s, last_s, **more):
     """Every segment alike; those that nothing reads do both in their backward."""
-    read = {link.source for link in links(plan)}
+    read = {link.source for link in links(plan.layout)}
     seconds = {}
     for n in names(plan):
         seconds[n, FORWARD] = forward_s
@@ -125,24 +128,24 @@ def random_plan(rng):
     plan = graph(*modules, edges=edges, order=str(rng.choice(["1f1b", "gpipe"])))
     submeshes = tuple(
         SubmeshPlan(m.name, int(rng.integers(0, 8)), 1, 1, int(rng.integers(1, 4)))
-        for m in plan.submeshes
+        for m in plan.layout.submeshes
     )
-    return replace(plan, submeshes=submeshes)
+    return plan.with_layout(submeshes=submeshes)
 
 
 def random_schedule(rng, plan, most=5):
     """Groups of every module, some of which feed a group and some none, several to one."""
     groups = []
     places = {}  # by module; consumers are listed after producers, so feeds are filled in last
-    for m in plan.modules:
+    for m in plan.layout.modules:
         n = int(rng.integers(0, most + 1))
         places[m] = list(range(len(groups), len(groups) + n))
         groups += [group(m, SHAPES[int(rng.integers(0, 2))], pairs=int(rng.integers(0, 9)))] * n
-    for m in plan.modules:
+    for m in plan.layout.modules:
         for i in places[m]:
             feeds = tuple(
                 places[t][int(rng.integers(0, len(places[t])))]
-                for t in plan.targets(m)
+                for t in plan.layout.targets(m)
                 if places[t] and rng.random() < 0.9
             )
             groups[i] = replace(groups[i], feeds=feeds)
@@ -165,7 +168,7 @@ def random_prices(rng, plan, *, sends=False, concurrency=float("inf")):
     step_end = {Task(n, NO_GROUP, d): one() for n in names(plan) for d in (REDUCE, UPDATE)}
     priced = {
         SendId(link.source, link.target, shape, d): float(rng.exponential()) * (rng.random() < 0.7)
-        for link in links(plan)
+        for link in links(plan.layout)
         for shape in SHAPES
         for d in (FORWARD, BACKWARD)
     }

@@ -13,8 +13,8 @@ from tests.sim.test_pipeline import spans_of
 def played(plan, schedule, priced, trainable, awaited):
     """(start, end) of every task: the thread walks the order, and before a task of an awaited
     submesh sleeps until its devices have done all they were given."""
-    graph = step_graph(plan, schedule.groups, trainable)
-    resource, submesh = resources(plan), {s.name: s.submesh for s in plan.segments}
+    graph = step_graph(plan.layout, schedule.groups, trainable)
+    resource, submesh = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     now, free, spans = 0.0, {}, {}
     for task in order_tasks(plan, graph, schedule.groups):
         on = resource[submesh[task.segment]]
@@ -22,7 +22,7 @@ def played(plan, schedule, priced, trainable, awaited):
             now = max(now, free.get(on, 0.0))
         inputs = [spans[d][1] for d in graph.waits_for[task]]
         start = max([now, free.get(on, 0.0), *inputs])
-        spans[task] = start, start + priced.task_s(plan, schedule, task)
+        spans[task] = start, start + priced.task_s(plan.layout, schedule, task)
         free[on] = spans[task][1]
     return spans
 
@@ -32,7 +32,7 @@ def test_dispatch_waits_as_the_thread_does():
     later = 0
     for _ in range(120):
         plan, schedule, priced, trainable = random_case(rng)
-        awaited = {m.name for m in plan.submeshes if rng.random() < 0.6}
+        awaited = {m.name for m in plan.layout.submeshes if rng.random() < 0.6}
         trace = simulate_step(plan, schedule, priced, trainable, awaited=awaited)
         assert spans_of(trace) == played(plan, schedule, priced, trainable, awaited)
         free = simulate_step(plan, schedule, priced, trainable)

@@ -39,7 +39,7 @@ from tests.sim.cases import (
 
 def crossing(plan, schedule, before, after):
     """The send between a task and one that waits for it, None where nothing crosses devices."""
-    submesh = {s.name: s.submesh for s in plan.segments}
+    submesh = {s.name: s.submesh for s in plan.layout.segments}
     if NO_GROUP in (before.group, after.group):
         return None
     if submesh[before.segment] == submesh[after.segment]:
@@ -55,12 +55,12 @@ def longest_paths(plan, schedule, priced, trainable):
     Nodes are tasks and, for each edge between tasks of groups on different submeshes, the send
     upon it; edges are dependencies and, per resource and link, the dispatch order.
     """
-    graph = step_graph(plan, schedule.groups, trainable)
+    graph = step_graph(plan.layout, schedule.groups, trainable)
     order = order_tasks(plan, graph, schedule.groups)
-    resource, submesh = resources(plan), {s.name: s.submesh for s in plan.segments}
+    resource, submesh = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     long, edges, turns = {}, [], defaultdict(list)
     for task in order:
-        long[task] = priced.task_s(plan, schedule, task)
+        long[task] = priced.task_s(plan.layout, schedule, task)
         turns[resource[submesh[task.segment]]].append(task)
         for other in order:  # who waits for this task, through a send or at once
             if task not in graph.waits_for[other]:
@@ -113,7 +113,9 @@ def test_no_sends_and_no_noise_change_nothing():
         plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=cores)
         plain = simulate_step(plan, schedule, replace(priced, sends={}), trainable)
         zero = replace(priced, sends=dict.fromkeys(priced.sends, 0.0))
-        quiet = Noise(seed=3, stragglers=dict.fromkeys([m.name for m in plan.submeshes], 1.0))
+        quiet = Noise(
+            seed=3, stragglers=dict.fromkeys([m.name for m in plan.layout.submeshes], 1.0)
+        )
         assert plain == simulate_step(plan, schedule, zero, trainable, noise=quiet)
 
 
@@ -170,10 +172,9 @@ def test_every_reader_is_sent_its_own_copy():
 
 def test_segments_of_one_submesh_send_nothing():
     plan = chain(3, sources=1)
-    together = replace(
-        plan,
-        submeshes=plan.submeshes[:1],
-        segments=tuple(replace(s, submesh="a0") for s in plan.segments),
+    together = plan.with_layout(
+        submeshes=plan.layout.submeshes[:1],
+        segments=tuple(replace(s, submesh="a0") for s in plan.layout.segments),
     )
     sends = {(u, n, d): 9.0 for u in names(plan) for n in names(plan) for d in (FORWARD, BACKWARD)}
     priced = same_prices(together, 1.0, 2.0, 3.0, sends=sends)

@@ -67,14 +67,14 @@ GROUPS = {0: ONE, 1: ONE, 2: TWO, 3: TWO}
 
 def test_a_step_by_hand():
     plan, trace = chain(2, sources=1), Trace(0, "x", EVENTS)
-    curves = memory_over_time(plan, trace, GROUPS, TABLE, {0: (1,), 2: (3,)})
+    curves = memory_over_time(plan.layout, trace, GROUPS, TABLE, {0: (1,), 2: (3,)})
     assert curves["a0"] == ((0.0, 101.0), (1.0, 103.0), (5.0, 102.0), (7.0, 100.0))
     assert curves["b0"] == (
         (0.0, 1000.0), (1.5, 1010.0), (2.0, 1030.0), (4.0, 1020.0), (6.0, 1000.0), (7.0, 1000.0),
     )  # fmt: skip
     assert peaks(curves) == {"a0": 103.0, "b0": 1030.0}
     # Not knowing who feeds whom, an input is there when it is read.
-    unknown = memory_over_time(plan, trace, GROUPS, TABLE)
+    unknown = memory_over_time(plan.layout, trace, GROUPS, TABLE)
     assert unknown["a0"] == curves["a0"]
     assert unknown["b0"] == (
         (0.0, 1000.0), (1.5, 1010.0), (4.0, 1020.0), (6.0, 1000.0), (7.0, 1000.0),
@@ -89,7 +89,10 @@ def test_inputs_wait_between_segments_of_a_module_too():
         Event("b0", "b0", 0, BACKWARD, 4.0, 5.0),
     )
     curves = memory_over_time(
-        plan, Trace(0, "x", events), {0: ONE}, ByteTable({}, {(n, ONE): 1.0 for n in names(plan)})
+        plan.layout,
+        Trace(0, "x", events),
+        {0: ONE},
+        ByteTable({}, {(n, ONE): 1.0 for n in names(plan)}),
     )
     assert curves["b1"] == ((0.0, 0.0), (1.0, 1.0), (4.0, 0.0), (5.0, 0.0))
 
@@ -97,12 +100,12 @@ def test_inputs_wait_between_segments_of_a_module_too():
 def test_no_event_holds_the_constant_and_unknown_groups_nothing():
     plan = chain(2, sources=1)
     table = ByteTable({"a0": 5.0}, {("b0", ONE): 7.0})
-    assert memory_over_time(plan, Trace(0, "x", ()), {}, table) == {
+    assert memory_over_time(plan.layout, Trace(0, "x", ()), {}, table) == {
         "a0": ((0.0, 5.0),),
         "b0": ((0.0, 0.0),),
     }
     trace = simulate_step(plan, batch(plan, 1), same_prices(plan, 1.0, 1.0, 1.0), names(plan))
-    assert peaks(memory_over_time(plan, trace, {}, table)) == {"a0": 5.0, "b0": 0.0}
+    assert peaks(memory_over_time(plan.layout, trace, {}, table)) == {"a0": 5.0, "b0": 0.0}
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
@@ -114,7 +117,7 @@ def test_the_first_stage_holds_what_its_order_says(order, m, stages):
     schedule, priced = batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0)
     schedule, trace = with_order(plan, schedule, priced, names(plan))
     table = ByteTable({}, {(n, ONE): 1.0 for n in names(plan)})
-    peak = peaks(memory_over_time(plan, trace, facts(schedule)[0], table))
+    peak = peaks(memory_over_time(plan.layout, trace, facts(schedule)[0], table))
     limit = in_flight_limit(plan)["a0"]
     assert peak["a0"] == (m if order == "gpipe" else min(m, limit))
     assert peak["a0"] == most_in_flight(schedule.order)["a0"]
@@ -135,12 +138,12 @@ def test_what_an_order_holds_at_once_is_what_the_simulation_shows():
             for e in trace.events
             if (p := place[e.segment, e.group, e.direction]) >= 0
         )
-        for s in plan.segments:
-            if plan.segments_of(s.module)[0] != s:
+        for s in plan.layout.segments:
+            if plan.layout.segments_of(s.module)[0] != s:
                 continue  # else the input waits for the segment
             table = ByteTable({}, {(s.name, shape): 1.0 for shape in SHAPES})
             shown = Trace(0, "x", events)
-            curves = memory_over_time(plan, shown, facts(schedule)[0], table)
+            curves = memory_over_time(plan.layout, shown, facts(schedule)[0], table)
             back = any(t.segment == s.name and t.direction == BACKWARD for t in schedule.order)
             if back:
                 assert peaks(curves)[s.submesh] == counts[s.name]
@@ -154,12 +157,12 @@ def test_every_moment_holds_the_inputs_that_are_in_use():
         plan, schedule, priced, trainable = random_case(rng, sends=True)
         trace = simulate_step(plan, schedule, priced, trainable)
         kept = {(n, s): float(rng.integers(1, 9)) for n in names(plan) for s in SHAPES}
-        constant = {m.name: float(rng.integers(0, 50)) for m in plan.submeshes}
+        constant = {m.name: float(rng.integers(0, 50)) for m in plan.layout.submeshes}
         shapes, feeds = facts(schedule)
-        curves = memory_over_time(plan, trace, shapes, ByteTable(constant, kept), feeds)
+        curves = memory_over_time(plan.layout, trace, shapes, ByteTable(constant, kept), feeds)
         spans = {
             (s.name, g): span
-            for s in plan.segments
+            for s in plan.layout.segments
             for g, group in enumerate(schedule.groups)
             if group.module == s.module and (span := in_use(plan, schedule, trace, s.name, g))
         }
@@ -168,7 +171,7 @@ def test_every_moment_holds_the_inputs_that_are_in_use():
             want = dict(constant)
             for (name, g), (came, went) in spans.items():
                 if came < moment < went:
-                    want[plan.segment(name).submesh] += kept[name, shapes[g]]
+                    want[plan.layout.segment(name).submesh] += kept[name, shapes[g]]
             got = {name: at(points, moment) for name, points in curves.items()}
             assert got == pytest.approx(want)
 
@@ -179,11 +182,11 @@ def in_use(plan, schedule, trace, name, g):
     mine = [e for e in mine if e.direction in (FORWARD, BACKWARD)]
     if not mine:
         return None
-    here, came = plan.segment(name).submesh, []
-    for link in links(plan):
+    here, came = plan.layout.segment(name).submesh, []
+    for link in links(plan.layout):
         if link.target != name:
             continue
-        source = plan.segment(link.source)
+        source = plan.layout.segment(link.source)
         for i, producer in enumerate(schedule.groups):
             if producer.module != source.module:
                 continue
@@ -201,21 +204,23 @@ def in_use(plan, schedule, trace, name, g):
 def made_up(plan, **fields):
     """A profile of a plan's modules: 8 bytes of hidden states a token, no other temporaries."""
     timings = tuple(
-        LayerTiming(m, 1, s, 1.0, 1.0, 1.0, 1.0, 8.0 * s.size) for m in plan.modules for s in SHAPES
+        LayerTiming(m, 1, s, 1.0, 1.0, 1.0, 1.0, 8.0 * s.size)
+        for m in plan.layout.modules
+        for s in SHAPES
     )
-    layers = {m: plan.segments_of(m)[-1].stop for m in plan.modules}
-    both = dict.fromkeys(plan.modules, 1000)
-    share = dict.fromkeys(plan.modules, 0.5)
+    layers = {m: plan.layout.segments_of(m)[-1].stop for m in plan.layout.modules}
+    both = dict.fromkeys(plan.layout.modules, 1000)
+    share = dict.fromkeys(plan.layout.modules, 0.5)
     return ModelProfile("k", "cpu", timings, both, both, layers, share, 8.0, **fields)
 
 
 def test_the_table_of_a_profile_matches_its_peak():
     """Constant and kept inputs add up to what the planner counts for the largest shape."""
     plan = graph("a", "b:2", edges=["ab"])
-    model = made_up(plan, edges=plan.edges)
-    table = byte_table(plan, model)
+    model = made_up(plan, edges=plan.layout.edges)
+    table = byte_table(plan.layout, model)
     in_flight = {"a0": 3, "b0": 2, "b1": 1}
-    whole = peak_bytes(plan, CostModel(model), in_flight)
+    whole = peak_bytes(plan.layout, CostModel(model), in_flight)
     for name, n in in_flight.items():
         most = max(table.kept[name, shape] for shape in SHAPES)
         assert table.constant[name] + n * most == pytest.approx(whole[name])
@@ -231,8 +236,8 @@ def test_the_table_of_a_profile_matches_its_peak():
 def test_a_segment_that_nothing_says_is_in_flight_holds_no_input():
     plan = chain(2, sources=1)
     costs = CostModel(made_up(plan))
-    assert peak_bytes(plan, costs, {"a0": 0}) == peak_bytes(plan, costs, {})
-    one, two = (peak_bytes(plan, costs, {"a0": n})["a0"] for n in (1, 2))
+    assert peak_bytes(plan.layout, costs, {"a0": 0}) == peak_bytes(plan.layout, costs, {})
+    one, two = (peak_bytes(plan.layout, costs, {"a0": n})["a0"] for n in (1, 2))
     assert two - one == pytest.approx(8.0 * TWO.size)
 
 
@@ -240,13 +245,13 @@ def test_the_memory_of_a_saved_run():
     plan, trace = chain(2, sources=1), Trace(0, "run", EVENTS)
     model = made_up(plan)
     named = {g: f"{'ab'[g % 2]}:{s.name}" for g, s in GROUPS.items()}
-    got = memory_of_run(plan, model, trace, named)
-    assert got == memory_over_time(plan, trace, GROUPS, byte_table(plan, model))
-    fed = memory_of_run(plan, model, trace, named, {0: (1,), 2: (3,)})
+    got = memory_of_run(plan.layout, model, trace, named)
+    assert got == memory_over_time(plan.layout, trace, GROUPS, byte_table(plan.layout, model))
+    fed = memory_of_run(plan.layout, model, trace, named, {0: (1,), 2: (3,)})
     assert peaks(fed)["b0"] > peaks(got)["b0"]
     for bad in ({**named, 3: "b:9x9"}, {**named, 3: "c:1x64"}, {0: "a:1x64"}):
         with pytest.raises(ValueError, match="does not name a shape of the plan"):
-            memory_of_run(plan, model, trace, bad)
+            memory_of_run(plan.layout, model, trace, bad)
     stray = Trace(0, "run", (Event("z", "z", -1, "update", 0.0, 1.0),))
     with pytest.raises(ValueError, match="of another plan"):
-        memory_of_run(plan, model, stray, {})
+        memory_of_run(plan.layout, model, stray, {})

@@ -155,12 +155,12 @@ def spans_of(trace):
 
 def replay(plan, schedule, priced, order, graph):
     """Unlimited cores: fixed point of start = max(end of inputs, end of the one before)."""
-    resource = resources(plan)
-    where = {s.name: resource[s.submesh] for s in plan.segments}
+    resource = resources(plan.layout)
+    where = {s.name: resource[s.submesh] for s in plan.layout.segments}
     free, end, spans = {}, {}, {}
     for t in order:  # in list order all inputs are known already
         start = max([free.get(where[t.segment], 0.0), *(end[d] for d in graph.waits_for[t])])
-        end[t] = free[where[t.segment]] = start + priced.task_s(plan, schedule, t)
+        end[t] = free[where[t.segment]] = start + priced.task_s(plan.layout, schedule, t)
         spans[t] = (start, end[t])
     return spans
 
@@ -182,7 +182,7 @@ def test_enough_cores_equal_the_replay():
     rng = np.random.default_rng(0)
     for _ in range(150):
         plan, schedule, priced, trainable = random_case(rng, concurrency=99.0)
-        graph = step_graph(plan, schedule.groups, trainable)
+        graph = step_graph(plan.layout, schedule.groups, trainable)
         order = order_tasks(plan, graph, schedule.groups)
         if rng.random() < 0.5:  # an order of the schedule's own is followed
             order = random_order(rng, graph)
@@ -195,7 +195,7 @@ def test_enough_cores_equal_the_replay():
 def test_an_order_that_is_none_of_the_step_is_refused():
     plan = chain(2, sources=1)
     schedule = batch(plan, 2)
-    graph = step_graph(plan, schedule.groups, names(plan))
+    graph = step_graph(plan.layout, schedule.groups, names(plan))
     order = order_tasks(plan, graph, schedule.groups)
     for bad in (order[1:], order[::-1], (*order, order[0])):
         with pytest.raises(ValueError, match="the order"):
@@ -210,7 +210,7 @@ def test_shared_cores_keep_the_work():
         plan, schedule, priced, trainable = random_case(rng)
         cores = float(rng.uniform(0.5, 6.0))
         trace = simulate_step(plan, schedule, replace(priced, concurrency=cores), trainable)
-        size = {m.name: m.n_devices for m in plan.submeshes}
+        size = {m.name: m.n_devices for m in plan.layout.submeshes}
         edges = sorted({t for e in trace.events for t in (e.start_s, e.end_s)})
         done = dict.fromkeys(range(len(trace.events)), 0.0)
         for a, b in itertools.pairwise(edges):
@@ -221,7 +221,7 @@ def test_shared_cores_keep_the_work():
                 share = size[trace.events[i].submesh] * min(1.0, cores / total)
                 done[i] += (b - a) * share / alone
         for i, e in enumerate(trace.events):
-            want = priced.task_s(plan, schedule, Task(e.segment, e.group, e.direction))
+            want = priced.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
             assert done[i] == pytest.approx(want, abs=1e-6)
         free = simulate_step(plan, schedule, priced, trainable)
         assert trace.makespan_s >= free.makespan_s - 1e-9
@@ -240,7 +240,7 @@ def test_no_group_takes_no_time_but_updates():
 
 def test_tied_ends_reduce_and_update_through_their_owner():
     """The reader reduces first, so that the owner adds both gradients; then it gets them new."""
-    plan = replace(chain(2), tied=("b",))
+    plan = chain(2).with_layout(tied=("b",))
     steps = {(n, d): 1.0 for n in names(plan) for d in (REDUCE, UPDATE)}
     spans = spans_of(simulate_step(plan, Schedule(0, ()), prices(plan, steps), names(plan)))
     reader, owner = ([spans[Task(n, NO_GROUP, d)] for d in (REDUCE, UPDATE)] for n in ("b1", "b0"))

@@ -8,7 +8,7 @@ import pytest
 
 import dflop_jax.sim.pipeline as pipeline
 from dflop_jax.pipeline.order import order_tasks, step_graph
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Plan, SubmeshPlan
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
 from dflop_jax.sim.pipeline import Noise, simulate_step, with_order
 from tests.sim.cases import SHAPES, batch, graph, names, prices
 
@@ -18,10 +18,15 @@ def make_plan(target=16, devices=56, source=64):
     own."""
     plan = graph("a:2", f"b:{target}", edges=["ab"])
     submeshes: list[SubmeshPlan] = []
-    for m in plan.submeshes:
+    for m in plan.layout.submeshes:
         first = submeshes[-1].devices.stop if submeshes else 0
         submeshes.append(SubmeshPlan(m.name, first, 1, source if m.name[0] == "a" else devices, 1))
-    return Plan("dflop", tuple(submeshes), plan.segments, plan.buckets, plan.edges)
+    return Plan(
+        "dflop",
+        Layout(
+            tuple(submeshes), plan.layout.segments, plan.layout.buckets, edges=plan.layout.edges
+        ),
+    )
 
 
 def make_prices(plan):
@@ -46,8 +51,8 @@ def test_a_thousand_devices_take_an_event_per_task_and_send(monkeypatch, n_group
     run = pipeline.run
     monkeypatch.setattr(pipeline, "run", lambda *args: runs.append(run(*args)) or runs[-1])
     plan, trace = simulate(n_groups)
-    assert plan.n_devices == 1024
-    segments = len(plan.segments)
+    assert plan.layout.n_devices == 1024
+    segments = len(plan.layout.segments)
     sent = [e for e in trace.events if e.direction in (SEND, RETURN)]
     assert len(sent) == n_groups * 2 * (segments - 1)
     tasks = n_groups * (2 * segments - 1) + 2 * segments  # all but the last forward; reduce, update
@@ -87,14 +92,16 @@ def ready_at_once(n_groups):
 def test_a_thousand_ready_groups_are_ordered_in_linear_work():
     def ordered(n):
         plan, schedule = ready_at_once(n)
-        tasks = step_graph(plan, schedule.groups, names(plan))
+        tasks = step_graph(plan.layout, schedule.groups, names(plan))
         return calls(lambda: order_tasks(plan, tasks, schedule.groups))
 
     once, twice = ordered(250), ordered(500)
     assert twice < 2.3 * once
     plan, schedule = ready_at_once(1000)
     before = time.process_time()
-    order = order_tasks(plan, step_graph(plan, schedule.groups, names(plan)), schedule.groups)
+    order = order_tasks(
+        plan, step_graph(plan.layout, schedule.groups, names(plan)), schedule.groups
+    )
     assert time.process_time() - before < 1.0  # about 0.08 s alone
     assert len(order) == 7 * 1000 + 2 * 4
 

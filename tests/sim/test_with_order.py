@@ -33,15 +33,15 @@ from tests.sim.cases import (
 def random_profile(rng, plan):
     """A profile of a plan's modules with times as uneven as measured ones are."""
     timings = []
-    for m in plan.modules:
+    for m in plan.layout.modules:
         weight, pair = rng.lognormal(0, 1.5), rng.lognormal(0, 1) * (rng.random() < 0.5)
         for shape in (*SHAPES, SHAPES[0]):
             f, b, ef, eb = weight * 1e-4 * shape.size * rng.lognormal(0, 0.2, 4) * (1, 3, 1, 2)
             pairs = 1e-7 * pair * weight
             timings.append(LayerTiming(m, 1, shape, f, b, ef, eb, 0, pairs, 2 * pairs))
-    zero = dict.fromkeys(plan.modules, 0)
-    layers = {m: len(plan.segments_of(m)) for m in plan.modules}
-    share = {m: float(rng.random()) for m in plan.modules}
+    zero = dict.fromkeys(plan.layout.modules, 0)
+    layers = {m: len(plan.layout.segments_of(m)) for m in plan.layout.modules}
+    share = {m: float(rng.random()) for m in plan.layout.modules}
     concurrency = float(rng.choice([1.0, 2.0, 8.0]))
     return ModelProfile("k", "cpu", tuple(timings), zero, zero, layers, share, concurrency, 1e-3)
 
@@ -51,17 +51,17 @@ def test_no_order_is_worse_than_the_textbooks():
     rng, better = np.random.default_rng(0), 0
     for _ in range(40):
         plan = random_plan(rng)
-        plan = replace(plan, submeshes=tuple(replace(m, model=1) for m in plan.submeshes))
+        plan = plan.with_layout(submeshes=tuple(replace(m, model=1) for m in plan.layout.submeshes))
         schedule = random_schedule(rng, plan, 8)
         pairs = [replace(g, pairs=int(rng.integers(0, 64**2))) for g in schedule.groups]
         schedule = replace(schedule, groups=tuple(pairs))
-        priced = plan_prices(plan, random_profile(rng, plan))
+        priced = plan_prices(plan.layout, random_profile(rng, plan))
         ordered, trace = with_order(plan, schedule, priced, names(plan))
         textbook = simulate_step(plan, schedule, priced, names(plan))
         assert trace.makespan_s <= textbook.makespan_s
         better += trace.makespan_s < textbook.makespan_s * (1 - 1e-6)
         assert ordered.makespan_s == trace.makespan_s
-        graph = step_graph(plan, schedule.groups, names(plan))
+        graph = step_graph(plan.layout, schedule.groups, names(plan))
         check_order(graph, ordered.order)
         assert simulate_step(plan, ordered, priced, names(plan)) == trace
         assert replace(ordered, order=(), makespan_s=0.0) == schedule
@@ -72,7 +72,7 @@ def test_it_is_the_better_of_two_orders():
     rng = np.random.default_rng(3)
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
-        graph = step_graph(plan, schedule.groups, trainable)
+        graph = step_graph(plan.layout, schedule.groups, trainable)
         orders = [
             order_tasks(plan, graph, schedule.groups),
             order_tasks(plan, graph, schedule.groups, partial(priced.task_s, plan, schedule)),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflop_jax.record_files import save
@@ -24,9 +24,8 @@ from ..processes import CACHE, ROOT
 LIMIT_S = 240.0  # no job takes more than some seconds, on a loaded machine a minute
 STEPS = 16
 BUCKETS = (bucket(8, 160), bucket(3, 96))
-TWO = replace(NANO, buckets=BUCKETS)
-FOUR = replace(
-    TWO,
+TWO = NANO.with_layout(buckets=BUCKETS)
+FOUR = TWO.with_layout(
     buckets=(bucket(4, 96),),
     submeshes=(SubmeshPlan("vision", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 2, 1)),
 )
@@ -97,7 +96,7 @@ class Jobs:
 
     def command(self, n: int, run_dir: Path, *more: str) -> list[str]:
         """The command line of a job of `n` processes, which share the plan's devices evenly."""
-        devices = 1 + max(d for s in self.plan.submeshes for d in s.devices)
+        devices = 1 + max(d for s in self.plan.layout.submeshes for d in s.devices)
         train = ["dflop", "train", str(self.folder / "small.py"), "--run_dir", str(run_dir)]
         for name in ("plan", "profile"):
             train += [f"--{name}-file", str(self.folder / f"{name}.json")]

@@ -27,7 +27,7 @@ from dflop_jax.train.trainer import Trainer
 from ..plans import NANO, bucket, nano_profile
 
 STEPS = 12
-PLAN = dataclasses.replace(NANO, buckets=(bucket(8, 160),))
+PLAN = NANO.with_layout(buckets=(bucket(8, 160),))
 NANO_MODEL = ModelConfig(size="nano")
 CONFIG = Config(
     model=ModelConfig(factory="tests.small:build"),

@@ -16,7 +16,16 @@ from dflop_jax import (
     ScheduleConfig,
     TrainConfig,
 )
-from dflop_jax.records import Bucket, Kept, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Kept,
+    Layout,
+    Plan,
+    Scheduling,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.trainer import Trainer
@@ -33,21 +42,25 @@ SEGMENTS = (
 )
 PLAN = Plan(
     "dip",
-    (SubmeshPlan("rank0", 0, 1, 1, 1), SubmeshPlan("rank1", 1, 1, 1, 1)),
-    SEGMENTS,
-    (
-        Bucket.of({"vision": TILES, "llm": TEXT[0]}),
-        Bucket.of({"vision": TILES, "llm": TEXT[1]}),
+    Layout(
+        (SubmeshPlan("rank0", 0, 1, 1, 1), SubmeshPlan("rank1", 1, 1, 1, 1)),
+        SEGMENTS,
+        (
+            Bucket.of({"vision": TILES, "llm": TEXT[0]}),
+            Bucket.of({"vision": TILES, "llm": TEXT[1]}),
+        ),
+        edges=(EDGE,),
+        fan_in=4,
+        tied=("llm",),
     ),
-    (EDGE,),
-    fan_in=4,
-    tied=("llm",),
-    kept=tuple(
-        Kept(s.name, shape, 1.0, 4.0 * (s.module == "vision"))
-        for s in SEGMENTS
-        for shape in ((TILES,) if s.module == "vision" else TEXT)
+    Scheduling(
+        kept=tuple(
+            Kept(s.name, shape, 1.0, 4.0 * (s.module == "vision"))
+            for s in SEGMENTS
+            for shape in ((TILES,) if s.module == "vision" else TEXT)
+        ),
+        free_bytes={"rank0": 4.0, "rank1": 4.0},
     ),
-    free_bytes={"rank0": 4.0, "rank1": 4.0},
 )
 
 

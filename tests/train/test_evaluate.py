@@ -82,7 +82,7 @@ def by_hand(samples):
 
 def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
-    packer = Packer(NANO, MODEL, Ranks.all(NANO), Peers(), {"llm": float, "vision": float})
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), {"llm": float, "vision": float})
     held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
     row = held_out.run(5)
     chosen = held_out_samples(source, 20, mixture.data.seed)
@@ -100,7 +100,7 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
 def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
     """The others are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []
-    packer = Packer(NANO, MODEL, Ranks.all(NANO), Peers(), {"llm": float, "vision": float})
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), {"llm": float, "vision": float})
 
     class Counting:
         plan, peers, own = packer.plan, packer.peers, packer.own
@@ -138,7 +138,7 @@ def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
 
     def process(number):
         peers = Peers(number, 2, {1 - number: links[number]})
-        packer = Packer(NANO, MODEL, Ranks.all(NANO), peers, {"llm": float, "vision": float})
+        packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, {"llm": float, "vision": float})
         held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
         return [held_out.run(step) for step in (1, 2)]
 

@@ -18,15 +18,12 @@ from ..plans import NANO, bucket, nano_profile
 from .many import Jobs, losses
 
 STEPS, OVERFLOWS = 24, 12
-ON_BOTH = replace(  # everything split over both processes, parameters too
-    NANO,
-    policy="orch",
+ON_BOTH = replace(NANO, policy="orch").with_layout(
     buckets=(bucket(4, 96),),
     submeshes=tuple(SubmeshPlan(m, 0, 1, 2, 1) for m in ("vision", "llm")),
-    segments=tuple(replace(s, zero=3) for s in NANO.segments),
+    segments=tuple(replace(s, zero=3) for s in NANO.layout.segments),
 )
-ALONE = replace(
-    NANO,
+ALONE = NANO.with_layout(
     buckets=(bucket(8, 160),),
     submeshes=tuple(SubmeshPlan(m, 0, 1, 1, 1) for m in ("vision", "llm")),
 )
@@ -55,7 +52,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert [r["step"] for r in rows if r["skipped"]] == [OVERFLOWS]
     assert all(np.isfinite(r["loss"]) for r in rows)
 
-    assert {s.zero for s in ALONE.segments} == {1}
+    assert {s.zero for s in ALONE.layout.segments} == {1}
     config = replace(runpy.run_path(tmp_path / "small.py")["config"](), run_dir=str(as_killed))
     resumed = Trainer(config, plan=ALONE, profile=nano_profile(), existing="resume").fit()
     assert 0 < len(resumed.losses) < STEPS

@@ -56,7 +56,7 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
         change(ex)
         ex.programs.backward, ex.programs.updates = (), {}  # nothing of them is needed
         ex.compile()
-        data = plain.random_samples(m, N, 1, max_tiles=3 if "vision" in plan.modules else 0)
+        data = plain.random_samples(m, N, 1, max_tiles=3 if "vision" in plan.layout.modules else 0)
         schedule = plain.random_schedule(plan, data, 1, 0)
         handle = ex.run_evaluation(schedule, plain.pack(m, plan, schedule, data))
         return handle.local().sums, plain.join(plan, ex.state.params), ex

@@ -87,7 +87,7 @@ def test_what_differs_is_named_and_planned_for(now, says, profile_serves):
 
 
 def test_what_is_given_goes_first():
-    other, profile = dataclasses.replace(NANO, buckets=(bucket(9, 99),)), nano_profile()
+    other, profile = NANO.with_layout(buckets=(bucket(9, 99),)), nano_profile()
     now = under(changed("plan", max_model=4))
     assert continued(META, under(), NANO, profile) == Continued(NANO, profile, PRICES)
     assert continued(META, now, NANO, profile) == Continued(NANO, profile)

@@ -78,7 +78,7 @@ def test_mfu_is_that_of_a_count_by_hand(run):
         assert row["model_flops"] == pytest.approx(total, rel=1e-12)
         assert row["flops_per_s"] == pytest.approx(total / row["step_s"])
         assert row["mfu"] == pytest.approx(total / row["step_s"] / (PEAK * len(jax.devices())))
-        for m in PLAN.modules:  # each lies on one device of its own
+        for m in PLAN.layout.modules:  # each lies on one device of its own
             rate = flops[m] / row["step_s"]
             assert row["flops_per_s_by_module"][m] == pytest.approx(rate)
             assert row["mfu_by_module"][m] == pytest.approx(rate / PEAK)

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.records import Bucket, Edge, Group, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Edge,
+    Group,
+    Layout,
+    Plan,
+    Schedule,
+    Scheduling,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 from dflop_jax.train import moved as module
 from dflop_jax.train.moved import Moved, moved
 
@@ -19,11 +30,13 @@ def plan_of(node):
     """Four data ranks of "a" and of "b" on the same devices."""
     return Plan(
         "test",
-        (SubmeshPlan("a", 0, 1, 4, 1), SubmeshPlan("b", 0, 1, 4, 1)),
-        tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in "ab"),
-        (Bucket.of({"a": LOW, "b": HIGH}),),
-        (Edge("a", "b", "in"),),
-        node=node,
+        Layout(
+            (SubmeshPlan("a", 0, 1, 4, 1), SubmeshPlan("b", 0, 1, 4, 1)),
+            tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in "ab"),
+            (Bucket.of({"a": LOW, "b": HIGH}),),
+            edges=(Edge("a", "b", "in"),),
+        ),
+        Scheduling(node=node),
     )
 
 

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, DataProfile, Plan, Profile, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    DataProfile,
+    Layout,
+    Plan,
+    Profile,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.train import trainer as trainer_module
@@ -38,11 +47,13 @@ def test_no_compile_whatever_the_sizes_and_the_largest_left_out(tmp_path, monkey
     buckets = (((2, 96), (2, 96)), ((1, 48), (1, 64)))
     plan = Plan(
         "dflop",
-        (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-        tuple(SegmentPlan(m, m, 0, it.n_layers, m, True, True) for m, it in modules),
-        tuple(Bucket.of({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
-        edges_of(model),
-        tied=("llm",),
+        Layout(
+            (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
+            tuple(SegmentPlan(m, m, 0, it.n_layers, m, True, True) for m, it in modules),
+            tuple(Bucket.of({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
+            edges=edges_of(model),
+            tied=("llm",),
+        ),
     )
     config = Config(
         model=ModelConfig(factory=f"{__name__}:small"),
@@ -53,7 +64,7 @@ def test_no_compile_whatever_the_sizes_and_the_largest_left_out(tmp_path, monkey
     )
     known = nano_profile().model
     facts = replace(known, n_layers={m: it.n_layers for m, it in modules}, piece_tokens={},
-                    edges=plan.edges)  # fmt: skip
+                    edges=plan.layout.edges)  # fmt: skip
     trainer = Trainer(config, plan=plan)
     loads = tuple(trainer.source.load(i) for i in range(N))
     trainer.profile = Profile(facts, DataProfile("scenes", N, loads))

@@ -41,8 +41,8 @@ def test_planning_for_hardware_that_is_not_here(place_and_profile):
     assert profile.model.device == "a100-80"
     assert {t.model for t in profile.model.timings} == {1, 2}
     result = planning.make_plan(place, profile)
-    assert result.plan.n_devices == 4
-    assert all(s.tokens % 128 == 0 for s in result.plan.shapes("llm"))
+    assert result.plan.layout.n_devices == 4
+    assert all(s.tokens % 128 == 0 for s in result.plan.layout.shapes("llm"))
 
 
 def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
@@ -72,7 +72,7 @@ def test_hardware_that_cannot_be_planned_for(changes, says):
 def test_one_device_and_prime_numbers_of_them(place_and_profile, n):
     place, profile = place_and_profile
     result = planning.make_plan(place, profile, n_devices=n)
-    assert result.plan.n_devices == n
+    assert result.plan.layout.n_devices == n
 
 
 def test_values_that_no_layer_names_cannot_be_kept(place_and_profile, monkeypatch):

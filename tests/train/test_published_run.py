@@ -10,7 +10,7 @@ import pytest
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.weights import Folder, read_params, write_folder
@@ -72,7 +72,7 @@ def test_weights_in_and_out(tmp_path, capsys):
     write_folder("hf", MODEL.weights, held(small), dtype="bfloat16")
     model = ModelConfig(size="anyres-nano", weights=("hf",))
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
-    plan = replace(NANO, edges=edges_of(MODEL), tied=tied)
+    plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
     result = Trainer(config(model=model), plan=plan, profile=nano_profile()).fit()
     assert np.isfinite(result.losses).all()
     assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
@@ -115,22 +115,24 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
     )  # fmt: skip
     plan = Plan(
         "dflop",
-        tuple(SubmeshPlan(m, i, 1, 1, 1) for i, m in ((0, "vision"), (0, "audio"), (1, "llm"))),
-        tuple(
-            SegmentPlan(m, m, 0, n, m, True, True)
-            for m, n in (("vision", 2), ("audio", 2), ("llm", 4))
-        ),
-        (
-            Bucket.of(
-                {
-                    "vision": Shape(16, OMNI.piece_tokens["vision"]),
-                    "audio": Shape(16, OMNI.piece_tokens["audio"]),
-                    "llm": Shape(1, 256),
-                }
+        Layout(
+            tuple(SubmeshPlan(m, i, 1, 1, 1) for i, m in ((0, "vision"), (0, "audio"), (1, "llm"))),
+            tuple(
+                SegmentPlan(m, m, 0, n, m, True, True)
+                for m, n in (("vision", 2), ("audio", 2), ("llm", 4))
             ),
+            (
+                Bucket.of(
+                    {
+                        "vision": Shape(16, OMNI.piece_tokens["vision"]),
+                        "audio": Shape(16, OMNI.piece_tokens["audio"]),
+                        "llm": Shape(1, 256),
+                    }
+                ),
+            ),
+            edges=OMNI_EDGES,
+            tied=tuple(m for m, module in OMNI.modules.items() if module.tied),
         ),
-        OMNI_EDGES,
-        tied=tuple(m for m, module in OMNI.modules.items() if module.tied),
     )
     result = Trainer(config(model=model, data=data), plan=plan, profile=omni_profile()).fit()
     assert np.isfinite(result.losses).all()

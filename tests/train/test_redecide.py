@@ -34,7 +34,7 @@ from ..plans import NANO, TILE_TOKENS, bucket, load, nano_profile
 from .resume_cases import CONFIG, STEPS
 
 EVERY = 4
-PLAN = dataclasses.replace(NANO, buckets=(bucket(32, 256),))  # room for every sample
+PLAN = NANO.with_layout(buckets=(bucket(32, 256),))  # room for every sample
 
 
 def samples(rng, n, tiles, tokens):
@@ -167,7 +167,9 @@ def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_
     assert (result.steps_done, result.compiles_after_warmup) == (STEPS, 0)
     assert result.evaluation.loss == pytest.approx(plain.evaluation.loss, rel=1e-4)
     plan = read(Plan, tmp_path / "run/plan.json")
-    assert plan.buckets != PLAN.buckets or plan.segments != PLAN.segments
+    assert (
+        plan.layout.buckets != PLAN.layout.buckets or plan.layout.segments != PLAN.layout.segments
+    )
     assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] <= EVERY
 
 
@@ -176,14 +178,14 @@ def test_sigterm_while_another_plan_is_searched_ends_the_run(plain, monkeypatch,
 
     def look(self, done, step_s):
         os.kill(os.getpid(), signal.SIGTERM)
-        return NewPlan(dataclasses.replace(PLAN, buckets=(bucket(28, 256),)), nano_profile())
+        return NewPlan(PLAN.with_layout(buckets=(bucket(28, 256),)), nano_profile())
 
     monkeypatch.setattr(Redecider, "look", look)
     result = fit(tmp_path / "run")
     assert (result.preempted, result.steps_done, result.evaluation) == (True, EVERY, None)
     assert result.losses == plain.losses[:EVERY]
     assert CheckpointStore(tmp_path / "run/checkpoints").steps()[0] == EVERY
-    assert read(Plan, tmp_path / "run/plan.json").buckets == PLAN.buckets
+    assert read(Plan, tmp_path / "run/plan.json").layout.buckets == PLAN.layout.buckets
 
 
 class Searched:
@@ -216,7 +218,7 @@ def test_what_is_too_large_is_asked_for_and_a_search_may_outlast_the_run(
     plain, searches, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
-    small = dataclasses.replace(PLAN, buckets=(bucket(4, 50),))
+    small = PLAN.with_layout(buckets=(bucket(4, 50),))
     train = dataclasses.replace(CONFIG.train, steps=6, eval_samples=0, eval_every=0)
     result = fit(tmp_path / "run", every=2, plan=small, train=train)
     assert (result.steps_done, result.preempted) == (6, False)
@@ -286,7 +288,7 @@ def test_a_search_is_begun_once_and_its_answer_taken_when_it_is_there(searches):
     ids=["pays", "costs more than it saves", "within what predictions are off"],
 )
 def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, share, step_s, pays):
-    looks, other = Looks(), dataclasses.replace(PLAN, buckets=(bucket(28, 256),))
+    looks, other = Looks(), PLAN.with_layout(buckets=(bucket(28, 256),))
     looks.tiles = 3
     looks.look(2)
     searches.given.append(BetterPlan(other, share))

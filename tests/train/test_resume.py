@@ -139,8 +139,8 @@ def test_changed_flags_plan_anew_and_the_training_goes_on(whole, monkeypatch, ca
     assert "profiling" not in said
     assert "resumed after step 9 of 12" in said
     planned = load(Plan, folder / "plan.json")
-    assert len(planned.buckets) == 1
-    assert all(s.zero == 3 for s in planned.segments)
+    assert len(planned.layout.buckets) == 1
+    assert all(s.zero == 3 for s in planned.layout.segments)
     assert essence(folder)[:9] == essence(whole)[:9]
     losses, of_whole = ([r["loss"] for r in read_metrics(f)] for f in (folder, whole))
     assert losses == pytest.approx(of_whole, rel=1e-4)

@@ -1,12 +1,10 @@
 """The largest picture and the longest clip that a plan holds, against numbers by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.train import prepare
 from dflop_jax.train.room import Most, SampleRoom, sample_room
 
@@ -23,13 +21,15 @@ def place_of(**data):
 def plan_of(place, *buckets):
     return Plan(
         "dflop",
-        (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-        tuple(
-            SegmentPlan(name, name, 0, m.n_layers, name, True, True)
-            for name, m in place.model.modules.items()
+        Layout(
+            (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
+            tuple(
+                SegmentPlan(name, name, 0, m.n_layers, name, True, True)
+                for name, m in place.model.modules.items()
+            ),
+            tuple(Bucket.of({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
+            edges=edges_of(place.model),
         ),
-        tuple(Bucket.of({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
-        edges_of(place.model),
     )
 
 
@@ -59,10 +59,10 @@ def test_tiles(grouping, tiles):
     place = prepare.set_up(config)
     px = place.model.preprocessing["vision"]["tile_px"]
     tile = place.model.piece_tokens["vision"]
-    plan = replace(
-        plan_of(place, ((2, tile), (1, 4096))),
-        submeshes=(SubmeshPlan("vision", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 2, 1)),
-        grouping=grouping,
+    plan = (
+        plan_of(place, ((2, tile), (1, 4096)))
+        .with_layout(submeshes=(SubmeshPlan("vision", 0, 1, 2, 1), SubmeshPlan("llm", 2, 1, 2, 1)))
+        .with_scheduling(grouping=grouping)
     )
     vision, llm, every = sample_room(place, plan)
     assert vision.clip == every.clip == Most(clip_s=tiles / 2, clip_frames=tiles)

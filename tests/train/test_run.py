@@ -3,7 +3,6 @@ scheduler's process killed in the middle."""
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from .resume_cases import _in_a_folder_of_its_own, compiled, quick  # noqa: F401
 
 K = 3
 STEPS = 14  # of the runs that are compared
-PLAN = replace(NANO, buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
+PLAN = NANO.with_layout(buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
 
 
 def fit(run_dir, steps: int, *, correct: bool = False):
@@ -63,8 +62,8 @@ def test_no_compile_in_200_varied_steps():
     assert [r["step"] for r in rows] == list(range(200))
     assert [r["compiles"] for r in rows[1:]] == [0] * 199
     assert result.compiles_after_warmup == 0
-    assert all(len(PLAN.shapes(m)) <= K for m in PLAN.modules)
-    shapes = {f"{m}:{s.name}" for m in PLAN.modules for s in PLAN.shapes(m)}
+    assert all(len(PLAN.layout.shapes(m)) <= K for m in PLAN.layout.modules)
+    shapes = {f"{m}:{s.name}" for m in PLAN.layout.modules for s in PLAN.layout.shapes(m)}
     assert {label for r in rows for label in r["groups"]} <= shapes
     assert all(r["losses"] == {"llm": r["loss"]} for r in rows)
     # Varied data: the padding, hence the mix of buckets and samples, differs from step to step.

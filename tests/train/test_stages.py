@@ -38,14 +38,13 @@ def split_plan() -> Plan:
         SegmentPlan("v0", "vision", 0, 1, "v0", True, False),
         SegmentPlan("v1", "vision", 1, 2, "v1", False, True),
     ]
-    return dataclasses.replace(
-        base,
+    return base.with_layout(
         submeshes=(
             SubmeshPlan("v0", 0, 1, 1, 1),
             SubmeshPlan("v1", 1, 1, 1, 1),
-            *base.submeshes[1:],
+            *base.layout.submeshes[1:],
         ),
-        segments=(*tower, *base.segments[1:]),
+        segments=(*tower, *base.layout.segments[1:]),
     )
 
 

@@ -27,10 +27,10 @@ PLANS = [chain(2, vision=1), chain(3, vision=1), chain(4, vision=2)]
 def prices_of(plan, forward_s=1.0):
     sends = {
         SendId(k.source, k.target, shape, FORWARD): 0.25
-        for k in links(plan)
-        for shape in plan.shapes(plan.segment(k.target).module)
+        for k in links(plan.layout)
+        for shape in plan.layout.shapes(plan.layout.segment(k.target).module)
     }
-    ends = {Task(s.name, NO_GROUP, REDUCE): 0.5 for s in plan.segments}
+    ends = {Task(s.name, NO_GROUP, REDUCE): 0.5 for s in plan.layout.segments}
     return Prices(programs(plan, forward_s), ends, sends, concurrency=2.0)
 
 
@@ -45,6 +45,10 @@ class FakeExecutor:
         sync()
         self.state = seed
 
+    def take_figures(self, plan):
+        assert plan.layout == self.plan.layout
+        self.plan = plan
+
     def close(self):
         self.closed = True
 
@@ -56,7 +60,9 @@ def timed(monkeypatch):
 
     def compile_and_time(place, ex):
         assert ex.state == 7
-        place.peers.barrier(f"compiled {ex.plan.n_devices}")  # as the real one: all take part
+        place.peers.barrier(
+            f"compiled {ex.plan.layout.n_devices}"
+        )  # as the real one: all take part
         seen.append((place.peers.process, ex.plan))
         fake = SimpleNamespace(executor=ex, n_programs=1)
         fake.prices = lambda profile: replace(prices_of(ex.plan), concurrency=profile.concurrency)
@@ -107,7 +113,9 @@ def test_all_processes_time_the_same_plans_and_keep_the_chosen_one(timed, tmp_pa
     def search(mine):
         made.extend(mine.prices(plan) for plan in PLANS)
         # The planner writes its figures into the plan that it chooses.
-        return replace(PLANS[1], predicted=Predicted(1.0), lookahead=1, work_budget=9)
+        return replace(PLANS[1], predicted=Predicted(1.0)).with_scheduling(
+            lookahead=1, work_budget=9
+        )
 
     (plan, prices, kept), (same, their_prices, theirs) = run_two(tmp_path, search)
     assert plan == same
@@ -168,7 +176,7 @@ class Crowded(FakeExecutor):
     def __init__(self, process, plan, part):
         super().__init__(plan)
         self.one_at_a_time, self.does_not_hold = False, ""
-        if process == 1 and plan.n_devices == PLANS[1].n_devices:
+        if process == 1 and plan.layout.n_devices == PLANS[1].layout.n_devices:
             self.does_not_hold = part
 
     def _run(self, part):

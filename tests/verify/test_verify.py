@@ -98,13 +98,13 @@ def test_a_folder_of_every_family(folders, capsys, kind):
 def test_the_shards_are_cut_and_split(folders):
     model = small_model("qwen3_vl")
     plan = spread(model, 4, model.weights.tensors)
-    assert {s.module: len(plan.segments_of(s.module)) for s in plan.segments} == {
+    assert {s.module: len(plan.layout.segments_of(s.module)) for s in plan.layout.segments} == {
         "vision": 2,
         "llm": 2,
     }
-    assert {m.model for m in plan.submeshes} == {2}
-    assert plan.n_devices == 4
-    assert spread(model, 1, model.weights.tensors).n_devices == 1
+    assert {m.model for m in plan.layout.submeshes} == {2}
+    assert plan.layout.n_devices == 4
+    assert spread(model, 1, model.weights.tensors).layout.n_devices == 1
 
 
 def test_the_shards_of_a_plan_and_a_table(folders, capsys, tmp_path, no_reference):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import Held, write_folder
 from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
@@ -21,15 +21,17 @@ MODEL = Published(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float3
 # The tower over stages and heads; the LLM in two segments, of which one is replicated over data.
 PLAN = Plan(
     "test",
-    (SubmeshPlan("v", 0, 2, 1, 2), SubmeshPlan("a", 4, 1, 1, 2), SubmeshPlan("b", 4, 2, 2, 1)),
-    (
-        SegmentPlan("v", "vision", 0, 2, "v", True, True),
-        SegmentPlan("a", "llm", 0, 2, "a", True, False),
-        SegmentPlan("b", "llm", 2, 4, "b", False, True),
+    Layout(
+        (SubmeshPlan("v", 0, 2, 1, 2), SubmeshPlan("a", 4, 1, 1, 2), SubmeshPlan("b", 4, 2, 2, 1)),
+        (
+            SegmentPlan("v", "vision", 0, 2, "v", True, True),
+            SegmentPlan("a", "llm", 0, 2, "a", True, False),
+            SegmentPlan("b", "llm", 2, 4, "b", False, True),
+        ),
+        (Bucket.of({"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}),),
+        edges=edges_of(MODEL),
+        group_size=2,
     ),
-    (Bucket.of({"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}),),
-    edges_of(MODEL),
-    group_size=2,
 )
 
 

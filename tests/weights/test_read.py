@@ -74,7 +74,7 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, piece_bytes):
         return array
 
     monkeypatch.setattr(source, "read", counted)
-    for s in make_segments(MODEL, PLAN, jax.devices()).values():
+    for s in make_segments(MODEL, PLAN.layout, jax.devices()).values():
         found = read_segment(source, s)
         want = {part: params[s.plan.module][part] for part in s.parts}
         cut = slice(s.plan.start, s.plan.stop)

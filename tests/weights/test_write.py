@@ -36,7 +36,7 @@ def test_segments_are_written_as_the_model(folder, tmp_path):
     source = Folder(folder, MODEL.weights)
     pieces = [
         Held(s.plan.module, read_segment(source, s), s.plan.start)
-        for s in make_segments(MODEL, PLAN, jax.devices()).values()
+        for s in make_segments(MODEL, PLAN.layout, jax.devices()).values()
     ]
     write_folder(tmp_path / "out", MODEL.weights, pieces, source=source, max_file_bytes=60_000)
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == sorted(

@@ -79,7 +79,7 @@ def rename_ranks(room: Room, answer: Sequence[Together], plan: Plan) -> None:
     names = _Names(room, plan, sample_of)
     for _ in range(_TURNS):
         changed = False
-        for module in plan.modules:
+        for module in plan.layout.modules:
             if room.capacity.ranks[module] > 1:
                 for together in names.alike(answer, module):
                     changed |= names.rename(module, together)
@@ -108,7 +108,7 @@ class _Names:
         """Give the ranks of a module the best names; whether any changed."""
         n = self.room.capacity.ranks[module]
         kept_RP = np.zeros((n, n))
-        for edge in self.plan.edges:
+        for edge in self.plan.layout.edges:
             if module in (edge.source, edge.target):
                 moved = sum((self._moved(edge, *place) for place in together),
                             np.zeros(self._ranks(edge), np.int64))  # fmt: skip
@@ -133,9 +133,9 @@ class _Names:
     def _devices(self, edge: Edge) -> tuple[Devices, Devices]:
         """Of the source's ranks, and of the homes of the target's."""
         low, high = self._ranks(edge)
-        of_rank = np.array(self.plan.devices(edge.source))
+        of_rank = np.array(self.plan.layout.devices(edge.source))
         homes = [home_rank(rank, low, high) for rank in range(high)]
-        node = self.plan.node or self.plan.n_devices
+        node = self.plan.scheduling.node or self.plan.layout.n_devices
         return Devices(of_rank, node), Devices(of_rank[homes], node)
 
     def _moved(self, edge: Edge, together: Together, k: int) -> Ints:

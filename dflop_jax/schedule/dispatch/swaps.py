@@ -23,11 +23,13 @@ def bring_home(room: Room, answer: Sequence[Together], plan: Plan) -> None:
     """Let equal pieces of a module change places within a microbatch, in place, so that least goes
     to the ranks of the module that reads it; of several that read it the first."""
     batch, ranks = room.batch, room.capacity.ranks
-    for edge in {e.source: e for e in reversed(plan.edges)}.values():
+    for edge in {e.source: e for e in reversed(plan.layout.edges)}.values():
         low, high = ranks[edge.source], ranks[edge.target]
         if low == 1:
             continue
-        node_of = np.array(plan.devices(edge.source)) // (plan.node or plan.n_devices)
+        node_of = np.array(plan.layout.devices(edge.source)) // (
+            plan.scheduling.node or plan.layout.n_devices
+        )
         homes = np.array([home_rank(rank, low, high) for rank in range(high)])
         sample_of = {
             m: np.repeat(np.arange(batch.n), batch.count[m]) for m in (edge.source, edge.target)

@@ -16,8 +16,8 @@ import numpy as np
 from dflop_jax.records import (
     ExchangeRoom,
     Group,
+    Layout,
     Load,
-    Plan,
     Schedule,
     Shape,
     first_pieces,
@@ -48,7 +48,7 @@ def traffic(
 
 
 def exchange_rooms(
-    plan: Plan, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
+    layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
 ) -> tuple[ExchangeRoom, ...]:
     """Rooms with which the exchanges of these schedules send least: one round takes what most
     groups move, and a few need another."""
@@ -56,7 +56,10 @@ def exchange_rooms(
     for schedule, loads in zip(schedules, batches, strict=True):
         for target in schedule.groups:
             for source in (g for g in schedule.groups if _feeds(g, target, schedule)):
-                low, high = plan.data_ranks(source.module), plan.data_ranks(target.module)
+                low, high = (
+                    layout.data_ranks(source.module),
+                    layout.data_ranks(target.module),
+                )
                 if low > 1:
                     key = source.module, target.module, source.shape, target.shape
                     moved = moved_between(source, target, loads, (low, high))

@@ -30,14 +30,14 @@ def with_searched_order(
     """
     if budget.done or budget.left < first_work(len(schedule.order)):
         return schedule
-    graph = step_graph(plan, schedule.groups, trainable)
+    graph = step_graph(plan.layout, schedule.groups, trainable)
     problem = problem_of(plan, schedule, graph, prices, schedule.order)
     place = {t: i for i, t in enumerate(graph.tasks)}
     found = searched(problem, [place[t] for t in schedule.order], budget, seed)
     order = tuple(graph.tasks[t] for t in found.order)
     if order == schedule.order:
         return schedule
-    trace = simulate_order(plan, schedule, graph, order, prices)
+    trace = simulate_order(plan.layout, schedule, graph, order, prices)
     if trace.makespan_s >= schedule.makespan_s * (1 - ROUNDING):
         return schedule
     return replace(schedule, order=order, makespan_s=trace.makespan_s)

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from dflop_jax.pipeline.order import StepGraph, in_flight_limit, resources
-from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Plan, Prices, Schedule, Task
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Layout, Plan, Prices, Schedule, Task
 from dflop_jax.schedule.solver.problem import Ints
 from dflop_jax.sim.pipeline import sends_of, task_seconds
 
@@ -84,12 +84,12 @@ def problem_of(
     `order` where that is more.
     """
     place = {t: i for i, t in enumerate(graph.tasks)}
-    segments = {s.name: i for i, s in enumerate(plan.segments)}
-    of = resources(plan)
+    segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
+    of = resources(plan.layout)
     ids = sorted(set(of.values()))
-    where = [ids.index(of[s.submesh]) for s in plan.segments]
-    seconds = task_seconds(plan, schedule, prices)
-    out_s, n_links = _out(plan, schedule, graph, prices, place)
+    where = [ids.index(of[s.submesh]) for s in plan.layout.segments]
+    seconds = task_seconds(plan.layout, schedule, prices)
+    out_s, n_links = _out(plan.layout, schedule, graph, prices, place)
     task_s = [seconds(t) for t in graph.tasks]
     total_s = sum(task_s) + sum(send_s for out in out_s for _, _, send_s in out)
     tick_s = (total_s or 1.0) / _TICKS
@@ -106,7 +106,7 @@ def problem_of(
         keeps=tuple(sign[t.direction] * ((t.segment, t.group) in both) if t.direction in sign else 0
                     for t in graph.tasks),
         alike=_alike(schedule, graph),
-        limit=tuple(limits[s.name] for s in plan.segments),
+        limit=tuple(limits[s.name] for s in plan.layout.segments),
         n_resources=len(ids),
         n_links=n_links,
         tick_s=tick_s,
@@ -127,12 +127,12 @@ def _alike(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
 
 
 def _out(
-    plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices, place: dict[Task, int]
+    layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices, place: dict[Task, int]
 ) -> tuple[list[list[tuple[int, int, float]]], int]:
     """What waits for each task: (reader, link, seconds), in the order in which the link carries
     them; and how many links there are."""
-    submesh = {s.name: s.submesh for s in plan.segments}
-    sends = sends_of(plan, schedule, graph, prices)
+    submesh = {s.name: s.submesh for s in layout.segments}
+    sends = sends_of(layout, schedule, graph, prices)
     links: dict[tuple[str, str], int] = {}
     rows = []
     for t in graph.tasks:

@@ -12,6 +12,7 @@ from dflop_jax.records import (
     Bucket,
     Direction,
     Edge,
+    Layout,
     Load,
     Plan,
     Price,
@@ -62,7 +63,8 @@ def model_plan(spec: BucketSpec, buckets: Sequence[Bucket]) -> Plan:
     )
     edges = tuple(Edge(source, target, source) for source, target in joined)
     return Plan(
-        "dflop", tuple(submeshes), segments, tuple(buckets), edges, group_size=spec.group_size
+        "dflop",
+        Layout(tuple(submeshes), segments, tuple(buckets), edges=edges, group_size=spec.group_size),
     )
 
 
@@ -89,11 +91,11 @@ class Evaluator:
     def spent(self) -> bool:
         return self.left <= 0
 
-    def prices(self, plan: Plan) -> Prices:
+    def prices(self, layout: Layout) -> Prices:
         """Prices of the plan's programs by the spec's seconds, in whole steps."""
-        senders = {e.source for e in plan.edges}
+        senders = {e.source for e in layout.edges}
         programs: dict[ProgramId, Price] = {}
-        for b in plan.buckets:
+        for b in layout.buckets:
             if b not in self._seconds:
                 self._seconds[b] = self.seconds(b)
             for m, shape in b.shapes:
@@ -111,8 +113,10 @@ class Evaluator:
         key = (buckets, batch)
         if key not in self._spans:
             plan = model_plan(self.spec, buckets)
-            prices = self.prices(plan)
-            schedule = solve(self.batches[batch], plan, prices, plan.modules, self.work, 0).outline
+            prices = self.prices(plan.layout)
+            schedule = solve(
+                self.batches[batch], plan, prices, plan.layout.modules, self.work, 0
+            ).outline
             self._spans[key] = schedule.makespan_s
             self.rooms[key] = {
                 m: sum(
@@ -120,7 +124,7 @@ class Evaluator:
                     for g in schedule.groups
                     if g.module == m
                 )
-                for m in plan.modules
+                for m in plan.layout.modules
             }
             self.left -= 1
         return self._spans[key]

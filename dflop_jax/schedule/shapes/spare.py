@@ -12,15 +12,15 @@ from dflop_jax.schedule.sub_microbatches import wide_buckets
 def holding_capacity(plan: Plan) -> Capacity:
     """What a bucket of the plan has for one sample: all data ranks, or one where a sample stays on
     the rank that it arrives at."""
-    capacity = capacity_of(plan)
-    if plan.grouping == "balanced":
+    capacity = capacity_of(plan.layout)
+    if plan.scheduling.grouping == "balanced":
         return capacity
     return Capacity(dict.fromkeys(capacity.ranks, 1), capacity.group_size)
 
 
 def beyond(loads: Sequence[Load], plan: Plan) -> list[int]:
     """Indices of the samples that no microbatch of the plan holds."""
-    return oversize(loads, wide_buckets(plan), holding_capacity(plan))
+    return oversize(loads, wide_buckets(plan.layout), holding_capacity(plan))
 
 
 def spare_bucket(

@@ -1,6 +1,5 @@
 """Names of ranks against every permutation, and what a run's schedules move between nodes."""
 
-from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -9,11 +8,13 @@ import pytest
 from dflop_jax.records import (
     Bucket,
     Edge,
+    Layout,
     Load,
     Plan,
     Price,
     Prices,
     ProgramId,
+    Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -84,7 +85,7 @@ def plan_of(low, high, node=0, devices=8):
         SegmentPlan("w", "words", 0, 1, "w", True, True),
     )
     bucket = Bucket.of({"sight": Shape(16 // low, 16), "words": Shape(8 // high, 128)})
-    return Plan("test", meshes, segments, (bucket,), (EDGE,), node=node)
+    return Plan("test", Layout(meshes, segments, (bucket,), edges=(EDGE,)), Scheduling(node=node))
 
 
 def batch(seed, n=12):
@@ -97,8 +98,8 @@ def prices_of(plan, pair_s):
     both = ("forward", "backward")
     programs = {
         ProgramId(s.name, shape, d): Price(1.0, pair_s if s.module == "words" else 0.0)
-        for s in plan.segments
-        for shape in plan.shapes(s.module)
+        for s in plan.layout.segments
+        for shape in plan.layout.shapes(s.module)
         for d in both
     }
     return Prices(programs)
@@ -107,9 +108,9 @@ def prices_of(plan, pair_s):
 def moved_by(plan, schedule, loads):
     """[nodes crossed, moved at all] in tokens."""
     total = np.zeros(2)
-    low, high = plan.data_ranks("sight"), plan.data_ranks("words")
-    device = np.array(plan.devices("sight"))
-    node = device // (plan.node or 8)
+    low, high = plan.layout.data_ranks("sight"), plan.layout.data_ranks("words")
+    device = np.array(plan.layout.devices("sight"))
+    node = device // (plan.scheduling.node or 8)
     homes = [home_rank(d, low, high) for d in range(high)]
     for g in schedule.groups:
         for f in g.feeds:
@@ -122,7 +123,7 @@ def moved_by(plan, schedule, loads):
 @pytest.mark.parametrize("pair_s", [0.0, 1e-6])
 def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monkeypatch):
     plan = plan_of(low, high, node=4)
-    names = tuple(s.name for s in plan.segments)
+    names = tuple(s.name for s in plan.layout.segments)
     near, plain = np.zeros(2), np.zeros(2)
     for seed in range(4):
         loads, prices = batch(seed), prices_of(plan, pair_s)
@@ -168,23 +169,23 @@ def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
     texts = [Load({"words": (20,)}) for _ in range(5)]
     for node in (0, 1, 3, 64):
         plan = plan_of(4, 4, node=node)
-        names = tuple(s.name for s in plan.segments)
+        names = tuple(s.name for s in plan.layout.segments)
         for loads in (texts, batch(0)):
             schedule = schedule_batch(loads, plan, prices_of(plan, 0.0), names, work=50)
             assert sorted(p for g in schedule.groups if g.module == "words" for p in g.pieces) == (
                 list(range(len(loads)))
             )
     with pytest.raises(ValueError, match="node"):
-        replace(plan, node=-1)
+        plan.with_scheduling(node=-1)
 
 
 def test_rooms_take_most_groups_in_one_round():
     plan = plan_of(4, 4)
-    names = tuple(s.name for s in plan.segments)
+    names = tuple(s.name for s in plan.layout.segments)
     batches = [batch(seed) for seed in range(6)]
     prices = prices_of(plan, 0.0)
     schedules = [schedule_batch(b, plan, prices, names, work=50) for b in batches]
-    (room,) = exchange_rooms(plan, schedules, batches)
+    (room,) = exchange_rooms(plan.layout, schedules, batches)
     assert (room.source, room.target) == ("sight", "words")
     needs = []
     for schedule, loads in zip(schedules, batches, strict=True):
@@ -195,6 +196,6 @@ def test_rooms_take_most_groups_in_one_round():
     rounds = [max(1, int(np.ceil(need / room.share - 1e-9))) for need in needs]
     assert np.mean(np.array(rounds) > 1) <= 0.5
     assert room.share <= max(needs)
-    assert plan.exchange_room(EDGE, room.low, room.high) is None
-    known = replace(plan, exchange_rooms=(room,))
-    assert known.exchange_room(EDGE, room.low, room.high) == room.share
+    assert plan.layout.exchange_room(EDGE, room.low, room.high) is None
+    known = plan.with_layout(exchange_rooms=(room,))
+    assert known.layout.exchange_room(EDGE, room.low, room.high) == room.share

@@ -26,7 +26,7 @@ oracle = module("pipeline_oracle")
 def numbered(plan, schedule, priced, trainable):
     """(ordered schedule, graph, problem, the order in numbers)."""
     ordered, _ = with_order(plan, schedule, priced, trainable)
-    tasks = step_graph(plan, schedule.groups, trainable)
+    tasks = step_graph(plan.layout, schedule.groups, trainable)
     problem = problem_of(plan, ordered, tasks, priced, ordered.order)
     place = {t: i for i, t in enumerate(tasks.tasks)}
     return ordered, tasks, problem, [place[t] for t in ordered.order]
@@ -55,7 +55,9 @@ def test_an_orders_makespan_is_the_simulators(seed):
         assert makespan_s == pytest.approx(trace.makespan_s, rel=1e-8)
         assert bound_s <= trace.makespan_s * (1 + 1e-8)
         most = most_in_flight(named)  # in which a loss keeps its group while it runs
-        both = [(most.get(s.name, 0), n) for s, n in zip(plan.segments, most_kept(problem, some))]
+        both = [
+            (most.get(s.name, 0), n) for s, n in zip(plan.layout.segments, most_kept(problem, some))
+        ]
         assert all(a == b or (a, b) == (1, 0) for a, b in both)
     # A mirrored order takes as long, and keeps as much.
     if not priced.sends:

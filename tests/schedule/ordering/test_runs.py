@@ -46,14 +46,18 @@ def test_a_run_gets_the_searched_order():
     for seed in range(6):
         plan, loads = three_modules(seed)
         prices = make_prices(plan, factor=uneven)
-        got = schedule_batch(loads, plan, prices, plan.modules, work=600)
-        listed, _ = with_order(plan, replace(got, order=()), prices, plan.modules)
+        got = schedule_batch(loads, plan, prices, plan.layout.modules, work=600)
+        listed, _ = with_order(plan, replace(got, order=()), prices, plan.layout.modules)
         assert got.lower_bound_s <= got.makespan_s <= listed.makespan_s
         faster += got.makespan_s < listed.makespan_s * (1 - 1e-6)
-        greedy = schedule_batch(loads, plan, prices, plan.modules, work=0)
-        assert greedy.order == with_order(plan, greedy, prices, plan.modules)[0].order
-        fixed = schedule_batch(loads, replace(plan, order="gpipe"), prices, plan.modules, work=600)
-        again, _ = with_order(replace(plan, order="gpipe"), fixed, prices, plan.modules)
+        greedy = schedule_batch(loads, plan, prices, plan.layout.modules, work=0)
+        assert greedy.order == with_order(plan, greedy, prices, plan.layout.modules)[0].order
+        fixed = schedule_batch(
+            loads, plan.with_scheduling(order="gpipe"), prices, plan.layout.modules, work=600
+        )
+        again, _ = with_order(
+            plan.with_scheduling(order="gpipe"), fixed, prices, plan.layout.modules
+        )
         assert fixed.order == again.order
     assert faster >= 3
 
@@ -63,20 +67,20 @@ def test_the_bound_is_below_the_best_order(seed):
     """With reductions and updates; of plans whose modules all train, or only one."""
     rng = np.random.default_rng(seed)
     plan = make_plan([bucket(8, (1, 128))], {"a": 1, "b": 1}, shared=("a", "b") * (seed % 3 == 0))
-    trainable = plan.modules if seed % 2 else ("b",)
+    trainable = plan.layout.modules if seed % 2 else ("b",)
     prices = make_prices(plan, trainable=trainable, factor=lambda p: float(rng.lognormal(0, 0.5)))
     end_s = {
         Task(m, NO_GROUP, d): float(rng.exponential(0.3))
-        for m in plan.modules
+        for m in plan.layout.modules
         for d in (REDUCE, UPDATE)
     }
     prices = replace(prices, step_end=end_s)
     loads = make_batch(rng, 6, most_tiles=8)
     got = schedule_batch(loads, plan, prices, trainable, work=400)
-    tasks = step_graph(plan, got.groups, trainable)
+    tasks = step_graph(plan.layout, got.groups, trainable)
     problem = problem_of(plan, got, tasks, prices, got.order)
     least_s = oracle.least_makespan(problem) * problem.tick_s
-    batch = Batch(loads, plan.modules)
-    bound_s = lower_bound_s(batch, plan, capacity_of(plan), prices, trainable)
+    batch = Batch(loads, plan.layout.modules)
+    bound_s = lower_bound_s(batch, plan.layout, capacity_of(plan.layout), prices, trainable)
     assert 0 < bound_s <= least_s * (1 + 1e-9)
     assert got.makespan_s <= least_s * (1 + 1e-8)

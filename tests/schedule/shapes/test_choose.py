@@ -279,7 +279,7 @@ def test_sample_above_the_memory_limit_is_refused(loads):
 
 def test_modules_that_share_devices_do_so_in_the_model_plan():
     spec = spec_of(8, {"a": 2, "b": 4, "c": 3}, devices={"a": 0, "b": 0})
-    a, b, c = model_plan(spec, [bucket(1, (1, 32))]).submeshes
+    a, b, c = model_plan(spec, [bucket(1, (1, 32))]).layout.submeshes
     assert a.first == b.first == 0
     assert c.first >= 4
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -50,7 +48,7 @@ def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
     spare = spare_bucket([loads[6]], Capacity(ranks), {"a": TILE}, 32)
     plan = make_plan((small, spare), RANKS, grouping=grouping)
     assert beyond(loads, plan) == []
-    schedule = schedule_batch(loads, plan, make_prices(plan), plan.modules)
+    schedule = schedule_batch(loads, plan, make_prices(plan), plan.layout.modules)
     check(schedule, loads, plan)
     shapes = [g.shape for g in schedule.groups if g.module == "b"]
     assert shapes.count(spare.shape("b")) == 1
@@ -59,8 +57,8 @@ def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
 
 def test_groups_that_feed_one_together_hold_a_sample():
     """Three parts of two rows on two ranks: 12 tiles, as scheduled."""
-    plan = replace(make_plan((bucket(2, (1, 64)),), RANKS), fan_in=3)
-    assert plan.divided == ("a",)
+    plan = make_plan((bucket(2, (1, 64)),), RANKS).with_layout(fan_in=3)
+    assert plan.layout.divided == ("a",)
     loads = [Load({"a": (TILE,) * n, "b": (20,)}) for n in (4, 12, 13)]
     assert beyond(loads, plan) == [2]
     prices = make_prices(plan)

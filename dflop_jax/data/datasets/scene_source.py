@@ -81,15 +81,14 @@ class SceneSource:
         return self._draw(index)[0]
 
     def load(self, index: int) -> Load:
-        scene, _, fitted = self._draw(index)
+        _, _, table, fitted = self._draw(index)
         how = self._ways[int(fitted.way[0])]
-        tokens = int(fitted.all_tokens[0])
-        return load_of(_table(scene, ()), 0, how, fitted.counts.pieces[0], tokens)
+        return load_of(table, 0, how, fitted.counts.pieces[0], int(fitted.all_tokens[0]))
 
     def sample(self, index: int) -> Sample:
-        scene, pieces, fitted = self._draw(index)
+        scene, pieces, table, fitted = self._draw(index)
         how = self._ways[int(fitted.way[0])]
-        shown = zip(scene.pictures, _table(scene, ()).headers(0), strict=True)
+        shown = zip(scene.pictures, table.headers(0), strict=True)
         sample = compose(
             pieces,
             decode_opened([(kind.name, _opened(p), header) for p, (kind, header) in shown], how),
@@ -99,31 +98,28 @@ class SceneSource:
         )
         return blanked(sample, how) if self._blank else sample
 
-    def _drawn(self, index: int) -> tuple[Scene, tuple[Piece, ...], Fitted]:
+    def _drawn(self, index: int) -> tuple[Scene, tuple[Piece, ...], ShapeTable, Fitted]:
+        """A scene, its text, what an index would hold of both, and how it fits the limits."""
         if not 0 <= index < self._n:
             raise IndexError(f"{self.name} holds no sample {index}")
         rng = np.random.default_rng((*self._key, index))
         for _ in range(1 if self._limits.oversize == "error" else MAX_REDRAWS):
             scene = draw_scene(rng, self._unit_px, self._limits)
             pieces = chat_pieces(scene.turns, self._tokenizer)
-            fitted = self._fitted(scene, pieces)
+            headers = [_header(picture) for picture in scene.pictures]
+            table = table_of([text_counts(pieces)], [headers])
+            fitted = self._fitted(table)
             if fitted.fits[0]:
-                return scene, pieces, fitted
+                return scene, pieces, table, fitted
         raise ValueError(
             f"{self.label(index)}: {int(fitted.counts.all_tokens[0])} tokens exceed "
             f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
             "truncate or drop"
         )
 
-    def _fitted(self, scene: Scene, pieces: tuple[Piece, ...]) -> Fitted:
-        table = _table(scene, pieces)
+    def _fitted(self, table: ShapeTable) -> Fitted:
         prompt = table.prompt_tokens.astype(np.int64)
         return fit(lambda how: sample_counts(table, how)[0], prompt, self._ways, self._limits)
-
-
-def _table(scene: Scene, pieces: Sequence[Piece]) -> ShapeTable:
-    """Return what an index would hold of a scene and its text."""
-    return table_of([text_counts(pieces)], [[_header(picture) for picture in scene.pictures]])
 
 
 def _header(picture: Picture) -> dict[str, int]:

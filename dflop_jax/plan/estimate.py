@@ -26,6 +26,7 @@ from dflop_jax.plan.placement import (
     ends_in_layers,
     lay_out,
     module_segments,
+    without_shapes,
 )
 from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
 from dflop_jax.plan.volume import (
@@ -41,13 +42,11 @@ from dflop_jax.profile.state import Array, Mesh, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
-    Bucket,
     Direction,
     Layout,
     ModelProfile,
     Plan,
     Remat,
-    Scheduling,
     SegmentPlan,
     Shape,
     Zero,
@@ -137,18 +136,7 @@ class Rules:
 
     def structure(self, placement: Placement, policy: str = "dflop") -> Plan:
         """The placement as a plan without shapes, to ask for its graph."""
-        return Plan(
-            policy,
-            Layout(
-                placement.submeshes,
-                placement.segments,
-                (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
-                edges=self.profile.edges,
-                group_size=placement.group_size,
-                tied=self.profile.tied,
-            ),
-            Scheduling(node=self.node(0)),
-        )
+        return without_shapes(placement, policy, self.profile, self.node(0))
 
     def trainable(self, layout: Layout) -> list[str]:
         """Names of the plan's segments that train."""

@@ -6,7 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dflop_jax.records import Edge, ModelProfile, SegmentPlan, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Edge,
+    Layout,
+    ModelProfile,
+    Plan,
+    Scheduling,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +77,19 @@ class Placement:
             many = f"{len(segments)}*" if len(segments) > 1 else ""
             parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
         return " ".join(parts)
+
+
+def without_shapes(placement: Placement, policy: str, profile: ModelProfile, node: int) -> Plan:
+    """The placement as a plan without shapes (one stands for them), to ask for its graph."""
+    layout = Layout(
+        placement.submeshes,
+        placement.segments,
+        (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
+        edges=profile.edges,
+        group_size=placement.group_size,
+        tied=profile.tied,
+    )
+    return Plan(policy, layout, Scheduling(node=node))
 
 
 @dataclass(frozen=True)

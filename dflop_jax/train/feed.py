@@ -142,10 +142,8 @@ class Packer:
 
     def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
         """This process's part of what is counted."""
-        used, flops = (
-            dict.fromkeys(self.plan.layout.modules, 0),
-            dict.fromkeys(self.plan.layout.modules, 0.0),
-        )
+        modules = self.plan.layout.modules
+        used, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
         weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
         for group, arrays in zip(schedule.groups, packed, strict=True):
             used[group.module] += arrays.used_tokens

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out
+from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out, without_shapes
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Bucket, Layout, Plan, Remat, Scheduling, Shape, with_remat
+from dflop_jax.records import Plan, Remat, with_remat
 from experiments.paper.cases import Case, tuning
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import (
@@ -40,18 +40,8 @@ _SPLITS = 32
 
 def plan_of(case: Case, policy: str, placement: Placement) -> Plan:
     """A placement as a plan whose shapes are not known yet."""
-    profile = cost_model(case).profile
-    return Plan(
-        policy,
-        Layout(
-            placement.submeshes,
-            placement.segments,
-            (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
-            edges=profile.edges,
-            tied=profile.tied,
-        ),
-        Scheduling(node=case.hardware.devices_per_node),
-    )
+    profile, node = cost_model(case).profile, case.hardware.devices_per_node
+    return without_shapes(placement, policy, profile, node)
 
 
 def baseline_plans(case: Case, policy: str) -> Iterator[Plan]:

@@ -13,10 +13,10 @@ from dflop_jax.gpu_compile.child import Job
 from dflop_jax.gpu_compile.chip_profile import profile_at
 from dflop_jax.gpu_compile.reports import ProgramReport
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Predicted, Shape
 from dflop_jax.sim.memory import peak_bytes
+from dflop_jax.tasks.graph import in_flight_limit
 from dflop_jax.train.prepare import build_model
 
 # Whose programs are compiled for the prediction, the small shape and the large one.

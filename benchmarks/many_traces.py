@@ -36,7 +36,6 @@ from rich.table import Table
 from simulator_speed import make_plan, make_prices, make_schedule
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.order import order_of, resources, step_graph
 from dflop_jax.pipeline.step import LocalResult, StepCall, StepHandle
 from dflop_jax.pipeline.task_times import Spans
 from dflop_jax.records import (
@@ -55,6 +54,8 @@ from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import resources, step_graph
+from dflop_jax.tasks.order import order_of
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.losses import BatchLoss

@@ -7,7 +7,6 @@ from itertools import count
 
 import numpy as np
 
-from dflop_jax.pipeline.order import StepGraph, links, step_graph
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -29,6 +28,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
+from dflop_jax.tasks.graph import StepGraph, links, step_graph
 
 
 @dataclass(frozen=True)

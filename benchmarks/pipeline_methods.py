@@ -9,17 +9,17 @@ from itertools import chain
 
 import numpy as np
 
-from dflop_jax.pipeline.order import StepGraph, resources
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Plan, Schedule, Task
-from dflop_jax.schedule.ordering.listing import listed
-from dflop_jax.schedule.ordering.problem import Problem, starts_of
+from dflop_jax.tasks.graph import StepGraph, resources
+from dflop_jax.tasks.listing import listed
+from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
 ROLLOUTS = 10  # of an expansion
 _EXPLORE = 0.1  # UCB's constant, for rewards of about 1
 
 
 def interleaved(
-    plan: Plan, schedule: Schedule, graph: StepGraph, problem: Problem
+    plan: Plan, schedule: Schedule, graph: StepGraph, problem: NumberedTasks
 ) -> list[Task] | None:
     """Interleaved 1F1B: every rank has a fixed list. It runs its chunks in turn for as many
     microbatches as there are ranks, warms up with as many of them as the textbook says, then
@@ -31,7 +31,6 @@ def interleaved(
     ranks = sorted({of[s.submesh] for s in plan.layout.segments})
     lists = {r: _chunk_lists(plan, schedule, graph, r, len(ranks)) for r in ranks}
     most = max((len(forward) for forward, _ in lists.values()), default=0)
-    place = {t: i for i, t in enumerate(graph.tasks)}
     for longer in sorted(range(-most, most + 1), key=lambda n: (abs(n), n)):
         in_order = []
         for r in ranks:
@@ -40,7 +39,7 @@ def interleaved(
             warm_up = 2 * after + (chunks - 1) * len(ranks) if chunks > 1 else after
             in_order.append([*_alternated(*lists[r], max(0, warm_up + longer))])
         order = _joined(graph, in_order)
-        if order is not None and problem.allows([place[t] for t in order]):
+        if order is not None and problem.allows([graph.place[t] for t in order]):
             return order
     return None
 
@@ -114,7 +113,7 @@ class _Node:
 
 
 def tree_search(
-    problem: Problem, schedule: Schedule, graph: StepGraph, most_orders: int, seed: int = 0
+    problem: NumberedTasks, schedule: Schedule, graph: StepGraph, most_orders: int, seed: int = 0
 ) -> list[int]:
     """The fastest order of `most_orders`, by Monte Carlo tree search of segments' priorities.
 
@@ -175,7 +174,9 @@ def _descended(root: _Node) -> tuple[list[_Node], list[int]]:
     return path, chosen
 
 
-def _keys(problem: Problem, members: list[list[list[int]]], chosen: Sequence[int]) -> list[int]:
+def _keys(
+    problem: NumberedTasks, members: list[list[list[int]]], chosen: Sequence[int]
+) -> list[int]:
     """The key of each task where segments have priority in this order of their classes."""
     keys, taken = [0] * problem.n, [0] * len(members)
     for key, c in enumerate(chosen):

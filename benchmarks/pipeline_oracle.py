@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dflop_jax.schedule.ordering.problem import Problem
+from dflop_jax.tasks.numbered import NumberedTasks
 
 # When resources and links are free and when tasks' inputs are there, after some tasks were run.
 State = tuple[float, ...]
 
 
 def least_makespan(
-    problem: Problem, ceiling_s: float = math.inf, most_states: int = 200_000
+    problem: NumberedTasks, ceiling_s: float = math.inf, most_states: int = 200_000
 ) -> float | None:
     """Seconds of the fastest order that memory allows; None where there are more than
     `most_states` cases.
@@ -48,7 +48,7 @@ def least_makespan(
     return min(ends) if ends else None
 
 
-def _tails(problem: Problem) -> list[float]:
+def _tails(problem: NumberedTasks) -> list[float]:
     """Seconds of the longest path from each task's start to the end."""
     tails: dict[int, float] = {}
 
@@ -61,7 +61,7 @@ def _tails(problem: Problem) -> list[float]:
     return [tail(t) for t in range(problem.n)]
 
 
-def _rest(problem: Problem, done: int) -> list[float]:
+def _rest(problem: NumberedTasks, done: int) -> list[float]:
     """Seconds that each resource still has to run."""
     rest = [0.0] * problem.n_resources
     for t in range(problem.n):
@@ -71,7 +71,7 @@ def _rest(problem: Problem, done: int) -> list[float]:
 
 
 def _least_end(
-    problem: Problem, state: State, done: int, rest: list[float], tails: list[float]
+    problem: NumberedTasks, state: State, done: int, rest: list[float], tails: list[float]
 ) -> float:
     """No order that begins so ends earlier."""
     base = problem.n_resources + problem.n_links
@@ -83,7 +83,7 @@ def _least_end(
     return least
 
 
-def _idle_ends(problem: Problem) -> int:
+def _idle_ends(problem: NumberedTasks) -> int:
     """Tasks, as bits, that take no time and that only such tasks wait for: they may run last."""
     idle = 0
     for t in reversed(range(problem.n)):
@@ -93,7 +93,7 @@ def _idle_ends(problem: Problem) -> int:
     return idle
 
 
-def _possible(problem: Problem, done: int) -> Iterator[int]:
+def _possible(problem: NumberedTasks, done: int) -> Iterator[int]:
     """Tasks that may run next, after the set `done`."""
     waits = list(problem.n_waits)
     kept = [0] * len(problem.limit)
@@ -110,7 +110,7 @@ def _possible(problem: Problem, done: int) -> Iterator[int]:
             yield t
 
 
-def _after(problem: Problem, state: State, t: int) -> State:
+def _after(problem: NumberedTasks, state: State, t: int) -> State:
     n_links, base = problem.n_resources, problem.n_resources + problem.n_links
     times = list(state)
     end = max(times[problem.resource[t]], times[base + t]) + problem.ticks[t]

@@ -33,13 +33,14 @@ from pipeline_cases import Case, large_case, small_case  # noqa: E402
 from pipeline_methods import interleaved, tree_search  # noqa: E402
 from pipeline_oracle import least_makespan  # noqa: E402
 
-from dflop_jax.pipeline.order import order_tasks  # noqa: E402
 from dflop_jax.records import Task  # noqa: E402
 from dflop_jax.schedule.ordering.bound import order_bound  # noqa: E402
-from dflop_jax.schedule.ordering.problem import problem_of, starts_of  # noqa: E402
+from dflop_jax.schedule.ordering.problem import problem_of  # noqa: E402
 from dflop_jax.schedule.ordering.search import searched  # noqa: E402
 from dflop_jax.schedule.solver.budget import Budget  # noqa: E402
 from dflop_jax.sim.pipeline import simulate_step, with_order  # noqa: E402
+from dflop_jax.tasks.numbered import starts_of  # noqa: E402
+from dflop_jax.tasks.order import order_tasks  # noqa: E402
 
 RUN, ONE, INTERLEAVED, TREE, ALL = "run", "1f1b", "interleaved", "tree search", "enumeration"
 SMALL_WORK, LARGE_WORK = 5_000, 20_000  # units of `run`; a unit is about 100 microseconds
@@ -61,7 +62,6 @@ def measure(case: Case, *, small: bool) -> list[Row]:
     """Rows of all methods on one step; where it is small, of the best of all orders too."""
     start = time.perf_counter()
     graph = case.graph
-    place = {t: i for i, t in enumerate(graph.tasks)}
     today, _ = with_order(case.plan, case.schedule, case.prices, case.trainable)
     problem = problem_of(case.plan, today, graph, case.prices, today.order)
     listed_s = time.perf_counter() - start
@@ -79,7 +79,7 @@ def measure(case: Case, *, small: bool) -> list[Row]:
         return makespan
 
     def numbers(tasks: Sequence[Task]) -> list[int]:
-        return [place[t] for t in tasks]
+        return [graph.place[t] for t in tasks]
 
     def run() -> Sequence[int]:
         budget = Budget(SMALL_WORK if small else LARGE_WORK)

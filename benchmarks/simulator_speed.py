@@ -21,7 +21,6 @@ from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -43,6 +42,8 @@ from dflop_jax.records import (
     Task,
 )
 from dflop_jax.sim.pipeline import Noise, simulate_step
+from dflop_jax.tasks.graph import links, step_graph
+from dflop_jax.tasks.order import order_tasks
 
 # (LLM segments, devices of each, devices of each of two encoder segments, microbatches)
 CASES = ((4, 14, 4, 64), (8, 28, 16, 64), (16, 56, 64, 64), (16, 56, 64, 256), (56, 16, 64, 64))

@@ -20,12 +20,13 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Policy, Remat
 from dflop_jax.data import Loader, Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.order import order_tasks, step_graph
 from dflop_jax.plan.search import search_plan
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile, ProgramId, Schedule
 from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.tasks.graph import step_graph
+from dflop_jax.tasks.order import order_tasks
 from dflop_jax.train import loop, prepare, profiling, timing, trainer
 from dflop_jax.train.feed import Schedules
 from dflop_jax.train.prepare import Workplace

@@ -1,8 +1,7 @@
 """The tree obeys design.md: imports point one way, and files stay short.
 
 Imports are read from the source by `ast`, nothing is executed. A stage is a file or folder directly
-under dflop_jax; `pipeline.order` is one of its own, since `sim` and `schedule` read it too, and so
-is `sim.memory`, which asks profiles.
+under dflop_jax; `sim.memory`, which asks profiles, is one of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MAX_LINES = 400
 LEFT = {"records", "contract", "config"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
-PREDICTED = SCHEDULED | {"pipeline.order"}
+PREDICTED = SCHEDULED | {"tasks"}
 RUNTIME = PREDICTED | {"pipeline", "sim", "sim.memory", "plan", "report", "weights"}
 RUNTIME |= {"record_files", "cluster", "checkpoint"}
 ENGINE = RUNTIME | {"train", "generate"}
@@ -32,12 +31,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"records"},
     "data": LEFT,
     "hardware": LEFT,
-    "pipeline.order": LEFT,
-    "pipeline": LEFT | {"pipeline.order"},
-    "weights": LEFT | {"pipeline", "pipeline.order"},
+    "tasks": LEFT,
+    "pipeline": LEFT | {"tasks"},
+    "weights": LEFT | {"pipeline", "tasks"},
     "profile": DATA | {"pipeline"},  # it times the pipeline's own programs
-    "schedule": DATA | {"pipeline.order", "sim"},
-    "sim": LEFT | {"pipeline.order"},
+    "schedule": DATA | {"tasks", "sim"},
+    "sim": LEFT | {"tasks"},
     "sim.memory": PREDICTED | {"sim"},
     "plan": PREDICTED | {"sim", "sim.memory"},
     "report": LEFT | {"record_files"},
@@ -87,9 +86,8 @@ def imported(file: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 def stage(module: str) -> str:
     """Stage of a dotted dflop_jax name; the package itself is "__init__"."""
-    for part in ("pipeline.order", "sim.memory"):
-        if f"{module}.".startswith(f"dflop_jax.{part}."):
-            return part
+    if f"{module}.".startswith("dflop_jax.sim.memory."):
+        return "sim.memory"
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -218,7 +216,7 @@ def write(root: Path, name: str, text: str) -> None:
         ("dflop_jax/sim/a.py", "from ..pipeline import b", "sim imports pipeline"),
         ("dflop_jax/sim/a.py", "from .. import pipeline", "sim imports pipeline"),
         ("dflop_jax/pipeline/b.py", "def f():\n  import dflop_jax.sim.a", "pipeline imports sim"),
-        ("dflop_jax/pipeline/order.py", "from . import b", "pipeline.order imports pipeline"),
+        ("dflop_jax/tasks/a.py", "from ..pipeline import b", "tasks imports pipeline"),
         ("dflop_jax/plan/a.py", "from dflop_jax.pipeline.b import x", "plan imports pipeline"),
         ("dflop_jax/report/a.py", "from dflop_jax.train.a import x", "report imports train"),
         ("dflop_jax/data/a.py", "from dflop_jax import balance", "data imports __init__"),
@@ -242,9 +240,8 @@ def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
 @pytest.mark.parametrize(
     "file, text",
     [
-        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline.order import x"),
-        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline import order"),
-        ("dflop_jax/pipeline/b.py", "from .order import x\nimport jax"),
+        ("dflop_jax/sim/a.py", "from dflop_jax.tasks.order import x"),
+        ("dflop_jax/pipeline/b.py", "from ..tasks.order import x\nimport jax"),
         ("dflop_jax/plan/a.py", "from dflop_jax.sim.a import x"),
         ("dflop_jax/train/a.py", "from dflop_jax import report"),
         ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer"),
@@ -253,7 +250,7 @@ def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
     ],
 )
 def test_a_right_arrow_is_not(tmp_path, file, text):
-    write(tmp_path, "dflop_jax/pipeline/order.py", "")
+    write(tmp_path, "dflop_jax/tasks/order.py", "")
     write(tmp_path, "dflop_jax/report/a.py", "")
     write(tmp_path, file, text)
     assert forbidden_imports(tmp_path) == []

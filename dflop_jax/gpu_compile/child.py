@@ -26,10 +26,10 @@ from dflop_jax.gpu_compile.modelled import modelled_terms
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.order import Link, in_flight_limit, resources
 from dflop_jax.pipeline.programs import KEEPING, Programs
 from dflop_jax.pipeline.segment import EVALUATE
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
+from dflop_jax.tasks.graph import Link, in_flight_limit, resources
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
 

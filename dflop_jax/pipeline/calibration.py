@@ -18,7 +18,6 @@ import msgspec
 
 from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
-from dflop_jax.pipeline.order import links, order_tasks, step_graph
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall
@@ -38,6 +37,8 @@ from dflop_jax.records import (
     Task,
     with_host_work,
 )
+from dflop_jax.tasks.graph import links, step_graph
+from dflop_jax.tasks.order import order_tasks
 
 Runs = dict[ProgramId | Task, list[float]]
 

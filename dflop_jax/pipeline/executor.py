@@ -1,6 +1,6 @@
 """Runs a plan: compiles every program ahead, then dispatches each step's tasks in one order.
 
-One thread dispatches everything asynchronously, in the order of `pipeline.order`; arrays are the
+One thread dispatches everything asynchronously, in the order of `tasks`; arrays are the
 only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 """
 
@@ -20,13 +20,14 @@ from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.held import KEY_IMPL
-from dflop_jax.pipeline.order import StepGraph, fed_by, order_of, resources, step_graph
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall, StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
+from dflop_jax.tasks.graph import StepGraph, fed_by, resources, step_graph
+from dflop_jax.tasks.order import order_of
 
 
 class Executor:

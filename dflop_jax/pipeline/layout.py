@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
-from dflop_jax.pipeline.order import links, tied_ends, with_backward
 from dflop_jax.pipeline.segment import AXES, Segment, parts_of
 from dflop_jax.records import Layout
+from dflop_jax.tasks.graph import links, tied_ends, with_backward
 
 
 def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:

@@ -17,12 +17,12 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.pipeline.order import Link, fed_by, links, resources, tied_ends, with_backward
 from dflop_jax.pipeline.pieces import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.pipeline.stand_in import packed_field
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Layout, Shape
+from dflop_jax.tasks.graph import Link, fed_by, links, resources, tied_ends, with_backward
 
 Tree = Any
 Job = Callable[[], jax.stages.Lowered]

@@ -13,12 +13,12 @@ import numpy as np
 
 from dflop_jax.pipeline import task_times
 from dflop_jax.pipeline.communicator import place, send
-from dflop_jax.pipeline.order import Link, StepGraph, fed_by
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.task_times import Spans, TaskOrder, TaskTimes
 from dflop_jax.pipeline.watcher import Observation, Outputs
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Task, Trace
+from dflop_jax.tasks.graph import Link, StepGraph, fed_by
 
 Tree = Any
 

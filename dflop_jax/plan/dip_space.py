@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.bounds import Bounds, Divided
 from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import Ranks, placement, spaces, with_sub_microbatches
@@ -18,6 +17,7 @@ from dflop_jax.plan.structure import Structure, structure_of
 from dflop_jax.plan.volume import ROOM, group_pairs, least_groups, packed_rows, piece_rows
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Layout, Plan, Shape
+from dflop_jax.tasks.graph import in_flight_limit
 
 # Groups for each rank, beyond which filling and draining the pipeline hardly costs: more are tried
 # only where memory does not hold fewer.

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.pipeline.order import in_flight_limit, most_in_flight, resources
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
@@ -49,6 +48,8 @@ from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import in_flight_limit, resources
+from dflop_jax.tasks.order import most_in_flight
 
 TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import HARDWARE
-from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
 from dflop_jax.records import Plan
+from dflop_jax.tasks.graph import in_flight_limit
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 _GIB = 2**30

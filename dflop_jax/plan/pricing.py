@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from dflop_jax.hardware import Hardware
-from dflop_jax.pipeline.order import links, tied_ends
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, Mesh, Moved, ends_bytes, layer_bytes, parameter_bytes
@@ -35,6 +34,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
+from dflop_jax.tasks.graph import links, tied_ends
 
 Collective = Callable[..., float]
 _UPDATE_PASSES = 7  # float32 arrays that AdamW reads and writes: 4 and 3

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from dflop_jax.pipeline.order import in_flight_limit, with_backward
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
 from dflop_jax.sim.memory import kept_bytes
+from dflop_jax.tasks.graph import in_flight_limit, with_backward
 
 _WORTH = 0.005  # share of the step that it must save: it doubles the programs to be compiled
 

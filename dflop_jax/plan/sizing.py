@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflop_jax.pipeline.order import resources
 from dflop_jax.plan.dip import POLICY, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.placement import Placement
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import BACKWARD, FORWARD, Bucket, Layout, Plan, ProgramId
 from dflop_jax.schedule import BucketSpec, arrival_buckets, capacity_of, choose_buckets
+from dflop_jax.tasks.graph import resources
 
 
 def arrival_plan(evaluator: Evaluator, placement: Placement, policy: str, cap: int) -> Plan:

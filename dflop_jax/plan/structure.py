@@ -12,11 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dflop_jax.pipeline.order import in_flight_limit, links, resources
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Direction, Plan
 from dflop_jax.schedule.costs import directions
+from dflop_jax.tasks.graph import in_flight_limit, links, resources
 
 Tasks = tuple[tuple[Direction, ...], ...]
 

@@ -136,7 +136,7 @@ class CostModel:
 
     def hands_over(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, whose results its backward task begins with: not
-        one that nobody reads (see `pipeline.order`)."""
+        one that nobody reads (see `tasks`)."""
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
     def loops(self, segment: SegmentPlan, direction: str) -> tuple[str, ...]:

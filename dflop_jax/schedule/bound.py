@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.pipeline.order import links, resources
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -33,6 +32,7 @@ from dflop_jax.schedule.costs import directions, group_costs
 from dflop_jax.schedule.cover import cheap_covers, demand, fractional_cost
 from dflop_jax.schedule.placing import content_bound
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats
+from dflop_jax.tasks.graph import links, resources
 
 _SAFE = 1 - 1e-9  # sums of the same floats in another order differ by less
 

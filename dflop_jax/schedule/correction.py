@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import mean, median
 
-from dflop_jax.pipeline.order import resources
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -30,6 +29,7 @@ from dflop_jax.records import (
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.online import solve
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import resources
 
 _MEMORY = 9  # sampled steps that a factor remembers
 _DOUBT = 2  # steps in which a prediction was right, imagined before the first sample

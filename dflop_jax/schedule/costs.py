@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.pipeline.order import links, resources, with_backward
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -24,6 +23,7 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.tasks.graph import links, resources, with_backward
 
 _TICKS = 10_000_000  # whole units into which the dearest bucket's seconds are rounded
 

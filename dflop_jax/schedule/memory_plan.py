@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import highspy
 import numpy as np
 
-from dflop_jax.pipeline.order import in_flight_limit, resources, step_graph
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import simulate_order
+from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
 
 _GAIN = 1e-3  # of the seconds saved: what the MILP must add to the greedy choice
 _GRAIN = 2.0**16  # bytes; needs are rounded up to whole grains, room down

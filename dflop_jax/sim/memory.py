@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflop_jax.pipeline.order import links, resources, with_backward
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
@@ -20,6 +19,7 @@ from dflop_jax.records import (
     Shape,
     Trace,
 )
+from dflop_jax.tasks.graph import links, resources, with_backward
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
@@ -62,7 +62,7 @@ def peak_bytes(
 ) -> dict[str, float]:
     """Peak bytes per device of each submesh, with `in_flight[segment]` groups kept.
 
-    The groups in flight are those of an order (`pipeline.order.most_in_flight`), each of the
+    The groups in flight are those of an order (`tasks.most_in_flight`), each of the
     module's largest shape, and run under their segments' own recompute policies; programs of
     either policy have room. `trainable` names the segments that train; None: all.
     """

@@ -14,14 +14,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflop_jax.pipeline.order import (
-    StepGraph,
-    links,
-    order_of,
-    order_tasks,
-    resources,
-    step_graph,
-)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -41,6 +33,8 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.sim.engine import Job, run
+from dflop_jax.tasks.graph import StepGraph, links, resources, step_graph
+from dflop_jax.tasks.order import order_of, order_tasks
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
 _ROUNDING = 1e-9  # makespans that differ by less are the same

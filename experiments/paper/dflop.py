@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from scipy.stats import spearmanr
 
-from dflop_jax.pipeline.order import resources
+from dflop_jax.tasks.graph import resources
 from experiments.paper.answers import (
     BASELINES,
     DFLOP,

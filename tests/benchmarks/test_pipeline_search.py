@@ -4,8 +4,9 @@ from dataclasses import asdict
 
 import pytest
 
-from dflop_jax.pipeline.order import check_order, in_flight_limit, most_in_flight
 from dflop_jax.schedule.ordering.problem import problem_of
+from dflop_jax.tasks.graph import in_flight_limit
+from dflop_jax.tasks.order import check_order, most_in_flight
 
 from .scripts import module, refusal
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.order import Link
 from dflop_jax.records import NO_GROUP, ExchangeRoom, ProgramId, Task
+from dflop_jax.tasks.graph import Link
 from tests.small import Small
 
 from . import plain

@@ -12,7 +12,6 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.order import in_flight_limit
 from dflop_jax.plan.placement import lay_out
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
@@ -44,6 +43,7 @@ from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import in_flight_limit
 
 LINKS = dataclasses.replace(
     find_hardware("cpu"), link_bandwidth=4e6, network_bandwidth=1e6, devices_per_node=4

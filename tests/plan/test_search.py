@@ -13,7 +13,6 @@ import dflop_jax.plan.finalists as finalists
 import dflop_jax.plan.ranking as ranking_module
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.sizing as sizing
-from dflop_jax.pipeline.order import most_in_flight
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.candidate import Ranked
 from dflop_jax.plan.evaluate import work_budget
@@ -26,6 +25,7 @@ from dflop_jax.schedule import BucketChoice, schedule_batch
 from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.order import most_in_flight
 
 from .cases import (
     BATCH,

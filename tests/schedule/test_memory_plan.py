@@ -6,7 +6,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import in_flight_limit, resources
 from dflop_jax.records import BACKWARD, FORWARD, Kept, Price, Prices, ProgramId, Schedule
 from dflop_jax.schedule.memory_plan import (
     Device,
@@ -18,6 +17,7 @@ from dflop_jax.schedule.memory_plan import (
 )
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import in_flight_limit, resources
 from tests.sim.cases import SHAPES, batch, graph, names, random_case, same_prices
 
 MIB = 2.0**20

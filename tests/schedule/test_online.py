@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from dflop_jax.pipeline.order import check_order, step_graph
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Group, Load, Schedule, Shape, Task
 from dflop_jax.schedule import Capacity, oversize, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
@@ -23,6 +22,8 @@ from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import step_graph
+from dflop_jax.tasks.order import check_order
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import check_order, step_graph
 from dflop_jax.records import Group, Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import step_graph
+from dflop_jax.tasks.order import check_order
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
 

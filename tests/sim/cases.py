@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dflop_jax.pipeline.order import links
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -27,6 +26,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
+from dflop_jax.tasks.graph import links
 
 ONE = Shape(1, 64)  # the shape that every plan here has
 TWO = Shape(2, 64)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import order_tasks, resources, step_graph
 from dflop_jax.records import BACKWARD, FORWARD
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import resources, step_graph
+from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import batch, chain, names, prices, random_case
 from tests.sim.test_pipeline import spans_of
 

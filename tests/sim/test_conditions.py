@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import order_tasks, resources, step_graph
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -23,6 +22,8 @@ from dflop_jax.records import (
     Task,
 )
 from dflop_jax.sim.pipeline import Noise, simulate_schedules, simulate_step
+from dflop_jax.tasks.graph import resources, step_graph
+from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import (
     ONE,
     TWO,

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import in_flight_limit, links, most_in_flight
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
@@ -25,6 +24,8 @@ from dflop_jax.sim.memory import (
     peaks,
 )
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import in_flight_limit, links
+from dflop_jax.tasks.order import most_in_flight
 from tests.sim.cases import (
     ONE,
     SHAPES,

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import order_tasks, resources, step_graph
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -18,6 +17,8 @@ from dflop_jax.records import (
     Task,
 )
 from dflop_jax.sim.pipeline import simulate_schedules, simulate_step
+from dflop_jax.tasks.graph import resources, step_graph
+from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import (
     ONE,
     TWO,
@@ -172,7 +173,7 @@ def random_order(rng, graph):
     while ready:
         task = ready.pop(int(rng.integers(0, len(ready))))
         order.append(task)
-        for t in graph.followers[task]:
+        for t in (graph.tasks[i] for i in graph.followers[graph.place[task]]):
             waiting[t] -= 1
             ready += [t] if waiting[t] == 0 else []
     return tuple(order)

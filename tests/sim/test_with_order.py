@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import check_order, order_tasks, step_graph
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.records import (
     BACKWARD,
@@ -16,6 +15,8 @@ from dflop_jax.records import (
     Schedule,
 )
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import step_graph
+from dflop_jax.tasks.order import check_order, order_tasks
 from tests.sim.cases import (
     SHAPES,
     batch,

@@ -12,9 +12,9 @@ import pytest
 
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.pipeline.calibration import Calibration
-from dflop_jax.pipeline.order import links
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
+from dflop_jax.tasks.graph import links
 from dflop_jax.train import timing
 from dflop_jax.train.timing import Finalists
 from dflop_jax.train.trying import in_agreement

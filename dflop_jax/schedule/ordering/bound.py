@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from dflop_jax.schedule.ordering.problem import Problem
+from dflop_jax.tasks.numbered import NumberedTasks
 
 
-def heads_of(problem: Problem) -> list[int]:
+def heads_of(problem: NumberedTasks) -> list[int]:
     """Ticks before which no order can start each task.
 
     All that a task waits for must have run; a resource that runs several of these runs them one
@@ -33,12 +33,12 @@ def heads_of(problem: Problem) -> list[int]:
     return heads
 
 
-def tails_of(problem: Problem) -> list[int]:
+def tails_of(problem: NumberedTasks) -> list[int]:
     """Ticks that pass at least after the end of each task."""
     return heads_of(problem.mirrored)
 
 
-def order_bound(problem: Problem) -> int:
+def order_bound(problem: NumberedTasks) -> int:
     """Ticks that no order of the tasks can beat.
 
     A resource runs its tasks one at a time, none before its head, and its tail follows each. The

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from dflop_jax.pipeline.order import step_graph
 from dflop_jax.records import Plan, Prices, Schedule
 from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import first_work, searched
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import simulate_order
+from dflop_jax.tasks.graph import step_graph
 
 
 def with_searched_order(
@@ -32,8 +32,7 @@ def with_searched_order(
         return schedule
     graph = step_graph(plan.layout, schedule.groups, trainable)
     problem = problem_of(plan, schedule, graph, prices, schedule.order)
-    place = {t: i for i, t in enumerate(graph.tasks)}
-    found = searched(problem, [place[t] for t in schedule.order], budget, seed)
+    found = searched(problem, [graph.place[t] for t in schedule.order], budget, seed)
     order = tuple(graph.tasks[t] for t in found.order)
     if order == schedule.order:
         return schedule

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.schedule.ordering.bound import heads_of, order_bound, tails_of
-from dflop_jax.schedule.ordering.listing import listed, sequenced, turned
-from dflop_jax.schedule.ordering.problem import Problem, starts_of
 from dflop_jax.schedule.ordering.swaps import with_swaps
 from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.tasks.listing import listed, sequenced, turned
+from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
 _LISTED_PER_WORK = 16  # tasks of one list scheduling
 _PATIENCE = 10  # moves of a local search without a better answer
@@ -31,7 +31,7 @@ class Found:
     bound: int
 
 
-def searched(problem: Problem, order: Sequence[int], budget: Budget, seed: int) -> Found:
+def searched(problem: NumberedTasks, order: Sequence[int], budget: Budget, seed: int) -> Found:
     """The fastest order that was found, its tasks by their start; `order` where none is faster.
 
     No segment keeps more groups than its limit. The answer depends on the arguments alone.
@@ -62,7 +62,7 @@ def _makespan(answer: Answer) -> int:
     return answer[1]
 
 
-def _first_answers(problem: Problem, budget: Budget) -> Iterator[Answer]:
+def _first_answers(problem: NumberedTasks, budget: Budget) -> Iterator[Answer]:
     """List scheduling, longest tail first or by the middle between earliest and latest start, with
     one queue a resource and with two."""
     tails = [tail + ticks for tail, ticks in zip(tails_of(problem), problem.ticks)]
@@ -75,7 +75,7 @@ def _first_answers(problem: Problem, budget: Budget) -> Iterator[Answer]:
 
 
 def _disturbed(
-    problem: Problem, best: Answer, budget: Budget, bound: int, rng: np.random.Generator
+    problem: NumberedTasks, best: Answer, budget: Budget, bound: int, rng: np.random.Generator
 ) -> Iterator[Answer]:
     """Answers near the best: its tasks' starts, of which some are exchanged or all scatter, are the
     keys of another order, with resources that wait for nothing or that may wait."""
@@ -101,7 +101,7 @@ def _disturbed(
         yield _swapped(problem, min(answers, key=_makespan)[0], budget, bound)
 
 
-def _to_and_fro(problem: Problem, order: list[int], budget: Budget) -> Iterator[Answer]:
+def _to_and_fro(problem: NumberedTasks, order: list[int], budget: Budget) -> Iterator[Answer]:
     """An order, then list scheduling back in time by its ends and forth by the starts of that, for
     as long as it gains."""
     makespan = starts_of(problem, order)[1]
@@ -118,5 +118,5 @@ def _to_and_fro(problem: Problem, order: list[int], budget: Budget) -> Iterator[
             return
 
 
-def _swapped(problem: Problem, order: Sequence[int], budget: Budget, bound: int) -> Answer:
+def _swapped(problem: NumberedTasks, order: Sequence[int], budget: Budget, bound: int) -> Answer:
     return with_swaps(problem, order, budget, bound, _PATIENCE)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflop_jax.schedule.ordering.problem import Problem, starts_of
 from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
 TASKS_PER_WORK = 30  # of one move
 _FORBIDDEN = 8  # moves for which one is not undone, and up to as many more
@@ -19,7 +19,7 @@ Move = tuple[int, int, int]  # estimated makespan, a task, the next one of its r
 
 
 def with_swaps(
-    problem: Problem, order: Sequence[int], budget: Budget, bound: int, patience: int
+    problem: NumberedTasks, order: Sequence[int], budget: Budget, bound: int, patience: int
 ) -> tuple[list[int], int]:
     """(order, makespan): the best before `patience` moves in a row brought nothing better."""
     now = list(order)
@@ -48,7 +48,7 @@ def with_swaps(
 
 
 def _moves(
-    problem: Problem, order: Sequence[int], starts: Sequence[int], makespan: int
+    problem: NumberedTasks, order: Sequence[int], starts: Sequence[int], makespan: int
 ) -> list[Move]:
     """All pairs that follow each other on a critical path and may change places."""
     ticks, keeps, segment, out = problem.ticks, problem.keeps, problem.segment, problem.out
@@ -73,7 +73,9 @@ def _moves(
     return moves
 
 
-def _neighbours(problem: Problem, order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+def _neighbours(
+    problem: NumberedTasks, order: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
     """By task: the one before and the one after it on its resource (-1: none), and how many groups
     its segment keeps with it."""
     before, after, kept = [-1] * problem.n, [-1] * problem.n, [0] * problem.n
@@ -90,7 +92,7 @@ def _neighbours(problem: Problem, order: Sequence[int]) -> tuple[list[int], list
 
 
 def _times(
-    problem: Problem, order: Sequence[int], starts: Sequence[int], after: Sequence[int]
+    problem: NumberedTasks, order: Sequence[int], starts: Sequence[int], after: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
     """By task: when its inputs are there, how much follows its end by those that wait for it, and
     how much follows its start at all; links are taken to be free."""
@@ -113,7 +115,7 @@ def _times(
     return inputs, rest, tail
 
 
-def swapped(problem: Problem, order: Sequence[int], u: int, v: int) -> list[int] | None:
+def swapped(problem: NumberedTasks, order: Sequence[int], u: int, v: int) -> list[int] | None:
     """The order with `v` before `u`, which is the one before it on its resource, and with what `v`
     waits for before both; None where that is `u`."""
     first, last = order.index(u), order.index(v)

@@ -7,16 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import check_order, in_flight_limit, most_in_flight, step_graph
 from dflop_jax.records import BACKWARD, FORWARD
 from dflop_jax.schedule.ordering.bound import order_bound
-from dflop_jax.schedule.ordering.listing import listed, turned
 from dflop_jax.schedule.ordering.order import with_searched_order
-from dflop_jax.schedule.ordering.problem import most_kept, problem_of, starts_of
+from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import searched
 from dflop_jax.schedule.ordering.swaps import swapped, with_swaps
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.tasks.graph import in_flight_limit, step_graph
+from dflop_jax.tasks.listing import listed, turned
+from dflop_jax.tasks.numbered import most_kept, starts_of
+from dflop_jax.tasks.order import check_order, most_in_flight
 from tests.benchmarks.scripts import module
 from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import step_graph
 from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Task
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bound import lower_bound_s
 from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.sim.pipeline import with_order
+from dflop_jax.tasks.graph import step_graph
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
 

@@ -1,4 +1,4 @@
-"""Pure task lists: which program calls a step needs, what each waits for, and their order.
+"""Pure task lists: which program calls a step needs, and what each waits for.
 
 Runtime, scheduler and simulator all read this file, so they execute the same lists. A segment whose
 output nobody reads has no forward of its own in training: its backward task computes loss and
@@ -7,8 +7,7 @@ gradient in one call.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +21,6 @@ from dflop_jax.records import (
     Group,
     Layout,
     Plan,
-    Schedule,
     Task,
 )
 
@@ -45,13 +43,18 @@ class StepGraph:
     waits_for: dict[Task, tuple[Task, ...]]
 
     @cached_property
-    def followers(self) -> dict[Task, list[Task]]:
-        """Tasks that wait for each task."""
-        found: dict[Task, list[Task]] = {t: [] for t in self.tasks}
-        for t in self.tasks:
+    def place(self) -> dict[Task, int]:
+        """The number of each task: its place in the canonical order."""
+        return {t: i for i, t in enumerate(self.tasks)}
+
+    @cached_property
+    def followers(self) -> tuple[tuple[int, ...], ...]:
+        """By number, the tasks that wait for each task."""
+        found: list[list[int]] = [[] for _ in self.tasks]
+        for i, t in enumerate(self.tasks):
             for before in self.waits_for[t]:
-                found[before].append(t)
-        return found
+                found[self.place[before]].append(i)
+        return tuple(map(tuple, found))
 
 
 def links(layout: Layout) -> tuple[Link, ...]:
@@ -207,160 +210,3 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     return {
         n: (d + (plan.scheduling.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()
     }
-
-
-def textbook_s(task: Task) -> float:
-    """Durations for ordering without a profile: a backward costs two forwards."""
-    return {FORWARD: 1.0, BACKWARD: 2.0}.get(task.direction, 0.0)
-
-
-def order_tasks(
-    plan: Plan,
-    graph: StepGraph,
-    groups: Sequence[Group],
-    seconds: Callable[[Task], float] = textbook_s,
-) -> tuple[Task, ...]:
-    """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
-
-    List scheduling with `seconds` per task: a free resource takes the ready forward task of the
-    deepest segment whose in-flight limit allows it ("1f1b"; "gpipe" has no limit), else the ready
-    backward task of the earliest group. Groups take their turn by the group at the pipeline's end
-    that they feed. Ties break by (turn, group, segment).
-    """
-    ready = _Ready(plan, graph, groups)
-    waiting = {t: len(graph.waits_for[t]) for t in graph.tasks}
-    for t, n in waiting.items():
-        if n == 0:
-            ready.add(t)
-    order: list[Task] = []
-    running: list[tuple[float, int, Task]] = []
-    busy: set[int] = set()
-    changed = set(ready.where.values())  # resources that may have a task to take
-    now = 0.0
-    while len(order) < len(graph.tasks) or running:
-        for forced in (False, True):
-            for r in sorted(changed):
-                if r not in busy and (task := ready.take(r, forced)) is not None:
-                    heapq.heappush(running, (now + seconds(task), len(order), task))
-                    order.append(task)
-                    busy.add(r)
-            if running:  # only where every limit is reached and nothing runs, one is passed
-                break
-            changed = set(ready.where.values())
-        assert running, "the task graph has a cycle"
-        changed = set()
-        now = running[0][0]
-        while running and running[0][0] == now:
-            done = heapq.heappop(running)[2]
-            busy.discard(ready.where[done.segment])
-            changed.add(ready.where[done.segment])
-            ready.done(done)
-            for t in graph.followers[done]:
-                waiting[t] -= 1
-                if waiting[t] == 0:
-                    ready.add(t)
-                    changed.add(ready.where[t.segment])
-    return tuple(order)
-
-
-class _Ready:
-    """Tasks that wait for nothing, by resource, and which of them a resource takes next."""
-
-    def __init__(self, plan: Plan, graph: StepGraph, groups: Sequence[Group]):
-        of = resources(plan.layout)
-        self.where = {s.name: of[s.submesh] for s in plan.layout.segments}
-        self._depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
-        self._limit = in_flight_limit(plan, groups)
-        self._gpipe = plan.scheduling.order == "gpipe"
-        self._turn = _turns(groups)
-        self._runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
-        self._forwarded = {(t.segment, t.group) for t in graph.tasks if t.direction == FORWARD}
-        self._in_flight = dict.fromkeys(self._depth, 0)
-        # By resource: forwards by segment, deepest first, and all that is not limited.
-        self._forwards: dict[int, dict[str, list[tuple[int, int]]]] = {}
-        for s in reversed(plan.layout.segments):
-            self._forwards.setdefault(self.where[s.name], {})[s.name] = []
-        self._others: dict[int, list[tuple[int, int, int, int, str]]] = {
-            r: [] for r in self._forwards
-        }
-
-    def add(self, task: Task) -> None:
-        name, g = task.segment, task.group
-        resource, turn = self.where[name], self._turn[g] if g >= 0 else 0
-        if task.direction == FORWARD and (self._gpipe or name in self._runs_back):
-            heapq.heappush(self._forwards[resource][name], (turn, g))
-            return
-        # A forward that no backward follows has no limit, so it only fills gaps.
-        kind = {BACKWARD: 1, FORWARD: 2, REDUCE: 3, UPDATE: 4}[task.direction]
-        deeper = -self._depth[name]
-        place = (turn, g, deeper) if kind == 1 else (deeper, turn, g)
-        heapq.heappush(self._others[resource], (kind, *place, name))
-
-    def take(self, resource: int, forced: bool) -> Task | None:
-        """The most urgent task of a resource; `forced` passes the limits of what is in flight."""
-        for name, waiting in self._forwards[resource].items():
-            free = self._gpipe or forced or self._in_flight[name] < self._limit[name]
-            if waiting and free:
-                self._in_flight[name] += name in self._runs_back
-                return Task(name, heapq.heappop(waiting)[1], FORWARD)
-        if not self._others[resource]:
-            return None
-        kind, *place, name = heapq.heappop(self._others[resource])
-        direction = {1: BACKWARD, 2: FORWARD, 3: REDUCE, 4: UPDATE}[kind]
-        return Task(name, place[1] if kind == 1 else place[2], direction)
-
-    def done(self, task: Task) -> None:
-        if task.direction == BACKWARD and (task.segment, task.group) in self._forwarded:
-            self._in_flight[task.segment] -= 1
-
-
-def _turns(groups: Sequence[Group]) -> list[int]:
-    """Of every group the place of the first group at the pipeline's end that it leads to."""
-    turn: dict[int, int] = {}
-
-    def of(i: int) -> int:
-        if i not in turn:
-            turn[i] = min((of(f) for f in groups[i].feeds), default=i)
-        return turn[i]
-
-    return [of(i) for i in range(len(groups))]
-
-
-def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
-    """ValueError unless `order` holds every task of the graph once, after all that it waits for."""
-    seen: set[Task] = set()
-    for t in order:
-        if t not in graph.waits_for or t in seen:
-            raise ValueError(f"the order runs {t} twice, or it is no task of this step")
-        late = [d for d in graph.waits_for[t] if d not in seen]
-        if late:
-            raise ValueError(f"the order runs {t} before {late[0]}, for which it waits")
-        seen.add(t)
-    if len(seen) < len(graph.tasks):
-        missing = next(t for t in graph.tasks if t not in seen)
-        raise ValueError(f"the order lacks {missing}; it holds {len(seen)} of {len(graph.tasks)}")
-
-
-def order_of(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
-    """The schedule's own order, checked against the graph, else list scheduling by textbook
-    durations."""
-    if schedule.order:
-        check_order(graph, schedule.order)
-        return schedule.order
-    return order_tasks(plan, graph, schedule.groups)
-
-
-def most_in_flight(order: Sequence[Task]) -> dict[str, int]:
-    """Most groups that a segment holds at once from forward to backward, read off an order."""
-    backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
-    held: dict[str, set[int]] = {}
-    most: dict[str, int] = {}
-    for t in order:
-        groups = held.setdefault(t.segment, set())
-        if t.direction == FORWARD and (t.segment, t.group) in backward:
-            groups.add(t.group)
-        elif t.direction == BACKWARD:
-            most[t.segment] = max(most.get(t.segment, 0), len(groups | {t.group}))
-            groups.discard(t.group)
-        most[t.segment] = max(most.get(t.segment, 0), len(groups))
-    return most

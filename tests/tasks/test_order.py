@@ -3,15 +3,6 @@
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.order import (
-    check_order,
-    in_flight_limit,
-    most_in_flight,
-    order_tasks,
-    resources,
-    step_graph,
-    with_backward,
-)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -28,6 +19,8 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
+from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph, with_backward
+from dflop_jax.tasks.order import check_order, most_in_flight, order_tasks
 from tests.plans import chain, groups, random_plan
 
 

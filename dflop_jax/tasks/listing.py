@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from dflop_jax.schedule.ordering.problem import Problem, starts_of
+from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
 
-def listed(problem: Problem, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
+def listed(problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
     """The order in which tasks start.
 
     Where every segment that has something to run is full, and nothing runs, a limit is passed.
@@ -67,7 +67,7 @@ def listed(problem: Problem, keys: Sequence[int], *, alternate: bool = False) ->
 class _Queues:
     """Ready tasks: of every segment those that open a group, of every resource all others."""
 
-    def __init__(self, problem: Problem, keys: Sequence[int], alternate: bool):
+    def __init__(self, problem: NumberedTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
         self._kept = [0] * len(problem.limit)
         self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.limit]
@@ -110,13 +110,13 @@ class _Queues:
         return task
 
 
-def turned(problem: Problem, order: Sequence[int]) -> list[int]:
+def turned(problem: NumberedTasks, order: Sequence[int]) -> list[int]:
     """List scheduling against the order of the mirrored problem: what ends last there is first."""
     starts, _ = starts_of(problem.mirrored, order)
     return listed(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
 
 
-def sequenced(problem: Problem, keys: Sequence[int]) -> list[int]:
+def sequenced(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
     """The order in which the task of least key comes next, of those that wait for none.
 
     Where all of these would open a group in a full segment, a limit is passed.

@@ -1,0 +1,111 @@
+"""The order in which a step's tasks are dispatched: list scheduling in the manner of 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
+from dflop_jax.tasks.graph import StepGraph
+from dflop_jax.tasks.listing import listed
+from dflop_jax.tasks.numbered import number_tasks
+
+TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
+
+
+def order_tasks(
+    plan: Plan,
+    graph: StepGraph,
+    groups: Sequence[Group],
+    seconds: Callable[[Task], float] | None = None,
+) -> tuple[Task, ...]:
+    """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
+
+    List scheduling with `seconds` per task, or as if a backward cost two forwards: a free resource
+    takes the ready forward task of the deepest segment whose in-flight limit allows it ("1f1b";
+    "gpipe" has no limit), else the ready backward task of the earliest group. Groups take their
+    turn by the group at the pipeline's end that they feed. Ties break by (turn, group, segment).
+    """
+    if seconds:
+        tasks = number_tasks(plan, graph, groups, seconds)
+    else:
+        tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
+    if plan.scheduling.order == "gpipe":
+        tasks = replace(tasks, limit=(len(groups) + 1,) * len(tasks.limit))
+    return tuple(graph.tasks[t] for t in listed(tasks, _urgency(plan, graph, groups)))
+
+
+def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
+    """Of every task its rank among all, the most urgent first."""
+    depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
+    turn = _turns(groups)
+    runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
+    # A forward that no backward follows has no limit, so it only fills gaps.
+    kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
+
+    def key(i: int) -> tuple[int, ...]:
+        task = graph.tasks[i]
+        kind, deeper = kinds[task.direction], -depth[task.segment]
+        if task.direction == FORWARD and task.segment not in runs_back:
+            kind = 2 * (plan.scheduling.order != "gpipe")
+        place = turn[task.group] if task.group >= 0 else 0
+        if kind == 1:
+            return kind, place, task.group, deeper
+        return kind, deeper, place, task.group
+
+    ranks = [0] * len(graph.tasks)
+    for rank, i in enumerate(sorted(range(len(graph.tasks)), key=key)):
+        ranks[i] = rank
+    return ranks
+
+
+def _turns(groups: Sequence[Group]) -> list[int]:
+    """Of every group the place of the first group at the pipeline's end that it leads to."""
+    turn: dict[int, int] = {}
+
+    def of(i: int) -> int:
+        if i not in turn:
+            turn[i] = min((of(f) for f in groups[i].feeds), default=i)
+        return turn[i]
+
+    return [of(i) for i in range(len(groups))]
+
+
+def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
+    """ValueError unless `order` holds every task of the graph once, after all that it waits for."""
+    seen: set[Task] = set()
+    for t in order:
+        if t not in graph.waits_for or t in seen:
+            raise ValueError(f"the order runs {t} twice, or it is no task of this step")
+        late = [d for d in graph.waits_for[t] if d not in seen]
+        if late:
+            raise ValueError(f"the order runs {t} before {late[0]}, for which it waits")
+        seen.add(t)
+    if len(seen) < len(graph.tasks):
+        missing = next(t for t in graph.tasks if t not in seen)
+        raise ValueError(f"the order lacks {missing}; it holds {len(seen)} of {len(graph.tasks)}")
+
+
+def order_of(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
+    """The schedule's own order, checked against the graph, else list scheduling by textbook
+    durations."""
+    if schedule.order:
+        check_order(graph, schedule.order)
+        return schedule.order
+    return order_tasks(plan, graph, schedule.groups)
+
+
+def most_in_flight(order: Sequence[Task]) -> dict[str, int]:
+    """Most groups that a segment holds at once from forward to backward, read off an order."""
+    backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
+    held: dict[str, set[int]] = {}
+    most: dict[str, int] = {}
+    for t in order:
+        groups = held.setdefault(t.segment, set())
+        if t.direction == FORWARD and (t.segment, t.group) in backward:
+            groups.add(t.group)
+        elif t.direction == BACKWARD:
+            most[t.segment] = max(most.get(t.segment, 0), len(groups | {t.group}))
+            groups.discard(t.group)
+        most[t.segment] = max(most.get(t.segment, 0), len(groups))
+    return most

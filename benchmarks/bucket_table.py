@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 from schedule_data import TILE_TOKENS, trace_loads
+from shape_problems import even_seconds, problem_of, whole_modules
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
-from dflop_jax.schedule import BucketSpec, choose_buckets, evaluate_buckets, oversize
-from dflop_jax.schedule.shapes.choose import even_seconds
+from dflop_jax.schedule import ShapeProblem, choose_buckets, evaluate_buckets, oversize
 
 K = 4
 HELD_OUT_BATCHES = 6
@@ -27,13 +27,14 @@ class Setting:
     llm_ranks: int
     global_batch: int
 
-    @property
-    def spec(self) -> BucketSpec:
-        return BucketSpec(
+    def problem(self, loads: Sequence[Load]) -> ShapeProblem:
+        """Both modules are equally busy on these loads."""
+        ranks = {"vision": self.vision_ranks, "llm": self.llm_ranks}
+        return problem_of(
+            whole_modules(ranks, (Edge("vision", "llm", "vision"),)),
+            even_seconds(loads, ranks, self.global_batch),
             self.global_batch,
-            {"vision": self.vision_ranks, "llm": self.llm_ranks},
-            (Edge("vision", "llm", "vision"),),
-            {"vision": TILE_TOKENS},
+            piece_tokens={"vision": TILE_TOKENS},
             n_buckets=K,
         )
 
@@ -42,12 +43,12 @@ SETTINGS = (Setting(2, 6, 64), Setting(2, 6, 256), Setting(4, 4, 512))
 
 
 def alternatives(
-    loads: Sequence[Load], spec: BucketSpec, ours: Sequence[Bucket], seed: int
+    loads: Sequence[Load], problem: ShapeProblem, ours: Sequence[Bucket], seed: int
 ) -> dict[str, tuple[Bucket, ...]]:
     """Sets that hold every sample: one bucket of the main size; powers of two from there; quantiles
     of what random microbatches of the same mean size need."""
     main = max(ours, key=lambda b: (b.tokens("llm"), b.tokens("vision")))
-    multiple = spec.token_multiple
+    multiple = problem.token_multiple
 
     def bucket(tiles: float, tokens: float) -> Bucket:
         length = math.ceil(tokens / multiple) * multiple
@@ -57,7 +58,7 @@ def alternatives(
     tiles_of_main = main.tokens("vision") / TILE_TOKENS
     top = [2 ** math.ceil(math.log2(max(1, x))) for x in (tiles_of_main, main.tokens("llm"))]
     powers = [bucket(top[0] / 2**i, max(multiple, top[1] / 2**i)) for i in range(K)]
-    ranks = spec.ranks
+    ranks = problem.ranks
     tokens_N = np.array([x.tokens("llm") for x in loads])
     tiles_N = np.array([len(x.lengths("vision")) for x in loads])
     each = max(1, round(main.tokens("llm") * ranks["llm"] / tokens_N.mean()))
@@ -93,13 +94,12 @@ def bucket_table(traces: Path, seeds: Sequence[int], *, quick: bool) -> Table:
                 [rest[i] for i in rng.choice(len(rest), s.global_batch)]
                 for _ in range(1 if quick else HELD_OUT_BATCHES)
             ]
-            spec = replace(s.spec, seed=seed, effort="quick" if quick else "full")
-            spec = replace(spec, seconds=even_seconds(seen, spec))
-            ours = choose_buckets(seen, spec).buckets
-            for name, buckets in ({"ours": ours} | alternatives(seen, spec, ours, seed)).items():
-                if oversize([x for b in batches for x in b], buckets, spec.capacity):
+            problem, effort = s.problem(seen), "quick" if quick else "full"
+            ours = choose_buckets(seen, problem, effort=effort, seed=seed).buckets
+            for name, buckets in ({"ours": ours} | alternatives(seen, problem, ours, seed)).items():
+                if oversize([x for b in batches for x in b], buckets, problem.capacity):
                     continue
-                r = evaluate_buckets(buckets, batches, spec)
+                r = evaluate_buckets(buckets, batches, problem)
                 row = (r.padding["llm"], r.padding["vision"], r.expected_s)
                 found.setdefault(name, []).append(row)
         for name, values in found.items():

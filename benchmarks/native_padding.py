@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from schedule_data import TRACES  # noqa: E402
+from shape_problems import even_seconds, problem_of, whole_modules  # noqa: E402
 
 from dflop_jax.data.datasets.fitting import fit, preparations  # noqa: E402
 from dflop_jax.data.datasets.shape_index import table_of  # noqa: E402
@@ -47,13 +48,10 @@ from dflop_jax.data.text.pieces import ByteTokenizer  # noqa: E402
 from dflop_jax.records import Edge, Load, Plan, Prices, Shape  # noqa: E402
 from dflop_jax.records.plan import Grouping  # noqa: E402
 from dflop_jax.schedule import (  # noqa: E402
-    BucketSpec,
     ScheduleWorker,
     arrival_buckets,
     choose_buckets,
 )
-from dflop_jax.schedule.shapes.choose import even_seconds  # noqa: E402
-from dflop_jax.schedule.shapes.evaluate import Evaluator, model_plan  # noqa: E402
 from dflop_jax.schedule.shapes.spare import beyond, spare_bucket  # noqa: E402
 
 GLOBAL_BATCH, RANKS, BUCKETS, PROFILED, MAX_TAIL = 128, 4, 4, 2000, 64
@@ -123,23 +121,21 @@ def profiled(loads: Sequence[Load]) -> tuple[list[Load], list[Load]]:
 
 
 def planned(some: Sequence[Load], tail: Sequence[Load], grouping: Grouping) -> tuple[Plan, Prices]:
-    spec = BucketSpec(
-        GLOBAL_BATCH,
-        {"vision": RANKS, "llm": RANKS},
-        (Edge("vision", "llm", "vision"),),
-        n_buckets=BUCKETS,
+    ranks = {"vision": RANKS, "llm": RANKS}
+    layout = whole_modules(ranks, (Edge("vision", "llm", "vision"),))
+    problem = problem_of(
+        layout, even_seconds(some, ranks, GLOBAL_BATCH), GLOBAL_BATCH, n_buckets=BUCKETS
     )
     if grouping == "arrival":
-        buckets = arrival_buckets([*some, *tail], spec, per_rank=4)
+        buckets = arrival_buckets([*some, *tail], ranks, per_rank=4, n_buckets=BUCKETS)
     else:
-        buckets = choose_buckets(some, spec).buckets
-    plan = model_plan(spec, buckets).with_scheduling(grouping=grouping)
+        buckets = choose_buckets(some, problem).buckets
+    plan = problem.with_buckets(buckets).with_scheduling(grouping=grouping)
     large = [tail[i] for i in beyond(tail, plan)]
     if large:
-        spare = spare_bucket(large, spec.capacity, {}, spec.token_multiple)
+        spare = spare_bucket(large, problem.capacity, {}, problem.token_multiple)
         plan = plan.with_layout(buckets=(*plan.layout.buckets, spare))
-    evaluator = Evaluator([], spec, even_seconds(some, spec), work=0, budget=0)
-    return plan, evaluator.prices(plan.layout)
+    return plan, problem.prices(plan.layout)
 
 
 def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row:

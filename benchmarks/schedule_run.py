@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from schedule_data import TRACES, trace_loads  # noqa: E402
+from shape_problems import problem_of, whole_modules  # noqa: E402
 
 from dflop_jax.records import (  # noqa: E402
     BACKWARD,
@@ -57,7 +58,6 @@ from dflop_jax.records import (  # noqa: E402
 )
 from dflop_jax.schedule import (  # noqa: E402
     WORK_PER_S,
-    BucketSpec,
     choose_buckets,
     schedule_batch,
 )
@@ -254,14 +254,13 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
 
 def chosen_plan(loads: Sequence[Load], samples: int, ranks: int, effort: str) -> Plan:
     """The plan of the shapes that the project chooses for this data."""
-    spec = BucketSpec(
+    problem = problem_of(
+        whole_modules({"llm": ranks}),
+        lambda b: {m: seconds_of(s) for m, s in b.shapes},
         samples,
-        {"llm": ranks},
-        seconds=lambda b: {m: seconds_of(s) for m, s in b.shapes},
         max_tokens={"llm": ROW_TOKENS},
-        effort=effort,
     )
-    return plan_of(choose_buckets(loads, spec).buckets, ranks)
+    return plan_of(choose_buckets(loads, problem, effort=effort).buckets, ranks)
 
 
 def rows_of(

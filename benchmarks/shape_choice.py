@@ -32,9 +32,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from schedule_data import FRAME_TOKENS, TILE_TOKENS, TRACES, tiles_of  # noqa: E402
+from shape_problems import problem_of, whole_modules  # noqa: E402
 
 from dflop_jax.records import Bucket, Edge, Load  # noqa: E402
-from dflop_jax.schedule import BucketSpec, choose_buckets, evaluate_buckets  # noqa: E402
+from dflop_jax.schedule import ShapeProblem, choose_buckets, evaluate_buckets  # noqa: E402
 
 HELD_OUT, EVALUATE_WORK = 8, 300
 PATCH_PX, MOST_PATCHES = 28, 2048
@@ -118,7 +119,7 @@ def loads_of(case: Case, folder: Path) -> list[Load]:
     return loads
 
 
-def spec_of(case: Case, loads: Sequence[Load], seed: int) -> BucketSpec:
+def problem(case: Case, loads: Sequence[Load]) -> ShapeProblem:
     """Modules are equally busy where no row is long; attention comes on top."""
     ranks = {"vision": case.vision, "llm": case.llm} if case.vision else {"llm": case.llm}
     tiles = {"vision": TILE_TOKENS} if case.vision and not case.native else {}
@@ -131,15 +132,13 @@ def spec_of(case: Case, loads: Sequence[Load], seed: int) -> BucketSpec:
             for m, s in bucket.shapes
         }
 
-    return BucketSpec(
+    edges = (Edge("vision", "llm", "vision"),) if case.vision else ()
+    return problem_of(
+        whole_modules(ranks, edges, shared=case.shared),
+        seconds,
         case.batch,
-        ranks,
-        (Edge("vision", "llm", "vision"),) if case.vision else (),
-        tiles,
+        piece_tokens=tiles,
         n_buckets=case.shapes,
-        seconds=seconds,
-        seed=seed,
-        devices=dict.fromkeys(ranks, 0) if case.shared else {},
     )
 
 
@@ -153,13 +152,13 @@ def measured(case: Case, folder: Path, seed: int) -> Row:
     rest = [every[i] for i in order[len(every) // 2 :]]
     rng = np.random.default_rng(99 + seed)
     batches = [[rest[i] for i in rng.choice(len(rest), case.batch)] for _ in range(HELD_OUT)]
-    spec = spec_of(case, seen, seed)
+    wanted = problem(case, seen)
     figures = []
     for with_milp in (False, True):
         start_s = time.process_time()
-        choice = choose_buckets(seen, spec, with_milp=with_milp)
+        choice = choose_buckets(seen, wanted, seed=seed, with_milp=with_milp)
         spent_s = time.process_time() - start_s
-        held_out = evaluate_buckets(choice.buckets, batches, spec, work=EVALUATE_WORK)
+        held_out = evaluate_buckets(choice.buckets, batches, wanted, work=EVALUATE_WORK)
         figures.append((held_out.expected_s, choice.expected_s, spent_s))
     columns = [x for pair in zip(*figures, strict=True) for x in pair]
     return Row(case.name, case.shapes, seed, *columns)

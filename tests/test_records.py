@@ -178,7 +178,6 @@ def llm_parts(*cuts, first=0, last=-1):
 BAD_LAYOUTS = {
     "submesh names repeat": {"submeshes": (ENC, changed(DEC, name="enc"))},
     "a plan needs segments": {"segments": ()},
-    "a plan needs segments, buckets": {"buckets": ()},
     "segment names repeat": {"segments": (changed(VISION, name="llm"), LLM)},
     "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
     "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},

@@ -1,4 +1,4 @@
-"""The systems that DFLOP (arXiv 2603.25120) is compared with, as spaces of placements.
+"""The systems that DFLOP (arXiv 2603.25120) is compared with, as spaces of layouts.
 
 All give the whole model one (data, model) per pipeline stage and take samples in the order in which
 they arrive; they differ in how layers are dealt to stages. `pytorch` and `megatron` put a pipeline
@@ -12,15 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.plan.placement import (
-    Form,
-    Outline,
-    Placement,
-    factors,
-    lay_out,
-    split_layers,
-)
-from dflop_jax.records import SegmentPlan, SubmeshPlan
+from dflop_jax.plan.placement import Form, factors, lay_out, split_layers
+from dflop_jax.records import Layout, SegmentPlan, SubmeshPlan
 
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
 Stages = Sequence[Sequence[tuple[str, int, int]]]
@@ -28,7 +21,7 @@ Stages = Sequence[Sequence[tuple[str, int, int]]]
 
 def blind(
     n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
-) -> Iterator[Placement]:
+) -> Iterator[Layout]:
     """The modules before the last share the first pipeline stage and the last module's layers fill
     the others evenly; with one stage everything shares all devices."""
     *before, last = n_layers
@@ -40,12 +33,12 @@ def blind(
             mesh = (1, n_devices // stages // tp, tp)
             first = n_devices // stages if before and stages > 1 else 0
             forms = (*(Form(mesh) for _ in before), Form(mesh, last_stages))
-            yield lay_out(Outline(forms, (*(0 for _ in before), first)), n_layers)
+            yield lay_out(forms, (*(0 for _ in before), first), n_layers)
 
 
 def pytorch(
     n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
-) -> Iterator[Placement]:
+) -> Iterator[Layout]:
     """PyTorch-like: the layers of the whole model, module by module, dealt evenly by count over
     pipeline stages of one (data, model)."""
     for stages, tp in _degrees(n_devices, max_model, max_stage):
@@ -55,7 +48,7 @@ def pytorch(
 
 def megatron(
     n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
-) -> Iterator[Placement]:
+) -> Iterator[Layout]:
     """Megatron-LM-like: the modules before the last on the first `e` pipeline stages, the last
     module's layers evenly over the rest; with e = 0 all share the first stage with its part of the
     last module."""
@@ -94,7 +87,7 @@ def _dealt(n_layers: Mapping[str, int], stages: int) -> list[list[tuple[str, int
     ]
 
 
-def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]) -> Placement:
+def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]) -> Layout:
     """Stages on consecutive blocks of devices."""
     size = n_devices // len(stages)
     submeshes, segments = [], []
@@ -105,7 +98,7 @@ def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]
             SegmentPlan(f"{m}{a}", m, a, b, name, a == 0, b == n_layers[m]) for m, a, b in runs
         ]
     in_order = sorted(segments, key=lambda s: list(n_layers).index(s.module))
-    return Placement(tuple(submeshes), tuple(in_order), 1)
+    return Layout(tuple(submeshes), tuple(in_order))
 
 
 BASELINES = {"blind": blind, "megatron": megatron, "pytorch": pytorch}

@@ -20,11 +20,11 @@ import numpy as np
 from dflop_jax.plan.choices import Least, Member, combinations, least, least_peak
 from dflop_jax.plan.estimate import Rules, Segments, module_table
 from dflop_jax.plan.options import Option
-from dflop_jax.plan.placement import Form, Placement
+from dflop_jax.plan.placement import Form
 from dflop_jax.plan.space import Family
 from dflop_jax.plan.structure import Structure, Tasks, least_s, structure_of
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Bucket
+from dflop_jax.records import Bucket, Layout
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Placements of one graph at every cut.
+    """Layouts of one graph at every cut.
 
-    placement: of each number. bound_s: of the mean makespan over the sampled batches with any
-    options; infinite where memory is short, prices are not believed or nothing is to be tried.
+    layout: of each number, without shapes. bound_s: of the mean makespan over the sampled batches
+    with any options; infinite where memory is short, prices are not believed or nothing is to be
+    tried.
     fits: whether memory holds it with some options. least_bytes: of the device that needs most, at
     least. groups: that each sampled batch takes at least, [n_batches, n_placements, n_cuts].
     tables, members, forms: of every module, and the rows of its table that the placements have.
@@ -59,7 +60,7 @@ class Bounds:
     module goes with one of the others.
     """
 
-    placement: Callable[[int], Placement]
+    layout: Callable[[int], Layout]
     structure: Structure
     rules: Rules
     cuts: np.ndarray
@@ -75,7 +76,7 @@ class Bounds:
 
     @staticmethod
     def of(
-        placement: Callable[[int], Placement],
+        layout: Callable[[int], Layout],
         structure: Structure,
         rules: Rules,
         cuts: np.ndarray,
@@ -112,7 +113,7 @@ class Bounds:
             bound_s = np.where(usable, found_s, np.inf)
         least_bytes = np.maximum.reduce([x.peak_bytes for x in leasts.values()])
         return Bounds(
-            placement, structure, rules, cuts, bound_s, fits, least_bytes, groups, tables, forms,
+            layout, structure, rules, cuts, bound_s, fits, least_bytes, groups, tables, forms,
             members, devices, divided,
         )  # fmt: skip
 
@@ -231,7 +232,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
         # Where an edge leaves from between layers, it depends on the split of the layers as well.
         key = (f.blocks, tuple((k.n_segments, tapped and k.mesh) for k in f.forms))
         if key not in structures:
-            structures[key] = structure_of(rules.structure(rules.placement(f.outline(0))), rules)
+            structures[key] = structure_of(_layout_of(f, rules)(0), rules)
         structure = structures[key]
         keys = {
             m: (m, form, f.group_size, *structure.facts(m))
@@ -251,7 +252,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
                 leasts[block] = least(here, rules.memory_bytes)
         members = {m: member(*key) for m, key in keys.items()}
         yield Bounds.of(
-            _placement_of(f, rules),
+            _layout_of(f, rules),
             structure,
             rules,
             rules.cuts(f.group_size),
@@ -263,8 +264,8 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
         )
 
 
-def _placement_of(family: Family, rules: Rules) -> Callable[[int], Placement]:
-    return lambda i: rules.placement(family.outline(i))
+def _layout_of(family: Family, rules: Rules) -> Callable[[int], Layout]:
+    return lambda i: rules.joined(family.layout(i, rules.n_layers, rules.ends_in_layers))
 
 
 def _parts(divided: Divided | None, cuts: slice) -> dict[str, np.ndarray] | None:

@@ -1,58 +1,77 @@
-"""What a search compares: a placement with a cut, made exact step by step, and its figures."""
+"""What a search compares: a plan of one bucket, made exact step by step, and its figures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, saving_words
+from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.uniform import Uniform
-from dflop_jax.records import REMAT, Bucket, Plan
+from dflop_jax.records import REMAT, Bucket, Plan, Predicted
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with its best cut into groups of one bucket, simulated.
+    """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
 
-    saving: how its modules save memory, in words; "none" if they do not. busy_s: seconds that each
-    submesh computes in a step of `makespan_s`, on average. peak_bytes: of the device that needs
-    most.
+    bound_s: its mean makespan is at least that. most: the largest bucket that memory holds with its
+    options; None: any. uniform: simulates its groups; None: a baseline, whose batches were
+    scheduled. groups: of each sampled batch, at least. bounds_s: of each batch's makespan. steps:
+    taken towards exactness. The first ones simulate each batch with the least number of groups, the
+    others with the number that the scheduler makes.
     """
 
-    policy: str
-    name: str
-    microbatches: int
-    saving: str
-    makespan_s: float
-    busy_s: dict[str, float]
-    peak_bytes: float
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A placement with a cut, whose mean makespan is at least `bound_s`.
-
-    most: the largest bucket that memory holds with these options; None: any. uniform: simulates its
-    groups; None: a baseline, whose batches were scheduled. groups: of each sampled batch, at least.
-    bounds_s: of each batch's makespan. steps: taken towards exactness. The first ones simulate each
-    batch with the least number of groups, the others with the number that the scheduler makes.
-    """
-
-    policy: str
-    name: str
-    cut: int
     plan: Plan
+    cut: int
     bound_s: float
     most: Bucket | None = None
-    uniform: Uniform | None = None
+    uniform: Uniform | None = field(default=None, compare=False, repr=False)
     groups: tuple[int, ...] = ()
     bounds_s: tuple[float, ...] = ()
     steps: int = 0
 
     @property
+    def policy(self) -> str:
+        return self.plan.policy
+
+    @cached_property
+    def name(self) -> str:
+        """Where its modules lie, in short."""
+        return name_of(self.plan.layout)
+
+    @property
+    def saving(self) -> str:
+        """How its modules save memory, in words; "none" if they do not."""
+        return saving_words(self.plan.layout)
+
+    @property
+    def microbatches(self) -> int:
+        """Into which a mean batch is cut."""
+        return self.cut * self.plan.layout.group_size
+
+    @property
+    def makespan_s(self) -> float:
+        """Of a mean step, of an exact candidate."""
+        return self.bound_s
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each submesh computes in a mean step, where figures are predicted."""
+        figures = self.plan.predicted
+        return {m: b * figures.makespan_s for m, b in figures.busy_fraction.items()}
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the device that needs most, where figures are predicted."""
+        return max(self.plan.predicted.peak_bytes.values())
+
+    @cached_property
     def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
+        """Of candidates that are equally fast, the one of least key is the better."""
         options = options_of(self.plan.layout).values()
         simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.cut, simplest
@@ -61,13 +80,13 @@ class Ranked:
     def exact(self) -> bool:
         return self.uniform is None or self.steps == 2 * len(self.groups)
 
-    def refined(self, evaluator: Evaluator) -> Ranked:
+    def refined(self, evaluator: Evaluator) -> Candidate:
         """The same a step nearer to exact."""
         assert self.uniform is not None, "a baseline is exact"
         groups, bounds_s = list(self.groups), list(self.bounds_s)
         counts, batch = divmod(self.steps, len(groups))
         if counts:
-            groups[batch] = max(groups[batch], evaluator.n_groups(self.plan, batch))
+            groups[batch] = max(groups[batch], evaluator.n_groups(self.plan.layout, batch))
         bounds_s[batch] = self.uniform.makespan_s(groups[batch])
         return replace(
             self,
@@ -77,25 +96,15 @@ class Ranked:
             steps=self.steps + 1,
         )
 
-    def candidate(self, evaluator: Evaluator) -> Candidate:
-        plan, uniform = self.plan, self.uniform
-        if uniform is None:
-            figures = plan.predicted
-            busy_s = {m: b * figures.makespan_s for m, b in figures.busy_fraction.items()}
-        else:
-            traces = {n: uniform.trace(n) for n in set(self.groups)}
-            batches = [traces[n] for n in self.groups]
-            seconds = [{m: b * t.makespan_s for m, b in t.busy_fraction().items()} for t in batches]
-            busy_s = {
-                m.name: float(np.mean([s.get(m.name, 0.0) for s in seconds]))
-                for m in plan.layout.submeshes
-            }
-        return Candidate(
-            policy=self.policy,
-            name=self.name,
-            microbatches=self.cut * plan.layout.group_size,
-            saving=saving_words(plan.layout),
-            makespan_s=self.bound_s,
-            busy_s=busy_s,
-            peak_bytes=evaluator.most_bytes(plan),
-        )
+    def with_figures(self, evaluator: Evaluator) -> Candidate:
+        """The same, its plan with the figures of its uniform steps, in which memory holds as many
+        groups as it ever may."""
+        plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)
+        if self.uniform is not None:
+            traces = {n: self.uniform.trace(n) for n in set(self.groups)}
+            took_s = sum(traces[n].makespan_s for n in self.groups)
+            each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in self.groups]
+            names = [m.name for m in plan.layout.submeshes]
+            busy = {m: sum(s * b.get(m, 0.0) for s, b in each) / took_s for m in names}
+        figures = Predicted(self.bound_s, busy, evaluator.most_by_submesh(plan), self.bound_s)
+        return replace(self, plan=replace(plan, predicted=figures))

@@ -8,32 +8,22 @@ them efficiently, of which several feed one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import ModelFacts, Placement, factors, split_layers
+from dflop_jax.plan.placement import ModelFacts, factors, split_layers
 from dflop_jax.profile.state import Array
-from dflop_jax.records import BACKWARD, FORWARD, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import BACKWARD, FORWARD, Layout, SegmentPlan, Shape, SubmeshPlan
 
 POLICY = "dip"
 EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least
 MOST_ROUNDS = 3  # of a module's chunks round the ranks; every chunk has programs of its own
 MOST_PARTS = 4  # sub-microbatches of a microbatch
 _ROWS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
-
-
-@dataclass(frozen=True, order=True)
-class Ranks:
-    """`count` ranks of `data` x `model` devices; modules go round them at most `rounds` times."""
-
-    count: int
-    data: int
-    model: int
-    rounds: int
 
 
 def module_s(rules: Rules, module: str, model: int, rows: Array, tokens: Array) -> Array:
@@ -56,18 +46,19 @@ def efficient_rows(rules: Rules, module: str, model: int, tokens: int) -> int:
     return int(rows[(rate >= EFFICIENT * rate.max()).argmax()])
 
 
-def rounds_of(rules: Rules, ranks: Ranks) -> dict[str, int]:
-    """How often each module's chunks go round the ranks: as many times as it takes longer than the
-    fastest for a microbatch that it runs efficiently, rounded down."""
+def rounds_of(rules: Rules, count: int, model: int, most: int) -> dict[str, int]:
+    """How often each module's chunks go round `count` ranks of this tensor-parallel degree, `most`
+    times at most: as many times as it takes longer than the fastest for a microbatch that it runs
+    efficiently, rounded down."""
     took_s: dict[str, float] = {}
     for m, volume in rules.volumes.items():
         if volume.largest:
             tokens = rules.profile.piece_tokens.get(m) or rules.row_tokens(m)
-            rows = efficient_rows(rules, m, ranks.model, tokens)
-            took_s[m] = float(module_s(rules, m, ranks.model, rows, tokens))
+            rows = efficient_rows(rules, m, model, tokens)
+            took_s[m] = float(module_s(rules, m, model, rows, tokens))
     least_s = min(took_s.values())
     return {
-        m: max(1, min(int(took_s.get(m, 0.0) / least_s + 1e-6), ranks.rounds, n // ranks.count))
+        m: max(1, min(int(took_s.get(m, 0.0) / least_s + 1e-6), most, n // count))
         for m, n in rules.n_layers.items()
     }
 
@@ -101,51 +92,47 @@ def why_none(n_devices: int, config: PlanConfig, n_layers: Mapping[str, int]) ->
     )
 
 
-def spaces(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[Ranks]:
-    """Ranks that the devices may form, each of a different placement."""
-    for sizes in rank_sizes(rules.facts, n_devices, rules.node(n_devices), config):
+def layouts(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[Layout]:
+    """Layouts, without shapes, of ranks that the devices may form."""
+    for count, data, model in rank_sizes(rules.facts, n_devices, rules.node(n_devices), config):
         seen: list[dict[str, int]] = []
-        for rounds in range(1, MOST_ROUNDS + 1):
-            ranks = Ranks(*sizes, rounds)
-            chunks = rounds_of(rules, ranks)
-            if chunks not in seen:
-                seen.append(chunks)
-                yield ranks
+        for most in range(1, MOST_ROUNDS + 1):
+            rounds = rounds_of(rules, count, model, most)
+            if rounds not in seen:
+                seen.append(rounds)
+                yield chunked(rules, rank_submeshes(count, data, model), rounds)
 
 
-def placement(rules: Rules, ranks: Ranks) -> Placement:
-    """Every rank's submesh, and the chunks that it holds: number i of each module on rank i of
-    `count`, round and round."""
-    submeshes = rank_submeshes(ranks.count, ranks.data, ranks.model)
-    names = [m.name for m in submeshes]
+def chunked(rules: Rules, ranks: Sequence[SubmeshPlan], rounds: Mapping[str, int]) -> Layout:
+    """Chunk number i of each module on rank i modulo the number of ranks, round and round."""
     segments = []
-    for m, rounds in rounds_of(rules, ranks).items():
-        n = rounds * ranks.count
-        for i, (a, b) in enumerate(split_layers(rules.n_layers[m], n, rules.ends(m, ranks.model))):
-            rank = names[i % ranks.count]
+    for m, times in rounds.items():
+        n = times * len(ranks)
+        ends = rules.ends(m, ranks[0].model)
+        for i, (a, b) in enumerate(split_layers(rules.n_layers[m], n, ends)):
+            rank = ranks[i % len(ranks)].name
             segments.append(SegmentPlan(f"{m}{i}", m, a, b, rank, i == 0, i == n - 1))
-    return Placement(submeshes, tuple(segments), 1)
+    return rules.joined(Layout(tuple(ranks), tuple(segments)))
 
 
-def with_sub_microbatches(plan: Plan, rules: Rules) -> Plan:
-    """The plan with modules that only feed others in groups of one efficient shape, at most
+def with_sub_microbatches(layout: Layout, rules: Rules) -> Layout:
+    """The layout with modules that only feed others in groups of one efficient shape, at most
     `MOST_PARTS` of them for every group that its buckets have; as it is where one is enough."""
     parts: dict[str, Shape] = {}
     fan_in = 1
-    for m in plan.with_layout(fan_in=MOST_PARTS).layout.divided:
-        shapes = plan.layout.shapes(m)
+    for m in replace(layout, fan_in=MOST_PARTS).divided:
+        shapes = layout.shapes(m)
         if not shapes:
             continue
-        model = plan.layout.submesh(plan.layout.segments_of(m)[0].submesh).model
+        model = layout.submesh(layout.segments_of(m)[0].submesh).model
         tokens = max(s.tokens for s in shapes)
         needed = max(-(-s.rows // (tokens // s.tokens)) for s in shapes)  # rows of `tokens`
         rows = min(needed, efficient_rows(rules, m, model, tokens))
         rows = max(rows, -(-needed // MOST_PARTS))
         parts[m], fan_in = Shape(rows, tokens), max(fan_in, -(-needed // rows))
     if fan_in == 1:
-        return plan
+        return layout
     buckets = dict.fromkeys(
-        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes))
-        for b in plan.layout.buckets
+        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes)) for b in layout.buckets
     )
-    return plan.with_layout(buckets=tuple(buckets), fan_in=fan_in)
+    return replace(layout, buckets=tuple(buckets), fan_in=fan_in)

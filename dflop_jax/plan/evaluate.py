@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -15,8 +14,6 @@ from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.uniform import Uniform
 from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
     NO_GROUP,
     REDUCE,
     UPDATE,
@@ -24,28 +21,23 @@ from dflop_jax.records import (
     Load,
     Plan,
     Predicted,
-    Price,
     Prices,
     ProgramId,
     Schedule,
-    SegmentPlan,
-    SubmeshPlan,
     Task,
     Trace,
 )
 from dflop_jax.schedule import (
     WORK_PER_S,
-    Capacity,
     capacity_of,
     schedule_batch,
 )
-from dflop_jax.schedule.batch import Batch, check_fits
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms
 from dflop_jax.schedule.memory_plan import held_bytes
-from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
-from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.schedule.search import fewest_groups
 from dflop_jax.sim import memory
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, resources
@@ -112,7 +104,11 @@ class Evaluator:
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
-        return max(self.peak_bytes(plan.layout, in_flight_limit(plan)).values())
+        return max(self.most_by_submesh(plan).values())
+
+    def most_by_submesh(self, plan: Plan) -> dict[str, float]:
+        """Bytes of each submesh's devices, however many groups a batch takes."""
+        return self.peak_bytes(plan.layout, in_flight_limit(plan))
 
     def peak_bytes(self, layout: Layout, in_flight: Mapping[str, int]) -> dict[str, float]:
         """Of each submesh, with so many groups kept by each segment."""
@@ -167,23 +163,13 @@ class Evaluator:
     def _with_each_option(self, plan: Plan, module: str) -> list[Plan]:
         return [with_options(plan, {module: o}) for o in self.rules.options(module)]
 
-    def n_groups(self, plan: Plan, batch: int) -> int:
-        """Groups that the scheduler makes of a batch under a plan of one bucket; those that feed
-        one together count once.
-
-        They are counted on a plan of whole modules and textbook prices, so that the answer is the
-        same for all placements of the same data ranks.
-        """
-        capacity, layout = capacity_of(plan.layout), plan.layout
-        key = (
-            *capacity.ranks.items(), capacity.group_size, layout.buckets, layout.fan_in, batch
-        )  # fmt: skip
+    def n_groups(self, layout: Layout, batch: int) -> int:
+        """Groups that the scheduler makes of a batch in a layout of one bucket; those that feed one
+        together count once. It is the same for all layouts of the same data ranks."""
+        capacity = capacity_of(layout)
+        key = (capacity, layout.buckets, layout.fan_in, batch)
         if key not in self._groups:
-            whole, prices = _whole(plan, capacity)
-            arrays = self._packed[batch]
-            check_fits(arrays, widened(whole, prices)[0].layout.buckets, capacity)
-            answer = solve(arrays, whole, prices, (), _RANK_WORK, 0).answer
-            self._groups[key] = max(Counter(m for t in answer for m in t.placed).values())
+            self._groups[key] = fewest_groups(self._packed[batch], layout, _RANK_WORK)
         return self._groups[key]
 
     def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
@@ -285,20 +271,3 @@ def _busiest_s(layout: Layout, traces: Sequence[Trace]) -> float:
                 busy_s[of[name]] += share * trace.makespan_s
         found.append(max(busy_s.values()))
     return float(np.mean(found))
-
-
-def _whole(plan: Plan, capacity: Capacity) -> tuple[Plan, Prices]:
-    """A plan of whole modules on as many data ranks, and textbook prices: a backward costs two
-    forwards."""
-    submeshes, segments, first = [], [], 0
-    programs: dict[ProgramId, Price] = {}
-    for m in plan.layout.modules:
-        submeshes.append(SubmeshPlan(m, first, 1, capacity.ranks[m], 1))
-        first += capacity.ranks[m]
-        n_layers = plan.layout.segments_of(m)[-1].stop
-        segments.append(SegmentPlan(m, m, 0, n_layers, m, True, True))
-        for shape in plan.layout.shapes(m):
-            programs[ProgramId(m, shape, FORWARD)] = Price(1.0)
-            programs[ProgramId(m, shape, BACKWARD)] = Price(2.0)
-    whole = plan.with_layout(submeshes=tuple(submeshes), segments=tuple(segments))
-    return whole, Prices(programs)

@@ -12,7 +12,6 @@ from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
 from dflop_jax.records import Plan
-from dflop_jax.tasks.graph import in_flight_limit
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 _GIB = 2**30
@@ -23,14 +22,15 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
     """In a few words, what keeps a placement behind the best one."""
     if candidate == best:
         return ""
-    behind = f"+{candidate.makespan_s / best.makespan_s - 1:.1%}: "
-    most, least = (f(candidate.busy_s, key=candidate.busy_s.__getitem__) for f in (max, min))
-    busiest_s = candidate.busy_s[most]
-    if busiest_s >= best.makespan_s:
+    busy_s, step_s, best_s = candidate.busy_s, candidate.makespan_s, best.makespan_s
+    behind = f"+{step_s / best_s - 1:.1%}: "
+    most, least = (f(busy_s, key=busy_s.__getitem__) for f in (max, min))
+    busiest_s = busy_s[most]
+    if busiest_s >= best_s:
         return f"{behind}{most} alone computes {1e3 * busiest_s:.1f} ms"
-    waits = 1 - busiest_s / candidate.makespan_s
+    waits = 1 - busiest_s / step_s
     if best.busy_s and busiest_s > max(best.busy_s.values()):
-        idle = 1 - candidate.busy_s[least] / candidate.makespan_s
+        idle = 1 - busy_s[least] / step_s
         return f"{behind}{most} computes {1e3 * busiest_s:.1f} ms, {least} waits {idle:.0%}"
     return f"{behind}even {most}, the busiest, waits {waits:.0%}"
 
@@ -75,7 +75,7 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
 
 def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
     """Bytes of the device that needs most among a module's, however many groups a batch takes."""
-    peaks = evaluator.peak_bytes(plan.layout, in_flight_limit(plan))
+    peaks = evaluator.most_by_submesh(plan)
     return max(peaks[s.submesh] for s in plan.layout.segments_of(module))
 
 

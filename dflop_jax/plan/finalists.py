@@ -3,10 +3,11 @@ own, and what comes of them is judged by batches that no shape was sized for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dflop_jax.plan.candidate import Ranked
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
@@ -25,33 +26,29 @@ Finish = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True)
-class _Refined:
-    """A candidate's plan with buckets that cut a mean batch into at most `finest` microbatches."""
+class Finalist:
+    """A plan whose buckets were chosen, and what is known of it.
+
+    of: the candidate that it was made of, None: not known. finest: microbatches into which its
+    buckets cut a mean batch at most. seconds: by which evaluated plans are compared. prices: of its
+    own programs, once they are timed.
+    """
 
     plan: Plan
-    candidate: Ranked
-    finest: int
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A plan, evaluated, and the seconds that plans are compared by; `of`: what it was made of;
-    `prices`: of its own programs."""
-
-    plan: Plan
-    seconds: float
-    of: _Refined | None = None
+    of: Candidate | None = None
+    finest: int = 0
+    seconds: float = math.inf
     prices: Prices | None = None
 
 
-def fastest_of(judged: Sequence[Judged]) -> Judged:
+def fastest_of(judged: Sequence[Finalist]) -> Finalist:
     """The plan of least seconds; of equals that of fewer buckets, then the first."""
     least_s = min(j.seconds for j in judged)
     equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
     return min(equal, key=lambda j: len(j.plan.layout.buckets))
 
 
-def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
+def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
     """About the best of every policy that `best` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
     others = sorted(ranking.policies - {r.policy for r in best[:FINALISTS]})
@@ -59,7 +56,7 @@ def _others(ranking: Ranking, best: Sequence[Ranked]) -> list[Ranked]:
     return [r for r in found if r]
 
 
-def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) -> list[Plan]:
+def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish) -> list[Plan]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the first of those that are ranked, of the first of other policies, and with effort
     "full" of all that are close to it, with several granularities of buckets; the best are then
@@ -74,7 +71,7 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
         r for r in best
         if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE * first.bound_s)
     ]  # fmt: skip
-    tried: list[_Refined] = []
+    tried: list[Finalist] = []
     for candidate in close:
         cut = candidate.cut * candidate.plan.layout.group_size
         most = evaluator.config.max_microbatches
@@ -84,12 +81,12 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
         if candidate in by_policy.values():
             alike = _with_one(candidate.plan, evaluator)
             alike += _with_shorter_rows(alike[-1], evaluator)
-            tried += [_Refined(p, candidate, cut) for p in alike]
+            tried += [Finalist(p, candidate, cut) for p in alike]
     judged = _judged(evaluator, tried, n, finish)
     if not quick:  # the fastest, searched through
-        winner = fastest_of(judged).of
-        assert winner is not None
-        searched = _with_buckets(evaluator, winner.candidate, winner.finest, "full")
+        winner = fastest_of(judged)
+        assert winner.of is not None
+        searched = _with_buckets(evaluator, winner.of, winner.finest, "full")
         judged += _judged(evaluator, searched, 1, finish)
     in_order: list[Plan] = []
     while judged:
@@ -100,22 +97,23 @@ def refined(ranking: Ranking, ranked: Sequence[Ranked], n: int, finish: Finish) 
 
 
 def _judged(
-    evaluator: Evaluator, plans: Sequence[_Refined], n: int, finish: Finish
-) -> list[Judged]:
+    evaluator: Evaluator, plans: Sequence[Finalist], n: int, finish: Finish
+) -> list[Finalist]:
     """All that are close to the fastest at a glance, looked at closely; the first of a policy even
     where it is less close, since a glance misses other things of each; and `n` of the fastest's, so
     that it is as well searched as alone."""
-    glances_s = [evaluator.glance_s(r.plan) for r in plans]
-    found: list[Judged] = []
+    glances_s = [evaluator.glance_s(f.plan) for f in plans]
+    judged: list[Finalist] = []
     for i in sorted(range(len(plans)), key=glances_s.__getitem__):
-        policy = plans[i].plan.policy
-        alike = sum(j.plan.policy == policy for j in found)
-        wanted = n if not found or policy == found[0].plan.policy else 0
+        one, policy = plans[i], plans[i].plan.policy
+        alike = sum(j.plan.policy == policy for j in judged)
+        wanted = n if not judged or policy == judged[0].plan.policy else 0
         near = CLOSE if alike else ABOUT
         if alike < wanted or glances_s[i] <= near * min(glances_s):
-            plan = finish(evaluator.evaluate(plans[i].plan, plans[i].candidate.bound_s))
-            found.append(Judged(plan, evaluator.judged_s(plan), plans[i]))
-    return found
+            assert one.of is not None
+            plan = finish(evaluator.evaluate(one.plan, one.of.bound_s))
+            judged.append(replace(one, plan=plan, seconds=evaluator.judged_s(plan)))
+    return judged
 
 
 def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
@@ -164,18 +162,20 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
 def _groups(evaluator: Evaluator, plan: Plan) -> int:
     """Groups of the largest bucket that hold the sampled batches."""
     whole = plan.with_layout(buckets=plan.layout.buckets[:1])
-    return sum(evaluator.n_groups(whole, i) for i in range(len(evaluator.batches)))
+    return sum(evaluator.n_groups(whole.layout, i) for i in range(len(evaluator.batches)))
 
 
 def _up(tokens: float, multiple: int) -> int:
     return -(-int(tokens) // multiple) * multiple
 
 
-def _with_buckets(evaluator: Evaluator, ranked: Ranked, finest: int, effort: str) -> list[_Refined]:
+def _with_buckets(
+    evaluator: Evaluator, ranked: Candidate, finest: int, effort: str
+) -> list[Finalist]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
         plan = with_buckets(evaluator, ranked.plan, ranked.most, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)
-    return [_Refined(plan, ranked, finest)] if evaluator.fits(plan) else []
+    return [Finalist(plan, ranked, finest)] if evaluator.fits(plan) else []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.finalists import Judged, fastest_of, to_time
+from dflop_jax.plan.finalists import Finalist, fastest_of, to_time
 from dflop_jax.records import Plan, Prices
 
 TimePlan = Callable[[Plan], Prices]
@@ -72,11 +72,11 @@ class _Devices:
         """Whether a plan leaves free what others were short of."""
         return not self._short_bytes or self._evaluator.fits(plan)
 
-    def by_profile(self, plan: Plan) -> list[Judged]:
+    def by_profile(self, plan: Plan) -> list[Finalist]:
         """The plan as the profile has it; nothing where the devices do not hold it."""
-        return [Judged(plan, plan.predicted.makespan_s)] if self.hold(plan) else []
+        return [Finalist(plan, seconds=plan.predicted.makespan_s)] if self.hold(plan) else []
 
-    def timed(self, plan: Plan, *, alone: bool) -> list[Judged]:
+    def timed(self, plan: Plan, *, alone: bool) -> list[Finalist]:
         """The plan, judged by its own times; nothing where the devices do not hold it. `alone`: the
         profile chose it."""
         if not self.hold(plan):
@@ -91,9 +91,10 @@ class _Devices:
         timed = self._evaluator.evaluate(free, by_profile_s, prices)
         if alone:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
-        return [Judged(timed, self._evaluator.judged_s(timed, prices), prices=prices)]
+        seconds = self._evaluator.judged_s(timed, prices)
+        return [Finalist(timed, seconds=seconds, prices=prices)]
 
-    def after_a_step(self, judged: Judged) -> Plan | None:
+    def after_a_step(self, judged: Finalist) -> Plan | None:
         """The plan once it has run a step; None where the devices do not hold that."""
         left = {
             m: max(0.0, n - self._short_bytes) for m, n in judged.plan.scheduling.free_bytes.items()

@@ -1,4 +1,4 @@
-"""Where a plan's modules lie: an outline in brief, and the submeshes and segments it means."""
+"""Where a plan's modules lie: the form of each in brief, and the submeshes and segments of all."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dflop_jax.records import (
-    Bucket,
-    Edge,
-    Layout,
-    ModelProfile,
-    Plan,
-    Scheduling,
-    SegmentPlan,
-    Shape,
-    SubmeshPlan,
-)
+from dflop_jax.records import Edge, Layout, ModelProfile, SegmentPlan, SubmeshPlan
+
+# By (module, tensor-parallel degree), what a module's entry and exit cost, in layers.
+Ends = Mapping[tuple[str, int], tuple[float, float]]
 
 
 @dataclass(frozen=True, order=True)
@@ -54,77 +47,39 @@ class ModelFacts:
         return cls(n_layers, degrees, frozenset(taps | {e.target for e in edges if e.enters >= 0}))
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Submeshes and segments without buckets; `group_size` fits the stages inside segments."""
-
-    submeshes: tuple[SubmeshPlan, ...]
-    segments: tuple[SegmentPlan, ...]
-    group_size: int
-
-    def mesh_of(self, segment: SegmentPlan) -> SubmeshPlan:
-        return next(m for m in self.submeshes if m.name == segment.submesh)
-
-    @property
-    def name(self) -> str:
-        """Short and unique: module=stage x data x model on how many segments."""
-        by_module: dict[str, list[SegmentPlan]] = {}
-        for s in self.segments:
-            by_module.setdefault(s.module, []).append(s)
-        parts = []
-        for module, segments in by_module.items():
-            m = self.mesh_of(segments[0])
-            many = f"{len(segments)}*" if len(segments) > 1 else ""
-            parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
-        return " ".join(parts)
-
-
-def without_shapes(placement: Placement, policy: str, profile: ModelProfile, node: int) -> Plan:
-    """The placement as a plan without shapes (one stands for them), to ask for its graph."""
-    layout = Layout(
-        placement.submeshes,
-        placement.segments,
-        (Bucket.of({placement.segments[0].module: Shape(1, 1)}),),
-        edges=profile.edges,
-        group_size=placement.group_size,
-        tied=profile.tied,
-    )
-    return Plan(policy, layout, Scheduling(node=node))
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A placement in brief: every module's form and the first of its devices, in topological order.
-    Modules that begin on the same device share all of their devices."""
-
-    forms: tuple[Form, ...]
-    firsts: tuple[int, ...]
-
-    @property
-    def group_size(self) -> int:
-        return max(f.mesh[0] for f in self.forms)
-
-
 def lay_out(
-    outline: Outline,
+    forms: Sequence[Form],
+    firsts: Sequence[int],
     n_layers: Mapping[str, int],
-    ends: Mapping[tuple[str, int], tuple[float, float]] | None = None,
-) -> Placement:
-    """The placement of an outline.
+    ends: Ends | None = None,
+) -> Layout:
+    """The layout, without shapes and edges, of modules in these forms.
 
     Args:
+      firsts: the first device of each module. Modules that begin on the same device share all of
+        their devices.
       n_layers: of every module, in topological order.
-      ends: by (module, tensor-parallel degree), what entry and exit cost in layers, which segments
-        are balanced by; None: nothing.
+      ends: which segments are balanced by; None: nothing.
     """
     meshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
-    modules = zip(n_layers.items(), outline.firsts, outline.forms, strict=True)
-    for (module, n), first, form in modules:
+    for (module, n), first, form in zip(n_layers.items(), firsts, forms, strict=True):
         module_ends = (ends or {}).get((module, form.mesh[2]), (0.0, 0.0))
         more_meshes, more_segments = module_segments(module, n, first, form, module_ends)
         meshes, segments = meshes + more_meshes, segments + more_segments
-    return Placement(meshes, segments, outline.group_size)
+    return Layout(meshes, segments, group_size=max(f.mesh[0] for f in forms))
+
+
+def name_of(layout: Layout) -> str:
+    """Short, and unique among layouts of a space: module=stage x data x model on how many
+    segments."""
+    parts = []
+    for module in layout.modules:
+        segments = layout.segments_of(module)
+        m = layout.submesh(segments[0].submesh)
+        many = f"{len(segments)}*" if len(segments) > 1 else ""
+        parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
+    return " ".join(parts)
 
 
 def module_segments(
@@ -172,8 +127,8 @@ def factors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def ends_in_layers(profile: ModelProfile) -> dict[tuple[str, int], tuple[float, float]]:
-    """By (module, degree), what entry and exit cost at the largest shape timed, in layers."""
+def ends_in_layers(profile: ModelProfile) -> Ends:
+    """What entries and exits cost at the largest shape timed."""
     by_degree = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         layer_s = t.layer_forward_s + t.layer_backward_s

@@ -8,7 +8,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import rank_sizes, rank_submeshes, why_none
 from dflop_jax.plan.explain import NO_SUBMESHES
-from dflop_jax.plan.placement import ModelFacts, lay_out
+from dflop_jax.plan.placement import ModelFacts
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.records import SubmeshPlan
 
@@ -34,8 +34,8 @@ def _submeshes(
     for space in families(facts, n_devices, node, config).values():
         for family in space:
             for i in range(len(family)):
-                yield lay_out(family.outline(i), facts.n_layers).submeshes
-    yield from (p.submeshes for p in baseline(facts, n_devices, node, config))
+                yield family.layout(i, facts.n_layers).submeshes
+    yield from (layout.submeshes for layout in baseline(facts, n_devices, node, config))
     if config.policy in (DIP, "auto"):
         ranks = list(rank_sizes(facts, n_devices, node, config))
         if not ranks and config.policy == DIP:

@@ -16,14 +16,14 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, all_bounds
-from dflop_jax.plan.candidate import Ranked
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import why_none
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.plan.options import Option, saving_words
-from dflop_jax.plan.placement import Placement
+from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
@@ -38,7 +38,7 @@ _NEAREST = 5  # of least bounds then
 
 
 # What no schedule of a candidate undercuts, and what makes it, with each choice of options.
-_Upcoming = tuple[float, Callable[[], list[Ranked]]]
+_Upcoming = tuple[float, Callable[[], list[Candidate]]]
 
 
 def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple[str, Bounds]]:
@@ -58,14 +58,14 @@ def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple
 
 
 class Ranking:
-    """Spaces of policies, (policy, bounds) of each, and a baseline's placements, best-first, by
+    """Spaces of policies, (policy, bounds) of each, and a baseline's layouts, best-first, by
     all sampled batches or by the first `n_batches`."""
 
     def __init__(
         self,
         evaluator: Evaluator,
         tables: Sequence[tuple[str, Bounds]],
-        baseline: Sequence[Placement],
+        baseline: Sequence[Layout],
         allowed: Callable[[SubmeshPlan], bool],
         n_batches: int | None = None,
     ):
@@ -77,10 +77,10 @@ class Ranking:
         self._arrived: list[tuple[float, str]] = []
         self._exact = self._arrivals(baseline)
 
-    def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Ranked]:
+    def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Candidate]:
         """The best choice of each of the `n` best placements, exact, best first; fewer, and the
         best of what was looked at, where that takes too many steps."""
-        best: dict[tuple[str, str], Ranked] = {}
+        best: dict[tuple[str, str], Candidate] = {}
         for ranked in self._in_order(_ENOUGH):
             name = ranked.policy, ranked.name
             if name not in best:
@@ -96,7 +96,7 @@ class Ranking:
         """Those that are searched."""
         return {policy for policy, _ in self._tables}
 
-    def about_best(self, policy: str, most_s: float) -> Ranked | None:
+    def about_best(self, policy: str, most_s: float) -> Candidate | None:
         """About the best candidate of a policy: by one sampled batch, and after some simulations of
         those that seem best then; None where none fits or takes at most `most_s` seconds."""
         tables = [t for t in self._tables if t[0] == policy]
@@ -104,13 +104,15 @@ class Ranking:
         best = next(alone._in_order(_A_FEW, most_s), None)
         return best if best and best.bound_s <= most_s else None
 
-    def _in_order(self, most_steps: float = math.inf, most_s: float = math.inf) -> Iterator[Ranked]:
+    def _in_order(
+        self, most_steps: float = math.inf, most_s: float = math.inf
+    ) -> Iterator[Candidate]:
         """All candidates, exact, best first; equals by name. After so many steps, or many in a row
         that find nothing within `most_s`, those that are exact then, and the few of least bounds,
         are all. Ends where all others take longer than `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
-        heap: list[tuple[float, tuple[object, ...], Ranked]] = []
+        heap: list[tuple[float, tuple[object, ...], Candidate]] = []
         exact = list(self._exact)
         n_steps = n_slow = 0
         while exact or heap or upcoming:
@@ -145,7 +147,7 @@ class Ranking:
             else:
                 heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
 
-    def _made_exact(self, ranked: Ranked) -> Ranked:
+    def _made_exact(self, ranked: Candidate) -> Candidate:
         while not ranked.exact:
             ranked = ranked.refined(self.evaluator)
         return ranked
@@ -166,26 +168,24 @@ class Ranking:
             p, c = divmod(int(place[i]), len(found.cuts))
             yield float(bounds[i]), partial(self._first_known, policy, found, p, c)
 
-    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Ranked]:
+    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
         cannot form its submeshes."""
-        placement = bounds.placement(p)
-        if not all(map(self.allowed, placement.submeshes)):
+        layout = bounds.layout(p)
+        if not all(map(self.allowed, layout.submeshes)):
             return []
         bucket, pairs, cut = bounds.bucket(p, c), bounds.pairs(p, c), int(bounds.cuts[c])
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
         found = []
         for choice in bounds.choices(p, c):
-            plan = as_plan(placement, policy, (bucket,), self.rules, choice.options)
+            plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=bounds.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
             uniform = self.evaluator.uniform(plan, pairs, bounds.parts(c))
             found.append(
-                Ranked(
-                    policy,
-                    placement.name,
-                    cut,
+                Candidate(
                     plan,
+                    cut,
                     float(np.mean(choice.bounds_s[: self._n_batches])),
                     most,
                     uniform,
@@ -209,28 +209,27 @@ class Ranking:
             p, c = divmod(int(place[i]), len(bounds.cuts))
             needed, options = bounds.least_peak(p, c)
             if needed < best[0]:
-                placement = bounds.placement(p)
-                plan = as_plan(placement, policy, (bounds.bucket(p, c),), self.rules, options)
-                best = needed, _words(plan.layout, placement)
+                plan = as_plan(
+                    bounds.layout(p), policy, (bounds.bucket(p, c),), self.rules, options
+                )
+                best = needed, _words(plan.layout)
         return best
 
-    def _arrivals(self, placements: Sequence[Placement]) -> list[Ranked]:
+    def _arrivals(self, layouts: Sequence[Layout]) -> list[Candidate]:
         """A baseline's, few enough to be scheduled and simulated all."""
         policy, most = self.evaluator.config.policy, self.evaluator.config.max_microbatches
         found = []
-        for placement in placements:
-            if not all(map(self.allowed, placement.submeshes)):
+        for layout in layouts:
+            if not all(map(self.allowed, layout.submeshes)):
                 continue
             for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
                 self.n_candidates += 1
-                buckets = arrival_plan(self.evaluator, placement, policy, cap).layout.buckets
+                buckets = arrival_plan(self.evaluator, layout, policy, cap).layout.buckets
                 plans = [
-                    as_plan(placement, policy, buckets, self.rules, options)
+                    as_plan(layout, policy, buckets, self.rules, options)
                     for options in self._alike()
                 ]
-                self._arrived += [
-                    (self.evaluator.most_bytes(p), _words(p.layout, placement)) for p in plans
-                ]
+                self._arrived += [(self.evaluator.most_bytes(p), _words(p.layout)) for p in plans]
                 plans = list(filter(self.evaluator.fits, plans))
                 if plans:
                     self.n_fit += 1
@@ -238,7 +237,7 @@ class Ranking:
                     plan = min(plans, key=lambda p: self.evaluator.busy_s(p.layout))
                     plan = self.evaluator.evaluate(plan, 0.0)
                     makespan_s = plan.predicted.makespan_s
-                    found.append(Ranked(policy, placement.name, cap, plan, makespan_s))
+                    found.append(Candidate(plan, cap, makespan_s))
         return found
 
     def _alike(self) -> list[dict[str, Option]]:
@@ -248,5 +247,5 @@ class Ranking:
         return [dict.fromkeys(self.rules.n_layers, o) for o in both]
 
 
-def _words(layout: Layout, placement: Placement) -> str:
-    return f"{placement.name}, {saving_words(layout)}"
+def _words(layout: Layout) -> str:
+    return f"{name_of(layout)}, {saving_words(layout)}"

@@ -159,7 +159,7 @@ def search_plan(
         plan, n_timed = by_its_own(evaluator, plans, spec.config.finalists, time_plan, try_step)
     return SearchResult(
         plan,
-        tuple(r.candidate(evaluator) for r in best),
+        tuple(c.with_figures(evaluator) for c in best),
         n_placements=ranking.n_placements,
         n_candidates=ranking.n_candidates,
         n_fit=ranking.n_fit,

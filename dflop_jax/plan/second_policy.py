@@ -9,7 +9,7 @@ from typing import get_args
 from dflop_jax.plan.evaluate import TIE, Evaluator
 from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
 from dflop_jax.sim.memory import kept_bytes
-from dflop_jax.tasks.graph import in_flight_limit, with_backward
+from dflop_jax.tasks.graph import with_backward
 
 _WORTH = 0.005  # share of the step that it must save: it doubles the programs to be compiled
 
@@ -65,6 +65,6 @@ def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
             own = kept_bytes(plan.layout, costs, s, shape)
             less = s if s.remat_less is None else s.keeping
             kept.append(Kept(s.name, shape, own, kept_bytes(plan.layout, costs, less, shape) - own))
-    peaks = evaluator.peak_bytes(plan.layout, in_flight_limit(plan))
+    peaks = evaluator.most_by_submesh(plan)
     free = {name: evaluator.rules.memory_bytes - peak for name, peak in peaks.items()}
     return plan.with_scheduling(kept=tuple(kept), free_bytes=free)

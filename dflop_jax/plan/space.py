@@ -1,8 +1,9 @@
 """Which devices and parallelism a plan may give to its modules: the search space, as data.
 
-A layout puts the modules into blocks; a block has consecutive devices of its own, which its modules
-share, each with a (data, model) of its own. A module that is alone in its block may be a pipeline.
-Outlines that differ in sizes only form a family, whose numbers are arrays.
+A placement puts the modules into blocks; a block has consecutive devices of its own, which its
+modules share, each with a (data, model) of its own. A module that is alone in its block may be a
+pipeline.
+Layouts that differ in sizes only form a family, whose numbers are arrays.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import Form, ModelFacts, Outline, Placement
+from dflop_jax.plan.placement import Ends, Form, ModelFacts, lay_out
 from dflop_jax.profile.state import Array
+from dflop_jax.records import Layout
 
 _FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
 _GRAINS = 16  # at least, into which the devices are divided for more blocks
@@ -24,10 +26,10 @@ _GRAINS = 16  # at least, into which the devices are divided for more blocks
 
 @dataclass(frozen=True)
 class Family:
-    """Outlines that differ in sizes only.
+    """Layouts that differ in sizes only.
 
     forms: of every module, with a data degree of 1. blocks: of every module. data, first: degree
-    and first device, [n_outlines, n_modules].
+    and first device, [n_layouts, n_modules].
     """
 
     forms: tuple[Form, ...]
@@ -42,12 +44,13 @@ class Family:
     def group_size(self) -> int:
         return max(f.mesh[0] for f in self.forms)
 
-    def outline(self, i: int) -> Outline:
-        sized = (
+    def layout(self, i: int, n_layers: Mapping[str, int], ends: Ends | None = None) -> Layout:
+        """Number `i`, without shapes and edges; arguments as for `lay_out`."""
+        sized = [
             Form((f.mesh[0], d, f.mesh[2]), f.n_segments)
             for f, d in zip(self.forms, self.data[i].tolist(), strict=True)
-        )
-        return Outline(tuple(sized), tuple(self.first[i].tolist()))
+        ]
+        return lay_out(sized, self.first[i].tolist(), n_layers, ends)
 
     def rows(self, keep: np.ndarray) -> Family:
         return replace(self, data=self.data[keep], first=self.first[keep])
@@ -202,8 +205,8 @@ def families(
     return spaces
 
 
-def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -> list[Placement]:
-    """Placements of a baseline policy, as far as `families` would take them; none for others.
+def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -> list[Layout]:
+    """Layouts of a baseline policy, as far as `families` would take them; none for others.
 
     Raises:
       ValueError: nothing is left.
@@ -211,8 +214,8 @@ def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -
     if config.policy not in BASELINES:
         return []
 
-    def lies_well(p: Placement) -> bool:
-        meshes = [(s.module, p.mesh_of(s)) for s in p.segments]
+    def lies_well(layout: Layout) -> bool:
+        meshes = [(s.module, layout.submesh(s.submesh)) for s in layout.segments]
         return all(
             m.model in facts.degrees[module] and in_nodes(m.first, m.n_devices, m.model, node)
             for module, m in meshes

@@ -1,4 +1,4 @@
-"""The graph of a placement's segments, and the seconds that no schedule of it undercuts.
+"""The graph of a layout's segments, and the seconds that no schedule of it undercuts.
 
 A resource (devices that no task shares with others) works off all groups, after the first has come
 up to it and before the last has gone down from it; then come reduction and update.
@@ -14,7 +14,7 @@ import numpy as np
 
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Direction, Plan
+from dflop_jax.records import Direction, Layout, Plan
 from dflop_jax.schedule.costs import directions
 from dflop_jax.tasks.graph import in_flight_limit, links, resources
 
@@ -64,19 +64,19 @@ class Structure:
         return blocks
 
 
-def structure_of(plan: Plan, rules: Rules) -> Structure:
-    """The graph of a plan, whatever its shapes."""
-    number = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    used = {s.name for s in plan.layout.segments if rules.volumes[s.module].largest}
+def structure_of(layout: Layout, rules: Rules) -> Structure:
+    """The graph of a layout, whatever its shapes."""
+    number = {s.name: i for i, s in enumerate(layout.segments)}
+    used = {s.name for s in layout.segments if rules.volumes[s.module].largest}
     sources: list[list[int]] = [[] for _ in number]
-    for link in links(plan.layout):
+    for link in links(layout):
         if {link.source, link.target} <= used:
             sources[number[link.target]].append(number[link.source])
-    resource, in_flight = resources(plan.layout), in_flight_limit(plan)
-    tasks = directions(plan.layout, rules.trainable(plan.layout))
+    resource, in_flight = resources(layout), in_flight_limit(Plan("", layout))
+    tasks = directions(layout, rules.trainable(layout))
     return Structure(
-        tuple((s.module, plan.layout.segments_of(s.module).index(s)) for s in plan.layout.segments),
-        tuple(resource[s.submesh] for s in plan.layout.segments),
+        tuple((s.module, layout.segments_of(s.module).index(s)) for s in layout.segments),
+        tuple(resource[s.submesh] for s in layout.segments),
         tuple(map(tuple, sources)),
         tuple(in_flight[n] for n in number),
         tuple(tasks[n] for n in number),

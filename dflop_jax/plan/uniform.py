@@ -1,33 +1,32 @@
-"""Plans of a placement with one bucket, whose groups are all alike: simulated before anything is
+"""Plans with one bucket, whose groups are all alike: simulated before anything is
 scheduled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import Option, with_options
-from dflop_jax.plan.placement import Placement
-from dflop_jax.records import Bucket, Group, Layout, Plan, Prices, Schedule, Trace
+from dflop_jax.records import Bucket, Group, Layout, Plan, Prices, Schedule, Scheduling, Trace
 from dflop_jax.sim.pipeline import simulate_step
 
 
 def as_plan(
-    placement: Placement,
+    layout: Layout,
     policy: str,
     buckets: Sequence[Bucket],
     rules: Rules,
     options: Mapping[str, Option] | None = None,
 ) -> Plan:
-    """The plan of a placement; `options` by module, None: the simplest that the rules allow."""
+    """The plan of a layout of submeshes and segments; `options` by module, None: the simplest that
+    the rules allow."""
     options = options or {m: rules.options(m)[0] for m in rules.n_layers}
-    grouping = "arrival" if policy in BASELINES else "balanced"
-    plan = rules.structure(placement, policy).with_layout(buckets=tuple(buckets))
-    plan = plan.with_scheduling(grouping=grouping)
-    return with_options(plan, options)
+    scheduling = Scheduling("arrival" if policy in BASELINES else "balanced", node=rules.node(0))
+    shaped = replace(rules.joined(layout), buckets=tuple(buckets))
+    return with_options(Plan(policy, shaped, scheduling), options)
 
 
 def uniform_groups(

@@ -7,7 +7,7 @@ from dflop_jax.schedule.shapes.choose import (
     choose_buckets,
     evaluate_buckets,
 )
-from dflop_jax.schedule.shapes.sizes import BucketSpec
+from dflop_jax.schedule.shapes.problem import ShapeProblem
 from dflop_jax.schedule.solver.balance import Assignment, balance
 from dflop_jax.schedule.worker import ScheduleWorker
 
@@ -15,11 +15,11 @@ __all__ = [
     "WORK_PER_S",
     "Assignment",
     "BucketChoice",
-    "BucketSpec",
     "Capacity",
     "Correction",
     "Monitor",
     "ScheduleWorker",
+    "ShapeProblem",
     "arrival_buckets",
     "balance",
     "capacity_of",

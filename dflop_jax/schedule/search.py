@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from dflop_jax.schedule.costs import running_order
+from dflop_jax.records import Bucket, Layout
+from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
+from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
-from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.groups import Room, Together, greedy_answer
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.sub_microbatches import wide_buckets
 
 _ATTEMPT_WORK = 400  # of one set of buckets that is tried
 _COVER_WORK = 300  # vectors listed for a unit of work
+_MOST_WITHOUT = 10  # buckets without some modules, for samples that have none of them
 
 
 def improved(room: Room, greedy: Sequence[Together], budget: Budget, seed: int) -> list[Together]:
@@ -39,6 +44,33 @@ def improved(room: Room, greedy: Sequence[Together], budget: Budget, seed: int) 
         same = tuple(t.bucket for t in greedy)
         best = _packed(room, same, budget.part(_ATTEMPT_WORK), rng) or best
     return room.in_order([room.shrunk(t, budget) for t in best])
+
+
+def fewest_groups(batch: Batch, layout: Layout, work: float) -> int:
+    """About the least number of groups of a module that hold a batch, by textbook prices; those
+    that feed one together count once.
+
+    Raises:
+      ValueError: a sample that no bucket holds.
+    """
+    capacity, wide = capacity_of(layout), wide_buckets(layout)
+    check_fits(batch, wide, capacity)
+    every = variants(wide, batch, len(wide) + _MOST_WITHOUT)
+    costs_CM = np.array([[_textbook(layout, b, m) for m in layout.modules] for b in every])
+    dearest_C = costs_CM.max(axis=1)
+    room = Room(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
+    greedy = greedy_answer(room, len(wide))
+    answers = greedy, improved(room, greedy, Budget(work), 0)
+    return min(max(Counter(m for t in a for m in t.placed).values()) for a in answers)
+
+
+def _textbook(layout: Layout, bucket: Bucket, module: str) -> int:
+    """What a group takes of a module: one for a forward, two for a task with a backward in it."""
+    shape = bucket.shape(module)
+    if shape is None:
+        return 0
+    parts = shape.rows // min(s.rows for s in layout.shapes(module))
+    return parts if layout.targets(module) else 2
 
 
 def _packed(

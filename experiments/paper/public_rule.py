@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from dflop_jax.plan.placement import Form, Outline, Placement, factors, lay_out
+from dflop_jax.plan.placement import Form, factors, lay_out
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Plan, with_remat
+from dflop_jax.records import Layout, Plan, with_remat
 from experiments.paper.cases import Case, seen
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import Amounts, amounts_of, peak_bytes, segment_s
@@ -49,7 +49,7 @@ def pipelined(
     *,
     max_model: int,
     max_stage: int,
-) -> Iterator[Placement]:
+) -> Iterator[Layout]:
     """The public DFLOP optimizer's space: one encoder and the LLM on disjoint devices, each with
     its own tensor, pipeline and data parallelism, in the order in which it is enumerated there."""
     encoders = list(n_layers)[:-1]
@@ -58,7 +58,7 @@ def pipelined(
     for below in range(1, n_devices):
         for v in _forms(below, n_layers[encoders[0]], max_model, max_stage):
             for l in _forms(n_devices - below, n_layers["llm"], max_model, max_stage):
-                yield lay_out(Outline((v, l), (0, below)), n_layers)
+                yield lay_out((v, l), (0, below), n_layers)
 
 
 def public_rule(

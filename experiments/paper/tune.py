@@ -10,14 +10,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import Placement, ends_in_layers, lay_out, without_shapes
+from dflop_jax.plan.placement import ends_in_layers
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Plan, Remat, with_remat
+from dflop_jax.records import Layout, Plan, Remat, Scheduling, with_remat
 from experiments.paper.cases import Case, tuning
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import (
@@ -38,25 +39,26 @@ _EVERY_SPLIT = 64  # devices up to which DFLOP's space has every split of them; 
 _SPLITS = 32
 
 
-def plan_of(case: Case, policy: str, placement: Placement) -> Plan:
-    """A placement as a plan whose shapes are not known yet."""
+def plan_of(case: Case, policy: str, layout: Layout) -> Plan:
+    """A layout as a plan whose shapes are not known yet."""
     profile, node = cost_model(case).profile, case.hardware.devices_per_node
-    return without_shapes(placement, policy, profile, node)
+    joined = replace(layout, edges=profile.edges, tied=profile.tied)
+    return Plan(policy, joined, Scheduling(node=node))
 
 
 def baseline_plans(case: Case, policy: str) -> Iterator[Plan]:
     """All placements of a baseline that there are prices of."""
     profile = cost_model(case).profile
     bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE}
-    for placement in BASELINES[policy](case.n_devices, profile.n_layers, **bounds):
-        if is_timed(cost_model(case), placement):
-            yield plan_of(case, policy, placement)
+    for layout in BASELINES[policy](case.n_devices, profile.n_layers, **bounds):
+        if is_timed(cost_model(case), layout):
+            yield plan_of(case, policy, layout)
 
 
-def is_timed(costs: CostModel, placement: Placement) -> bool:
-    """Whether the profile has times for all that a placement runs."""
+def is_timed(costs: CostModel, layout: Layout) -> bool:
+    """Whether the profile has times for all that a layout runs."""
     timed = {(t.module, t.model) for t in costs.profile.timings}
-    return all((s.module, placement.mesh_of(s).model) in timed for s in placement.segments)
+    return all((s.module, layout.submesh(s.submesh).model) in timed for s in layout.segments)
 
 
 def dflop_plans(case: Case) -> Iterator[Plan]:
@@ -71,13 +73,12 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
         *encoders, _ = family.forms
         if family.group_size > 1 or any(f.n_segments > 1 for f in encoders):
             continue
-        for outline in map(family.outline, range(len(family))):
-            first, llm = outline.firsts[-1], outline.forms[-1]
-            if first % llm.mesh[2] or first % step:
+        for i, (*_, first) in enumerate(family.first.tolist()):
+            if first % family.forms[-1].mesh[2] or first % step:
                 continue
-            placement = lay_out(outline, profile.n_layers, ends)
-            if is_timed(cost_model(case), placement):
-                yield plan_of(case, "dflop", placement)
+            layout = family.layout(i, profile.n_layers, ends)
+            if is_timed(cost_model(case), layout):
+                yield plan_of(case, "dflop", layout)
 
 
 def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -160,8 +160,8 @@ def traces(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     Path("gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     choose = script.choose_buckets
 
-    def quickly(loads: Any, spec: Any, **how: Any) -> Any:
-        return choose(loads, replace(spec, effort="quick"), **how)
+    def quickly(loads: Any, problem: Any, **how: Any) -> Any:
+        return choose(loads, problem, **how | {"effort": "quick"})
 
     patch.setattr(script, "choose_buckets", quickly)
 

@@ -7,7 +7,6 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.baselines import megatron, pytorch
-from dflop_jax.plan.placement import lay_out
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
@@ -17,7 +16,7 @@ from experiments.paper import costs, true_shapes, tune
 from experiments.paper.cases import Case, tuning
 from experiments.paper.true_shapes import amounts_of, bins_of, dealt, run_step, segment_s
 from experiments.paper.tune import plan_of, tuned
-from tests.plan.cases import TILE, model_profile, outlines, recompute
+from tests.plan.cases import TILE, layouts, model_profile, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
 SPACE = {"max_model": 2, "max_stage": 4}
@@ -76,8 +75,8 @@ def without_links(monkeypatch):
 def plans(space, n):
     """Of n devices; those of separate modules without pipelines inside a program."""
     if space is families:
-        parts = (o for o in outlines(families, n, LAYERS, **SPACE) if o.group_size == 1)
-        return [plan_of(CASE, "dflop", lay_out(o, LAYERS)) for o in parts]
+        parts = (p for p in layouts(families, n, LAYERS, **SPACE) if p.group_size == 1)
+        return [plan_of(CASE, "dflop", p) for p in parts]
     return [plan_of(CASE, "megatron", p) for p in space(n, LAYERS, **SPACE)]
 
 

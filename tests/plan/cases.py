@@ -12,7 +12,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.placement import lay_out
+from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import SPACES
@@ -144,24 +144,24 @@ def data_profile(tiles=True):
     return DataProfile("made up", 60, tuple(loads))
 
 
-def capacity(module, loads, spec):
+def capacity(module, loads, problem):
     """Rows and tokens that hold what the largest sample or an even share of the batch needs."""
-    tile = spec.piece_tokens.get(module)
+    tile = problem.piece_tokens.get(module)
     totals = [len(n.lengths(module)) if tile else n.tokens(module) for n in loads]
     if not max(totals):
         return None
-    share = spec.global_batch * np.mean(totals) / spec.max_microbatches
-    need = math.ceil(max(max(totals), 1.3 * share) / spec.ranks[module])
+    share = problem.global_batch * np.mean(totals) / problem.max_microbatches
+    need = math.ceil(max(max(totals), 1.3 * share) / problem.ranks[module])
     if tile:
         return Shape(need, tile)
     longest = max(n for load in loads for n in load.lengths(module))
-    return Shape(1, -(-max(need, longest) // spec.token_multiple) * spec.token_multiple)
+    return Shape(1, -(-max(need, longest) // problem.token_multiple) * problem.token_multiple)
 
 
-def simple_buckets(loads, spec):
+def simple_buckets(loads, problem, *, effort):
     """A rule in place of the bucket search, which has tests of its own and takes seconds: one
     bucket for all, and one without tiles."""
-    both = Bucket.of({m: capacity(m, loads, spec) for m in spec.ranks})
+    both = Bucket.of({m: capacity(m, loads, problem) for m in problem.ranks})
     without = [(m, s) for m, s in both.shapes if m != "vision"]
     return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0, {})
 
@@ -239,8 +239,9 @@ def full_groups(plan, pairs, n):
     )
 
 
-def outlines(space, *args, **limits):
-    return [f.outline(i) for f in space(*args, **limits) for i in range(len(f))]
+def layouts(space, n_devices, n_layers, ends=None, **limits):
+    families = space(n_devices, n_layers, **limits)
+    return [f.layout(i, n_layers, ends) for f in families for i in range(len(f))]
 
 
 def every_candidate(policy, n_devices, profile, data, config, hardware):
@@ -255,16 +256,15 @@ def every_candidate(policy, n_devices, profile, data, config, hardware):
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     unstaged = {e.source for e in profile.edges if e.tap}
     unstaged |= {e.target for e in profile.edges if e.enters >= 0}
-    for outline in outlines(
-        SPACES[policy], n_devices, profile.n_layers, unstaged=unstaged, **limits
+    for place in layouts(
+        SPACES[policy], n_devices, profile.n_layers, ends, unstaged=unstaged, **limits
     ):
-        place = lay_out(outline, profile.n_layers, ends)
         if hardware and not in_nodes(place, hardware.devices_per_node):
             continue
         size = place.group_size
         top = max(1, config.max_microbatches // size)
-        ranks = {s.module: place.mesh_of(s).data for s in place.segments}
-        model = {s.module: place.mesh_of(s).model for s in place.segments}
+        ranks = {s.module: place.submesh(s.submesh).data for s in place.segments}
+        model = {s.module: place.submesh(s.submesh).model for s in place.segments}
         for cut in sorted({*(c for c in CUTS if c < top), top}):
             bucket = Bucket.of(
                 {m: shape_of(m, cut, size, data, profile, r, model[m]) for m, r in ranks.items()}
@@ -291,7 +291,7 @@ def every_candidate(policy, n_devices, profile, data, config, hardware):
                 place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
             )
             plan = Plan(policy, layout)
-            yield place.name, cut * size, plan, pairs, n_groups[key]
+            yield name_of(place), cut * size, plan, pairs, n_groups[key]
 
 
 def every_option(plan, remats, degrees):

@@ -15,7 +15,7 @@ def stage_of(placement):
     """Layer -> (first device of its stage, data, model)."""
     found = {}
     for s in placement.segments:
-        m = placement.mesh_of(s)
+        m = placement.submesh(s.submesh)
         assert m.stage == 1
         found |= {(s.module, i): (m.first, m.data, m.model) for i in range(s.start, s.stop)}
     return found

@@ -10,18 +10,17 @@ from dflop_jax.plan.dip import (
     EFFICIENT,
     MOST_PARTS,
     MOST_ROUNDS,
-    Ranks,
+    chunked,
     efficient_rows,
-    placement,
+    layouts,
+    rank_submeshes,
     rounds_of,
-    spaces,
     with_sub_microbatches,
 )
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.search import SearchSpec, _prepared, search_plan
-from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import BACKWARD, FORWARD, Bucket, Group, Load, Schedule, SegmentPlan, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
@@ -77,7 +76,7 @@ def test_rounds_go_by_the_time_of_a_microbatch():
     ratio = {m: int(s / min(took_s.values()) + 1e-6) for m, s in took_s.items()}
     assert ratio["llm"] > MOST_ROUNDS
     for count, rounds in itertools.product((2, 4), (1, 2, 3)):
-        got = rounds_of(rules, Ranks(count, 1, 1, rounds))
+        got = rounds_of(rules, count, 1, rounds)
         assert got["llm"] == min(rounds, 13 // count)
         assert got["vision"] == 1
 
@@ -85,24 +84,27 @@ def test_rounds_go_by_the_time_of_a_microbatch():
 @pytest.mark.parametrize("n_devices, tp", [(2, 1), (4, 1), (8, 2), (12, 1)])
 def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
     rules, _ = prepared(deep_profile(llm=40.0), n_devices=n_devices)
-    found = list(spaces(rules, n_devices, DIP))
-    assert {(r.count, r.data, r.model) for r in found} == {
+    found = list(layouts(rules, n_devices, DIP))
+    ranks_of = [(len(p.submeshes), p.submeshes[0].data, p.submeshes[0].model) for p in found]
+    assert set(ranks_of) == {
         (p, n_devices // p // t, t)
         for p, t in itertools.product((2, 3, 4), (1, 2))
         if n_devices % p == 0 and (n_devices // p) % t == 0
     }
-    for ranks in found:
-        placed = placement(rules, ranks)
+    for (count, data, model), placed in zip(ranks_of, found, strict=True):
         meshes = {m.name: m for m in placed.submeshes}
         assert [d for m in placed.submeshes for d in m.devices] == list(range(n_devices))
-        assert {m.shape for m in placed.submeshes} == {(1, ranks.data, ranks.model)}
-        for m, rounds in rounds_of(rules, ranks).items():
-            chunks = [s for s in placed.segments if s.module == m]
-            assert len(chunks) == rounds * ranks.count
-            assert [s.submesh for s in chunks] == rounds * list(meshes)
+        assert {m.shape for m in placed.submeshes} == {(1, data, model)}
+        rounds_up_to = [rounds_of(rules, count, model, most) for most in (1, 2, 3)]
+        rounds = {m: len(placed.segments_of(m)) // count for m in placed.modules}
+        assert rounds in rounds_up_to
+        for m in placed.modules:
+            chunks = placed.segments_of(m)
+            assert len(chunks) == rounds[m] * count
+            assert [s.submesh for s in chunks] == rounds[m] * list(meshes)
             layers = [layer for s in chunks for layer in range(s.start, s.stop)]
             assert layers == list(range(rules.n_layers[m]))
-            entry, leave = rules.ends(m, ranks.model)
+            entry, leave = rules.ends(m, model)
             dearest = max(s.n_layers + entry * s.first + leave * s.last for s in chunks)
             least = least_dearest(rules.n_layers[m], len(chunks), entry, leave)
             assert dearest == pytest.approx(least)
@@ -124,19 +126,19 @@ def least_dearest(n, parts, entry, leave):
 @pytest.mark.parametrize("tiles, parts", [(1, 1), (8, 1), (9, 2), (24, 3), (200, MOST_PARTS)])
 def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
     rules, _ = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3))
-    placed = placement(rules, Ranks(2, 2, 1, 1))
+    placed = chunked(rules, rank_submeshes(2, 2, 1), {"vision": 1, "llm": 1})
     buckets = (Bucket.of({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
                Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
-    plan = with_sub_microbatches(as_plan(placed, "dip", buckets, rules), rules)
+    layout = with_sub_microbatches(dataclasses.replace(placed, buckets=buckets), rules)
     efficient = efficient_rows(rules, "vision", 1, TILE)
-    assert plan.layout.fan_in == min(MOST_PARTS, -(-tiles // efficient))
-    if plan.layout.fan_in == 1:
-        assert plan.layout.buckets == buckets
+    assert layout.fan_in == min(MOST_PARTS, -(-tiles // efficient))
+    if layout.fan_in == 1:
+        assert layout.buckets == buckets
         return
-    (shape,) = plan.layout.shapes("vision")
-    assert shape.rows * plan.layout.fan_in >= tiles
+    (shape,) = layout.shapes("vision")
+    assert shape.rows * layout.fan_in >= tiles
     assert shape.rows >= efficient
-    assert plan.layout.shapes("llm") == (Shape(1, 256), Shape(1, 128))
+    assert layout.shapes("llm") == (Shape(1, 256), Shape(1, 128))
 
 
 def every_candidate_s(evaluator, n_devices):
@@ -152,7 +154,7 @@ def every_candidate_s(evaluator, n_devices):
             spans = []
             for b in range(len(evaluator.batches)):
                 groups = []
-                for _ in range(max(ranked.groups[b], evaluator.n_groups(plan, b))):
+                for _ in range(max(ranked.groups[b], evaluator.n_groups(plan.layout, b))):
                     (bucket,) = plan.layout.buckets
                     counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
                     last = len(groups) + sum(counts) - 1

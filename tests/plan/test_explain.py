@@ -9,11 +9,18 @@ from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.explain import why_it_lost
 from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
+from dflop_jax.records import Predicted
 
+from ..plans import chain
 from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile
 
 GIB = 2**30
-BEST = Candidate("dflop", "best", 4, "none", 1.0, {"vision": 0.7, "llm": 0.9}, 1.0)
+
+
+def candidate(makespan_s, busy_s):
+    busy = {m: s / makespan_s for m, s in busy_s.items()}
+    plan = dataclasses.replace(chain(2, vision=1), predicted=Predicted(makespan_s, busy))
+    return Candidate(plan, 4, makespan_s)
 
 
 @pytest.mark.parametrize(
@@ -25,9 +32,9 @@ BEST = Candidate("dflop", "best", 4, "none", 1.0, {"vision": 0.7, "llm": 0.9}, 1
     ],
 )
 def test_why_a_placement_lost(makespan_s, busy_s, says):
-    other = dataclasses.replace(BEST, name="other", makespan_s=makespan_s, busy_s=busy_s)
-    assert why_it_lost(other, BEST) == says
-    assert why_it_lost(BEST, BEST) == ""
+    best = candidate(1.0, {"vision": 0.7, "llm": 0.9})
+    assert why_it_lost(candidate(makespan_s, busy_s), best) == says
+    assert why_it_lost(best, best) == ""
 
 
 def plan(n_devices, memory_bytes, hardware=None):

@@ -28,9 +28,9 @@ def looked_at(glances, n):
     def finish(plan):
         return SimpleNamespace(**vars(plan), finished=True)
 
-    tried = [finalists._Refined(p, candidate, 1) for p in plans]
+    tried = [finalists.Finalist(p, candidate, 1) for p in plans]
     judged = finalists._judged(evaluator, tried, n, finish)
-    assert all(j.plan.finished and j.of is tried[j.plan.at] for j in judged)
+    assert all(j.plan.finished and j.of is candidate for j in judged)
     return [j.plan.at for j in judged]
 
 
@@ -73,8 +73,8 @@ def shortened(plan, loads, batch_tokens=(0,)):
     volumes = {"llm": volume_of("llm", loads, [loads], len(loads), counts_pieces=False)}
     rules = Rules(costs, volumes, 32, 1, trains=lambda segment: True)
 
-    def n_groups(plan, batch):
-        (one,) = plan.layout.buckets
+    def n_groups(layout, batch):
+        (one,) = layout.buckets
         return max(1, -(-batch_tokens[batch] // one.shape("llm").size))
 
     evaluator = SimpleNamespace(rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups)

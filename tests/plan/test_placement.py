@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from dflop_jax.plan.baselines import blind
-from dflop_jax.plan.placement import Form, Outline, factors, lay_out, split_layers
+from dflop_jax.plan.placement import Form, factors, lay_out, name_of, split_layers
 from dflop_jax.plan.space import separate, shared
 from dflop_jax.records import Bucket, Layout, Plan, Shape
 
-from .cases import outlines
+from .cases import layouts
 
 LAYERS = {"vision": 3, "llm": 4}
 THREE = {"vision": 2, "audio": 3, "llm": 4}
@@ -86,11 +86,15 @@ def described(placement):
     return tuple(found)
 
 
+def firsts_of(placement):
+    return [first for first, _, _ in described(placement)]
+
+
 def laid_out(space, n, layers, **limits):
-    """Placements of a space, of which searched ones give families of outlines."""
+    """Layouts of a space, of which searched ones give families."""
     if space is blind:
         return list(space(n, layers, **limits))
-    return [lay_out(o, layers) for o in outlines(space, n, layers, **limits)]
+    return layouts(space, n, layers, **limits)
 
 
 def check(placement, n_devices, layers, disjoint):
@@ -125,7 +129,7 @@ def test_separate_is_the_whole_space(n, llm_layers):
     want = brute_separate(n, layers, **SPACE)
     assert len(found) == len(want)
     assert {described(p) for p in found} == want
-    assert len({p.name for p in found}) == len(found)
+    assert len({name_of(p) for p in found}) == len(found)
     for p in found:
         check(p, n, layers, disjoint=True)
 
@@ -135,12 +139,12 @@ def test_separate_is_the_whole_space(n, llm_layers):
 def test_separate_of_three_modules_has_every_partition(n, unstaged):
     limits = {"max_model": 2, "max_stage": 2, "unstaged": unstaged}
     found = laid_out(separate, n, THREE, **limits)
-    assert len(found) == len({described(p) for p in found}) == len({p.name for p in found})
+    assert len(found) == len({described(p) for p in found}) == len({name_of(p) for p in found})
     assert {described(p) for p in found} == brute_separate(n, THREE, **limits)
     blocks = {tuple(first for first, _, _ in described(p)) for p in found}
     for p in found:
         check(p, n, THREE, disjoint=False)
-        firsts = [first for first, _, _ in described(p)]
+        firsts = firsts_of(p)
         assert len(set(firsts)) >= 2
     if n >= 3:  # two share, in all ways, or none do
         equal = {(a == b, a == c, b == c) for a, b, c in blocks}
@@ -153,13 +157,13 @@ def test_separate_of_three_modules_has_every_partition(n, unstaged):
 def test_many_devices_are_split_among_many_blocks_in_coarse_steps():
     small = {"max_model": 1, "max_stage": 1}
     for n in (16, 64, 100, 1024):
-        firsts = {o.firsts for o in outlines(separate, n, THREE, **small) if len(set(o.firsts)) > 2}
-        cuts = {f for row in firsts for f in row[1:]}
+        firsts = [firsts_of(p) for p in layouts(separate, n, THREE, **small)]
+        cuts = {f for row in firsts if len(set(row)) > 2 for f in row[1:]}
         step = min(cuts)
         assert cuts == set(range(step, n, step))
         assert 16 <= n / step < 32
     # Two blocks are split everywhere.
-    firsts = {max(o.firsts) for o in outlines(separate, 100, LAYERS, **small)}
+    firsts = {max(firsts_of(p)) for p in layouts(separate, 100, LAYERS, **small)}
     assert firsts == set(range(1, 100))
 
 
@@ -188,7 +192,7 @@ def test_blind_gives_the_whole_model_one_parallelism(n):
         want.add(((0, (1, d, m), 1), (first, (1, d, m), llm)))
         assert llm <= LAYERS["llm"]
     assert {described(p) for p in found} == want
-    assert len({p.name for p in found}) == len(found)
+    assert len({name_of(p) for p in found}) == len(found)
     for p in found:
         one = p.submeshes[0].first == p.submeshes[-1].first
         assert len(p.segments) == (2 if one else n // p.submeshes[0].n_devices)
@@ -224,7 +228,7 @@ def test_a_model_of_one_module_gives_it_all_devices(space, n):
 def test_one_device_cannot_be_shared_out():
     assert list(separate(1, LAYERS, **SPACE)) == []
     one = Form((1, 1, 1))
-    assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out(Outline((one, one), (0, 0)), LAYERS)]
+    assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out((one, one), (0, 0), LAYERS)]
 
 
 @pytest.mark.parametrize("n, parts", [(1, 1), (4, 1), (4, 4), (5, 2), (7, 3), (8, 3)])
@@ -254,10 +258,10 @@ def test_layers_split_so_that_the_dearest_run_is_cheapest(n, parts, ends):
 
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():
-    o = Outline((Form((1, 1, 1)), Form((1, 1, 1), 2)), (0, 1))
+    where = (Form((1, 1, 1)), Form((1, 1, 1), 2)), (0, 1)
     ends = {("llm", 1): (0.0, 2.0)}
-    assert [s.n_layers for s in lay_out(o, LAYERS, ends).segments] == [3, 3, 1]
-    assert [s.n_layers for s in lay_out(o, LAYERS).segments] == [3, 2, 2]
+    assert [s.n_layers for s in lay_out(*where, LAYERS, ends).segments] == [3, 3, 1]
+    assert [s.n_layers for s in lay_out(*where, LAYERS).segments] == [3, 2, 2]
 
 
 def test_factors():

@@ -11,6 +11,7 @@ import pytest
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
+from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.search import SearchSpec, search_plan
 from dflop_jax.plan.space import families
 from dflop_jax.profile.cost_model import CostModel
@@ -104,9 +105,9 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     node, shares = rules.node(n_devices), []
     for bounds in all_bounds(families(rules.facts, n_devices, node, config)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
-            placement = bounds.placement(p)
-            m = int(bounds.cuts[c]) * placement.group_size
-            exact_s = took[placement.name, m]
+            layout = bounds.layout(p)
+            m = int(bounds.cuts[c]) * layout.group_size
+            exact_s = took[name_of(layout), m]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
             shares.append(bounds.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)

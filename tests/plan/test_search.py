@@ -14,8 +14,9 @@ import dflop_jax.plan.ranking as ranking_module
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.sizing as sizing
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.candidate import Ranked
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import work_budget
+from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.search import SearchSpec, search_plan
@@ -51,7 +52,7 @@ def test_a_baseline_is_the_best_of_its_space(policy):
     names = {c.name for c in result.candidates}
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     space = BASELINES[policy](4, model_profile().n_layers, **limits)
-    assert names == {p.name for p in space}
+    assert names == {name_of(p) for p in space}
     spans = [c.makespan_s for c in result.candidates]
     assert spans == sorted(spans)
     assert len(set(spans)) > 1
@@ -70,11 +71,11 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     limit = 2.5 * run(profile=profile).candidates[0].peak_bytes
     tried = []
 
-    def choose(loads, spec):
-        tried.append(spec.effort)
-        tiles, tokens = (capacity(m, loads, spec) for m in spec.ranks)
+    def choose(loads, problem, *, effort):
+        tried.append(effort)
+        tiles, tokens = (capacity(m, loads, problem) for m in problem.ranks)
         large = Bucket.of({"vision": tiles, "llm": tokens})
-        if spec.effort == "quick":
+        if effort == "quick":
             return BucketChoice((large,), 0.0, {})
         small = tuple(Bucket.of({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96))
         huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
@@ -99,7 +100,7 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     plan = run().plan
     larger = plan.with_layout(buckets=(*plan.layout.buckets, Bucket.of({"llm": Shape(1, 4096)})))
-    few, more = finalists.Judged(plan, 1.0), finalists.Judged(larger, 1 - faster)
+    few, more = (finalists.Finalist(p, seconds=s) for p, s in ((plan, 1.0), (larger, 1 - faster)))
     for judged in ([few, more], [more, few]):
         assert finalists.fastest_of(judged) is (few if faster < 1e-6 else more)
 
@@ -419,13 +420,13 @@ def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     ranking = Ranking(evaluator, list(searched(rules, 4, config)), (), lambda m: True)
     best = ranking.about_best("dflop", np.inf)
     steps = []
-    refined = Ranked.refined
+    refined = Candidate.refined
 
     def counted(self, evaluator):
         steps.append(refined(self, evaluator))
         return steps[-1]
 
-    monkeypatch.setattr(Ranked, "refined", counted)
+    monkeypatch.setattr(Candidate, "refined", counted)
     assert ranking.about_best("dflop", 0.999 * best.bound_s) is None
     needed = len(steps)
     monkeypatch.setattr(ranking_module, "_HOPELESS", 2)

@@ -18,11 +18,9 @@ from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
 from dflop_jax.schedule.shapes.milp import solve_choices
+from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 from dflop_jax.schedule.shapes.sizes import (
-    Buckets,
-    BucketSpec,
     Move,
-    SecondsOf,
     Sizes,
     bucket_of,
     chains,
@@ -78,51 +76,52 @@ class BucketChoice:
 
 
 def choose_buckets(
-    loads: Sequence[Load], spec: BucketSpec, *, with_milp: bool = True
+    loads: Sequence[Load],
+    problem: ShapeProblem,
+    *,
+    effort: str = "full",
+    seed: int = 0,
+    with_milp: bool = True,
 ) -> BucketChoice:
-    """At most `spec.n_buckets` buckets that minimise the expected step on these loads (a
-    DataProfile's). The answer depends on the arguments alone; `with_milp` False leaves the integer
-    program out, to see what it brings.
+    """At most `problem.n_buckets` buckets that minimise the expected step on these loads (a
+    DataProfile's). The answer depends on the arguments alone.
+
+    Args:
+      effort: "full" (seconds), or "quick" (a tenth of it: no integer program, fewer batches), good
+        enough to rank plans. Either does a fixed amount of work.
+      with_milp: False leaves the integer program out, to see what it brings.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
     """
-    if spec.effort not in _EFFORTS:
-        raise ValueError(f"effort={spec.effort!r} is not one of {', '.join(_EFFORTS)}")
-    effort = _EFFORTS[spec.effort]
-    sizes = sizes_of(loads, spec)
-    seconds = spec.seconds or even_seconds(loads, spec)
+    if effort not in _EFFORTS:
+        raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
+    work = _EFFORTS[effort]
+    sizes = sizes_of(loads, problem)
     front = Batch(largest(loads, tuple(sizes)), tuple(sizes))
-    share = min(1.0, _USUAL_BATCH / spec.global_batch)
-    few = max(1, round(effort.first * share))
-    batches = _drawn(loads, spec, effort)
-    budget = round(effort.budget * max(0.3, share))
-    evaluator = Evaluator(
-        batches,
-        spec,
-        seconds,
-        work=effort.work,
-        budget=budget,
-    )
-    chained = chains(sizes, spec, seconds)[: effort.starts]
-    starts = [_holding(start, front, sizes, spec.capacity) for start in chained]
-    best = _best_start(starts, evaluator, few, effort.finalists)
-    best = _refined(best, sizes, evaluator, front, spec)
-    if effort.milp_nodes and with_milp:
-        candidates = _candidates((*chained, best), sizes, spec)
+    share = min(1.0, _USUAL_BATCH / problem.global_batch)
+    few = max(1, round(work.first * share))
+    batches = _drawn(loads, problem, work.batches, seed)
+    budget = round(work.budget * max(0.3, share))
+    evaluator = Evaluator(batches, problem, work=work.work, budget=budget)
+    chained = chains(sizes, problem)[: work.starts]
+    starts = [_holding(start, front, sizes, problem.capacity) for start in chained]
+    best = _best_start(starts, evaluator, few, work.finalists)
+    best = _refined(best, sizes, evaluator, front, problem)
+    if work.milp_nodes and with_milp:
+        candidates = _candidates((*chained, best), sizes, problem)
         answers = solve_choices(
             candidates,
             evaluator.batches[:_MILP_BATCHES],
-            spec,
-            seconds,
+            problem,
             must_hold=front,
-            max_nodes=effort.milp_nodes,
+            max_nodes=work.milp_nodes,
         )
         evaluator.left = round(_MILP_SHARE * budget)
-        starts = [_holding(answer, front, sizes, spec.capacity) for answer in answers]
+        starts = [_holding(answer, front, sizes, problem.capacity) for answer in answers]
         n = len(batches)
         other = _best_start(starts, evaluator, n, 1)
-        other = _refined(other, sizes, evaluator, front, spec)
+        other = _refined(other, sizes, evaluator, front, problem)
         best = (best, other)[first_least([evaluator.mean_s(s, n) for s in (best, other)])]
     return _choice(roomiest_first(best), evaluator)
 
@@ -130,33 +129,32 @@ def choose_buckets(
 def evaluate_buckets(
     buckets: Sequence[Bucket],
     batches: Sequence[Sequence[Load]],
-    spec: BucketSpec,
+    problem: ShapeProblem,
     *,
     work: int = _EVALUATE_WORK,
 ) -> BucketChoice:
     """Schedule and simulate the batches with these buckets: what they really cost and pad."""
-    seconds = spec.seconds or even_seconds([s for b in batches for s in b], spec)
-    return _choice(tuple(buckets), Evaluator(batches, spec, seconds, work=work, budget=0))
+    return _choice(tuple(buckets), Evaluator(batches, problem, work=work, budget=0))
 
 
 def _choice(buckets: Buckets, evaluator: Evaluator) -> BucketChoice:
     n = len(evaluator.batches)
     expected_s = evaluator.mean_s(buckets, n)
     padding = {}
-    for m in evaluator.spec.ranks:
+    for m in evaluator.problem.ranks:
         room = sum(evaluator.rooms[buckets, i][m] for i in range(n))
         used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
         padding[m] = 1 - used / room if room else 0.0
     return BucketChoice(buckets, expected_s, padding)
 
 
-def _drawn(loads: Sequence[Load], spec: BucketSpec, effort: _Effort) -> list[list[Load]]:
+def _drawn(loads: Sequence[Load], problem: ShapeProblem, usual: int, seed: int) -> list[list[Load]]:
     """Global batches drawn from the loads, every second one drifted."""
-    least = max(2, round(4 * min(1.0, _LARGE_BATCH / spec.global_batch)))
-    usual = round(effort.batches * min(1.0, 2 * _USUAL_BATCH / spec.global_batch))
-    n = max(least, usual)
-    plain = sample_batches(loads, spec.global_batch, n - n // 2, spec.seed)
-    drifted = drifted_batches(loads, tuple(spec.ranks), spec.global_batch, n // 2, spec.seed)
+    least = max(2, round(4 * min(1.0, _LARGE_BATCH / problem.global_batch)))
+    n = max(least, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
+    plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
+    modules = tuple(problem.ranks)
+    drifted = drifted_batches(loads, modules, problem.global_batch, n // 2, seed)
     return [b for pair in zip_longest(plain, drifted) for b in pair if b is not None]
 
 
@@ -194,7 +192,7 @@ def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fin
 
 
 def _refined(
-    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Batch, spec: BucketSpec
+    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Batch, problem: ShapeProblem
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
@@ -215,66 +213,59 @@ def _refined(
         if moved is None or moved in best:
             continue
         buckets = (*best[: move.bucket], moved, *best[move.bucket + 1 :])
-        if front.able_any(buckets, spec.capacity).all() and evaluator.beats(buckets, best):
+        if front.able_any(buckets, problem.capacity).all() and evaluator.beats(buckets, best):
             best, untried = buckets, len(moves)
     return best
 
 
-def _candidates(starts: Sequence[Buckets], sizes: Sizes, spec: BucketSpec) -> list[Bucket]:
+def _candidates(starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
     that cut an average batch into a few numbers of microbatches with rows of several lengths."""
     found = dict.fromkeys(b for start in starts for b in start)
     found[bucket_of(sizes, {}, holds_all=True)] = None
     *others, last = sizes
     for cut in _CANDIDATE_CUTS:
-        tokens = {m: s.volume / (cut * finest(sizes, spec)) for m, s in sizes.items()}
+        tokens = {m: s.volume / (cut * finest(sizes, problem)) for m, s in sizes.items()}
         options = [sizes[m].choices(tokens[m], _OTHER_LENGTHS) for m in others]
         for shapes in product(*options, sizes[last].choices(tokens[last], _LAST_LENGTHS)):
             found[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
     return list(found)
 
 
-def even_seconds(loads: Sequence[Load], spec: BucketSpec) -> SecondsOf:
-    """Each module takes 1 s for an average batch without padding; 2% of an average microbatch per
-    call stands for launching it."""
-    scale = spec.global_batch / len(loads)
-    volume = {m: sum(s.tokens(m) for s in loads) * scale / n for m, n in spec.ranks.items()}
-    call_s = 0.02 / spec.max_microbatches
-
-    def seconds(bucket: Bucket) -> Mapping[str, float]:
-        return {
-            m: spec.group_size * (s.size / volume[m] + call_s)
-            for m, s in bucket.shapes
-            if volume[m]
-        }
-
-    return seconds
-
-
-def arrival_buckets(loads: Sequence[Load], spec: BucketSpec, per_rank: int) -> tuple[Bucket, ...]:
+def arrival_buckets(
+    loads: Sequence[Load],
+    ranks: Mapping[str, int],
+    per_rank: int,
+    *,
+    n_buckets: int = 4,
+    piece_tokens: Mapping[str, int] | None = None,
+    token_multiple: int = 128,
+    seed: int = 0,
+) -> tuple[Bucket, ...]:
     """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
     longest, and as many rows of the others as hold these samples' pieces.
 
     Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
     holds `per_rank` of the largest sample.
     """
-    last = list(spec.ranks)[-1]
-    rng = np.random.default_rng(spec.seed)
-    picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, spec.ranks[last], per_rank))
+    piece_tokens = piece_tokens or {}
+    last = list(ranks)[-1]
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, ranks[last], per_rank))
     needs: dict[str, tuple[np.ndarray, int]] = {}
     row_tokens: dict[str, int] = {}
-    for m in spec.ranks:
+    for m in ranks:
         lengths = [load.lengths(m) for load in loads]
         if not any(lengths):
             continue
         if m == last:
-            unit = spec.piece_tokens.get(m, spec.token_multiple)
+            unit = piece_tokens.get(m, token_multiple)
             sizes_N = np.array([sum(n) for n in lengths])
             drawn = sizes_N[picks].max(axis=(1, 2))
             needs[m] = np.array([_round_up(v, unit) for v in drawn]), _round_up(sizes_N.max(), unit)
             continue
         longest = max((max(n, default=0) for n in lengths), default=0)
-        row_tokens[m] = spec.piece_tokens.get(m) or _round_up(longest, spec.token_multiple)
+        row_tokens[m] = piece_tokens.get(m) or _round_up(longest, token_multiple)
         shape = Shape(1, row_tokens[m])
         rows_N = np.array([rows_needed(n, shape) for n in lengths], int)
         needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
@@ -287,7 +278,7 @@ def arrival_buckets(loads: Sequence[Load], spec: BucketSpec, per_rank: int) -> t
             }
         )
 
-    quantiles = np.arange(1, spec.n_buckets) / spec.n_buckets
+    quantiles = np.arange(1, n_buckets) / n_buckets
     chosen = {
         bucket({m: int(np.quantile(drawn, q, method="higher")) for m, (drawn, _) in needs.items()})
         for q in quantiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -12,23 +12,21 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import Demand, demand
 from dflop_jax.schedule.shapes.evaluate import roomiest_first
-from dflop_jax.schedule.shapes.sizes import Buckets, BucketSpec, SecondsOf
+from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 from dflop_jax.schedule.solver.highs import silent_for_others
 from dflop_jax.schedule.solver.problem import Floats
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need
 _GAP = 0.004  # relative, at which the MILP counts as solved
-_IDLE_PRICE = 0.2  # of a second in a module that is not the slowest: padding there is not free
+_IDLE_PRICE = 0.2  # of a second on devices that are not the slowest: padding there is not free
 
 
-def group_price(seconds: Mapping[str, float], devices: Mapping[str, int]) -> tuple[float, float]:
+def group_price(problem: ShapeProblem, bucket: Bucket) -> tuple[float, float]:
     """(what a group adds to a batch, what it takes to fill the pipeline): the time of the slowest
     devices and a share of the others', and those of all others."""
-    total: dict[object, float] = {}
-    for module, took_s in seconds.items():
-        place = devices.get(module, module)
-        total[place] = total.get(place, 0.0) + took_s
-    slowest, rest = max(total.values()), sum(total.values()) - max(total.values())
+    seconds_R = problem.costs(bucket).bucket_s(bucket)
+    slowest = float(seconds_R.max())
+    rest = float(seconds_R.sum()) - slowest
     return slowest + _IDLE_PRICE * rest, rest
 
 
@@ -47,8 +45,7 @@ def with_remains(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict
 def solve_choices(
     candidates: Sequence[Bucket],
     batches: Sequence[Batch],
-    spec: BucketSpec,
-    seconds: SecondsOf,
+    problem: ShapeProblem,
     *,
     must_hold: Batch,
     max_nodes: int,
@@ -68,10 +65,10 @@ def solve_choices(
     """
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
-    capacity = spec.capacity
+    capacity = problem.capacity
     parents = with_remains(candidates, batches)
     columns = list(parents)
-    prices = np.array([group_price(seconds(b), spec.devices) for b in columns])
+    prices = np.array([group_price(problem, b) for b in columns])
     price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
     of_VC = np.array([[c in found for c in range(len(candidates))] for found in parents.values()])
     wanted = [demand(batch, columns, capacity) for batch in batches]
@@ -81,7 +78,7 @@ def solve_choices(
     fill, slack = cp.Variable(nonneg=True), cp.Parameter(nonneg=True)
     limits = [
         n >= 0,
-        cp.sum(z) <= spec.n_buckets,
+        cp.sum(z) <= problem.n_buckets,
         fill >= cp.multiply(rest_V[: len(candidates)], z),
         able_CN.T @ z >= 1,
     ]
@@ -91,14 +88,14 @@ def solve_choices(
             n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
             want.room_DC @ n[s] >= slack * want.need_D,
         ]
-    problem = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
+    program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
     answers: dict[Buckets, None] = {}
     for value in SLACKS:
         slack.value = value
         with silent_for_others(), warnings.catch_warnings():
             # The best answer within the nodes is what is asked for.
             warnings.filterwarnings("ignore", message="Solution may be inaccurate")
-            problem.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
+            program.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
         on_C = np.zeros(len(candidates)) if z.value is None else z.value
         chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
         if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes

@@ -8,17 +8,14 @@ attention over a long row of several pieces is dear, chains of several short row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Edge, Load, Shape
-from dflop_jax.schedule.batch import Capacity
-
-Buckets = tuple[Bucket, ...]
-SecondsOf = Callable[[Bucket], Mapping[str, float]]
+from dflop_jax.records import Bucket, Load, Shape
+from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 
 # Chains, the most promising first (by held-out makespans of five data sets and meshes): cuts of a
 # batch over the finest that is sensible, and how far below the main size the smallest lies.
@@ -26,47 +23,6 @@ _TOPS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
 _BEND = 1.3  # sizes of a chain are denser near the main one
 _ROWS = (1, 2, 4, 8)  # of a chain's buckets
 _CHEAPER = 0.97  # than with fewer rows, or a chain of so many is not worth trying
-
-
-@dataclass(frozen=True)
-class BucketSpec:
-    """For what buckets are chosen.
-
-    Attributes:
-      global_batch: samples of a step.
-      ranks: data ranks by module, in topological order.
-      edges: the model's, for the simulated order of groups.
-      piece_tokens: modules whose rows take one piece each, and its tokens.
-      n_buckets: at most so many are chosen.
-      group_size: microbatches run by one program call.
-      seconds: bucket -> seconds of one group by module, forward and backward; by default each
-        module's time is its volume, scaled so that the modules are equally busy on this data, plus
-        2% of a microbatch of the mean size for each call.
-      token_multiple: tokens of packed rows are a multiple of it (128 on GPU).
-      max_tokens: by module, most tokens of a microbatch on one rank that memory allows.
-      max_microbatches: most microbatches that an average batch is cut into.
-      effort: "full" (seconds), or "quick" (a tenth of it: no MILP, fewer batches), good enough to
-        rank plans. Either does a fixed amount of work.
-      devices: modules of one number share devices; by default each has its own.
-    """
-
-    global_batch: int
-    ranks: Mapping[str, int]
-    edges: tuple[Edge, ...] = ()
-    piece_tokens: Mapping[str, int] = field(default_factory=dict)
-    n_buckets: int = 4
-    group_size: int = 1
-    seconds: SecondsOf | None = None
-    token_multiple: int = 128
-    max_tokens: Mapping[str, int] = field(default_factory=dict)
-    max_microbatches: int = 16
-    effort: str = "full"
-    seed: int = 0
-    devices: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(self.ranks, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -127,27 +83,27 @@ class ModuleSizes:
 Sizes = Mapping[str, ModuleSizes]
 
 
-def sizes_of(loads: Sequence[Load], spec: BucketSpec) -> dict[str, ModuleSizes]:
+def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSizes]:
     """Sizes of every module that the loads use.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold.
     """
-    scale = spec.global_batch / len(loads)
+    scale = problem.global_batch / len(loads)
     found: dict[str, ModuleSizes] = {}
-    for m, ranks in spec.ranks.items():
+    for m, ranks in problem.ranks.items():
         lengths = [n for load in loads for n in load.lengths(m)]
         if not lengths:
             continue
-        piece = spec.piece_tokens.get(m, 0)
+        piece = problem.piece_tokens.get(m, 0)
         sizes = ModuleSizes(
             piece=piece,
-            multiple=spec.token_multiple,
+            multiple=problem.token_multiple,
             volume=sum(lengths) * scale / ranks,
             longest=max(lengths),
             mean=sum(lengths) / len(lengths),
-            sample=_sample_tokens(loads, m, ranks, piece or spec.token_multiple),
-            most=spec.max_tokens.get(m, math.inf),
+            sample=_sample_tokens(loads, m, ranks, piece or problem.token_multiple),
+            most=problem.max_tokens.get(m, math.inf),
         )
         usable = sizes.most // (piece or sizes.multiple) * (piece or sizes.multiple)
         if sizes.least > usable:
@@ -178,27 +134,29 @@ def bucket_of(
     return Bucket.of({m: s.shape(tokens.get(m, 0.0), rows, holds_all) for m, s in sizes.items()})
 
 
-def finest(sizes: Sizes, spec: BucketSpec) -> float:
+def finest(sizes: Sizes, problem: ShapeProblem) -> float:
     """Microbatches into which an average batch is cut where they still hold the largest sample."""
-    return min(float(spec.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
+    return min(float(problem.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
 
 
-def chains(sizes: Sizes, spec: BucketSpec, seconds: SecondsOf) -> list[Buckets]:
+def chains(sizes: Sizes, problem: ShapeProblem) -> list[Buckets]:
     """Starts of at most K sizes below each of a few main sizes, the most promising first: each
     with one row and with as many as make packed tokens cheaper."""
-    below_K = (np.arange(spec.n_buckets) / max(1, spec.n_buckets - 1)) ** _BEND
+    below_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _BEND
     packed = [m for m, s in sizes.items() if not s.piece]
     found: dict[Buckets, None] = {}
     for top, depth in product(_TOPS, _DEPTHS):
-        cut = max(1.0, finest(sizes, spec) * top)
+        cut = max(1.0, finest(sizes, problem) * top)
         tokens = {m: s.volume / cut for m, s in sizes.items()}
         least = math.inf
         for rows in _ROWS:
             if rows > 1 and not any(tokens[m] / rows >= sizes[m].mean for m in packed):
                 break
             whole = bucket_of(sizes, tokens, rows)
-            by_module = seconds(whole)
-            price = sum(by_module.get(m, 0.0) / max(1, whole.tokens(m)) for m in packed)
+            static_s = problem.costs(whole).static_s
+            price = sum(
+                float(static_s[m, s].max()) / s.size for m, s in whole.shapes if m in packed
+            )
             if price > least * _CHEAPER:
                 break
             least = price

@@ -8,7 +8,6 @@ import pytest
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
 from dflop_jax.schedule import (
-    BucketSpec,
     Capacity,
     arrival_buckets,
     choose_buckets,
@@ -18,7 +17,7 @@ from dflop_jax.schedule import (
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import demand
 from dflop_jax.schedule.shapes.choose import _EFFORTS, largest
-from dflop_jax.schedule.shapes.evaluate import first_least, model_plan
+from dflop_jax.schedule.shapes.evaluate import first_least
 from dflop_jax.schedule.shapes.milp import (
     _GAP,
     SLACKS,
@@ -27,15 +26,22 @@ from dflop_jax.schedule.shapes.milp import (
     with_remains,
 )
 from dflop_jax.schedule.shapes.sizes import Move, bucket_of, chains, sizes_of
+from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch
 
+problems = module("shape_problems")
 RANKS = {"a": 2, "b": 2}
+ROWS = {"token_multiple": 32, "piece_tokens": {"a": TILE}}
 
 
-def spec_of(global_batch=32, ranks=RANKS, **options):
-    options = {"token_multiple": 32, "piece_tokens": {"a": TILE}} | options
+def problem_of(global_batch=32, ranks=RANKS, *, seconds=None, shared=False, **options):
+    """Modules on devices of their own or on shared ones; without seconds they are equally busy."""
+    options = ROWS | options
     edges = (Edge("a", "b", "a"),) if "a" in ranks else ()
-    return BucketSpec(global_batch, ranks, edges, **options)
+    layout = problems.whole_modules(
+        ranks, edges, shared=shared, group_size=options.pop("group_size", 1)
+    )
+    return problems.problem_of(layout, seconds or linear_seconds, global_batch, **options)
 
 
 def linear_seconds(one):
@@ -49,46 +55,44 @@ def quadratic_seconds(one):
     return {"a": 0.01 * one.tokens("a") / TILE, "b": long_s}
 
 
-def exhaustive_objective(candidates, batches, spec, must_hold, slack):
+def exhaustive_objective(candidates, batches, problem, must_hold, slack):
     """The MILP's objective by trying every choice and every count vector."""
     return min(
-        objective(candidates, chosen, batches, spec, slack)
-        for size in range(1, spec.n_buckets + 1)
+        objective(candidates, chosen, batches, problem, slack)
+        for size in range(1, problem.n_buckets + 1)
         for chosen in itertools.combinations(candidates, size)
-        if must_hold.able_any(chosen, spec.capacity).all()
+        if must_hold.able_any(chosen, problem.capacity).all()
     )
 
 
-def objective(candidates, chosen, batches, spec, slack):
-    total = max(group_price(spec.seconds(b), spec.devices)[1] for b in chosen)
+def objective(candidates, chosen, batches, problem, slack):
+    total = max(group_price(problem, b)[1] for b in chosen)
     parents = with_remains(candidates, batches)
     of_chosen = {candidates.index(b) for b in chosen}
     places = [i for i, found in enumerate(parents.values()) if found & of_chosen]
     columns = list(parents)
-    price = [group_price(spec.seconds(columns[i]), spec.devices)[0] for i in places]
+    price = [group_price(problem, columns[i])[0] for i in places]
     counts = np.array(list(itertools.product(range(9), repeat=len(places))))
     for batch in batches:
-        wanted = demand(batch, columns, spec.capacity)
+        wanted = demand(batch, columns, problem.capacity)
         met = (counts @ wanted.room_DC[:, places].T >= slack * wanted.need_D - 1e-6).all(axis=1)
         total += (counts[met] @ price).min() / len(batches) if met.any() else np.inf
     return total
 
 
-@pytest.mark.parametrize("seed, devices", [(0, {}), (1, {"a": 0, "b": 0}), (2, {})])
-def test_milp_equals_exhaustive_choice(seed, devices):
+@pytest.mark.parametrize("seed, shared", [(0, False), (1, True), (2, False)])
+def test_milp_equals_exhaustive_choice(seed, shared):
     rng = np.random.default_rng(seed)
     drawn = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
     front = Batch(largest([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
     batches = [Batch(batch, ("a", "b")) for batch in drawn]
-    spec = spec_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, devices=devices)
+    problem = problem_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, shared=shared)
     candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
-    answers = solve_choices(
-        candidates, batches, spec, linear_seconds, must_hold=front, max_nodes=100_000
-    )
+    answers = solve_choices(candidates, batches, problem, must_hold=front, max_nodes=100_000)
     assert all(len(chosen) <= 2 for chosen in answers)
     for slack in SLACKS:
-        best = exhaustive_objective(candidates, batches, spec, front, slack)
-        total = min(objective(candidates, chosen, batches, spec, slack) for chosen in answers)
+        best = exhaustive_objective(candidates, batches, problem, front, slack)
+        total = min(objective(candidates, chosen, batches, problem, slack) for chosen in answers)
         assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
 
 
@@ -102,8 +106,8 @@ def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch):
     for nodes in (0, 1):
         full = replace(_EFFORTS["full"], milp_nodes=nodes, budget=60)
         monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", {"full": full})
-        spec = spec_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
-        spans.append(choose_buckets(loads, spec).expected_s)
+        problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
+        spans.append(choose_buckets(loads, problem).expected_s)
     assert spans[1] < 0.99 * spans[0]
 
 
@@ -124,14 +128,14 @@ def loads():
 
 
 def test_choice_is_within_limits_and_pads_little(loads):
-    spec = spec_of(128, max_tokens={"a": 90 * TILE, "b": 1024}, effort="quick")
-    choice = choose_buckets(loads, spec)
+    problem = problem_of(128, max_tokens={"a": 90 * TILE, "b": 1024})
+    choice = choose_buckets(loads, problem, effort="quick")
     assert 1 <= len(choice.buckets) <= 4
     for b in choice.buckets:
         assert b.shape("b").tokens % 32 == 0
         assert b.tokens("b") <= 1024
         assert b.shape("a") is None or (b.shape("a").tokens == TILE and b.shape("a").rows <= 90)
-    assert not oversize(loads, choice.buckets, spec.capacity)
+    assert not oversize(loads, choice.buckets, problem.capacity)
     assert choice.padding["b"] <= 0.08
     assert choice.padding["a"] <= 0.05
 
@@ -140,21 +144,21 @@ def test_more_buckets_pad_less_than_one(loads):
     """One bucket of the chosen set's largest capacities, on the same batches."""
     batches = [loads[:128], loads[256:384]]
     fine = [bucket(t, (1, k)) for t, k in ((48, 512), (48, 256), (24, 256), (12, 128))]
-    spec = spec_of(128, seconds=linear_seconds)
-    many, one = (evaluate_buckets(b, batches, spec, work=300) for b in (fine, fine[:1]))
+    problem = problem_of(128, seconds=linear_seconds)
+    many, one = (evaluate_buckets(b, batches, problem, work=300) for b in (fine, fine[:1]))
     assert many.expected_s < one.expected_s
 
 
 def test_padding_is_the_unused_share():
     loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
-    spec = spec_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
-    result = evaluate_buckets((bucket(4, (1, 100)),), [loads], spec)
+    problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
+    result = evaluate_buckets((bucket(4, (1, 100)),), [loads], problem)
     assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
 
 
 @pytest.mark.parametrize("effort", ["quick", "full"])
 def test_a_module_absent_and_one_sample(effort):
-    choice = choose_buckets([Load({"b": (70,)})], spec_of(4, effort=effort))
+    choice = choose_buckets([Load({"b": (70,)})], problem_of(4), effort=effort)
     assert all(b.shape("a") is None for b in choice.buckets)
     assert max(b.shape("b").tokens for b in choice.buckets) >= 96
 
@@ -171,9 +175,9 @@ def test_packed_pieces_of_every_module_and_groups_of_several_microbatches():
         )
         for _ in range(100)
     ]
-    spec = spec_of(16, piece_tokens={}, group_size=2, effort="quick")
-    choice = choose_buckets(loads, spec)
-    assert not oversize(loads, choice.buckets, spec.capacity)
+    problem = problem_of(16, piece_tokens={}, group_size=2)
+    choice = choose_buckets(loads, problem, effort="quick")
+    assert not oversize(loads, choice.buckets, problem.capacity)
     assert all(s.tokens % 32 == 0 for b in choice.buckets for _, s in b.shapes)
 
 
@@ -190,13 +194,13 @@ def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
                 quadratic_seconds(one).items()}  # fmt: skip
 
     first, second = (
-        choose_buckets(loads, spec_of(16, effort=effort, seconds=seconds))
+        choose_buckets(loads, problem_of(16, seconds=seconds), effort=effort)
         for seconds in (quadratic_seconds, moved)
     )
     assert first.buckets == second.buckets
     assert first.padding == second.padding
     if effort == "quick":
-        other = choose_buckets(loads, spec_of(16, effort=effort, seconds=moved, seed=1))
+        other = choose_buckets(loads, problem_of(16, seconds=moved), effort=effort, seed=1)
         assert other.expected_s != first.expected_s
 
 
@@ -213,37 +217,37 @@ def test_quick_is_close_to_full(loads, monkeypatch):
     batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(6)]
     spent_s = {}
     for effort in ("quick", "full"):
-        spec = spec_of(32, seconds=linear_seconds, effort=effort)
-        choice = choose_buckets(loads, spec)
-        spent_s[effort] = evaluate_buckets(choice.buckets, batches, spec, work=400).expected_s
+        problem = problem_of(32, seconds=linear_seconds)
+        choice = choose_buckets(loads, problem, effort=effort)
+        spent_s[effort] = evaluate_buckets(choice.buckets, batches, problem, work=400).expected_s
     assert 0.98 * spent_s["full"] <= spent_s["quick"] <= 1.15 * spent_s["full"]
 
 
 @pytest.mark.parametrize("n_buckets", [1, 2])
 def test_few_buckets_hold_everything(loads, n_buckets):
-    spec = spec_of(16, {"a": 1, "b": 1}, n_buckets=n_buckets, effort="quick")
-    choice = choose_buckets(loads, spec)
+    problem = problem_of(16, {"a": 1, "b": 1}, n_buckets=n_buckets)
+    choice = choose_buckets(loads, problem, effort="quick")
     assert 1 <= len(choice.buckets) <= n_buckets
     assert not oversize(loads, choice.buckets, Capacity({"a": 1, "b": 1}))
 
 
 def test_an_unknown_effort_is_refused(loads):
     with pytest.raises(ValueError, match="effort='slow' is not one of quick, full"):
-        choose_buckets(loads, spec_of(8, effort="slow"))
+        choose_buckets(loads, problem_of(8), effort="slow")
 
 
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
 def test_chains_and_moves_keep_to_the_limits(loads, limits):
-    spec = spec_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
-    sizes = sizes_of(loads, spec)
-    starts = chains(sizes, spec, quadratic_seconds)
+    problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
+    sizes = sizes_of(loads, problem)
+    starts = chains(sizes, problem)
     assert len(set(starts)) == len(starts) > 0
     assert any(s.rows > 1 for start in starts for b in start for m, s in b.shapes if m == "b")
     moves = [Move(0, part, f) for part in (("a", "b"), ("a",), ("b",)) for f in (0.85, 1.18)]
     moves += [Move(0, ("b",), cut=2.0), Move(0, ("a",), 0.0)]
     for start in starts:
         assert 1 <= len(start) <= 4
-        assert not oversize(loads, [start[0]], spec.capacity)
+        assert not oversize(loads, [start[0]], problem.capacity)
         moved = [m.applied(b, sizes) for m in moves for b in start]
         for b in (*start, *moved):
             for m, s in b.shapes:
@@ -254,43 +258,36 @@ def test_chains_and_moves_keep_to_the_limits(loads, limits):
 
 
 def test_the_bucket_of_all_holds_all(loads):
-    sizes = sizes_of(loads, spec_of())
+    sizes = sizes_of(loads, problem_of())
     assert not oversize(loads, [bucket_of(sizes, {}, holds_all=True)], Capacity(RANKS))
 
 
 def test_several_short_rows_where_long_ones_are_dear(loads):
     def choose(seconds):
-        return choose_buckets(loads, spec_of(32, seconds=seconds, effort="quick"))
+        return choose_buckets(loads, problem_of(32, seconds=seconds), effort="quick")
 
     dear, linear = choose(quadratic_seconds), choose(linear_seconds)
     assert any(b.shape("b").rows > 1 for b in dear.buckets)
     assert all(b.shape("b").rows == 1 for b in linear.buckets)
     rng = np.random.default_rng(7)
     batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(3)]
-    spec = spec_of(32, seconds=quadratic_seconds)
-    own, other = (evaluate_buckets(c.buckets, batches, spec, work=300) for c in (dear, linear))
+    problem = problem_of(32, seconds=quadratic_seconds)
+    own, other = (evaluate_buckets(c.buckets, batches, problem, work=300) for c in (dear, linear))
     assert own.expected_s < other.expected_s
 
 
 def test_sample_above_the_memory_limit_is_refused(loads):
     with pytest.raises(ValueError, match="of b, memory allows 64: drop or truncate"):
-        choose_buckets(loads, spec_of(8, max_tokens={"b": 64}))
-
-
-def test_modules_that_share_devices_do_so_in_the_model_plan():
-    spec = spec_of(8, {"a": 2, "b": 4, "c": 3}, devices={"a": 0, "b": 0})
-    a, b, c = model_plan(spec, [bucket(1, (1, 32))]).layout.submeshes
-    assert a.first == b.first == 0
-    assert c.first >= 4
+        choose_buckets(loads, problem_of(8, max_tokens={"b": 64}))
 
 
 def test_arrival_buckets_hold_the_largest_and_follow_quantiles(loads):
-    found = arrival_buckets(loads, spec_of(n_buckets=3), 3)
+    found = arrival_buckets(loads, RANKS, 3, n_buckets=3, **ROWS)
     assert 1 <= len(found) <= 3
     assert all(b.shape("b").rows == 3 and b.shape("b").tokens % 32 == 0 for b in found)
     assert found[0].shape("b").tokens >= max(s.tokens("b") for s in loads)
     assert found[0].shape("a").rows >= 3 * max(len(s.lengths("a")) for s in loads)
     assert all(x.tokens("b") >= y.tokens("b") for x, y in itertools.pairwise(found))
     single = [Load({"a": (TILE,) * 2, "b": (13,)})]
-    one = arrival_buckets(single, spec_of(ranks={"a": 1, "b": 1}), 1)
+    one = arrival_buckets(single, {"a": 1, "b": 1}, 1, **ROWS)
     assert one == (bucket(2, (1, 32)),)

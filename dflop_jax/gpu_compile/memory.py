@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import numpy as np
-
 from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
-from dflop_jax.profile.state import SegmentBytes
 from dflop_jax.records import FORWARD, REDUCE, UPDATE
-from dflop_jax.sim.memory import peaks_of
+from dflop_jax.sim.memory import Need, peaks_of
 
 
 def device_memory(
@@ -35,12 +32,11 @@ def device_memory(
             return p.work_bytes - p.handed_bytes
         return _work_bytes(p, shards[resource[p.segment]])
 
-    needs = []
-    for s in states:
+    def need(s: SegmentState) -> Need:
         most = max((work(p) for p in programs if p.segment == s.segment), default=0.0)
-        held = np.array(s.state_bytes), np.array(kept[s.segment]), np.array(most)
-        needs.append(SegmentBytes(*held))
-    peaks = peaks_of(needs, [s.resource for s in states], [s.in_flight for s in states])
+        return s.resource, s.state_bytes + kept[s.segment] * s.in_flight, most
+
+    peaks = peaks_of(map(need, states))
     found = []
     for r, peak in peaks.items():
         here = [s for s in states if s.resource == r]

@@ -8,15 +8,15 @@ combination fits, and the least of every quantity over the options that may.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import numpy as np
 
 from dflop_jax.plan.estimate import Segments
 from dflop_jax.plan.options import Option
 from dflop_jax.profile.state import Array
+from dflop_jax.sim.memory import Need, need_of, peaks_of
 
 _TIE = 1e-12  # relative: prices that differ by less are equal
 
@@ -25,15 +25,12 @@ _TIE = 1e-12  # relative: prices that differ by less are equal
 class Member:
     """A module of a block with all its options, [n_options, ...] by segment.
 
-    resource: devices of each segment. steady: bytes of its state and its groups in flight. work:
-    bytes of temporaries. seconds: of a group forward and backward, and of the step's end: reduction
-    and update.
+    needs: of each segment. seconds: of a group forward and backward, and of the step's end:
+    reduction and update.
     """
 
     options: tuple[Option, ...]
-    resource: tuple[int, ...]
-    steady: tuple[Array, ...]
-    work: tuple[Array, ...]
+    needs: tuple[Need, ...]
     seconds: tuple[tuple[Array, ...], ...]
 
     @staticmethod
@@ -41,31 +38,32 @@ class Member:
         """A table's module where its segments have so many groups in flight."""
         return Member(
             table.options,
-            tuple(resource),
-            tuple(c.state + c.kept * n for c, n in zip(table.costs, in_flight, strict=True)),
-            tuple(c.temporaries for c in table.costs),
+            tuple(
+                need_of(r, c.bytes, n)
+                for r, c, n in zip(resource, table.costs, in_flight, strict=True)
+            ),
             tuple(zip(*(c.seconds for c in table.costs), strict=True)),
         )
 
     def at(self, *place: Array) -> Member:
         """At some of the table's forms (an array), or at one form and cut."""
         here = (slice(None), *place)
-        return replace(
-            self,
-            steady=tuple(a[here] for a in self.steady),
-            work=tuple(a[here] for a in self.work),
-            seconds=tuple(tuple(a[here] for a in by_segment) for by_segment in self.seconds),
-        )
+        return self._each(lambda a: a[here])
 
     def only(self, option: int) -> Member:
         """With one of the options."""
         one = slice(option, option + 1)
+        return replace(self._each(lambda a: a[one]), options=self.options[one])
+
+    def needs_of(self, options: Array) -> Iterator[Need]:
+        """With each of these options."""
+        yield from ((r, held[options], work[options]) for r, held, work in self.needs)
+
+    def _each(self, change: Callable[[Array], Array]) -> Member:
         return replace(
             self,
-            options=self.options[one],
-            steady=tuple(a[one] for a in self.steady),
-            work=tuple(a[one] for a in self.work),
-            seconds=tuple(tuple(a[one] for a in by_segment) for by_segment in self.seconds),
+            needs=tuple((r, change(held), change(work)) for r, held, work in self.needs),
+            seconds=tuple(tuple(map(change, by_segment)) for by_segment in self.seconds),
         )
 
 
@@ -110,41 +108,28 @@ def least(members: Sequence[Member], memory_bytes: float) -> Least:
 
 def _may_fit(members: Sequence[Member], limit: float) -> tuple[list[Array], Array]:
     """(of every member which options fit beside the least of the others, the least peak)."""
-    allowed = [np.ones(m.steady[0].shape, bool) for m in members]
-    peaks = [np.zeros(m.steady[0].shape) for m in members]
-    segments = [(i, k) for i, m in enumerate(members) for k in range(len(m.resource))]
-    for resource in sorted({r for m in members for r in m.resource}):
-        on = [(i, k) for i, k in segments if members[i].resource[k] == resource]
-        steady = [members[i].steady[k].min(axis=0) for i, k in on]
-        work = [members[i].work[k].min(axis=0) for i, k in on]
-        for j, (i, k) in enumerate(on):
-            beside = sum(steady[:j] + steady[j + 1 :])
-            others = work[:j] + work[j + 1 :]
-            largest = reduce(np.maximum, others, members[i].work[k])
-            peaks[i] = np.maximum(peaks[i], members[i].steady[k] + beside + largest)
-    for i, peak in enumerate(peaks):
-        allowed[i] &= peak <= limit
-    return allowed, np.maximum.reduce([p.min(axis=0) for p in peaks])
+    leasts = [[(r, s.min(axis=0), w.min(axis=0)) for r, s, w in m.needs] for m in members]
+    allowed, peaks = [], []
+    for i, m in enumerate(members):
+        others = [need for j, needs in enumerate(leasts) if j != i for need in needs]
+        peak = _peak([*m.needs, *others])
+        allowed.append(peak <= limit)
+        peaks.append(peak.min(axis=0))
+    return allowed, np.maximum.reduce(peaks)
 
 
 def _some_peak(members: Sequence[Member]) -> Array:
     """Peak bytes of the combination of options that each need the least alone."""
-    picked: list[tuple[int, Array, Array]] = []
+    picked: list[Need] = []
     for m in members:
-        i = sum(s + w for s, w in zip(m.steady, m.work, strict=True)).argmin(axis=0)[None]
-        take = tuple(tuple(np.take_along_axis(a, i, 0)[0] for a in of) for of in (m.steady, m.work))
-        picked += zip(m.resource, *take, strict=True)
-    return _most(picked)
+        i = sum(s + w for _, s, w in m.needs).argmin(axis=0)[None]
+        picked += [(r, *(np.take_along_axis(a, i, 0)[0] for a in (s, w))) for r, s, w in m.needs]
+    return _peak(picked)
 
 
-def _most(needs: Iterable[tuple[int, Array, Array]]) -> Array:
-    """Peak bytes of the resource that needs most, from (resource, steady, work) of segments."""
-    steady: dict[int, Array] = {}
-    work: dict[int, Array] = {}
-    for r, s, w in needs:
-        steady[r] = steady.get(r, 0.0) + s
-        work[r] = np.maximum(work.get(r, 0.0), w)
-    return np.maximum.reduce([steady[r] + work[r] for r in steady])
+def _peak(needs: Iterable[Need]) -> Array:
+    """Peak bytes of the resource that needs most."""
+    return np.maximum.reduce(np.broadcast_arrays(*peaks_of(needs).values()))
 
 
 def _every(members: Sequence[Member]) -> np.ndarray:
@@ -155,11 +140,8 @@ def _every(members: Sequence[Member]) -> np.ndarray:
 
 def _peaks(members: Sequence[Member], chosen: np.ndarray) -> Array:
     """Peak bytes of combinations, of members at one place."""
-    return _most(
-        (r, s[options], w[options])
-        for m, options in zip(members, chosen.T, strict=True)
-        for r, s, w in zip(m.resource, m.steady, m.work, strict=True)
-    )
+    each = zip(members, chosen.T, strict=True)
+    return _peak(need for m, options in each for need in m.needs_of(options))
 
 
 def least_peak(members: Sequence[Member]) -> tuple[float, tuple[Option, ...]]:

@@ -10,7 +10,7 @@ depend on the option have it first, [n_options, n_forms, n_cuts].
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -19,14 +19,11 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
+    Ends,
     Form,
     ModelFacts,
-    Outline,
-    Placement,
     ends_in_layers,
-    lay_out,
     module_segments,
-    without_shapes,
 )
 from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
 from dflop_jax.plan.volume import (
@@ -45,7 +42,6 @@ from dflop_jax.records import (
     Direction,
     Layout,
     ModelProfile,
-    Plan,
     Remat,
     SegmentPlan,
     Shape,
@@ -118,12 +114,9 @@ class Rules:
         most = max(1, self.max_microbatches // group_size)
         return np.array([*(c for c in CUTS if c < most), most])
 
-    def placement(self, outline: Outline) -> Placement:
-        return lay_out(outline, self.n_layers, self._ends_in_layers)
-
     def ends(self, module: str, model: int) -> tuple[float, float]:
         """What a module's entry and exit cost at a tensor-parallel degree, in layers."""
-        return self._ends_in_layers.get((module, model), (0.0, 0.0))
+        return self.ends_in_layers.get((module, model), (0.0, 0.0))
 
     def row_tokens(self, module: str) -> int:
         """Tokens of a packed row that holds the longest piece."""
@@ -131,12 +124,12 @@ class Rules:
         return -(-longest // self.token_multiple) * self.token_multiple
 
     @cached_property
-    def _ends_in_layers(self) -> dict[tuple[str, int], tuple[float, float]]:
+    def ends_in_layers(self) -> Ends:
         return ends_in_layers(self.profile)
 
-    def structure(self, placement: Placement, policy: str = "dflop") -> Plan:
-        """The placement as a plan without shapes, to ask for its graph."""
-        return without_shapes(placement, policy, self.profile, self.node(0))
+    def joined(self, layout: Layout) -> Layout:
+        """A layout of submeshes and segments, with the model's edges."""
+        return replace(layout, edges=self.profile.edges, tied=self.profile.tied)
 
     def trainable(self, layout: Layout) -> list[str]:
         """Names of the plan's segments that train."""
@@ -151,15 +144,13 @@ class Rules:
 @dataclass(frozen=True)
 class Costs:
     """What a segment takes, by option: seconds of a group, 0 where it does not run them, and of the
-    step's end; bytes as in `SegmentBytes`."""
+    step's end; bytes of its devices."""
 
     forward_s: Array
     backward_s: Array
     reduce_s: Array
     update_s: Array
-    state: Array
-    kept: Array
-    temporaries: Array
+    bytes: SegmentBytes
 
     @property
     def seconds(self) -> tuple[Array, Array, Array, Array]:
@@ -292,5 +283,5 @@ def _costs(
         each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
         each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,
         each(lambda o: update_s(o, mesh, *links), "zero") if trains else none,
-        *(held_bytes(f.name) for f in fields(SegmentBytes)),
+        SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
     )

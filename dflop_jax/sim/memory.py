@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,17 +40,24 @@ class ByteTable:
     keeping: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
 
 
-def peaks_of(
-    needs: Sequence[SegmentBytes], resource: Sequence[int], in_flight: Sequence[int]
-) -> dict[int, Array]:
-    """Peak bytes per device of each resource, from what its segments need and the groups that each
-    has in flight. Segments on the same devices hold what all of them hold, and the temporaries of
-    one program at a time."""
-    steady: dict[int, Array] = dict.fromkeys(resource, 0.0)
-    work = dict(steady)
-    for n, r, groups in zip(needs, resource, in_flight, strict=True):
-        steady[r] = steady[r] + n.state + n.kept * groups
-        work[r] = np.maximum(work[r], n.temporaries)
+# What a segment needs of a device: the resource that it lies on, bytes that it holds all the time,
+# groups in flight included, and bytes of temporaries while one of its programs runs.
+Need = tuple[int, Array, Array]
+
+
+def need_of(resource: int, n_bytes: SegmentBytes, in_flight: Array) -> Need:
+    """What a segment with so many groups in flight needs."""
+    return resource, n_bytes.state + n_bytes.kept * in_flight, n_bytes.temporaries
+
+
+def peaks_of(needs: Iterable[Need]) -> dict[int, Array]:
+    """Peak bytes per device of each resource. Segments on the same devices hold what all of them
+    hold, and the temporaries of one program at a time."""
+    steady: dict[int, Array] = {}
+    work: dict[int, Array] = {}
+    for resource, held, temporaries in needs:
+        steady[resource] = steady.get(resource, 0.0) + held
+        work[resource] = np.maximum(work.get(resource, 0.0), temporaries)
     return {r: steady[r] + work[r] for r in steady}
 
 
@@ -80,18 +87,14 @@ def peak_bytes(
             backward=s.name in backward,
         )
 
-    needs = []
-    for s in layout.segments:
-        need = most(s)
+    def need(s: SegmentPlan) -> Need:
+        n_bytes = most(s)
         if s.remat_less is not None:
-            work = np.maximum(need.temporaries, most(s.keeping).temporaries)
-            need = replace(need, temporaries=work)
-        needs.append(need)
-    peaks = peaks_of(
-        needs,
-        [resource[s.submesh] for s in layout.segments],
-        [in_flight.get(s.name, 0) for s in layout.segments],
-    )
+            work = np.maximum(n_bytes.temporaries, most(s.keeping).temporaries)
+            n_bytes = replace(n_bytes, temporaries=work)
+        return need_of(resource[s.submesh], n_bytes, in_flight.get(s.name, 0))
+
+    peaks = peaks_of(map(need, layout.segments))
     return {name: float(peaks.get(r, 0.0)) for name, r in resource.items()}
 
 

@@ -29,11 +29,11 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
 from dflop_jax.schedule.dispatch.cost import PhaseCost  # noqa: E402
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept  # noqa: E402
 from dflop_jax.schedule.dispatch.ranks import dispatch  # noqa: E402
 from dflop_jax.schedule.dispatch.traffic import traffic  # noqa: E402
-from dflop_jax.schedule.solver.bounds import lower_bound  # noqa: E402
 from dflop_jax.schedule.solver.problem import make_problem  # noqa: E402
 
 COSTS = {

@@ -8,7 +8,7 @@ Expected: `run` is the best of all orders on 95% or more of the small steps and 
 
 Small steps are so small that every order can be gone through (`enumeration`). Large ones have the
 scale of a 22B encoder and a 72B LLM on 8 ranks, 128 sub-microbatches: segments of two modules that
-each span all ranks in chunks. The bound is `schedule/ordering/bound.py`'s.
+each span all ranks in chunks. The bound is `schedule/bounds/order.py`'s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline_methods import interleaved, tree_search  # noqa: E402
 from pipeline_oracle import least_makespan  # noqa: E402
 
 from dflop_jax.records import Task  # noqa: E402
-from dflop_jax.schedule.ordering.bound import order_bound  # noqa: E402
+from dflop_jax.schedule.bounds.order import order_bound  # noqa: E402
 from dflop_jax.schedule.ordering.problem import problem_of  # noqa: E402
 from dflop_jax.schedule.ordering.search import searched  # noqa: E402
 from dflop_jax.schedule.solver.budget import Budget  # noqa: E402

@@ -1,8 +1,4 @@
-"""The graph of a layout's segments, and the seconds that no schedule of it undercuts.
-
-A resource (devices that no task shares with others) works off all groups, after the first has come
-up to it and before the last has gone down from it; then come reduction and update.
-"""
+"""The graph of a layout's segments, and the seconds that no schedule of it undercuts."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import numpy as np
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Direction, Layout, Plan
+from dflop_jax.schedule.bounds.pipeline import ends_s, step_s
 from dflop_jax.schedule.costs import directions
 from dflop_jax.tasks.graph import in_flight_limit, links, resources
 
@@ -104,32 +101,27 @@ def least_s(
     forward, back, reduce, update = (
         [seconds[m][kind][k] for m, k in structure.modules] for kind in range(4)
     )
-    # Seconds from the step's start until a group comes up to a segment, and from the end of its
-    # backward there until the last reduction that waits for it; what runs no backward waits for
-    # none.
-    up: list[Array] = [np.zeros(groups.shape[1:]) for _ in segments]
-    down: list[Array] = list(up)
-    for i in segments:
-        for u in structure.sources[i]:
-            up[i] = np.maximum(up[i], up[u] + forward[u])
-            below = np.where(back[u] > 0, back[u] + np.maximum(down[u], reduce[u]), 0.0)
-            down[i] = np.maximum(down[i], below)
+    before, after = ends_s(structure.sources, forward, back, reduce)
     mean: Array = groups.mean(axis=0)
     took_s = [
         mean * (forward[i] + back[i]) * (parts[m] if parts else 1)
         for i, (m, _) in enumerate(structure.modules)
     ]
-    least: Array = np.zeros(mean.shape)
-    updates: Array = 0.0
-    for resource in sorted(set(structure.resource)):
-        on = [i for i in segments if structure.resource[i] == resource]
-        after = np.minimum.reduce([np.where(back[i] > 0, down[i], 0.0) for i in on])
-        after = np.maximum(after, sum(reduce[i] for i in on))
-        before = np.minimum.reduce([up[i] for i in on])
-        least = np.maximum(least, before + sum(took_s[i] for i in on) + after)
-        updates = np.maximum(updates, sum(update[i] for i in on))
+    by_resource = [
+        [i for i in segments if structure.resource[i] == r] for r in sorted(set(structure.resource))
+    ]
+    least = step_s(
+        [sum(took_s[i] for i in on) for on in by_resource],
+        [np.minimum.reduce(np.broadcast_arrays(*(before[i] for i in on))) for on in by_resource],
+        [
+            np.minimum.reduce([np.where(back[i] > 0, after[i], 0.0) for i in on])
+            for on in by_resource
+        ],
+        [sum(reduce[i] for i in on) for on in by_resource],
+        [sum(update[i] for i in on) for on in by_resource],
+    )
     device_s = sum(
         took * np.minimum(devices[m], cores)
         for took, (m, _) in zip(took_s, structure.modules, strict=True)
     )
-    return np.maximum(least + updates, device_s / cores)
+    return np.maximum(least, device_s / cores)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from dflop_jax.records import Load, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
-from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.dispatch.nodes import rename_ranks

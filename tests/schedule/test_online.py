@@ -13,7 +13,7 @@ from scipy import optimize
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Group, Load, Schedule, Shape, Task
 from dflop_jax.schedule import Capacity, oversize, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.dealing import dealt_answer

@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.records import Group, Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import step_graph

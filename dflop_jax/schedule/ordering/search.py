@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.schedule.ordering.bound import heads_of, order_bound, tails_of
+from dflop_jax.schedule.bounds.order import heads_of, order_bound, tails_of
 from dflop_jax.schedule.ordering.swaps import with_swaps
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.tasks.listing import listed, sequenced, turned

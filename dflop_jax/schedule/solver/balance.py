@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dflop_jax.schedule.bounds.bins import cannot_fit, lower_bound
 from dflop_jax.schedule.solver import exact
-from dflop_jax.schedule.solver.bounds import cannot_fit, lower_bound
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
 from dflop_jax.schedule.solver.improve import Improver

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD
-from dflop_jax.schedule.ordering.bound import order_bound
+from dflop_jax.schedule.bounds.order import order_bound
 from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import searched

@@ -8,7 +8,7 @@ import pytest
 from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Task
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bound import lower_bound_s
+from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.sim.pipeline import with_order
 from dflop_jax.tasks.graph import step_graph

@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.solver import milp
-from dflop_jax.schedule.solver.balance import balance
-from dflop_jax.schedule.solver.bounds import (
+from dflop_jax.schedule.bounds.bins import (
     company_bound,
     lattice_step,
     lower_bound,
     shared_bin_bound,
 )
+from dflop_jax.schedule.solver import milp
+from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.local_search import State

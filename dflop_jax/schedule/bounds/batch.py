@@ -24,10 +24,12 @@ from dflop_jax.records import (
     Price,
     Prices,
     ProgramId,
+    SegmentPlan,
     Shape,
     Task,
 )
 from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.bounds.pipeline import ends_s, step_s
 from dflop_jax.schedule.costs import directions, group_costs
 from dflop_jax.schedule.cover import cheap_covers, demand, fractional_cost
 from dflop_jax.schedule.placing import content_bound
@@ -67,22 +69,16 @@ def lower_bound_s(
         shared += float(_volume_s(batch, module, shapes, capacity, total_C[:, None])[0])
         shared += pairs * float((pair_CR * weight_R).sum(axis=1).min())
     end_s = {REDUCE: np.zeros(costs.n_resources), UPDATE: np.zeros(costs.n_resources)}
-    trains_R = np.ones(costs.n_resources, bool)  # whether reductions wait for all its tasks
+    awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
         r = ids.index(resource_of[s.submesh])
-        trains_R[r] &= s.name in trainable
+        awaited_R[r] &= s.name in trainable
         if s.name in trainable and len(batch.lengths[s.module]):
             for direction, total_R in end_s.items():
                 total_R[r] += prices.step_end.get(Task(s.name, NO_GROUP, direction), 0.0)
-    first_R, last_R = _ends(batch, layout, prices, trainable, ids)
-    reduce_R, update_R = end_s[REDUCE], end_s[UPDATE]
-    tail_R = np.where(
-        trains_R,
-        np.maximum(reduce_R, last_R) + update_R.max(initial=0.0),
-        np.maximum(reduce_R + update_R, last_R),
-    )
-    alone = float((first_R + work_R + tail_R).max())
-    return max(alone, shared / prices.concurrency) * _SAFE
+    before_R, after_R = _ends(batch, layout, prices, trainable, ids)
+    alone_s = step_s(work_R, before_R, after_R, end_s[REDUCE], end_s[UPDATE], awaited_R)
+    return max(float(alone_s), shared / prices.concurrency) * _SAFE
 
 
 def _cheapest(prices: Prices) -> Prices:
@@ -131,36 +127,37 @@ def _ends(
     A group holds pieces of some sample, and with them runs what that sample's pieces in other
     modules need: forward before it, backward after it.
     """
-    tasks = directions(layout, trainable)
-    resource_of = resources(layout)
-    into: dict[str, list[str]] = {s.name: [] for s in layout.segments}
-    for link in links(layout):
-        into[link.target].append(link.source)
+    tasks, resource_of = directions(layout, trainable), resources(layout)
 
-    def least_s(name: str, direction: Direction) -> float:
-        module = layout.segment(name).module
-        known = [
-            prices.programs.get(ProgramId(name, shape, direction))
-            for shape in layout.shapes(module)
-        ]
+    def least_s(s: SegmentPlan, direction: Direction) -> float:
+        if direction not in tasks[s.name]:
+            return 0.0
+        shapes = layout.shapes(s.module)
+        known = [prices.programs.get(ProgramId(s.name, shape, direction)) for shape in shapes]
         return min((p.static_s if p else 0.0 for p in known), default=0.0)
 
-    first_R, last_R = np.full(len(ids), np.inf), np.full(len(ids), np.inf)
+    def reduce_s(s: SegmentPlan) -> float:
+        task = Task(s.name, NO_GROUP, REDUCE)
+        return prices.step_end.get(task, 0.0) if s.name in trainable else 0.0
+
+    before_R, after_R = np.full((2, len(ids)), np.inf)
     for lacks in batch.absences:
         active = [s for s in layout.segments if s.module not in lacks]
-        before: dict[str, float] = {}
-        after: dict[str, float] = {}
-        for s in active:
-            sources = [u for u in into[s.name] if u in before]
-            before[s.name] = max((before[u] + least_s(u, FORWARD) for u in sources), default=0.0)
-            back = [u for u in sources if BACKWARD in tasks[u] and BACKWARD in tasks[s.name]]
-            reduce_s = prices.step_end.get(Task(s.name, NO_GROUP, REDUCE), 0.0)
-            own_s = reduce_s if s.name in trainable else 0.0
-            after[s.name] = max([own_s, *(after[u] + least_s(u, BACKWARD) for u in back)])
-        for s in active:
+        number = {s.name: i for i, s in enumerate(active)}
+        sources: list[list[int]] = [[] for _ in active]
+        for link in links(layout):
+            if link.source in number and link.target in number:
+                sources[number[link.target]].append(number[link.source])
+        ends = ends_s(
+            sources,
+            [least_s(s, FORWARD) for s in active],
+            [least_s(s, BACKWARD) for s in active],
+            [reduce_s(s) for s in active],
+        )
+        for s, before_s, after_s in zip(active, *ends, strict=True):
             r = ids.index(resource_of[s.submesh])
-            first_R[r] = min(first_R[r], before[s.name])
-            last_R[r] = min(last_R[r], after[s.name])
-    first_R[np.isinf(first_R)] = 0.0
-    last_R[np.isinf(last_R)] = 0.0
-    return first_R, last_R
+            before_R[r] = min(before_R[r], before_s)
+            after_R[r] = min(after_R[r], max(after_s, reduce_s(s)))
+    before_R[np.isinf(before_R)] = 0.0
+    after_R[np.isinf(after_R)] = 0.0
+    return before_R, after_R

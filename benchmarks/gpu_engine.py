@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from gpu_cases import BF16, Tree, draw
 from gpu_measure import Bench, Case, Deadline, Line, predicted
@@ -21,8 +20,9 @@ from dflop_jax.contract import chip_of, edges_of, on_chip
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.fresh import zero_gradients
+from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.programs import Programs
-from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.stand_in import packed_field
 from dflop_jax.records import (
     BACKWARD,
@@ -30,6 +30,7 @@ from dflop_jax.records import (
     Bucket,
     Edge,
     Layout,
+    MeshShape,
     Plan,
     Remat,
     Schedule,
@@ -79,7 +80,7 @@ def encoder_segment(
 
 
 def _mesh(bench: Bench) -> Mesh:
-    return Mesh(np.array([bench.device]).reshape(1, 1, 1), AXES)
+    return device_mesh(MeshShape(), [bench.device])
 
 
 def segment_cases(

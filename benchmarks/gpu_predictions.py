@@ -52,7 +52,7 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
         return None
     segment, mesh = plan.layout.segment(program.segment), plan.layout.submesh(program.submesh).shape
     (shape,) = plan.layout.shapes(segment.module)
-    figures = costs.at(segment.module, mesh[2], shape.rows, shape.tokens)
+    figures = costs.at(segment.module, mesh.model, shape.rows, shape.tokens)
     handed, taken = costs.task_bytes(segment, mesh, plan.layout.group_size, figures, trained=True)
     return float(taken if program.kind == BACKWARD else handed) or None
 

@@ -24,17 +24,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
+from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.pieces import PARTS
-from dflop_jax.pipeline.segment import AXES, EVALUATE, Kind, Segment
+from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import hidden_bytes, part_work
-from dflop_jax.records import BACKWARD, FORWARD, Direction, Edge, Remat, SegmentPlan, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Direction,
+    Edge,
+    MeshShape,
+    Remat,
+    SegmentPlan,
+    Shape,
+)
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.sizes import AUDIO, DECODERS, LLAVA, VISION
@@ -145,11 +153,11 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
 
 @dataclass(frozen=True)
 class Case:
-    """Layers [start, stop) of a module on (stage, data, model), at a per-rank shape."""
+    """Layers [start, stop) of a module on a mesh, at a per-rank shape."""
 
     model: str
     layers: tuple[int, int]
-    mesh: tuple[int, int, int]
+    mesh: MeshShape
     shape: Shape
     direction: Direction
     microbatches: int = 1
@@ -158,10 +166,9 @@ class Case:
     @property
     def name(self) -> str:
         """Short and unique."""
-        stage, data, model = self.mesh
         extra = f" M={self.microbatches}" * (self.microbatches > 1) + " remat" * self.remat
         return (
-            f"{self.model}[{self.layers[0]}:{self.layers[1]}] {stage}x{data}x{model} "
+            f"{self.model}[{self.layers[0]}:{self.layers[1]}] {self.mesh.text} "
             f"{self.shape.rows}x{self.shape.tokens} {self.direction}{extra}"
         )
 
@@ -171,12 +178,11 @@ class Case:
         name = "llm" if isinstance(module, DecoderModule) else "encoder"
         edges = (Edge("encoder", "llm", "visual"),) if name == "llm" else ()
         first, last = self.layers[0] == 0, self.layers[1] == module.n_layers
-        n_devices = int(np.prod(self.mesh))
         remat: Remat = "layers" if self.remat else "none"
         return Segment(
             plan=SegmentPlan(name, name, *self.layers, name, first, last, remat),
             module=module,
-            mesh=Mesh(np.array(jax.devices()[:n_devices]).reshape(self.mesh), AXES),
+            mesh=device_mesh(self.mesh, jax.devices()),
             microbatches=self.microbatches,
             trainable=frozenset(PARTS),
             wants_gradient=frozenset(["hidden"] if not first else [e.name for e in edges]),
@@ -188,26 +194,26 @@ def _cases() -> tuple[Case, ...]:
     siglip, vit, audio, qwen, llama = MODULES
     tiles, patches = Shape, 729
     return (
-        Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), FORWARD),
-        Case(siglip, (0, 26), (1, 1, 1), tiles(8, patches), BACKWARD),
-        Case(siglip, (0, 26), (1, 1, 2), tiles(16, patches), BACKWARD),
-        Case(siglip, (0, 26), (1, 2, 4), tiles(4, patches), BACKWARD),
-        Case(siglip, (0, 26), (2, 1, 1), tiles(4, patches), BACKWARD, microbatches=2),
-        Case(vit, (0, 24), (1, 1, 2), tiles(12, 1024), FORWARD),
-        Case(vit, (0, 24), (1, 1, 1), tiles(12, 1024), BACKWARD),
-        Case(vit, (0, 24), (2, 1, 2), tiles(6, 1024), BACKWARD, microbatches=2),
-        Case(vit, (0, 24), (1, 1, 4), tiles(12, 1024), BACKWARD, remat=True),
-        Case(audio, (0, 32), (1, 1, 1), tiles(2, 1500), FORWARD),
-        Case(audio, (0, 32), (1, 1, 1), tiles(4, 1500), BACKWARD),
-        Case(audio, (0, 32), (1, 1, 4), tiles(4, 1500), BACKWARD, remat=True),
-        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 4096), FORWARD),
-        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 2048), BACKWARD),
-        Case(qwen, (0, 28), (1, 1, 4), Shape(1, 8192), BACKWARD, remat=True),
-        Case(qwen, (0, 28), (2, 1, 2), Shape(1, 2048), BACKWARD, microbatches=2),
-        Case(qwen, (14, 28), (1, 2, 2), Shape(2, 2048), BACKWARD, remat=True),
-        Case(llama, (0, 32), (1, 1, 4), Shape(2, 2048), BACKWARD),
-        Case(llama, (0, 16), (1, 1, 2), Shape(1, 4096), BACKWARD, remat=True),
-        Case(llama, (0, 32), (2, 1, 2), Shape(1, 4096), FORWARD, microbatches=4),
+        Case(siglip, (0, 26), MeshShape(1, 1, 1), tiles(8, patches), FORWARD),
+        Case(siglip, (0, 26), MeshShape(1, 1, 1), tiles(8, patches), BACKWARD),
+        Case(siglip, (0, 26), MeshShape(1, 1, 2), tiles(16, patches), BACKWARD),
+        Case(siglip, (0, 26), MeshShape(1, 2, 4), tiles(4, patches), BACKWARD),
+        Case(siglip, (0, 26), MeshShape(2, 1, 1), tiles(4, patches), BACKWARD, microbatches=2),
+        Case(vit, (0, 24), MeshShape(1, 1, 2), tiles(12, 1024), FORWARD),
+        Case(vit, (0, 24), MeshShape(1, 1, 1), tiles(12, 1024), BACKWARD),
+        Case(vit, (0, 24), MeshShape(2, 1, 2), tiles(6, 1024), BACKWARD, microbatches=2),
+        Case(vit, (0, 24), MeshShape(1, 1, 4), tiles(12, 1024), BACKWARD, remat=True),
+        Case(audio, (0, 32), MeshShape(1, 1, 1), tiles(2, 1500), FORWARD),
+        Case(audio, (0, 32), MeshShape(1, 1, 1), tiles(4, 1500), BACKWARD),
+        Case(audio, (0, 32), MeshShape(1, 1, 4), tiles(4, 1500), BACKWARD, remat=True),
+        Case(qwen, (0, 28), MeshShape(1, 1, 4), Shape(1, 4096), FORWARD),
+        Case(qwen, (0, 28), MeshShape(1, 1, 4), Shape(1, 2048), BACKWARD),
+        Case(qwen, (0, 28), MeshShape(1, 1, 4), Shape(1, 8192), BACKWARD, remat=True),
+        Case(qwen, (0, 28), MeshShape(2, 1, 2), Shape(1, 2048), BACKWARD, microbatches=2),
+        Case(qwen, (14, 28), MeshShape(1, 2, 2), Shape(2, 2048), BACKWARD, remat=True),
+        Case(llama, (0, 32), MeshShape(1, 1, 4), Shape(2, 2048), BACKWARD),
+        Case(llama, (0, 16), MeshShape(1, 1, 2), Shape(1, 4096), BACKWARD, remat=True),
+        Case(llama, (0, 32), MeshShape(2, 1, 2), Shape(1, 4096), FORWARD, microbatches=4),
     )
 
 

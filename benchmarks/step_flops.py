@@ -25,8 +25,6 @@ from functools import cache
 from typing import Any, get_args
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +37,9 @@ from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.toolchain import compiler_environment
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.segment import AXES, Segment
-from dflop_jax.records import BACKWARD, FORWARD, Remat, SegmentPlan, Shape
+from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
 
 GIB = 2**30
@@ -90,7 +89,7 @@ def make_segment(case: Case, remat: Remat, device: jax.Device) -> Segment:
     return Segment(
         plan,
         module,
-        Mesh(np.array([device]).reshape(1, 1, 1), AXES),
+        device_mesh(MeshShape(), [device]),
         microbatches=1,
         trainable=frozenset(("entry", "layers", *(("exit",) if last else ()))),
         edges=tuple(e for e in edges_of(model) if plan.sends(e) or plan.reads(e)),

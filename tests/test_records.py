@@ -4,11 +4,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflop_jax import records
 from dflop_jax.record_files import VERSION, load, save
 from dflop_jax.records import (
+    AXES,
     NO_GROUP,
     Bucket,
     DataProfile,
@@ -20,6 +22,7 @@ from dflop_jax.records import (
     LayerTiming,
     Layout,
     Load,
+    MeshShape,
     ModelProfile,
     ParamDims,
     Plan,
@@ -70,6 +73,7 @@ EXAMPLES = [
     SHAPE,
     BUCKET,
     DEC,
+    DEC.shape,
     LLM,
     EDGE,
     LAYOUT,
@@ -106,6 +110,15 @@ def test_round_trip(record, tmp_path):
 def test_every_record_has_an_example():
     kinds = {k for k in vars(records).values() if dataclasses.is_dataclass(k)}
     assert {type(e) for e in EXAMPLES} == kinds - {Prices}  # keyed by records, it is never a file
+
+
+def test_a_submesh_is_a_mesh_at_a_place():
+    assert (DEC.shape.text, DEC.n_devices, DEC.devices) == ("2x1x2", 4, range(2, 6))
+    assert DEC.shape.block("dec", 2) == DEC
+    devices = np.arange(24).reshape(2, 3, 4)
+    shape = MeshShape(*devices.shape)
+    for i, axis in enumerate(AXES):
+        assert (np.diff(devices, axis=i) == shape.stride(axis)).all()
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)
@@ -288,7 +301,7 @@ def test_what_a_plan_derives():
     assert PLAN.layout.n_devices == 6
     assert PLAN.layout.data_ranks("vision") == 2
     assert PLAN.layout.data_ranks("llm") == 1
-    assert (DEC.shape, DEC.n_devices, DEC.devices) == ((2, 1, 2), 4, range(2, 6))
+    assert (DEC.sizes, DEC.n_devices, DEC.devices) == ((2, 1, 2), 4, range(2, 6))
     assert LLM.n_layers == 4
     assert BUCKET.name == "vision:8x16 llm:1x64"
     assert [BUCKET.shape(m) for m in ("llm", "audio")] == [Shape(1, 64), None]

@@ -75,7 +75,7 @@ def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
     return Plan(
         "prompt",
         Layout(
-            (SubmeshPlan("all", 0, 1, 1, 1),),
+            (SubmeshPlan("all", 0),),
             tuple(segments),
             (Bucket.of({g.module: g.shape for g in groups}),),
             edges=edges_of(model),

@@ -28,7 +28,7 @@ from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.programs import KEEPING, Programs
 from dflop_jax.pipeline.segment import EVALUATE
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
+from dflop_jax.records import AXES, BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.tasks.graph import Link, in_flight_limit, resources
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
@@ -174,7 +174,7 @@ def compiled(
         **_bytes(executable.memory_analysis()),
         parameter_gathers=0
         if head.kind == "exchange"
-        else parameter_gathers(optimized, head.mesh[-1]),
+        else parameter_gathers(optimized, head.mesh[AXES.index("model")]),
         **_figures(cost),
     )
     known[text] = report

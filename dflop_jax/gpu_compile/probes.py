@@ -19,7 +19,7 @@ from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.profile.kernels import Kernel
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.records import BACKWARD, FORWARD, Remat, Shape
+from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, Shape
 from dflop_jax.train.prepare import set_up
 
 
@@ -94,7 +94,7 @@ def compiled_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Devic
 
 
 def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> Found:
-    mesh = (1, 1, probe.ways)
+    mesh = MeshShape(model=probe.ways)
     segment = shallow_segment(
         model, probe.module, probe.depth, devices, mesh, probe.remat, ends=probe.ends
     )

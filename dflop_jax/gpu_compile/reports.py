@@ -23,7 +23,7 @@ class ProgramReport:
     Attributes:
       name: in words, unique in its plan.
       segment: on whose submesh it runs; `kind` its task, "exchange" or "sum".
-      mesh: (stage, data, model).
+      mesh: sizes of its submesh's axes.
       keeping: whether it is of its segment's second recompute policy.
       same_as: program of equal text that was compiled before it, in this plan or another.
       compile_s: seconds of XLA; 0 where `same_as` is given.
@@ -41,7 +41,7 @@ class ProgramReport:
     segment: str
     submesh: str
     kind: str
-    mesh: tuple[int, int, int]
+    mesh: tuple[int, ...]
     keeping: bool = False
     same_as: str = ""
     compile_s: float = 0.0

@@ -61,7 +61,7 @@ class Exchange:
     @cached_property
     def routes(self) -> Routes:
         m, rows, tokens, _ = self.features.shape
-        stages, low, _ = self._source.devices.shape
+        stages, low = self._source.shape["stage"], self._source.shape["data"]
         per_microbatch = rows // low * tokens
         own = m // stages * per_microbatch
         share = _SPARE / low if self.room is None else self.room
@@ -86,7 +86,7 @@ class Exchange:
     @cached_property
     def gradient_structs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """What `lower` with `backward` gives."""
-        ranks = self._source.devices.shape[:2]
+        ranks = self._source.shape["stage"], self._source.shape["data"]
         sharding = NamedSharding(self._source, P("stage", "data"))
         return self.features, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
 
@@ -269,9 +269,9 @@ class Exchange:
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
-    """(device, data rank) of a (stage, data, model) mesh."""
-    ranks = np.broadcast_to(np.arange(mesh.devices.shape[1])[None, :, None], mesh.devices.shape)
-    return list(zip(mesh.devices.flat, (int(r) for r in ranks.flat), strict=True))
+    """(device, data rank) of a mesh."""
+    ranks = np.indices(mesh.devices.shape)[mesh.axis_names.index("data")]
+    return list(zip(mesh.devices.flat, ranks.ravel().tolist(), strict=True))
 
 
 def _by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:

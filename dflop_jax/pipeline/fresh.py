@@ -19,6 +19,7 @@ from dflop_jax.pipeline.held import init_part
 from dflop_jax.pipeline.lowering import manual_spec
 from dflop_jax.pipeline.pieces import ADAPTER, PARTS, STACKED
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.records import MANUAL_AXES
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
@@ -113,7 +114,7 @@ def _layers(segment: Segment, part: str, key: Array, structs: Params) -> Params:
         mesh=segment.mesh,
         in_specs=P("stage"),
         out_specs=[manual_spec(struct) for struct in flat],
-        axis_names={"stage", "data"},
+        axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
     return jax.tree.unflatten(tree, on_ranks(keys))

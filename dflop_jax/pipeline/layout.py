@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
-from dflop_jax.pipeline.segment import AXES, Segment, parts_of
-from dflop_jax.records import Layout
+from dflop_jax.pipeline.segment import Segment, parts_of
+from dflop_jax.records import AXES, Layout, MeshShape
 from dflop_jax.tasks.graph import links, tied_ends, with_backward
 
 
@@ -28,7 +28,12 @@ def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
             f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
             "wait for each other; start one process per device (dflop launch -n N)"
         )
-    return Mesh(np.array(block).reshape(m.shape), AXES)
+    return device_mesh(m, block)
+
+
+def device_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """The first of the devices as a mesh of this shape."""
+    return Mesh(np.array(devices[: shape.n_devices]).reshape(shape.sizes), AXES)
 
 
 def can_join(devices: Sequence[jax.Device]) -> bool:

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import any_order_of, chip_of
 from dflop_jax.pipeline import spmd_loop
-from dflop_jax.records import BACKWARD, FORWARD, Shape
+from dflop_jax.pipeline.fused import axes_of
+from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
 
 if TYPE_CHECKING:
     from dflop_jax.pipeline.segment import Kind, Segment
@@ -95,7 +96,7 @@ class Lowering:
             mesh=mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={"stage", "data"},
+            axis_names=set(MANUAL_AXES),
         )
         on_gpu = chip_of(mesh.devices.flat[0]).startswith("sm_")
         exact = on_gpu and not any_order_of(self._segment.module)
@@ -108,6 +109,6 @@ class Lowering:
 
 
 def manual_spec(struct: jax.ShapeDtypeStruct) -> P:
-    """The part of a sharding that `shard_map` handles: every axis but "model"."""
+    """The part of a sharding that `shard_map` handles."""
     spec = struct.sharding.spec
-    return P(*(None if axis == "model" else axis for axis in spec))
+    return P(*(dim if {*axes_of(dim)} <= {*MANUAL_AXES} else None for dim in spec))

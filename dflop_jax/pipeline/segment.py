@@ -20,7 +20,6 @@ Tree = Any
 # Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
 Kind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
-AXES = ("stage", "data", "model")
 
 
 def unrolled_layers(chip: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dflop_jax.plan.placement import Form, factors, lay_out, split_layers
-from dflop_jax.records import Layout, SegmentPlan, SubmeshPlan
+from dflop_jax.records import Layout, MeshShape, SegmentPlan, SubmeshPlan
 
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
 Stages = Sequence[Sequence[tuple[str, int, int]]]
@@ -30,7 +30,7 @@ def blind(
         if last_stages < 1 or last_stages > n_layers[last]:
             continue
         for tp in factors(n_devices // stages, max_model):
-            mesh = (1, n_devices // stages // tp, tp)
+            mesh = MeshShape(data=n_devices // stages // tp, model=tp)
             first = n_devices // stages if before and stages > 1 else 0
             forms = (*(Form(mesh) for _ in before), Form(mesh, last_stages))
             yield lay_out(forms, (*(0 for _ in before), first), n_layers)
@@ -93,7 +93,7 @@ def _placed(stages: Stages, n_devices: int, tp: int, n_layers: Mapping[str, int]
     submeshes, segments = [], []
     for i, runs in enumerate(stages):
         name = "+".join(m for m, _, _ in runs) + str(i)
-        submeshes.append(SubmeshPlan(name, i * size, 1, size // tp, tp))
+        submeshes.append(SubmeshPlan(name, i * size, data=size // tp, model=tp))
         segments += [
             SegmentPlan(f"{m}{a}", m, a, b, name, a == 0, b == n_layers[m]) for m, a, b in runs
         ]

@@ -17,7 +17,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.placement import ModelFacts, factors, split_layers
 from dflop_jax.profile.state import Array
-from dflop_jax.records import BACKWARD, FORWARD, Layout, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import BACKWARD, FORWARD, Layout, MeshShape, SegmentPlan, Shape, SubmeshPlan
 
 POLICY = "dip"
 EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least
@@ -31,10 +31,10 @@ def module_s(rules: Rules, module: str, model: int, rows: Array, tokens: Array) 
     costs, n = rules.costs, rules.n_layers[module]
     whole = SegmentPlan(module, module, 0, n, module, True, True)
     figures = costs.at(module, model, rows, tokens)
-    back_s = costs.task_s(whole, (1, 1, model), 1, figures, BACKWARD)
+    back_s = costs.task_s(whole, MeshShape(model=model), 1, figures, BACKWARD)
     if not costs.hands_over(whole):
         return back_s
-    return back_s + costs.task_s(whole, (1, 1, model), 1, figures, FORWARD)
+    return back_s + costs.task_s(whole, MeshShape(model=model), 1, figures, FORWARD)
 
 
 def efficient_rows(rules: Rules, module: str, model: int, tokens: int) -> int:
@@ -78,7 +78,7 @@ def rank_sizes(
 def rank_submeshes(count: int, data: int, model: int) -> tuple[SubmeshPlan, ...]:
     """The devices of every rank."""
     size = data * model
-    return tuple(SubmeshPlan(f"rank{r}", r * size, 1, data, model) for r in range(count))
+    return tuple(SubmeshPlan(f"rank{r}", r * size, data=data, model=model) for r in range(count))
 
 
 def why_none(n_devices: int, config: PlanConfig, n_layers: Mapping[str, int]) -> str:

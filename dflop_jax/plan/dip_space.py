@@ -112,7 +112,8 @@ def _table(
     rooms = [_room(rules, module, s) if s else 0 for s in shapes]
     together = np.array([[n[module] for n in parts]])
     sizes, pairs = rows * tokens, group_pairs(volume, cuts * together, np.array(rank.data))
-    mesh = (1, np.array([[rank.data]]), rank.model)
+    data: Array = np.array([[rank.data]])
+    mesh = replace(rank.shape, data=data)
     figures = rules.costs.at(module, rank.model, rows, tokens)
     tasks = structure.facts(module)[0]
     return Segments(

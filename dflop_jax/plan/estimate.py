@@ -35,12 +35,13 @@ from dflop_jax.plan.volume import (
     piece_rows,
 )
 from dflop_jax.profile.cost_model import CostModel, Figures
-from dflop_jax.profile.state import Array, Mesh, SegmentBytes
+from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     Direction,
     Layout,
+    MeshShape,
     ModelProfile,
     Remat,
     SegmentPlan,
@@ -137,7 +138,7 @@ class Rules:
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
-        ends = self.ends(module, form.mesh[2])
+        ends = self.ends(module, form.mesh.model)
         return module_segments(module, self.n_layers[module], 0, form, ends)[1]
 
 
@@ -190,8 +191,8 @@ def module_table(
 ) -> Segments:
     """A module's table for rising data degrees; `form` has any, `tasks` are each segment's."""
     costs, volume = rules.costs, rules.volumes[module]
-    stage, _, tp = form.mesh
-    cuts, data = rules.cuts(group_size), np.array(degrees)[:, None]
+    data: Array = np.array(degrees)[:, None]
+    cuts, mesh = rules.cuts(group_size), replace(form.mesh, data=data)
     microbatches = cuts * group_size
     if module in rules.profile.piece_tokens:
         rows = piece_rows(volume, microbatches, data)
@@ -199,11 +200,10 @@ def module_table(
         room = rows * data * group_size
     else:
         multiple = rules.token_multiple
-        rows, tokens = packed_rows(volume, microbatches, data, costs, module, tp, multiple)
+        rows, tokens = packed_rows(volume, microbatches, data, costs, module, mesh.model, multiple)
         room = rows * tokens * data * group_size
     sizes, pairs = rows * tokens, group_pairs(volume, cuts, data)
-    mesh = (stage, data, tp)
-    figures = costs.at(module, tp, rows, tokens)
+    figures = costs.at(module, mesh.model, rows, tokens)
 
     segments = rules.segments(module, form)
     return Segments(
@@ -222,7 +222,7 @@ def segment_costs(
     rules: Rules,
     segments: Sequence[SegmentPlan],
     tasks: Sequence[Collection[str]],
-    mesh: Mesh,
+    mesh: MeshShape,
     group_size: int,
     figures: Figures,
     pairs: Array,
@@ -241,7 +241,7 @@ def segment_costs(
 def _costs(
     rules: Rules,
     s: SegmentPlan,
-    mesh: Mesh,
+    mesh: MeshShape,
     group_size: int,
     figures: Figures,
     pairs: Array,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dflop_jax.records import Edge, Layout, ModelProfile, SegmentPlan, SubmeshPlan
+from dflop_jax.records import Edge, Layout, MeshShape, ModelProfile, SegmentPlan, SubmeshPlan
 
 # By (module, tensor-parallel degree), what a module's entry and exit cost, in layers.
 Ends = Mapping[tuple[str, int], tuple[float, float]]
@@ -14,14 +14,14 @@ Ends = Mapping[tuple[str, int], tuple[float, float]]
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """A module on `n_segments` submeshes (stage, data, model) side by side."""
+    """A module on `n_segments` submeshes side by side."""
 
-    mesh: tuple[int, int, int]
+    mesh: MeshShape
     n_segments: int = 1
 
     @property
     def n_devices(self) -> int:
-        return self.n_segments * self.mesh[0] * self.mesh[1] * self.mesh[2]
+        return self.n_segments * self.mesh.n_devices
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def lay_out(
     meshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
     for (module, n), first, form in zip(n_layers.items(), firsts, forms, strict=True):
-        module_ends = (ends or {}).get((module, form.mesh[2]), (0.0, 0.0))
+        module_ends = (ends or {}).get((module, form.mesh.model), (0.0, 0.0))
         more_meshes, more_segments = module_segments(module, n, first, form, module_ends)
         meshes, segments = meshes + more_meshes, segments + more_segments
-    return Layout(meshes, segments, group_size=max(f.mesh[0] for f in forms))
+    return Layout(meshes, segments, group_size=max(f.mesh.stage for f in forms))
 
 
 def name_of(layout: Layout) -> str:
@@ -78,7 +78,7 @@ def name_of(layout: Layout) -> str:
         segments = layout.segments_of(module)
         m = layout.submesh(segments[0].submesh)
         many = f"{len(segments)}*" if len(segments) > 1 else ""
-        parts.append(f"{module}={many}{m.stage}x{m.data}x{m.model}@{m.first}")
+        parts.append(f"{module}={many}{m.text}@{m.first}")
     return " ".join(parts)
 
 
@@ -95,7 +95,7 @@ def module_segments(
     names = [module if n == 1 else f"{module}{i}" for i in range(n)]
     runs = split_layers(n_layers, n, ends)
     return (
-        tuple(SubmeshPlan(name, first + i * size, *form.mesh) for i, name in enumerate(names)),
+        tuple(form.mesh.block(name, first + i * size) for i, name in enumerate(names)),
         tuple(
             SegmentPlan(name, module, a, b, name, i == 0, i == n - 1)
             for i, (name, (a, b)) in enumerate(zip(names, runs, strict=True))

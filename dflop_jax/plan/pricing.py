@@ -15,7 +15,7 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.state import Array, Mesh, Moved, ends_bytes, layer_bytes, parameter_bytes
+from dflop_jax.profile.state import Array, Moved, ends_bytes, layer_bytes, parameter_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -24,6 +24,7 @@ from dflop_jax.records import (
     UPDATE,
     Direction,
     Layout,
+    MeshShape,
     ModelProfile,
     Price,
     Prices,
@@ -81,12 +82,12 @@ def program_prices(
 
 
 def _segment_prices(
-    layout: Layout, s: SegmentPlan, mesh: Mesh, costs: CostModel, hardware: Hardware | None
+    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel, hardware: Hardware | None
 ) -> Iterator[tuple[Shape, Direction, Price]]:
     shapes = layout.shapes(s.module)
     rows = np.array([shape.rows for shape in shapes])
     tokens = np.array([shape.tokens for shape in shapes])
-    figures = costs.at(s.module, mesh[2], rows, tokens)
+    figures = costs.at(s.module, mesh.model, rows, tokens)
     moved = moved_by(s, mesh, costs.profile, hardware)
     for direction in (FORWARD, BACKWARD):
         static_s = costs.task_s(s, mesh, layout.group_size, figures, direction, moved)
@@ -95,7 +96,9 @@ def _segment_prices(
             yield shape, direction, Price(float(seconds), pair_s)
 
 
-def moved_by(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Moved:
+def moved_by(
+    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
+) -> Moved:
     """Seconds of what a segment's programs gather from other data ranks and scatter to them."""
     if hardware is None or s.zero == 1:
         return Moved()
@@ -113,14 +116,18 @@ def moved_by(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardwa
     )
 
 
-def reduce_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
+def reduce_s(
+    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
+) -> Array:
     """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
     programs do not; each keeps its part of the sum."""
     size = parameter_bytes(s, mesh, profile) * (s.zero == 1)
     return _over_ranks(size, mesh, hardware, reduce_scatter_s)
 
 
-def update_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardware | None) -> Array:
+def update_s(
+    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
+) -> Array:
     """Seconds of AdamW on each rank's part of a segment, and of the new parameters' way to all
     ranks where these hold all of them."""
     size = parameter_bytes(s, mesh, profile)
@@ -128,7 +135,7 @@ def update_s(s: SegmentPlan, mesh: Mesh, profile: ModelProfile, hardware: Hardwa
     gathered = _over_ranks(size * working, mesh, hardware, all_gather_s)
     if hardware is None:
         return gathered
-    return gathered + _UPDATE_PASSES * size / np.asarray(mesh[1]) / hardware.memory_bandwidth
+    return gathered + _UPDATE_PASSES * size / np.asarray(mesh.data) / hardware.memory_bandwidth
 
 
 def step_end_seconds(
@@ -189,10 +196,9 @@ def _between(
 
 
 def _over_ranks(
-    n_bytes: float, mesh: Mesh, hardware: Hardware | None, collective: Collective
+    n_bytes: float, mesh: MeshShape, hardware: Hardware | None, collective: Collective
 ) -> Array:
     """Seconds of a collective over the data ranks, by degree."""
-    _, data, model = mesh
     if hardware is None or not n_bytes:
-        return np.zeros(np.shape(data))
-    return collective(n_bytes, data, hardware, stride=model)
+        return np.zeros(np.shape(mesh.data))
+    return collective(n_bytes, mesh.data, hardware, stride=mesh.stride("data"))

@@ -18,7 +18,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.placement import Ends, Form, ModelFacts, lay_out
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Layout
+from dflop_jax.records import Layout, MeshShape
 
 _FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
 _GRAINS = 16  # at least, into which the devices are divided for more blocks
@@ -42,12 +42,12 @@ class Family:
 
     @property
     def group_size(self) -> int:
-        return max(f.mesh[0] for f in self.forms)
+        return max(f.mesh.stage for f in self.forms)
 
     def layout(self, i: int, n_layers: Mapping[str, int], ends: Ends | None = None) -> Layout:
         """Number `i`, without shapes and edges; arguments as for `lay_out`."""
         sized = [
-            Form((f.mesh[0], d, f.mesh[2]), f.n_segments)
+            replace(f, mesh=replace(f.mesh, data=d))
             for f, d in zip(self.forms, self.data[i].tolist(), strict=True)
         ]
         return lay_out(sized, self.first[i].tolist(), n_layers, ends)
@@ -87,7 +87,7 @@ def separate(
         ]
         most_pipelines = len(n_layers) if n_blocks <= _FEW_BLOCKS else 1
         for chosen in product(*forms):
-            if sum(f.n_segments * f.mesh[0] > 1 for f in chosen) <= most_pipelines:
+            if sum(f.n_segments * f.mesh.stage > 1 for f in chosen) <= most_pipelines:
                 yield from _family(chosen, blocks, sizes)
 
 
@@ -145,17 +145,17 @@ def _forms(
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
             if depth == 1 or (stages and n_layers % depth == 0):
-                forms.append(Form((depth, 1, model)))
+                forms.append(Form(MeshShape(stage=depth, model=model)))
             if depth > 1:
-                forms.append(Form((1, 1, model), depth))
+                forms.append(Form(MeshShape(model=model), depth))
     return forms
 
 
 def _family(forms: Sequence[Form], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
     """The family of these forms on the splits that they divide, unless it is empty or no group of
     microbatches can be one of every segment's."""
-    most = max(f.mesh[0] for f in forms)
-    if any(most % f.mesh[0] for f in forms):
+    most = max(f.mesh.stage for f in forms)
+    if any(most % f.mesh.stage for f in forms):
         return
     own = sizes[:, list(blocks)]
     unit = np.array([f.n_devices for f in forms])
@@ -195,7 +195,7 @@ def families(
             unstaged=facts.unstaged, degrees=degrees,
         ):  # fmt: skip
             inside = [
-                in_nodes(first, data * form.n_devices, form.mesh[2], node)
+                in_nodes(first, data * form.n_devices, form.mesh.model, node)
                 for form, data, first in zip(family.forms, family.data.T, family.first.T)
             ]
             if (keep := np.all(inside, axis=0)).any():

@@ -13,7 +13,6 @@ import numpy as np
 from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
-    Mesh,
     Moved,
     SegmentBytes,
     end_bytes,
@@ -23,6 +22,7 @@ from dflop_jax.profile.state import (
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    MeshShape,
     ModelProfile,
     Remat,
     SegmentPlan,
@@ -58,13 +58,12 @@ class CostModel:
             segment.zero, self.hands_over(segment), self.inputs_kept(segment),
         )  # fmt: skip
 
-    def slowdown(self, mesh: Mesh) -> Array:
+    def slowdown(self, mesh: MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
         because they share cores (`ModelProfile.concurrency`)."""
-        stage, data, model = mesh
         # One rank was timed with its `model` devices computing together already.
-        timed = max(1.0, model / self.profile.concurrency)
-        return np.maximum(1.0, stage * data * model / self.profile.concurrency) / timed
+        timed = max(1.0, mesh.model / self.profile.concurrency)
+        return np.maximum(1.0, mesh.n_devices / self.profile.concurrency) / timed
 
     def at(self, module: str, model: int, rows: Array, tokens: Array) -> Figures:
         """The quantities of a module at shapes."""
@@ -73,7 +72,7 @@ class CostModel:
     def group_s(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         rows: Array,
         tokens: Array,
@@ -81,13 +80,13 @@ class CostModel:
     ) -> Array:
         """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
         alone and without content (see `group_pair_s`); 0 without rows."""
-        figures = self.at(segment.module, mesh[2], rows, tokens)
+        figures = self.at(segment.module, mesh.model, rows, tokens)
         return self.task_s(segment, mesh, group_size, figures, direction)
 
     def task_s(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         figures: Figures,
         direction: str,
@@ -100,7 +99,7 @@ class CostModel:
         stages. A backward task that has no forward task before it, or repeats it, runs the layers
         twice in all.
         """
-        stages, slow = mesh[0], self.slowdown(mesh)
+        stages, slow = mesh.stage, self.slowdown(mesh)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages
         share = self.ends_share(segment) * group_size / stages
         loops, again = self.loops(segment, direction), _again(segment)
@@ -121,16 +120,16 @@ class CostModel:
         return np.where(figures.is_there, seconds, 0.0)
 
     def group_pair_s(
-        self, segment: SegmentPlan, mesh: Mesh, group_size: int, direction: str
+        self, segment: SegmentPlan, mesh: MeshShape, group_size: int, direction: str
     ) -> Array:
         """Seconds that a group's task takes more for each of the group's `pairs`.
 
         A stage sees every microbatch once, and S - 1 more times one of mean content: what it
         computes while the pipeline inside the segment fills and drains.
         """
-        stages, _, model = mesh
+        stages = mesh.stage
         kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        layer_s = sum(self.fits.pair_s(segment.module, model, kind) for kind in kinds)
+        layer_s = sum(self.fits.pair_s(segment.module, mesh.model, kind) for kind in kinds)
         ticks = group_size + stages - 1
         return layer_s * segment.n_layers / stages * ticks / group_size * self.slowdown(mesh)
 
@@ -162,7 +161,7 @@ class CostModel:
     def segment_bytes(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         rows: Array,
         tokens: Array,
@@ -176,13 +175,13 @@ class CostModel:
           trained: whether it has trainable parameters.
           backward: whether it has backward tasks.
         """
-        figures = self.at(segment.module, mesh[2], rows, tokens)
+        figures = self.at(segment.module, mesh.model, rows, tokens)
         return self.bytes_of(segment, mesh, group_size, figures, trained=trained, backward=backward)
 
     def largest_bytes(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         shapes: Sequence[Shape],
         *,
@@ -204,7 +203,7 @@ class CostModel:
     def bytes_of(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         figures: Figures,
         *,
@@ -226,7 +225,7 @@ class CostModel:
     def task_bytes(
         self,
         segment: SegmentPlan,
-        mesh: Mesh,
+        mesh: MeshShape,
         group_size: int,
         figures: Figures,
         *,
@@ -242,7 +241,7 @@ class CostModel:
         temporaries, with the hidden states after the last layer and their gradients; when its loss
         is computed, backward has not begun.
         """
-        stages, again, alone = mesh[0], _again(segment), not self.hands_over(segment)
+        stages, again, alone = mesh.stage, _again(segment), not self.hands_over(segment)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages
         of_tick = layers * figures[f"{again}.layer_bytes"]
         of_tick = of_tick + self.ends_share(segment) * figures[f"{again}.ends_bytes"]

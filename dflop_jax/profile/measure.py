@@ -51,6 +51,7 @@ from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LayerTiming,
+    MeshShape,
     ModelProfile,
     ParamDims,
     Recompute,
@@ -88,7 +89,7 @@ def profile_key(
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
     and what else the caller says."""
     programs = [
-        shallow_segment(model, m, 1, devices, (1, 1, 1)).lower(shapes[m][0], BACKWARD).as_text()
+        shallow_segment(model, m, 1, devices, MeshShape()).lower(shapes[m][0], BACKWARD).as_text()
         for m in model.modules
     ]
     facts = (
@@ -279,7 +280,7 @@ def _time_layer(
 ) -> LayerTiming:
     skips = pair_flops_of(on_chip(model.modules[module], chip_of(devices[0]))) > 0
     pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
-    segments = (shallow_segment(model, module, d, devices, (1, 1, tp)) for d in DEPTHS)
+    segments = (shallow_segment(model, module, d, devices, MeshShape(model=tp)) for d in DEPTHS)
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     took_s = iter(seconds_of([run for depths in by_filling for runs in depths for run in runs]))
@@ -346,7 +347,7 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     fewer than there are where pretended CPU devices share cores.
     """
     last, n = list(model.modules)[-1], len(devices)
-    segment = shallow_segment(model, last, 1, devices, (1, n, 1))
+    segment = shallow_segment(model, last, 1, devices, MeshShape(data=n))
     ((_, backward),) = _programs(segment, shape, model.vocab_size, [_PACKED]).runs
     return n / seconds_of([backward])[0]
 

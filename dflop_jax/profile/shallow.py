@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from dflop_jax.contract import Module, MultimodalModel, chip_of, edges_of, on_chip, taps_of
-from dflop_jax.pipeline.segment import AXES, Segment, parts_of
-from dflop_jax.records import Remat, SegmentPlan
+from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.segment import Segment, parts_of
+from dflop_jax.records import MeshShape, Remat, SegmentPlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def shallow_segment(
     module: str,
     depth: int,
     devices: Sequence[jax.Device],
-    mesh_shape: tuple[int, int, int],
+    mesh_shape: MeshShape,
     remat: Remat = "none",
     *,
     ends: bool = True,
@@ -56,7 +54,7 @@ def shallow_segment(
     return Segment(
         plan=plan,
         module=spec,
-        mesh=Mesh(np.array(devices[: prod(mesh_shape)]).reshape(mesh_shape), AXES),
+        mesh=device_mesh(mesh_shape, devices),
         microbatches=1,
         trainable=frozenset(parts_of(plan, spec)),
         wants_gradient=frozenset(received),

@@ -11,30 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.records import ModelProfile, ParamDims, SegmentPlan
+from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan
 
 Array = Any  # a float array, or one number
-Mesh = tuple[int, Array, int]  # (stage, data, model)
 
 
-def ends_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
+def ends_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
     """Bytes of the parameters of a segment's ends on one device, in float32. Each end counts as
     half of both; where the ends are tied and apart, both segments hold what they share, so each
     counts as both."""
     ends = (segment.first + segment.last) / 2
     if segment.module in profile.tied:
         ends = float(segment.first or segment.last)
-    return profile.ends_param_bytes[segment.module] * ends / mesh[2]
+    return profile.ends_param_bytes[segment.module] * ends / mesh.model
 
 
-def layer_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
+def layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
     """Bytes of the parameters of one of a segment's layers on one device, in float32."""
-    return profile.layer_param_bytes[segment.module] / mesh[2]
+    return profile.layer_param_bytes[segment.module] / mesh.model
 
 
-def parameter_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> float:
+def parameter_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
     """Bytes of a segment's parameters on one device, in float32."""
-    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh[0]
+    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
     return layers + ends_bytes(segment, mesh, profile)
 
 
@@ -86,18 +85,22 @@ def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...]) -> np.ndar
     return shared / total if total else np.ones(ranks.shape)
 
 
-def split_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> tuple[Array, Array]:
+def split_bytes(
+    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile
+) -> tuple[Array, Array]:
     """(bytes of a segment's parameters that one data rank has of what they split, float32; bytes of
     those that every rank holds whole)."""
-    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh[0]
+    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
     ends = ends_bytes(segment, mesh, profile)
-    shares = (shared_share(d.get(segment.module, ()), mesh[1])
+    shares = (shared_share(d.get(segment.module, ()), mesh.data)
               for d in (profile.layer_dims, profile.ends_dims))  # fmt: skip
     shared = sum(size * share for size, share in zip((layers, ends), shares, strict=True))
-    return shared / np.asarray(mesh[1]), layers + ends - shared
+    return shared / np.asarray(mesh.data), layers + ends - shared
 
 
-def state_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool) -> Array:
+def state_bytes(
+    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile, *, trained: bool
+) -> Array:
     """Bytes of parameters, gradients and AdamW's moments on one device; of masters too where the
     parameters are not float32. `trained`: whether the segment has trainable parameters."""
     size, own = parameter_bytes(segment, mesh, profile), sum(split_bytes(segment, mesh, profile))
@@ -110,7 +113,12 @@ def state_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trai
 
 
 def whole_bytes(
-    segment: SegmentPlan, mesh: Mesh, profile: ModelProfile, *, trained: bool, ends_in_loss: bool
+    segment: SegmentPlan,
+    mesh: MeshShape,
+    profile: ModelProfile,
+    *,
+    trained: bool,
+    ends_in_loss: bool,
 ) -> Array:
     """Bytes of what a backward has whole that is split between programs (ZeRO 2 and 3).
 
@@ -125,7 +133,7 @@ def whole_bytes(
         whole += profile.working_share(segment.module) * (layer + ends_in_loss * read)
     if segment.zero >= 2 and trained:
         whole += layer + (not ends_in_loss) * ends
-    return np.where(np.asarray(mesh[1]) > 1, whole, 0.0)
+    return np.where(np.asarray(mesh.data) > 1, whole, 0.0)
 
 
 # What the step's end takes in reduced gradients, as compiled: the gradients and parts of copies of
@@ -133,10 +141,10 @@ def whole_bytes(
 _REDUCED, _UPDATED = 1.7, 2.0
 
 
-def end_bytes(segment: SegmentPlan, mesh: Mesh, profile: ModelProfile) -> Array:
+def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes beside its state while a trained segment is reduced or updated: the rank's own reduced
     gradients with what is made of them, and all new parameters where ranks gather them."""
     own = sum(split_bytes(segment, mesh, profile))
     gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
-    gathers = (np.asarray(mesh[1]) > 1) & (segment.zero < 3)
+    gathers = (np.asarray(mesh.data) > 1) & (segment.zero < 3)
     return np.where(gathers, _UPDATED * own + gathered, _REDUCED * own)

@@ -15,6 +15,7 @@ from dflop_jax.records.data import (
     numbered,
     piece_tokens,
 )
+from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,
@@ -28,7 +29,6 @@ from dflop_jax.records.plan import (
     Remat,
     Scheduling,
     SegmentPlan,
-    SubmeshPlan,
     Zero,
     home_rank,
     with_remat,
@@ -52,8 +52,10 @@ from dflop_jax.records.schedule import (
 from dflop_jax.records.trace import RETURN, SEND, Event, Trace
 
 __all__ = [
+    "AXES",
     "BACKWARD",
     "FORWARD",
+    "MANUAL_AXES",
     "NO_GROUP",
     "REDUCE",
     "REMAT",
@@ -73,6 +75,7 @@ __all__ = [
     "LayerTiming",
     "Layout",
     "Load",
+    "MeshShape",
     "ModelProfile",
     "ParamDims",
     "Plan",

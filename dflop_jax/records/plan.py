@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import gcd, prod
+from math import gcd
 from typing import Any, Literal, get_args
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Bucket, Shape
+from dflop_jax.records.mesh import SubmeshPlan
 
 Remat = Literal["none", "dots", "named", "layers", "segment"]
 REMAT: tuple[str, ...] = get_args(Remat)
@@ -47,35 +48,6 @@ class Edge:
             (self.leaves >= 0) == bool(self.tap) and min(self.leaves, self.enters) >= -1,
             f"an edge from a tap says after how many layers it leaves, got {self}",
         )
-
-
-@dataclass(frozen=True)
-class SubmeshPlan:
-    """A named block of devices [first, first + n_devices) as a (stage, data, model) mesh."""
-
-    name: str
-    first: int
-    stage: int
-    data: int
-    model: int
-
-    def __post_init__(self) -> None:
-        require(
-            self.first >= 0 and min(self.stage, self.data, self.model) >= 1,
-            f"submesh {self.name!r}: axis sizes must be >= 1 and first >= 0, got {self}",
-        )
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return (self.stage, self.data, self.model)
-
-    @property
-    def n_devices(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def devices(self) -> range:
-        return range(self.first, self.first + self.n_devices)
 
 
 @dataclass(frozen=True)
@@ -294,7 +266,7 @@ class Layout:
     def devices(self, module: str) -> tuple[int, ...]:
         """The first device of each of a module's data ranks, where its exit lies."""
         mesh = self.submesh(self.segments_of(module)[-1].submesh)
-        return tuple(mesh.first + rank * mesh.model for rank in range(mesh.data))
+        return tuple(mesh.first + rank * mesh.stride("data") for rank in range(mesh.data))
 
     def shapes(self, module: str) -> tuple[Shape, ...]:
         """The module's compiled shapes, in the order of the buckets."""

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import Bucket, Layout, Shape
+from dflop_jax.records import AXES, Bucket, Layout, Shape
 from dflop_jax.report.columns import MEDIAN_STEPS, read_columns
 from dflop_jax.report.metrics import WARMUP_STEPS, Spread, spread
 from dflop_jax.report.panels import Panel, panel_of
@@ -168,7 +168,7 @@ def bucket_text(bucket: Bucket) -> str:
 
 
 def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
-    """(name, devices, stages x data x model, layers) of each submesh."""
+    """(name, devices, sizes of the mesh's axes, layers) of each submesh."""
     layers: dict[str, list[str]] = {m.name: [] for m in layout.submeshes}
     for s in layout.segments:
         layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}")
@@ -176,7 +176,7 @@ def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
         (
             m.name,
             _span(m.first, m.devices.stop),
-            " × ".join(map(str, m.shape)),
+            " × ".join(map(str, m.sizes)),
             ", ".join(layers[m.name]) or "none",
         )
         for m in layout.submeshes
@@ -189,7 +189,7 @@ def _span(first: int, stop: int) -> str:
 
 def _submesh_texts(layout: Layout) -> list[str]:
     return [
-        f"{name}: devices {devices} as stage × data × model {shape}, layers {layers}"
+        f"{name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
         for name, devices, shape, layers in submesh_rows(layout)
     ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import msgspec
+import numpy as np
 
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.contract import MultimodalModel
@@ -71,14 +72,12 @@ def own_ranks(programs: Programs) -> Ranks:
     filled: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     counted: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     for s in programs.segments.values():
-        module, devices = s.plan.module, s.mesh.devices
-        for rank in range(s.data_ranks):
-            if any(d.process_index == here for d in devices[:, rank].flat):
-                filled[module].add(rank)
-        if s.plan.first:
-            counted[module] |= {
-                r for r in range(s.data_ranks) if devices[0, r, 0].process_index == here
-            }
+        devices = np.moveaxis(s.mesh.devices, s.mesh.axis_names.index("data"), 0)
+        for rank, of_rank in enumerate(devices.reshape(s.data_ranks, -1)):
+            if any(d.process_index == here for d in of_rank):
+                filled[s.plan.module].add(rank)
+            if s.plan.first and of_rank[0].process_index == here:
+                counted[s.plan.module].add(rank)
     return Ranks(filled, counted)
 
 

@@ -21,7 +21,7 @@ from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
-from dflop_jax.records import Plan, Prices, Profile, with_remat
+from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
@@ -243,9 +243,9 @@ class Trainer:
         plan, prices = self._choose(plan, prices, self.profile, progress)
         if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
-        meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.layout.submeshes)
+        meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
         progress.log(
-            f"plan {plan.policy}: {meshes} (stage x data x model); buckets "
+            f"plan {plan.policy}: {meshes} ({' x '.join(AXES)}); buckets "
             + ", ".join(b.name for b in plan.layout.buckets)
             + (f"; up to {plan.layout.fan_in} groups feed one" if plan.layout.fan_in > 1 else "")
         )

@@ -29,7 +29,7 @@ class Shortage(msgspec.Struct):
 
 def plan_words(plan: Plan) -> str:
     """What tells a plan from others, in a line."""
-    meshes = ", ".join(f"{m.name} {m.stage}x{m.data}x{m.model}" for m in plan.layout.submeshes)
+    meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
     return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.layout.buckets)}"
 
 

@@ -45,7 +45,7 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
         for start, stop in pairwise(ends):
             own = f"{name}{start}"
             first = len(submeshes) % (n_devices // ways[name]) * ways[name]
-            submeshes.append(SubmeshPlan(own, first, 1, 1, ways[name]))
+            submeshes.append(SubmeshPlan(own, first, model=ways[name]))
             last = stop == module.n_layers
             segments.append(SegmentPlan(own, name, start, stop, own, start == 0, last))
     shapes = {m: Shape(1, model.piece_tokens.get(m, TOKENS)) for m in model.modules}

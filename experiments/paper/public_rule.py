@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.plan.placement import Form, factors, lay_out
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Layout, Plan, with_remat
+from dflop_jax.records import Layout, MeshShape, Plan, with_remat
 from experiments.paper.cases import Case, seen
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import Amounts, amounts_of, peak_bytes, segment_s
@@ -135,7 +135,7 @@ def _public_microbatches(
 def _forms(n_devices: int, n_layers: int, max_model: int, max_stage: int) -> list[Form]:
     """Tensor and pipeline degrees of a module, in the public optimizer's order."""
     return [
-        Form((1, n_devices // tp // pp, tp), pp)
+        Form(MeshShape(data=n_devices // tp // pp, model=tp), pp)
         for tp in factors(n_devices, max_model)
         for pp in factors(n_devices // tp, min(max_stage, n_layers))
     ]

@@ -74,7 +74,7 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
         if family.group_size > 1 or any(f.n_segments > 1 for f in encoders):
             continue
         for i, (*_, first) in enumerate(family.first.tolist()):
-            if first % family.forms[-1].mesh[2] or first % step:
+            if first % family.forms[-1].mesh.model or first % step:
                 continue
             layout = family.layout(i, profile.n_layers, ends)
             if is_timed(cost_model(case), layout):

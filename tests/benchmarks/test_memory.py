@@ -5,14 +5,13 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
+from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.pieces import PARTS
-from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
+from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.profile.memory import kept_bytes
-from dflop_jax.records import BACKWARD, Edge, SegmentPlan, Shape
+from dflop_jax.records import AXES, BACKWARD, Edge, MeshShape, SegmentPlan, Shape
 from models.decoder import DecoderModule
 from models.sizes import DECODERS
 
@@ -47,8 +46,8 @@ def test_two_cases_at_full_size(tmp_path):
 def test_there_are_twenty_cases_of_five_models():
     assert len({c.name for c in memory.CASES}) == len(memory.CASES) == 20
     assert {c.model for c in memory.CASES} == set(memory.MODULES)
-    assert {c.mesh[2] for c in memory.CASES} == {1, 2, 4}
-    assert {c.mesh[0] for c in memory.CASES} == {1, 2}
+    assert {c.mesh.model for c in memory.CASES} == {1, 2, 4}
+    assert {c.mesh.stage for c in memory.CASES} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -68,11 +67,10 @@ EDGES = (Edge("encoder", "llm", "visual"),)
 
 
 def segment(mesh=(1, 1, 1), microbatches=1, remat="none"):
-    n = int(np.prod(mesh))
     return Segment(
         plan=SegmentPlan("s", "llm", 0, DEEP.n_layers, "s", True, True, remat),
         module=DEEP,
-        mesh=Mesh(np.array(jax.devices()[:n]).reshape(mesh), AXES),
+        mesh=device_mesh(MeshShape(*mesh), jax.devices()),
         microbatches=microbatches,
         trainable=frozenset(PARTS),
         wants_gradient=frozenset({"visual"}),

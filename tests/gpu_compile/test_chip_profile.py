@@ -17,7 +17,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
-from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, SegmentPlan, Shape
+from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
 
 H100 = find_hardware("h100")
@@ -86,7 +86,7 @@ def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat)
     probe = Probe("vision", ways, Shape(9, 16), 27, remat)
-    mesh, shape = (1, 1, ways), (9, 16)
+    mesh, shape = MeshShape(model=ways), (9, 16)
     overhead = Efficiency().task_s
     for kind in (FORWARD, BACKWARD):
         got = costs.group_s(whole, mesh, 1, *shape, kind)
@@ -102,10 +102,10 @@ def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkey
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
     probe = Probe("llm", 1, Shape(1, 640), 28, remat)
-    got = costs.group_s(whole, (1, 1, 1), 1, 1, 640, BACKWARD)
+    got = costs.group_s(whole, MeshShape(), 1, 1, 640, BACKWARD)
     both = sum(work_s(probe, kind) for kind in (FORWARD, BACKWARD))
     assert got - Efficiency().task_s == pytest.approx(both, rel=1e-4)
-    needs = costs.segment_bytes(whole, (1, 1, 1), 1, 1, 640, trained=False)
+    needs = costs.segment_bytes(whole, MeshShape(), 1, 1, 640, trained=False)
     assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
     assert needs.kept == pytest.approx(64.0 * 640)
 
@@ -114,11 +114,11 @@ def test_layers_between_others_have_nothing_of_the_loss(tmp_path, monkeypatch):
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     inner = SegmentPlan("llm", "llm", 4, 16, "m", False, False, "named")
     probe = Probe("llm", 1, Shape(1, 640), 12, "named", ends=False)
-    needs = costs.segment_bytes(inner, (1, 1, 1), 1, 1, 640, trained=False)
+    needs = costs.segment_bytes(inner, MeshShape(), 1, 1, 640, trained=False)
     assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
     assert needs.kept == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
     for kind in (FORWARD, BACKWARD):
-        got = costs.group_s(inner, (1, 1, 1), 1, 1, 640, kind) - Efficiency().task_s
+        got = costs.group_s(inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
         assert got == pytest.approx(work_s(probe, kind), rel=1e-4)
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
-from dflop_jax.pipeline.segment import AXES, EVALUATE, Segment
-from dflop_jax.records import BACKWARD, FORWARD, Edge, SegmentPlan, Shape
+from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.segment import EVALUATE, Segment
+from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
 from models.decoder import DecoderModule
 from models.lora import Lora
 from models.sizes import DecoderSize, VisionSize
@@ -34,11 +33,10 @@ HEAD_FLOPS = 2 * N * WIDTH * VOCAB
 
 def segment(module=DECODER, mesh=(1, 1, 1), microbatches=1, **changes) -> Segment:
     plan = SegmentPlan("text", "text", 0, module.n_layers, "all", True, True)
-    devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     whole = Segment(
         plan=plan,
         module=module,
-        mesh=Mesh(devices, AXES),
+        mesh=device_mesh(MeshShape(*mesh), jax.devices()),
         microbatches=microbatches,
         trainable=frozenset(("entry", "layers", "exit")),
         wants_gradient=frozenset(("visual",)),

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from model_fields import fields, full_params
 
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.segment import AXES, Segment
+from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.profile.parts import divides
-from dflop_jax.records import BACKWARD, SegmentPlan, Shape
+from dflop_jax.records import BACKWARD, MeshShape, SegmentPlan, Shape
 from models import attention_gpu
 from models.attention import masked_attention
 from models.decoder import DecoderModule
@@ -32,8 +32,7 @@ def decoder(heads, kv_heads, kernel, vocab=512):
 
 
 def segment(module, mesh_shape):
-    n = np.prod(mesh_shape)
-    mesh = Mesh(np.array(jax.devices()[:n]).reshape(mesh_shape), AXES)
+    mesh = device_mesh(MeshShape(*mesh_shape), jax.devices())
     plan = SegmentPlan("llm", "llm", 0, module.n_layers, "llm", True, True)
     parts = frozenset(("entry", "layers", "exit"))
     return Segment(plan, module, mesh, microbatches=mesh_shape[0], trainable=parts)

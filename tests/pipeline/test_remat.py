@@ -4,18 +4,17 @@ import dataclasses
 from typing import get_args
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.gpu_compile.child import device_bytes
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline import segment
+from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.residuals import REMAT
-from dflop_jax.pipeline.segment import AXES, Segment, unrolled_layers
-from dflop_jax.records import BACKWARD, FORWARD, Edge, Remat, SegmentPlan, Shape
+from dflop_jax.pipeline.segment import Segment, unrolled_layers
+from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
 from tests.small import Small
@@ -56,7 +55,7 @@ VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float3
 def encoder(remat: Remat) -> Segment:
     """Another module reads it."""
     plan = SegmentPlan("vision", "vision", 0, VIT.n_layers, "all", True, True, remat)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    mesh = device_mesh(MeshShape(), jax.devices())
     parts = frozenset(("entry", "layers", "exit"))
     return Segment(plan, VIT, mesh, 1, parts, edges=(Edge("vision", "llm", "visual"),))
 
@@ -65,7 +64,7 @@ def inner_layers(remat: Remat) -> Segment:
     """Layers of a decoder between two others."""
     module = NANO.modules["llm"]
     plan = SegmentPlan("llm1", "llm", 1, 3, "all", False, False, remat)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    mesh = device_mesh(MeshShape(), jax.devices())
     return Segment(plan, module, mesh, 1, frozenset(("layers",)), frozenset(("hidden",)))
 
 
@@ -112,7 +111,7 @@ def ends_in_a_loss(remat: Remat) -> Segment:
     module = NANO.modules["llm"]
     n = module.n_layers
     plan = SegmentPlan("llm1", "llm", n - 2, n, "all", False, True, remat)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    mesh = device_mesh(MeshShape(), jax.devices())
     parts = frozenset(("layers", "exit"))
     return Segment(plan, module, mesh, 1, parts, frozenset(("hidden",)), shares_entry=True)
 

@@ -7,7 +7,7 @@ import pytest
 from dflop_jax.plan.baselines import blind
 from dflop_jax.plan.placement import Form, factors, lay_out, name_of, split_layers
 from dflop_jax.plan.space import separate, shared
-from dflop_jax.records import Bucket, Layout, Plan, Shape
+from dflop_jax.records import Bucket, Layout, MeshShape, Plan, Shape
 
 from .cases import layouts
 
@@ -82,7 +82,7 @@ def described(placement):
     for module in dict.fromkeys(s.module for s in placement.segments):
         parts = [mesh[s.submesh] for s in placement.segments if s.module == module]
         assert len({m.shape for m in parts}) == 1
-        found.append((parts[0].first, parts[0].shape, len(parts)))
+        found.append((parts[0].first, parts[0].shape.sizes, len(parts)))
     return tuple(found)
 
 
@@ -227,7 +227,7 @@ def test_a_model_of_one_module_gives_it_all_devices(space, n):
 
 def test_one_device_cannot_be_shared_out():
     assert list(separate(1, LAYERS, **SPACE)) == []
-    one = Form((1, 1, 1))
+    one = Form(MeshShape())
     assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out((one, one), (0, 0), LAYERS)]
 
 
@@ -258,7 +258,7 @@ def test_layers_split_so_that_the_dearest_run_is_cheapest(n, parts, ends):
 
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():
-    where = (Form((1, 1, 1)), Form((1, 1, 1), 2)), (0, 1)
+    where = (Form(MeshShape()), Form(MeshShape(), 2)), (0, 1)
     ends = {("llm", 1): (0.0, 2.0)}
     assert [s.n_layers for s in lay_out(*where, LAYERS, ends).segments] == [3, 3, 1]
     assert [s.n_layers for s in lay_out(*where, LAYERS).segments] == [3, 2, 2]

@@ -18,6 +18,7 @@ from dflop_jax.records import (
     Edge,
     LayerTiming,
     Layout,
+    MeshShape,
     ModelProfile,
     Plan,
     Recompute,
@@ -293,7 +294,7 @@ def test_pairs_are_measured_best_at_large_shapes():
 def test_no_rows_cost_nothing():
     """The planner asks for many shapes at once, some of them of modules that do not run."""
     plan, model = plan_of(), CostModel(profile(overhead=0.5))
-    s, mesh = plan.layout.segment("vision"), (1, 1, 1)
+    s, mesh = plan.layout.segment("vision"), MeshShape()
     got = model.group_s(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
     assert got[0] == 0.0
     assert got[1] == group_s(plan, model, "vision", BACKWARD) > 0.5
@@ -318,9 +319,9 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
     want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
     pairs = 4e-9 * (again + 2 + (policy != "none"))
-    got = model.group_pair_s(plan.layout.segment("vision"), (1, 1, 1), 1, BACKWARD)
+    got = model.group_pair_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
     assert got == pytest.approx(pairs)
-    forward = model.group_pair_s(plan.layout.segment("vision"), (1, 1, 1), 1, FORWARD)
+    forward = model.group_pair_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
     assert forward == pytest.approx(4e-9)
 
 
@@ -386,7 +387,7 @@ def test_what_runs_no_backward_keeps_its_inputs_only():
     plan, model = plan_of(edges=edges), CostModel(dataclasses.replace(profile(), edges=edges))
     s = plan.layout.segment("vision")
     trained, frozen = (
-        model.segment_bytes(s, (1, 1, 1), 1, 3, PATCHES, backward=b) for b in (True, False)
+        model.segment_bytes(s, MeshShape(), 1, 3, PATCHES, backward=b) for b in (True, False)
     )
     one = cost(LAYER, Shape(3, PATCHES))
     assert frozen.kept == pytest.approx(100 * one)
@@ -421,7 +422,7 @@ def test_segments_on_one_submesh_add_their_bytes():
     apart = peak_bytes(plan.layout, model, flying)
     # Only one program at a time has temporaries.
     least = min(
-        float(model.segment_bytes(s, (1, 1, 1), 1, shape.rows, shape.tokens).temporaries)
+        float(model.segment_bytes(s, MeshShape(), 1, shape.rows, shape.tokens).temporaries)
         for s in plan.layout.segments
         for shape in plan.layout.shapes(s.module)
     )
@@ -447,7 +448,7 @@ def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
     def kept(edges):
         model = CostModel(dataclasses.replace(profile(), edges=tuple(edges)))
         kept = (
-            model.segment_bytes(s, (1, 1, 1), 1, 2, 64, backward=False).kept
+            model.segment_bytes(s, MeshShape(), 1, 2, 64, backward=False).kept
             for s in plan.layout.segments[1:]
         )
         return list(map(float, kept))
@@ -464,10 +465,10 @@ def test_tied_ends_that_lie_apart_are_both_whole():
     tied = CostModel(dataclasses.replace(model, tied=("llm",)))
     loose = CostModel(model)
     for s in plan.layout.segments[1:]:
-        states = [m.segment_bytes(s, (1, 1, 1), 1, 2, 64).state for m in (tied, loose)]
+        states = [m.segment_bytes(s, MeshShape(), 1, 2, 64).state for m in (tied, loose)]
         assert states[0] - states[1] == pytest.approx(4 * 300)  # half of the ends' 600
     whole = plan_of().layout.segments[1]
-    states = [m.segment_bytes(whole, (1, 1, 1), 1, 2, 64).state for m in (tied, loose)]
+    states = [m.segment_bytes(whole, MeshShape(), 1, 2, 64).state for m in (tied, loose)]
     assert states[0] == states[1]
 
 

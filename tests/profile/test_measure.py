@@ -11,7 +11,7 @@ import pytest
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.records import Edge, Shape
+from dflop_jax.records import Edge, MeshShape, Shape
 from tests.small import WIDTH, Small
 
 MODEL = Small()
@@ -147,7 +147,7 @@ def test_what_lies_between_layers_is_timed_with_the_ends():
     assert profile.layer_param_bytes == {"a": 512, "b": 512}
     for name, n_inputs in (("a", 0), ("b", 1)):
         for depth in (1, 3):
-            segment = shallow_segment(model, name, depth, devices, (1, 1, 1))
+            segment = shallow_segment(model, name, depth, devices, MeshShape())
             assert len(segment.taps) == (name == "a")
             assert len(segment.inlets) == len(segment.wants_gradient) == n_inputs
             assert segment.parts == (("entry", "layers", "exit", "mid") if name == "a" else
@@ -236,7 +236,7 @@ def test_a_degree_that_divides_nothing_is_left_out():
     timings = time_layers(two(), shapes, [1, 2, 3], devices)
     assert [(t.module, t.model) for t in timings] == [(m, d) for m in "ab" for d in (1, 2)]
     with pytest.raises(ValueError, match="does not divide"):
-        shallow_segment(two(), "a", 1, devices, (1, 1, 3)).param_specs()
+        shallow_segment(two(), "a", 1, devices, MeshShape(model=3)).param_specs()
 
 
 def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):

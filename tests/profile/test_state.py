@@ -6,9 +6,9 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from dflop_jax.pipeline.segment import AXES, Segment, parts_of
+from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.segment import Segment, parts_of
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.state import (
     end_bytes,
@@ -19,7 +19,7 @@ from dflop_jax.profile.state import (
     state_bytes,
     whole_bytes,
 )
-from dflop_jax.records import LayerTiming, ParamDims, SegmentPlan, Shape
+from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from models.llava import build
 
 MODEL = build("nano")
@@ -30,12 +30,13 @@ PROFILE = assembled(
 )
 
 
-def held(module: str, mesh: tuple[int, int, int], zero: int) -> tuple[float, float]:
+def held(module: str, mesh: MeshShape, zero: int) -> tuple[float, float]:
     """(bytes of parameters, of gradients) on one device, by their shardings."""
     spec = MODEL.modules[module]
     plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True, "none", zero)
-    devices = np.array(jax.devices()[: prod(mesh)]).reshape(mesh)
-    segment = Segment(plan, spec, Mesh(devices, AXES), 1, frozenset(parts_of(plan, spec)))
+    segment = Segment(
+        plan, spec, device_mesh(mesh, jax.devices()), 1, frozenset(parts_of(plan, spec))
+    )
 
     def n_bytes(structs):
         leaves = jax.tree.leaves(structs)
@@ -49,10 +50,10 @@ def held(module: str, mesh: tuple[int, int, int], zero: int) -> tuple[float, flo
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_is_held_is_what_shardings_say(module, data, zero):
     """Also of 3, 5 or 7 ranks, which divide few dims or none."""
-    mesh, n_layers = (1, data, 1), MODEL.modules[module].n_layers
+    mesh, n_layers = MeshShape(data=data), MODEL.modules[module].n_layers
     plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
     params, grads = held(module, mesh, zero)
-    size = sum(split_bytes(plan, (1, 1, 1), PROFILE))
+    size = sum(split_bytes(plan, MeshShape(), PROFILE))
     own, whole = split_bytes(plan, mesh, PROFILE)
     moments = 2 * (own + whole)
     got = state_bytes(plan, mesh, PROFILE, trained=True)
@@ -71,11 +72,11 @@ def test_the_share_that_ranks_divide_by_hand():
 def test_only_gathered_parameters_are_whole_at_the_end():
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
     one, three = (dataclasses.replace(plan, zero=z) for z in (1, 3))
-    own = sum(split_bytes(plan, (1, 4, 1), PROFILE))
-    size = sum(split_bytes(plan, (1, 1, 1), PROFILE))
-    assert end_bytes(three, (1, 4, 1), PROFILE) == pytest.approx(1.7 * own)
-    assert end_bytes(one, (1, 4, 1), PROFILE) == pytest.approx(2.0 * own + size)
-    assert end_bytes(one, (1, 1, 1), PROFILE) == end_bytes(three, (1, 1, 1), PROFILE)
+    own = sum(split_bytes(plan, MeshShape(data=4), PROFILE))
+    size = sum(split_bytes(plan, MeshShape(), PROFILE))
+    assert end_bytes(three, MeshShape(data=4), PROFILE) == pytest.approx(1.7 * own)
+    assert end_bytes(one, MeshShape(data=4), PROFILE) == pytest.approx(2.0 * own + size)
+    assert end_bytes(one, MeshShape(), PROFILE) == end_bytes(three, MeshShape(), PROFILE)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -88,7 +89,7 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
         "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
     )
     loose = dataclasses.replace(PROFILE, tied=(), halved=("llm",) if half else ())
-    working, mesh = 0.5 if half else 1.0, (1, data, 1)
+    working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
     layer, ends = (of(plan, mesh, loose) for of in (layer_bytes, ends_bytes))
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends

@@ -1,0 +1,83 @@
+"""Meshes of devices: the one place that names all of their axes.
+
+Whoever asks for an axis asks by its name, of `MeshShape` as of jax's `Mesh.shape`. A new axis is a
+field of `MeshShape` with a size of 1 where nothing is said, at its place from the outermost to the
+innermost; plans that lack it are read as if they said 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+
+from dflop_jax.records.check import require
+
+
+@dataclass(frozen=True, order=True)
+class MeshShape:
+    """Devices along each axis of a mesh, the outermost axis first.
+
+    Attributes:
+      stage: parts of a segment's layers, which microbatches pass one after the other.
+      data: ranks that hold the same layers and take different rows; where many degrees are priced
+        at once, an array of them.
+      model: devices that split every tensor of a layer.
+    """
+
+    stage: int = 1
+    data: int = 1
+    model: int = 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def n_devices(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def text(self) -> str:
+        """Its sizes in a word, as 1x2x4."""
+        return "x".join(map(str, self.sizes))
+
+    def block(self, name: str, first: int) -> SubmeshPlan:
+        """Devices from `first` on as such a mesh."""
+        return SubmeshPlan(name, first, *self.sizes)
+
+    def stride(self, axis: str) -> int:
+        """Devices from one place on an axis to the next, counted as they are numbered."""
+        return prod(self.sizes[AXES.index(axis) + 1 :])
+
+
+AXES = tuple(f.name for f in fields(MeshShape))
+# Axes along which programs say themselves what every device does; XLA's partitioner splits along
+# the others, as the parameters' shardings say.
+MANUAL_AXES = ("stage", "data")
+
+
+@dataclass(frozen=True)
+class _Block:
+    name: str
+    first: int
+
+
+@dataclass(frozen=True)
+class SubmeshPlan(MeshShape, _Block):
+    """A named block of devices [first, first + n_devices) as a mesh; in this order of bases, name
+    and first are the first of its fields."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.first >= 0 and min(self.sizes) >= 1,
+            f"submesh {self.name!r}: axis sizes must be >= 1 and first >= 0, got {self}",
+        )
+
+    @cached_property
+    def shape(self) -> MeshShape:
+        return MeshShape(*self.sizes)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first, self.first + self.n_devices)

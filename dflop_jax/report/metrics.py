@@ -23,59 +23,68 @@ class SkippedUpdate:
     samples: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """Figures that a step has and a run's summary has the medians of.
 
-    `loss` is per supervised token of the global batch, added up over the modules that have one.
-    `losses` has it by module, each without its weight in that sum. `tokens_per_s` counts tokens of
-    samples, not padding, in the last module. `learning_rates` are those of the parts that train
-    (`learning_rate` that of parts without one of their own). `busy_fraction` is per submesh,
-    `padding_fraction` per module (share of executed tokens that are padding), `groups` counts the
-    groups of each module and shape (MODULE:ROWSxTOKENS). `compiles` counts programs compiled
-    during this step. `schedule_s` is the solver's time off the training path, `schedule_wait_s`
-    what the step waited for it, `save_wait_s` what it waited for a checkpoint; `makespan_s` and
-    `lower_bound_s` are the schedule's. `n_bad` counts samples of this batch that could not be
-    decoded and were replaced. `correction` (empty unless predictions are corrected) holds
-    `sampling` (1: task times are being sampled), `farthest_factor`, `predicted_gain_s` and
-    `overhead_s` of the last sample. `model_flops` are the FLOPs that the batch needs, without
-    padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that over the peak of
-    all devices of the run, null where no peak is known. A module's `mfu_by_module` is over the peak
-    of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes of features that
-    went to another data rank for each pair of modules ("source > target"), forward; as many bytes
-    of gradients came back. `slowness` is how many times longer a process takes than it should
-    (median of the last steps, by process; empty in a run of one). `skipped` is null where the
-    step updated the parameters. Numbers that are not finite are null in the file.
+    `tokens_per_s` counts tokens of samples, not padding, in the last module. `padding_fraction` is
+    per module the share of executed tokens that are padding. `schedule_s` is the solver's time off
+    the training path, `makespan_s` the schedule's. `model_flops` are the FLOPs that the batch
+    needs, without padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that
+    over the peak of all devices of the run, null where no peak is known. A module's `mfu_by_module`
+    is over the peak of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes
+    of features that went to another data rank for each pair of modules ("source > target"),
+    forward; as many bytes of gradients came back.
     """
 
-    step: int
-    loss: float
-    supervised_tokens: int
-    step_s: float
     tokens_per_s: float = 0.0
-    learning_rate: float = 0.0
-    grad_norm: float = 0.0
-    busy_fraction: Mapping[str, float] = field(default_factory=dict)
     padding_fraction: Mapping[str, float] = field(default_factory=dict)
-    groups: Mapping[str, int] = field(default_factory=dict)
-    compiles: int = 0
     schedule_s: float = 0.0
-    schedule_wait_s: float = 0.0
     makespan_s: float = 0.0
-    lower_bound_s: float = 0.0
-    n_bad: int = 0
-    save_wait_s: float = 0.0
-    correction: Mapping[str, float] = field(default_factory=dict)
-    learning_rates: Mapping[str, float] = field(default_factory=dict)
-    losses: Mapping[str, float] = field(default_factory=dict)
     model_flops: float = 0.0
-    model_flops_by_module: Mapping[str, float] = field(default_factory=dict)
     flops_per_s: float = 0.0
     flops_per_s_by_module: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     mfu_by_module: Mapping[str, float] = field(default_factory=dict)
     moved_in_node: Mapping[str, float] = field(default_factory=dict)
     moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepMetrics(StepFigures):
+    """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
+
+    `loss` is per supervised token of the global batch, added up over the modules that have one.
+    `losses` has it by module, each without its weight in that sum. `learning_rates` are those of
+    the parts that train (`learning_rate` that of parts without one of their own). `busy_fraction`
+    is per submesh, `groups` counts the groups of each module and shape (MODULE:ROWSxTOKENS).
+    `compiles` counts programs compiled during this step. `schedule_wait_s` is what the step waited
+    for its schedule, `save_wait_s` what it waited for a checkpoint; `lower_bound_s` is the
+    schedule's. `n_bad` counts samples of this batch that could not be decoded and were replaced.
+    `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
+    sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample. `slowness`
+    is how many times longer a process takes than it should (median of the last steps, by process;
+    empty in a run of one). `skipped` is null where the step updated the parameters. Numbers that
+    are not finite are null in the file.
+    """
+
+    step: int
+    loss: float
+    supervised_tokens: int
+    step_s: float
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    busy_fraction: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    compiles: int = 0
+    schedule_wait_s: float = 0.0
+    lower_bound_s: float = 0.0
+    n_bad: int = 0
+    save_wait_s: float = 0.0
+    correction: Mapping[str, float] = field(default_factory=dict)
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+    model_flops_by_module: Mapping[str, float] = field(default_factory=dict)
     slowness: Mapping[str, float] = field(default_factory=dict)
     skipped: SkippedUpdate | None = None
 

@@ -6,8 +6,9 @@ Steady figures (times, rates, fractions) are medians that leave the first `WARMU
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.markup import escape
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
 from dflop_jax.report.columns import MEDIAN_STEPS, read_columns
-from dflop_jax.report.metrics import WARMUP_STEPS, Spread, spread
+from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     LOSS,
@@ -30,11 +31,10 @@ from dflop_jax.report.run_folder import (
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """Figures of one run; nan where the run did not measure one.
+class RunSummary(StepFigures):
+    """Figures of one run, those of its median step among them; nan where the run did not measure
+    one.
 
-    `model_flops` are those that a batch needs, `flops_per_s` and `mfu` follow from them (see
-    `StepMetrics`).
     `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
     `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
     `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
@@ -49,23 +49,12 @@ class RunSummary:
     n_steps: int
     steps_lost: int
     step_s: Spread
-    tokens_per_s: float
-    model_flops: float
-    flops_per_s: float
-    flops_per_s_by_module: dict[str, float]
-    mfu: float
-    mfu_by_module: dict[str, float]
-    padding_fraction: dict[str, float]
-    moved_in_node: dict[str, float]
-    moved_across_nodes: dict[str, float]
     busy_predicted: dict[str, float]
     busy_measured: dict[str, float]
     makespan_chosen_by_s: float
     makespan_predicted_s: float
-    makespan_s: float
     makespan_over_bound: float
     compiles_after_warmup: int
-    schedule_s: float
     schedule_wait_s: float
     loss_first: float
     loss_last: float
@@ -85,15 +74,16 @@ def summarise(folder: str | Path) -> RunSummary:
     path = Path(folder)
     rows, plan = read_columns(path), read_plan(path)
 
-    def median(name: str) -> float:
-        return spread(rows.column(name)).median
-
     def medians(name: str) -> dict[str, float]:
         return {k: spread(v).median for k, v in rows.column_of(name).items()}
 
     def after_warm_up(name: str) -> float:
         return rows.sums[name] - rows.warm_up_sums[name]
 
+    of_step: dict[str, Any] = {
+        name: medians(name) if name in KEYED else spread(rows.column(name)).median
+        for name in (f.name for f in fields(StepFigures))
+    }
     pairs = zip(rows.column("makespan_s"), rows.column("lower_bound_s"))
     return RunSummary(
         name=path.resolve().name,
@@ -102,23 +92,12 @@ def summarise(folder: str | Path) -> RunSummary:
         n_steps=rows.n_steps,
         steps_lost=max(0, rows.last_step + 1 - rows.first_step - rows.n_steps),
         step_s=spread(rows.column("step_s")),
-        tokens_per_s=median("tokens_per_s"),
-        model_flops=median("model_flops"),
-        flops_per_s=median("flops_per_s"),
-        flops_per_s_by_module=medians("flops_per_s_by_module"),
-        mfu=median("mfu"),
-        mfu_by_module=medians("mfu_by_module"),
-        padding_fraction=medians("padding_fraction"),
-        moved_in_node=medians("moved_in_node"),
-        moved_across_nodes=medians("moved_across_nodes"),
         busy_predicted=plan.predicted.busy_fraction,
         busy_measured=medians("busy_fraction"),
         makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
         makespan_predicted_s=plan.predicted.makespan_s or math.nan,
-        makespan_s=median("makespan_s"),
         makespan_over_bound=spread(m / b for m, b in pairs if b > 0).median,
         compiles_after_warmup=int(after_warm_up("compiles")),
-        schedule_s=median("schedule_s"),
         # A run that is no longer than its warm-up has all figures of that.
         schedule_wait_s=after_warm_up("schedule_wait_s")
         if rows.n_steps > WARMUP_STEPS
@@ -130,6 +109,7 @@ def summarise(folder: str | Path) -> RunSummary:
         held_out=_held_out(path),
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
+        **of_step,
     )
 
 
@@ -256,8 +236,8 @@ def flops_text(value: float) -> str:
     return f"{number(value / unit)} {name}"
 
 
-def percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1%}"
+def percent(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def summary_table(s: RunSummary) -> Group:

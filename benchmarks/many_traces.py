@@ -60,7 +60,7 @@ from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.losses import BatchLoss
 from dflop_jax.train.moved import Moved
-from dflop_jax.train.step_log import REPORTS, Report, StepLog
+from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog
 
 MICROBATCHES = 32
 VISION_SEGMENTS, LLM_SEGMENTS = 2, 8
@@ -159,10 +159,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     )
     with RunFolder(folder) as run, worker:
         log = StepLog(
-            TrainConfig(steps=steps),
-            plan,
-            prices,
-            cast(Any, peers),
+            RowFacts(TrainConfig(steps=steps), plan, prices, cast(Any, peers)),
             run,
             progress,
             cast(Any, SimpleNamespace(read=lambda: 0)),

@@ -36,7 +36,7 @@ from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Resumed
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.skips import Skipping, Skips
-from dflop_jax.train.step_log import StepLog
+from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
 
@@ -53,35 +53,46 @@ class LoopResult:
     next: NewPlan | None = None
 
 
-class Loop:
-    """One process's part in the steps of a run; `folder` and `samples` are process 0's, `held_out`
-    are the samples to evaluate on. It ends early where the plan is to be changed (`redecider`)."""
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run before the first of its steps under a plan.
 
-    def __init__(
-        self,
-        config: Config,
-        place: Workplace,
-        source: Source,
-        held_out: Source | None,
-        profile: Profile,
-        ex: Executor,
-        prices: Prices,
-        saver: Checkpointer,
-        folder: RunFolder | None,
-        samples: SampleFile | None,
-        progress: Progress,
-        start_s: float,
-    ):
-        self.config, self.place, self.peers = config, place, place.peers
-        self.ex, self.saver, self.folder, self.progress = ex, saver, folder, progress
-        self._samples, self._held_out = samples, held_out
-        self.source, self.profile, self.prices = source, profile, prices
+    Attributes:
+      held_out: the samples to evaluate on.
+      folder, samples: process 0's.
+      start_s: what it took to come this far.
+    """
+
+    config: Config
+    place: Workplace
+    source: Source
+    held_out: Source | None
+    profile: Profile
+    ex: Executor
+    prices: Prices
+    saver: Checkpointer
+    folder: RunFolder | None
+    samples: SampleFile | None
+    progress: Progress
+    start_s: float
+
+
+class Loop:
+    """One process's part in the steps of a run. It ends early where the plan is to be changed
+    (`redecider`)."""
+
+    def __init__(self, ready: ReadyRun):
+        config, place, ex = ready.config, ready.place, ready.ex
+        self._ready, self.config, self.peers, self.ex = ready, config, place.peers, ex
+        self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
         needed = needed_flops(place.model, _row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
-        self.loader = make_loader(config, source, partial(beyond, plan=ex.plan))
+        self.loader = make_loader(config, ready.source, partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
-        asked_for = make_loader(config, source).loads  # before what is too large is replaced
-        self._redecider = Redecider(place, profile, ex.plan, asked_for, start_s, progress)
+        asked_for = make_loader(config, ready.source).loads  # before what is too large is replaced
+        self._redecider = Redecider(
+            place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
+        )
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
         # Saves under way whose steps are not all finished, and what these are to be told.
@@ -93,27 +104,28 @@ class Loop:
         start = self.loader.restore(resumed.meta.loader) if resumed else 0
         self._done = self._saved = start
         known = resumed.meta.skips if resumed else Skips()
-        names = partial(sample_names, self.source, self.loader)
+        names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
-        if self._held_out is not None:
-            held_out = HeldOut(config, self._held_out, self.ex, self.prices, self.packer)
+        if self._ready.held_out is not None:
+            held_out = HeldOut(
+                config, self._ready.held_out, self.ex, self._ready.prices, self.packer
+            )
         counter = CompileCounter()
         stack.callback(counter.close)
-        self.log = StepLog(
+        place = self._ready.place
+        facts = RowFacts(
             config.train,
             self.ex.plan,
-            self.prices,
+            self._ready.prices,
             peers,
-            self.folder,
-            self.progress,
-            counter,
-            self._corrector,
-            self.place.trained.rates,
-            Peaks.of(config, self.ex.plan.layout, self.place.devices),
-            self._skipping,
+            place.trained.rates,
+            Peaks.of(config, self.ex.plan.layout, place.devices),
+        )
+        self.log = StepLog(
+            facts, self.folder, self.progress, counter, self._corrector, self._skipping
         )
         steps = range(start, config.train.steps)
         every = config.train.eval_every
@@ -145,20 +157,21 @@ class Loop:
     ) -> ScheduleWorker | None:
         """Start what solves the schedules, on process 0, and what corrects its prices; `kept` is
         what a checkpoint knows of these."""
-        if self._samples is None:
+        samples, prices = self._ready.samples, self._ready.prices
+        if samples is None:
             return None
         learnt = None
         if self.config.schedule.correct:
-            learnt = take_up(self.prices, kept, self._samples, start)
+            learnt = take_up(prices, kept, samples, start)
         else:
-            self._samples.keep(lambda sample: sample.step < start)
+            samples.keep(lambda sample: sample.step < start)
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,
                 self.ex.plan,
-                self.prices,
+                prices,
                 self.ex.trainable,
-                changes=price_changes(self.prices, learnt) if learnt else None,
+                changes=price_changes(prices, learnt) if learnt else None,
                 first_step=start,
                 stop_step=self.config.train.steps,
                 ahead=self.config.schedule.ahead,
@@ -168,10 +181,10 @@ class Loop:
         if learnt:
             self._corrector = Corrector(
                 self.ex.plan,
-                self.prices,
+                prices,
                 self.ex.trainable,
                 worker,
-                self._samples,
+                samples,
                 self.progress,
                 learnt,
             )
@@ -272,9 +285,9 @@ class Loop:
             done,
             self.loader.state(done),
             self.ex.plan,
-            self.profile,
-            PriceList.of(self.prices),
-            planned_under(self.place) if self.peers.is_hub else {},
+            self._ready.profile,
+            PriceList.of(self._ready.prices),
+            planned_under(self._ready.place) if self.peers.is_hub else {},
             self._corrector.learnt(done) if self._corrector else None,
         )
         finished: Future[Mapping[str, Any]] = Future()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -51,36 +51,44 @@ class Verdict:
     stop: bool
 
 
-class StepLog:
-    """Gathers what the processes saw of each step; process 0 (which has a `folder`) writes
-    metrics.jsonl, the progress bar and, at the end, trace.json.
+@dataclass(frozen=True)
+class RowFacts:
+    """What the rows of a run are made with.
 
-    Args:
+    Attributes:
       prices: of programs run alone.
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
-      skipping: notes the steps whose updates are left out.
     """
+
+    config: TrainConfig
+    plan: Plan
+    prices: Prices
+    peers: Peers
+    rates: Mapping[str, float] = field(default_factory=dict)
+    peaks: Peaks | None = None
+
+
+class StepLog:
+    """Gathers what the processes saw of each step; process 0 (which has a `folder`) writes
+    metrics.jsonl, the progress bar and, at the end, trace.json. `skipping` notes the steps whose
+    updates are left out."""
 
     def __init__(
         self,
-        config: TrainConfig,
-        plan: Plan,
-        prices: Prices,
-        peers: Peers,
+        facts: RowFacts,
         folder: RunFolder | None,
         progress: Progress,
         counter: CompileCounter,
         corrector: Corrector | None = None,
-        rates: Mapping[str, float] | None = None,
-        peaks: Peaks | None = None,
         skipping: Skipping | None = None,
     ):
+        config = facts.config
         self._skipping = skipping or Skipping(config)
-        self._corrector, self._peaks, self._prices = corrector, peaks, prices
-        self.plan, self.peers, self.folder, self.progress = plan, peers, folder, progress
+        self._facts, self._corrector, self.peers = facts, corrector, facts.peers
+        self.folder, self.progress = folder, progress
         self.rates = learning_rates(config)
-        self._factors = {g: rate / config.learning_rate for g, rate in (rates or {}).items()}
+        self._factors = {g: rate / config.learning_rate for g, rate in facts.rates.items()}
         self._stragglers = Stragglers(progress.log)
         self.losses = array("d")  # 8 bytes a step, not 32
         self.compiles: list[int] = []
@@ -127,8 +135,10 @@ class StepLog:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
             if self.peers.count > 1:
-                of_task, schedule = self._prices.task_s, batch.schedule
-                alone_s = [of_task(self.plan.layout, schedule, task) for task in handle.order.tasks]
+                of_task, schedule = self._facts.prices.task_s, batch.schedule
+                alone_s = [
+                    of_task(self._facts.plan.layout, schedule, task) for task in handle.order.tasks
+                ]
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
                 self._stragglers.after_step(batch.step, slow)
             self._log(result, batch, waits_s, verdict)
@@ -150,7 +160,7 @@ class StepLog:
             self.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
         # The rate goes on with the updates that are made.
         rate = float(self.rates[batch.step - self._skipping.known.count])
-        last = self.plan.layout.modules[-1]
+        last = self._facts.plan.layout.modules[-1]
         row = StepMetrics(
             step=batch.step,
             loss=verdict.loss,
@@ -176,7 +186,7 @@ class StepLog:
             correction=self._corrector.report if self._corrector else {},
             slowness=self._stragglers.factors,
             skipped=skipped,
-            **utilisation(batch.flops, step_s, self._peaks),
+            **utilisation(batch.flops, step_s, self._facts.peaks),
         )
         self.step_s.append(step_s)
         self.folder.append(row)

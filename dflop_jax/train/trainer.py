@@ -31,7 +31,7 @@ from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
-from dflop_jax.train.loop import Loop, LoopResult
+from dflop_jax.train.loop import Loop, LoopResult, ReadyRun
 from dflop_jax.train.meta import Continued, continued, planned_under
 from dflop_jax.train.planning import (
     check_held_out,
@@ -191,10 +191,10 @@ class Trainer:
             folder.write_plan(self._predicted(ex.plan, prices, timed))
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
-        loop = Loop(
+        ready = ReadyRun(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s
         )
-        result = loop.run(stack, resumed)
+        result = Loop(ready).run(stack, resumed)
         if folder and result.losses:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)

@@ -18,12 +18,14 @@ from jax.sharding import Mesh
 
 from dflop_jax.contract import chip_of, edges_of, on_chip
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
+from dflop_jax.pipeline.compiling import jobs
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.programs import Training, make_programs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.stand_in import packed_field
+from dflop_jax.pipeline.stand_in import packed_field, stand_in_groups
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -98,7 +100,7 @@ def segment_cases(
                 {"name": f"segment {kind}", "of": what, "layers": segment.plan.n_layers,
                  "rows": shape.rows, "tokens": shape.tokens, "remat": remat,
                  "unrolled": segment.unrolls},
-                partial(segment.lower, shape, kind),
+                partial(Lowering(segment).lower, shape, kind),
                 partial(_arguments, segment, shape, kind, start),
                 flops=needed_flops(segment, shape, kind, with_forward=alone),
                 again=_with_gradients if kind == BACKWARD else lambda args, _: args,
@@ -108,7 +110,7 @@ def segment_cases(
 
 def _start(segment: Segment, shape: Shape) -> tuple[Any, ...]:
     """What forward takes: parameters, hidden states, fields."""
-    params, x, fields = segment.argument_structs(shape, FORWARD)
+    params, x, fields = Lowering(segment).argument_structs(shape, FORWARD)
     return draw(params, SCALE), draw(x, SCALE), _fields(fields)
 
 
@@ -118,9 +120,10 @@ def _arguments(
     if kind == FORWARD:
         return start()
     residuals: Tree = {}
+    lowering = Lowering(segment)
     if segment.hands_over:
-        residuals = segment.lower(shape, FORWARD).compile()(*start())["residuals"]
-    dy = draw(segment.argument_structs(shape, BACKWARD)[3], SCALE)
+        residuals = lowering.lower(shape, FORWARD).compile()(*start())["residuals"]
+    dy = draw(lowering.argument_structs(shape, BACKWARD)[3], SCALE)
     return (*start(), dy, zero_gradients(segment), residuals)
 
 
@@ -160,11 +163,9 @@ def step_plan(model: Any, tiles: int, tokens: int) -> Plan:
 def step_programs(bench: Bench, size: str, tiles: int, tokens: int) -> Iterator[Line]:
     """Every program of such a plan, compiled."""
     model = build(size, "bfloat16")
-    programs = Programs(
-        model, step_plan(model, tiles, tokens).layout, optax.adamw(1e-5), devices=[bench.device],
-        clip_norm=1.0, freeze=(), rate_factors={}, evaluates=False,
-    )  # fmt: skip
-    for key, lower in programs.jobs().items():
+    layout, training = step_plan(model, tiles, tokens).layout, Training(optax.adamw(1e-5), 1.0)
+    programs = make_programs(model, layout, training, [bench.device])
+    for key, lower in jobs(programs).items():
         start = time.perf_counter()
         program = lower().compile()
         line: Line = {"name": f"program {key[0]} {_kind(key)}"}
@@ -213,7 +214,7 @@ class _Step:
 
     def __init__(self, ex: Executor, groups: int):
         self._ex, self._groups = ex, groups
-        pair, arrays = ex.programs.stand_in_groups(0)
+        pair, arrays = stand_in_groups(ex.programs, 0)
         copies = [
             replace(g, feeds=tuple(t + len(pair) * i for t in g.feeds))
             for i in range(groups)

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.pieces import PARTS
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.parts import PARTS
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import hidden_bytes, part_work
@@ -86,7 +87,7 @@ def compiled_bytes(segment: Segment, shape: Shape, kind: Kind) -> ProgramBytes:
     Raises:
       ValueError: the backend has no memory analysis.
     """
-    analysis = segment.lower(shape, kind).compile().memory_analysis()
+    analysis = Lowering(segment).lower(shape, kind).compile().memory_analysis()
     if analysis is None:
         raise ValueError("this backend's compiler gives no memory analysis; use extrapolation")
     return ProgramBytes(
@@ -130,8 +131,8 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
       half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
         programs of XLA's CPU compiler.
     """
-    args = segment.argument_structs(shape, kind)
-    outs = segment.output_structs(shape, kind)
+    lowering = Lowering(segment)
+    args, outs = lowering.argument_structs(shape, kind), lowering.output_structs(shape, kind)
     module, ways = segment.module, segment.mesh.shape["model"]
     if kind != BACKWARD:
         most = max(part_work(module, p, FORWARD, shape, ways, half_bytes) for p in segment.parts)

@@ -38,6 +38,8 @@ from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.toolchain import compiler_environment
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.parts import hidden_struct
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
@@ -109,7 +111,7 @@ def kernel_flops(segment: Segment, shape: Shape) -> float:
 
     fields = {n: module.field_spec(n, shape.rows, shape.tokens) for n in module.inputs["layers"]}
     params = jax.eval_shape(lambda: module.init("layers", jax.random.key(0)))
-    args = jax.tree.map(struct, (params, segment.hidden_struct(shape), fields))
+    args = jax.tree.map(struct, (params, hidden_struct(segment.module, shape), fields))
     text = jax.jit(gradient).lower(*args).compile().as_text() or ""
     return hlo_cost(text, seen_pairs(module, shape.tokens)).kernel_flops
 
@@ -117,10 +119,11 @@ def kernel_flops(segment: Segment, shape: Shape) -> float:
 def measure(case: Case, remat: Remat, device: jax.Device) -> dict[str, Any]:
     """One row of the table."""
     segment = make_segment(case, remat, device)
+    lowering = Lowering(segment)
     seen = seen_pairs(segment.module, case.shape.tokens)
     executed, needed, temp, unknown = 0.0, 0.0, 0, set[str]()
     for kind in (FORWARD, BACKWARD):
-        compiled = segment.lower(case.shape, kind).compile()
+        compiled = lowering.lower(case.shape, kind).compile()
         cost = hlo_cost(compiled.as_text() or "", seen)
         executed += cost.flops
         unknown |= {*cost.unknown_kernels, *["a loop"] * bool(cost.unknown_loops)}
@@ -136,7 +139,7 @@ def measure(case: Case, remat: Remat, device: jax.Device) -> dict[str, Any]:
         "chip": chip_of(device),
         "recompute": remat,
         "executed_over_needed": executed / needed,
-        "residual_bytes": device_bytes(segment.residual_structs(case.shape)),
+        "residual_bytes": device_bytes(lowering.residual_structs(case.shape)),
         "temp_bytes": temp,
         "unknown": sorted(unknown),
     }

@@ -35,6 +35,7 @@ from dflop_jax.checkpoint.store import (
 )
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import initial_structs
 from dflop_jax.pipeline.update import in_layers
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
     for name, segment in ex.programs.segments.items():
         s = segment.plan
         n = segment.module.n_layers
-        structs = {"params": segment.initial_structs()}
+        structs = {"params": initial_structs(segment)}
         layered = {"params": in_layers(structs["params"])}
         if name in ex.trainable:
             update = ex.programs.updates[name]
@@ -106,7 +107,7 @@ def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
 
 
 def _saved(ex: Executor, segment: str, kind: str) -> Any:
-    """A tree as it is saved: `Segment.initial_structs`, or the optimizer's state."""
+    """A tree as it is saved: `held.initial_structs`, or the optimizer's state."""
     if kind == "params":
         return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
     return ex.state.opt_state[segment]

@@ -26,7 +26,10 @@ from dflop_jax.gpu_compile.modelled import modelled_terms
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.programs import KEEPING, Programs
+from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
+from dflop_jax.pipeline.flow import field_structs, x_structs
+from dflop_jax.pipeline.held import grad_structs, program_structs
+from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
 from dflop_jax.pipeline.segment import EVALUATE
 from dflop_jax.records import AXES, BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.tasks.graph import Link, in_flight_limit, resources
@@ -86,7 +89,7 @@ def compile_jobs(request: Request) -> Iterator[Line]:
         except ValueError as e:
             yield Line(i, refused=one_line(e))
             continue
-        lowerings = programs.jobs()
+        lowerings = jobs(programs)
         yield Line(i, states=segment_states(job.plan, programs), n_programs=len(lowerings))
         for key, lower in lowerings.items():
             place += 1
@@ -112,7 +115,7 @@ def plan_programs(job: Job) -> Programs:
 def described(programs: Programs, key: Any) -> ProgramReport:
     """A program's name and place, before it is compiled."""
     name, *rest = key
-    segment = programs.segment_of(key)
+    segment = lowering_of(programs, key).segment
     kind, words = _words(rest)
     return ProgramReport(
         name=f"{name} {words}",
@@ -159,8 +162,8 @@ def compiled(
     except Exception as e:  # of whatever kind: that it does not compile is the answer
         return replace(head, error=one_line(e))
     if head.kind == FORWARD:
-        programs.learn(key, executable)
-        residuals = programs.segment_of(key).residual_structs(_shape_of(key))
+        learn(programs, key, executable)
+        residuals = lowering_of(programs, key).residual_structs(_shape_of(key))
         head = replace(head, handed_bytes=device_bytes(residuals))
     needed, seen = _needed(programs, head, key)
     optimized = executable.as_text() or ""
@@ -195,9 +198,9 @@ def _needed(programs: Programs, head: ProgramReport, key: Any) -> tuple[float, f
     """FLOPs that a program needs, and the share of pairs that its attention sees."""
     if head.kind not in (FORWARD, BACKWARD, EVALUATE):
         return 0.0, 1.0
-    segment = programs.segment_of(key)
+    segment = lowering_of(programs, key).segment
     shape = _shape_of(key)
-    alone = FORWARD not in programs.kinds(head.segment)
+    alone = FORWARD not in kinds(programs, head.segment)
     needed = needed_flops(segment, shape, head.kind, with_forward=alone)
     return needed, seen_pairs(segment.module, shape.tokens)
 
@@ -228,13 +231,13 @@ def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
     in_flight, of = in_flight_limit(plan), resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
-        held = [segment.program_structs()]
+        held = [program_structs(segment)]
         shards: Tree = {}
         if update := programs.updates.get(name):
-            held += [segment.grad_structs(), update.master_structs, update.state_structs]
+            held += [grad_structs(segment), update.master_structs, update.state_structs]
             shards = update.shard_structs()
         shapes = programs.layout.shapes(segment.plan.module)
-        inputs = (segment.argument_structs(shape, FORWARD)[1:] for shape in shapes)
+        inputs = ((x_structs(segment, shape), field_structs(segment, shape)) for shape in shapes)
         states.append(
             SegmentState(
                 segment=name,

@@ -17,6 +17,8 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.child import device_bytes, one_line
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.parts import hidden_struct
 from dflop_jax.profile.kernels import Kernel
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, Shape
@@ -98,20 +100,21 @@ def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -
     segment = shallow_segment(
         model, probe.module, probe.depth, devices, mesh, probe.remat, ends=probe.ends
     )
+    lowering = Lowering(segment)
     # Rows of one piece are full: what attention computes is known.
     content = probe.module in model.piece_tokens
     forward = None
-    if probe.forward or (segment.hands_over and segment.splits_tensors):
-        executable = segment.lower(probe.shape, FORWARD).compile()
+    if probe.forward or segment.compiles_forward_first:
+        executable = lowering.lower(probe.shape, FORWARD).compile()
         forward = _program(executable, content=content)
-        if segment.hands_over and segment.splits_tensors:
-            segment.learn_residuals(probe.shape, executable)
-    backward = segment.lower(probe.shape, BACKWARD).compile()
-    hidden = segment.hidden_struct(probe.shape)
+        if segment.compiles_forward_first:
+            lowering.learn_residuals(probe.shape, executable)
+    backward = lowering.lower(probe.shape, BACKWARD).compile()
+    hidden = hidden_struct(segment.module, probe.shape)
     return Found(
         _program(backward, content=content),
         forward,
-        device_bytes(segment.residual_structs(probe.shape)),
+        device_bytes(lowering.residual_structs(probe.shape)),
         float(hidden.size * hidden.dtype.itemsize),
     )
 

@@ -19,6 +19,7 @@ import msgspec
 from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.stand_in import stand_in_arrays, stand_in_groups
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall
 from dflop_jax.pipeline.trial import Trial
@@ -111,7 +112,7 @@ def calibrate(
     plan = Plan("", layout)  # tasks are timed alone, in any order
     scales = dict.fromkeys(layout.modules, 1.0)
     for b in range(len(layout.buckets)):
-        groups, arrays = programs.stand_in_groups(b)
+        groups, arrays = stand_in_groups(programs, b)
         steps = [(groups, False)]
         if less := tuple(programs.keeping):
             steps.append((tuple(replace(g, remat_less=less) for g in groups), False))
@@ -155,7 +156,7 @@ def rehearse(
     """Run a whole step in its order, on arrays that stand in for a batch's, each task awaited: so
     all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
     are others afterwards."""
-    arrays = programs.stand_in_arrays(groups)
+    arrays = stand_in_arrays(programs, groups)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
     call = _tried(programs, state, groups, arrays, scales)
     for task in order:

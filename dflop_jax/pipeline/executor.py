@@ -18,9 +18,11 @@ import optax
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
+from dflop_jax.pipeline.compiling import compile_programs
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
-from dflop_jax.pipeline.held import KEY_IMPL
-from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.pipeline.held import grad_structs, placed_structs
+from dflop_jax.pipeline.parts import KEY_IMPL
+from dflop_jax.pipeline.programs import GroupArrays, Training, make_programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.step import StepCall, StepHandle
@@ -34,11 +36,8 @@ class Executor:
     """A model's parameters and optimizer state on their submeshes, and the programs on them.
 
     Args:
-      tx: the optimizer; clipping to `clip_norm` (0: off) by the norm over all segments is ours.
-      freeze: names from the modules' `freeze_groups`.
-      rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
-        `tx`. Groups that are not named have that of `tx`.
-      evaluates: also compile programs that give losses without gradients, for `run_evaluation`.
+      tx, clip_norm, freeze, rate_factors, evaluates: see `Training`; `run_evaluation` wants
+        programs that evaluate.
 
     Raises:
       ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
@@ -57,16 +56,9 @@ class Executor:
         evaluates: bool = False,
     ):
         self.model, self._plan = model, plan
-        self.programs = Programs(
-            model,
-            plan.layout,
-            tx,
-            devices=list(jax.devices()) if devices is None else devices,
-            clip_norm=clip_norm,
-            freeze=freeze,
-            rate_factors=rate_factors or {},
-            evaluates=evaluates,
-        )
+        training = Training(tx, clip_norm, freeze, rate_factors or {}, evaluates)
+        here = list(jax.devices()) if devices is None else devices
+        self.programs = make_programs(model, plan.layout, training, here)
         self.trainable = self.programs.trainable
         self.state = State()
         # Called before the first update of a step, which donates the state.
@@ -138,12 +130,12 @@ class Executor:
     def _init_absent(self, name: str) -> None:
         """A segment of other processes: its state without a piece of it."""
         s = self.programs.segments[name]
-        self.state.params[name] = jax.tree.map(absent, s.placed_structs())
+        self.state.params[name] = jax.tree.map(absent, placed_structs(s))
         if name in self.trainable:
             update = self.programs.updates[name]
             self.state.masters[name] = jax.tree.map(absent, update.master_structs)
             self.state.opt_state[name] = jax.tree.map(absent, update.state_structs)
-            self.state.grads[name] = jax.tree.map(absent, s.grad_structs())
+            self.state.grads[name] = jax.tree.map(absent, grad_structs(s))
 
     def compile(
         self,
@@ -152,7 +144,7 @@ class Executor:
     ) -> int:
         """Compile every program of the plan that runs on this process; returns how many. `sync`
         waits for the other processes."""
-        return self.programs.compile(on_progress, sync)
+        return compile_programs(self.programs, on_progress, sync)
 
     def run_step(
         self,

@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.contract import Array, Params, taps_of
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.fused import data_dim
-from dflop_jax.pipeline.held import init_part
+from dflop_jax.pipeline.held import grad_structs, initial_structs
 from dflop_jax.pipeline.lowering import manual_spec
-from dflop_jax.pipeline.pieces import ADAPTER, PARTS, STACKED
+from dflop_jax.pipeline.parts import ADAPTER, PARTS, STACKED, init_part
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import MANUAL_AXES
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
-    """`Segment.initial_structs`, drawn; a layer has the same parameters in any plan."""
+    """`held.initial_structs`, drawn; a layer has the same parameters in any plan."""
     on_host = segment.mesh.devices.flat[0].platform == "cpu"
     return (draw_by_parts if on_host else draw_on_devices)(segment, key)
 
@@ -45,12 +45,12 @@ def draw_by_parts(segment: Segment, key: Array) -> Params:
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
             out[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
-    structs = segment.initial_structs()
+    structs = initial_structs(segment)
     return jax.tree.map(lambda a, s: place(a.astype(s.dtype), s.sharding), out, structs)
 
 
 def zero_gradients(segment: Segment) -> Params:
-    """Fresh accumulators: `Segment.grad_structs`."""
+    """Fresh accumulators: `held.grad_structs`."""
     return _zeroing(segment)()
 
 
@@ -63,7 +63,7 @@ def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
 
 @lru_cache(maxsize=64)
 def _zeroing(segment: Segment) -> Callable[[], Params]:
-    structs = segment.grad_structs()
+    structs = grad_structs(segment)
 
     def zeros() -> Params:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), structs)
@@ -75,7 +75,7 @@ def _zeroing(segment: Segment) -> Callable[[], Params]:
 def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
     """The program that draws: it takes the data of a key."""
 
-    structs = segment.initial_structs()
+    structs = initial_structs(segment)
 
     def draw(data: Array) -> Params:
         key, out = jax.random.wrap_key_data(data, impl=impl), {}

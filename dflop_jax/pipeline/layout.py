@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
-from dflop_jax.pipeline.segment import Segment, parts_of
+from dflop_jax.pipeline.held import param_specs
+from dflop_jax.pipeline.parts import parts_of
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import AXES, Layout, MeshShape
 from dflop_jax.tasks.graph import links, tied_ends, with_backward
 
@@ -98,7 +100,7 @@ def make_segments(
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
         )
-        segments[s.name].param_specs()  # raises for a degree that does not divide a dim
+        param_specs(segments[s.name])  # raises for a degree that does not divide a dim
     return segments
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import any_order_of, chip_of
 from dflop_jax.pipeline import spmd_loop
+from dflop_jax.pipeline.flow import field_structs, x_structs, y_structs
 from dflop_jax.pipeline.fused import axes_of
+from dflop_jax.pipeline.held import grad_structs, program_structs
+from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
-
-if TYPE_CHECKING:
-    from dflop_jax.pipeline.segment import Kind, Segment
 
 Tree = Any
 # Each stage and rank holds its own part. Of outputs these are the stage's share of microbatches.
@@ -31,16 +32,44 @@ class Lowering:
     """
 
     def __init__(self, segment: Segment):
-        self._segment = segment
+        self.segment = segment
         self._unplaced: dict[Shape, Tree] = {}
         self._residuals: dict[Shape, Tree] = {}
 
+    def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
+        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
+        residuals)."""
+        s = self.segment
+        args = (program_structs(s), x_structs(s, shape), field_structs(s, shape))
+        if kind != BACKWARD:
+            return args
+        dy = y_structs(s, shape)
+        if s.has_loss:
+            dy["sums"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=s.sharding())
+        return (*args, dy, grad_structs(s), self.residual_structs(shape))
+
+    def output_structs(self, shape: Shape, kind: Kind) -> Tree:
+        """forward: y and, if it hands any over, "residuals"; evaluate: y with the loss's sums;
+        backward: (sums, dx, grads, done)."""
+        s = self.segment
+        if kind != BACKWARD:
+            y = y_structs(s, shape, sums=kind == EVALUATE)
+            handed = s.hands_over and kind == FORWARD
+            return {**y, "residuals": self.residual_structs(shape)} if handed else y
+        ranks = (s.stages, s.data_ranks)
+        done = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=s.sharding("stage", "data"))
+        dx = {n: struct for n, struct in x_structs(s, shape).items() if n in s.wants_gradient}
+        sums = y_structs(s, shape, sums=True).get("sums", {})
+        return (sums, dx, grad_structs(s), done)
+
     def residual_structs(self, shape: Shape) -> Tree:
-        """What forward hands over. Forward is compiled for it where tensors are split, unless
-        `learn_residuals` was called."""
+        """What forward hands over to backward, {} if nothing. Forward is compiled for it where
+        tensors are split, unless `learn_residuals` was called."""
+        if not self.segment.hands_over:
+            return {}
         if shape not in self._residuals:
             lowered = self.lower(shape, FORWARD)
-            if self._segment.splits_tensors:
+            if self.segment.splits_tensors:
                 self.learn_residuals(shape, lowered.compile())
         return self._residuals[shape]
 
@@ -56,13 +85,14 @@ class Lowering:
         )
 
     def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
-        """See `Segment.lower`."""
+        """Program of a kind at a per-rank shape, ready to be compiled; it maps `argument_structs`
+        to `output_structs`, and backward donates the gradients."""
         if kind == BACKWARD:
             return self._lower_backward(shape)
-        s = self._segment
+        s = self.segment
         sums = kind != FORWARD
-        args = s.argument_structs(shape, kind)
-        shardings = jax.tree.map(lambda a: a.sharding, s.y_structs(shape, sums=sums))
+        args = self.argument_structs(shape, kind)
+        shardings = jax.tree.map(lambda a: a.sharding, y_structs(s, shape, sums=sums))
         hands_over = s.hands_over and not sums
         if hands_over:
             shardings["residuals"] = None if s.splits_tensors else s.sharding(*_OWN)
@@ -75,9 +105,9 @@ class Lowering:
         return lowered
 
     def _lower_backward(self, shape: Shape) -> jax.stages.Lowered:
-        s = self._segment
-        args = s.argument_structs(shape, BACKWARD)
-        outs = s.output_structs(shape, BACKWARD)
+        s = self.segment
+        args = self.argument_structs(shape, BACKWARD)
+        outs = self.output_structs(shape, BACKWARD)
         params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
         dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _OWN, v)
               for k, v in args[3].items()}  # fmt: skip
@@ -90,7 +120,7 @@ class Lowering:
     def _jit(
         self, body: Any, in_specs: Tree, out_specs: Tree, shardings: Tree, donate: Any = ()
     ) -> Any:
-        mesh = self._segment.mesh
+        mesh = self.segment.mesh
         mapped: Any = jax.shard_map(
             body,
             mesh=mesh,
@@ -99,7 +129,7 @@ class Lowering:
             axis_names=set(MANUAL_AXES),
         )
         on_gpu = chip_of(mesh.devices.flat[0]).startswith("sm_")
-        exact = on_gpu and not any_order_of(self._segment.module)
+        exact = on_gpu and not any_order_of(self.segment.module)
         return jax.jit(
             mapped,
             out_shardings=shardings,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,12 @@ from jax import lax
 
 from dflop_jax.contract import Array, Params
 from dflop_jax.pipeline import shards
+from dflop_jax.pipeline.held import held_specs, split_specs
+from dflop_jax.pipeline.parts import STACKED, layer_params
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
-
-if TYPE_CHECKING:
-    from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
-PARTS = ("entry", "layers", "exit")  # of every module
-ADAPTER = "adapter"  # a part of some modules
-STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,6 @@ class Run:
     stop: int
     taps: tuple[str, ...]
     inlets: tuple[str, ...]
-
-
-def layer_params(params: Params) -> Params:
-    """What a layer gets: its parameters, with its adapter among them."""
-    if ADAPTER not in params:
-        return params["layers"]
-    return {**params["layers"], ADAPTER: params[ADAPTER]}
 
 
 def added(segment: Segment, grads: Tree, more: Tree) -> Tree:
@@ -61,7 +51,7 @@ def _own(segment: Segment, grads: Tree) -> Tree:
     split."""
     if segment.plan.zero == 1:
         return grads
-    specs = segment.split_specs()
+    specs = split_specs(segment)
     return shards.scatter(segment.mesh, {part: specs[part] for part in grads}, grads)
 
 
@@ -116,7 +106,7 @@ class Pieces:
 
     def _whole_layer(self, layer: Params) -> Params:
         """The stacked parts of one layer, gathered where they are split over data ranks."""
-        specs = self.segment.held_specs()
+        specs = held_specs(self.segment)
         return shards.gather(self.segment.mesh, {part: specs[part] for part in layer}, layer)
 
     def _over_layers(

@@ -15,7 +15,7 @@ its backward needs}, as far as it has them. M counts microbatches in a group, S 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params
 from dflop_jax.pipeline import fused, shards
-from dflop_jax.pipeline.pieces import STACKED, Pieces, added
-
-if TYPE_CHECKING:
-    from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.held import held_specs
+from dflop_jax.pipeline.parts import STACKED
+from dflop_jax.pipeline.pieces import Pieces, added
+from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
 
@@ -250,7 +250,7 @@ def _varying(tree: Tree, *axes: str) -> Tree:
 def _prepared(segment: Segment, params: Params) -> Params:
     """Parameters marked as differing per rank: layers along data, ends along stage too. Ends are
     gathered where they are split over data ranks, layers when their turn comes."""
-    specs = segment.held_specs()
+    specs = held_specs(segment)
 
     def mark(part: str, array: Array, spec: P) -> Array:
         axes = () if part in STACKED else ("stage",)

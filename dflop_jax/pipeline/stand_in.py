@@ -6,10 +6,16 @@ hold no piece: so values are random and rows are full.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.records import Group
+from dflop_jax.tasks.graph import fed_by
+
+PIECES = 4  # in a row, where programs are timed
 SCALE = 0.05  # of random parameters and activations
 _VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
 
@@ -43,3 +49,46 @@ def packed_field(
     }[name]
     row = row.reshape(tokens, *[1] * (len(shape) - 3)).astype(dtype)
     return np.broadcast_to(row, shape)
+
+
+def stand_in_groups(
+    programs: Programs, bucket: int
+) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
+    """One group of every module of a bucket, without samples, and arrays as those of full rows
+    are."""
+    layout = programs.layout
+    shapes = dict(layout.buckets[bucket].shapes)
+    place = {m: i for i, m in enumerate(shapes)}
+    groups = []
+    for m, shape in shapes.items():
+        row: tuple[int, ...] = ()
+        ranks = ((row,) * shape.rows,) * layout.data_ranks(m)
+        feeds = tuple(place[t] for t in layout.targets(m) if t in place)
+        groups.append(Group(m, shape, (ranks,) * layout.group_size, feeds))
+    return tuple(groups), stand_in_arrays(programs, groups)
+
+
+def stand_in_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
+    """Arrays of groups as those of full rows are, whatever samples the groups hold."""
+    sources = fed_by(groups)
+    return tuple(
+        _arrays(programs, g, {i: groups[i] for e in programs.layout.edges
+                              for i in sources.get((n, e.source), ())})
+        for n, g in enumerate(groups)
+    )  # fmt: skip
+
+
+def _arrays(programs: Programs, group: Group, sources: Mapping[int, Group]) -> GroupArrays:
+    """`sources`: the groups that feed it, by their place."""
+    fields: dict[str, np.ndarray] = {}
+    places: dict[int, tuple[np.ndarray, ...]] = {}
+    below = programs.model.vocab_size
+    for s in programs.layout.segments_of(group.module):
+        structs = programs.signature(s.name, group.shape).fields
+        fields |= {n: packed_field(n, a.shape, a.dtype, PIECES, below) for n, a in structs.items()}
+        for link in programs.into[s.name]:
+            for i, source in sources.items():
+                if link.edge is not None and link.edge.source == source.module:
+                    exchange = programs.exchange(link, source.shape, group.shape)
+                    places[i] = exchange.stand_in_places()
+    return GroupArrays(fields, places)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from dflop_jax.pipeline.communicator import send, zeros
+from dflop_jax.pipeline.held import program_structs
 from dflop_jax.pipeline.programs import Programs
 
 Tree = Any
@@ -43,7 +44,7 @@ class State:
 def share_tied(programs: Programs, state: State, reader: str) -> None:
     """Send the entry's parameters of a tied module from their owner to the segment that reads
     them."""
-    structs = programs.segments[reader].program_structs()["entry"]
+    structs = program_structs(programs.segments[reader])["entry"]
     entry = state.params[programs.owner_of[reader]]["entry"]
     state.shared[reader] = jax.tree.map(
         lambda a, s: send(a, s.sharding, donated=True), entry, structs

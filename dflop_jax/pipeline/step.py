@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop_jax.pipeline import task_times
 from dflop_jax.pipeline.communicator import place, send
-from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.pipeline.programs import GroupArrays, Programs, forward_kind
 from dflop_jax.pipeline.state import State, share_tied
 from dflop_jax.pipeline.task_times import Spans, TaskOrder, TaskTimes
 from dflop_jax.pipeline.watcher import Observation, Outputs
@@ -156,7 +156,7 @@ class StepCall:
     def _forward(self, name: str, g: int) -> Outputs:
         programs, group = self.programs, self.groups[g]
         x, fields = self._inputs(name, g)
-        kind = programs.forward_kind(name, self.evaluate)
+        kind = forward_kind(programs, name, evaluate=self.evaluate)
         y = programs.of_segment(name, group, kind)(self.state.program_params(name), x, fields)
         residuals = y.pop("residuals", {})
         if name in programs.backward and not self.evaluate:

@@ -16,7 +16,7 @@ import jax
 
 from dflop_jax.pipeline.communicator import zeros
 from dflop_jax.pipeline.out_of_memory import check_room, ran_out, says_free
-from dflop_jax.pipeline.programs import Program, Programs
+from dflop_jax.pipeline.programs import Program, Programs, forward_kind, output_structs
 from dflop_jax.records import FORWARD, NO_GROUP, Group, Task
 
 
@@ -52,7 +52,7 @@ class Trial:
             program = programs.of_update(name, task.direction)
         else:
             forward = task.direction == FORWARD
-            kind = programs.forward_kind(name, evaluate) if forward else task.direction
+            kind = forward_kind(programs, name, evaluate=evaluate) if forward else task.direction
             program = programs.of_segment(name, groups[task.group], kind)
         check_room(f"{task.direction} of {name}", needed_bytes(program), local)
 
@@ -63,7 +63,7 @@ class Trial:
             if not ran_out(e):
                 raise
             self.failed = self.failed or e
-        return jax.tree.map(zeros, self._programs.output_structs(*outputs))
+        return jax.tree.map(zeros, output_structs(self._programs, *outputs))
 
 
 def needed_bytes(program: jax.stages.Compiled) -> float:

@@ -21,7 +21,14 @@ from jax.sharding import NamedSharding
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.pieces import STACKED
+from dflop_jax.pipeline.held import (
+    grad_structs,
+    has_masters,
+    initial_structs,
+    program_structs,
+    split_specs,
+)
+from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
@@ -57,13 +64,13 @@ class SegmentUpdate:
         self.adds_shared = adds_shared
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
-        structs, split = segment.program_structs(), segment.split_specs()
+        structs, split = program_structs(segment), split_specs(segment)
         trained = [p for p in segment.parts if p in segment.trainable]
         self._trained = {p: structs[p] for p in trained}
         self._params = self._own(self._trained)
         self._split = {p: split[p] for p in trained}
-        own = self._own(segment.initial_structs())
-        self.master_structs = own if segment.has_masters else {}
+        own = self._own(initial_structs(segment))
+        self.master_structs = own if has_masters(segment) else {}
         self.state_structs = self._state_structs(own)
 
     @property
@@ -103,7 +110,7 @@ class SegmentUpdate:
         )
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
-        """`Segment.initial_structs`' arrays -> (parameters that programs read, masters, fresh
+        """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
         optimizer state)."""
         params, masters = self.take_masters(initial)
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
@@ -137,7 +144,7 @@ class SegmentUpdate:
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
-        return self.shard_structs(), self._scalar(), self.segment.grad_structs()
+        return self.shard_structs(), self._scalar(), grad_structs(self.segment)
 
     def updated_structs(self) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
         """Outputs of the update."""
@@ -147,7 +154,7 @@ class SegmentUpdate:
         """(grads of ranks, gradient shards of the shared part's reader) -> (gradient shards, sum of
         squares of the own parts, zeroed grads); grads donated. The reader's shards are {} but for
         the owner of a tied parameter."""
-        grads, shards = self.segment.grad_structs(), self.shard_structs()
+        grads, shards = grad_structs(self.segment), self.shard_structs()
         add_up = fused.sum_scatter(
             self.segment.mesh, _specs(grads), self._split, counted=tuple(self._params)
         )

@@ -37,8 +37,9 @@ from dflop_jax.contract import (
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
+from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.out_of_memory import ran_out
-from dflop_jax.pipeline.pieces import ADAPTER
+from dflop_jax.pipeline.parts import ADAPTER, hidden_struct
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
@@ -89,7 +90,9 @@ def profile_key(
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
     and what else the caller says."""
     programs = [
-        shallow_segment(model, m, 1, devices, MeshShape()).lower(shapes[m][0], BACKWARD).as_text()
+        Lowering(shallow_segment(model, m, 1, devices, MeshShape()))
+        .lower(shapes[m][0], BACKWARD)
+        .as_text()
         for m in model.modules
     ]
     facts = (
@@ -239,11 +242,12 @@ def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int)
 def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:
     """The segment's programs on rows of each number of pieces."""
     kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
-    forward = segment.lower(shape, kind).compile()
-    if segment.hands_over and segment.splits_tensors:
-        segment.learn_residuals(shape, forward)
-    params, x, fields, dy, grads, residuals = segment.argument_structs(shape, BACKWARD)
-    backward = segment.lower(shape, BACKWARD).compile()
+    lowering = Lowering(segment)
+    forward = lowering.lower(shape, kind).compile()
+    if segment.compiles_forward_first:
+        lowering.learn_residuals(shape, forward)
+    params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
+    backward = lowering.lower(shape, BACKWARD).compile()
     params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
     sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
 
@@ -256,7 +260,7 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = _nbytes(segment.hidden_struct(shape))
+    hidden = _nbytes(hidden_struct(segment.module, shape))
     return _Programs(tuple(runs), float(temp), hidden, segment.hands_over)
 
 

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
-from dflop_jax.pipeline.held import part_struct
-from dflop_jax.pipeline.pieces import ADAPTER, PARTS, layer_params
+from dflop_jax.pipeline.parts import ADAPTER, PARTS, layer_params, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import Region, Value, trace

@@ -10,7 +10,8 @@ import jax
 
 from dflop_jax.contract import Module, MultimodalModel, chip_of, edges_of, on_chip, taps_of
 from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.segment import Segment, parts_of
+from dflop_jax.pipeline.parts import parts_of
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import MeshShape, Remat, SegmentPlan
 
 

@@ -12,7 +12,7 @@ import jax
 
 from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
 from dflop_jax.contract import Module, MultimodalModel, Params
-from dflop_jax.pipeline.pieces import STACKED
+from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import PLANNED_SHARE, hardware_like
 from dflop_jax.pipeline.layout import can_join
-from dflop_jax.pipeline.pieces import STACKED
-from dflop_jax.pipeline.segment import parts_of
+from dflop_jax.pipeline.parts import STACKED, parts_of
 from dflop_jax.plan import search
 from dflop_jax.plan.explain import Saving
 from dflop_jax.plan.placement import ModelFacts

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop_jax.contract import Array, Module, MultimodalModel, Params, chip_of, edges_of, on_chip
 from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
-from dflop_jax.pipeline.held import part_struct
+from dflop_jax.pipeline.parts import part_struct
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.samples import MixedSample
 from dflop_jax.weights import Folder, as_in_file, read_params

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflop_jax.pipeline.held import initial_structs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import Folder
@@ -21,9 +22,9 @@ PIECE_BYTES = 32 * 2**20
 def read_segment(
     folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
 ) -> Tree:
-    """`Segment.initial_structs` from a folder; see `read_params`."""
+    """`held.initial_structs` from a folder; see `read_params`."""
     s = segment.plan
-    return read_params(folder, s.module, segment.initial_structs(), s.start, initial)
+    return read_params(folder, s.module, initial_structs(segment), s.start, initial)
 
 
 def read_params(

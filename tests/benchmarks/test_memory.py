@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.pieces import PARTS
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.parts import PARTS
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.records import AXES, BACKWARD, Edge, MeshShape, SegmentPlan, Shape
@@ -128,7 +129,7 @@ def test_residuals_are_what_is_counted(remat, mesh):
     s = segment(mesh, mesh[0], remat)
     plan = dataclasses.replace(s.plan, stop=DEEP.n_layers // 2, last=False)
     s = dataclasses.replace(s, plan=plan)
-    handed = device_bytes(s.residual_structs(ROWS))
+    handed = device_bytes(Lowering(s).residual_structs(ROWS))
     layer, ends = kept_bytes(DEEP, ROWS, 1, remat, placed=("visual",), loss=True)
     ticks = 2 * mesh[0] - 1
     want = ticks * (layer * plan.n_layers / mesh[0] + ends) * (remat != "segment")

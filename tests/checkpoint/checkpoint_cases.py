@@ -16,6 +16,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import placed_structs
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -53,7 +54,7 @@ def executor(name: str, *, freeze=(), n_layers=4) -> Executor:
     ex = Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0, freeze=freeze)
     # Zeros: cheaper than `init`.
     for n, segment in ex.programs.segments.items():
-        ex.state.params[n] = jax.tree.map(zeros, segment.placed_structs())
+        ex.state.params[n] = jax.tree.map(zeros, placed_structs(segment))
         if n in ex.trainable:
             update = ex.programs.updates[n]
             ex.state.masters[n] = jax.tree.map(zeros, update.master_structs)

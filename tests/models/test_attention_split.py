@@ -10,7 +10,9 @@ import pytest
 from model_fields import fields, full_params
 
 from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.held import param_specs
 from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.profile.parts import divides
 from dflop_jax.records import BACKWARD, MeshShape, SegmentPlan, Shape
@@ -44,7 +46,8 @@ def loss_and_grads(heads, kv_heads, vocab, kernel, mesh_shape):
     module = decoder(heads, kv_heads, kernel, vocab)
     s = segment(module, mesh_shape)
     shape = Shape(ROWS // mesh_shape[0] // mesh_shape[1], TOKENS)
-    structs = s.argument_structs(shape, BACKWARD)
+    lowering = Lowering(s)
+    structs = lowering.argument_structs(shape, BACKWARD)
     batch = fields(module, ROWS, TOKENS, seed=2)
     params = full_params(module, seed=1)
     found = [params, {}, batch, {"sums": 1.0}, jax.tree.map(lambda a: 0.0, structs[4]), {}]
@@ -54,7 +57,7 @@ def loss_and_grads(heads, kv_heads, vocab, kernel, mesh_shape):
                        jnp.reshape(a, like.shape), like.dtype), like.sharding),
         tuple(found), structs,
     )  # fmt: skip
-    sums, _, grads, _ = s.lower(shape, BACKWARD).compile()(*args)
+    sums, _, grads, _ = lowering.lower(shape, BACKWARD).compile()(*args)
     return jax.device_get((sums["loss_sum"].sum(), jax.tree.map(lambda g: g.sum(0), grads)))
 
 
@@ -103,7 +106,7 @@ def test_any_degree_gives_the_same(kernel, heads, kv_heads, vocab, mesh_shape, n
 @pytest.mark.parametrize("heads, kv_heads, ways", [(8, 4, 4), (4, 2, 4), (12, 3, 4)])
 def test_nothing_of_attention_is_gathered(kernel, heads, kv_heads, ways):
     s = segment(decoder(heads, kv_heads, "pallas"), (1, 1, ways))
-    text = s.lower(Shape(ROWS, TOKENS), BACKWARD).compile().as_text()
+    text = Lowering(s).lower(Shape(ROWS, TOKENS), BACKWARD).compile().as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     assert not [line for line in gathers if f"{ROWS},{TOKENS}," in line]
 
@@ -112,13 +115,13 @@ def test_a_degree_that_does_not_divide_the_query_heads():
     module = decoder(14, 2, "auto")
     assert [d for d in (1, 2, 4, 7) if divides(module, d)] == [1, 2]
     with pytest.raises(ValueError, match=r"dim 14 of .* does not divide over model=4; choose a"):
-        segment(module, (1, 1, 4)).param_specs()
+        param_specs(segment(module, (1, 1, 4)))
 
 
 def test_kv_heads_and_words_are_split_or_whole():
     module = decoder(4, 2, "auto", vocab=510)
     for ways, spec in ((2, "model"), (4, None)):
-        specs = segment(module, (1, 1, ways)).param_specs()
+        specs = param_specs(segment(module, (1, 1, ways)))
         assert specs["layers"]["key"]["kernel"][2] == spec
         assert specs["layers"]["query"]["kernel"][2] == "model"
         assert specs["entry"]["embedding"][0] == spec

@@ -82,7 +82,7 @@ def test_rounds_of_an_exchange_end_one_by_one():
     try:
         ex.compile()
         ex.init(0)
-        for key, program in list(ex.programs._compiled.items()):
+        for key, program in list(ex.programs.compiled.items()):
             if isinstance(key[1], Link):
 
                 def spy(*args, program=program, seen=outputs[key[-1]]):
@@ -90,7 +90,7 @@ def test_rounds_of_an_exchange_end_one_by_one():
                     seen.append(program(*args))
                     return seen[-1]
 
-                ex.programs._compiled[key] = spy
+                ex.programs.compiled[key] = spy
         assert ex.programs.crowded == {"vision", "llm"}
         ex.run_step(schedule, arrays, {"llm": 1e-2}).result()
     finally:

@@ -10,6 +10,7 @@ import pytest
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import param_structs
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -105,7 +106,7 @@ def test_a_degree_says_what_a_device_holds(dtype, item):
         ex.init(0)
         held[zero] = {k: device_bytes(getattr(ex.state, k))
                       for k in ("params", "masters", "opt_state", "grads")}  # fmt: skip
-        structs = ex.programs.segments["llm"].param_structs()
+        structs = param_structs(ex.programs.segments["llm"])
         ex.close()
     sizes = {jax.tree_util.keystr(path): a.size
              for path, a in jax.tree_util.tree_leaves_with_path(structs)}  # fmt: skip

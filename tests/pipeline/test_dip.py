@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from dflop_jax.contract import edges_of
+from dflop_jax.pipeline.compiling import first_alike
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
@@ -148,4 +149,4 @@ def shared(m, plan):
     """Segment -> the one whose programs it runs."""
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.close()
-    return ex.programs._first_alike
+    return first_alike(ex.programs)

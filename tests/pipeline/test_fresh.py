@@ -8,8 +8,10 @@ import optax
 import pytest
 
 from dflop_jax.pipeline import fresh
+from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.pipeline.programs import PIECES, Programs
+from dflop_jax.pipeline.programs import Training, make_programs
+from dflop_jax.pipeline.stand_in import PIECES, stand_in_groups
 from models.llava import build
 from tests.small import Small
 
@@ -58,7 +60,7 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
     plan = plain.plan_of(model, vision, llm, **options)
     for segment in make_segments(model, plan.layout, jax.devices()).values():
         got = draw(segment, jax.random.key(7, impl="rbg"))
-        structs = segment.placed_structs()
+        structs = placed_structs(segment)
         for part, tree in got.items():
             want = wanted[model.modules[segment.plan.module], part]
             if part == "layers":
@@ -75,9 +77,8 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
 def test_programs_are_timed_on_what_real_rows_hold():
     _, vision, llm, options = PLANS["stages, data and model"]
     plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
-    programs = Programs(MODEL, plan.layout, optax.sgd(1.0), devices=jax.devices(), clip_norm=0.0,
-                        freeze=(), rate_factors={}, evaluates=False)  # fmt: skip
-    groups, arrays = programs.stand_in_groups(0)
+    programs = make_programs(MODEL, plan.layout, Training(optax.sgd(1.0)), jax.devices())
+    groups, arrays = stand_in_groups(programs, 0)
     held = dict(zip((g.module for g in groups), arrays, strict=True))
     fields = held["llm"].fields
     for row in fields["segment_ids"].reshape(-1, 64):
@@ -97,7 +98,7 @@ def test_programs_are_timed_on_what_real_rows_hold():
 def test_accumulators_are_made_on_the_submesh():
     plan = plain.plan_of(MODEL, *PLANS["stages, data and model"][1:3], group_size=2)
     segment = make_segments(MODEL, plan.layout, jax.devices())["llm"]
-    got, structs = fresh.zero_gradients(segment), segment.grad_structs()
+    got, structs = fresh.zero_gradients(segment), grad_structs(segment)
     assert jax.tree.structure(got) == jax.tree.structure(structs)
     for g, struct in zip(jax.tree.leaves(got), jax.tree.leaves(structs), strict=True):
         assert (g.shape, g.dtype, g.sharding) == (struct.shape, jnp.float32, struct.sharding)

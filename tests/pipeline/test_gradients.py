@@ -49,7 +49,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
         arrays = plain.pack(m, plan, schedule, samples)
         scales = plain.scales_of(arrays)
         captured: dict = {}
-        reduce_program = {n: ex.programs._compiled[n, "reduce"] for n in ex.trainable}
+        reduce_program = {n: ex.programs.compiled[n, "reduce"] for n in ex.trainable}
         for n, program in reduce_program.items():
 
             def spy(grads, more, n=n, program=program):
@@ -60,7 +60,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
                 )
                 return out
 
-            ex.programs._compiled[n, "reduce"] = spy
+            ex.programs.compiled[n, "reduce"] = spy
         result = ex.run_step(schedule, arrays, scales).result()
         return (
             result.sums["llm.loss_sum"] * scales["llm"],

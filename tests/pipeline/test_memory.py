@@ -47,9 +47,9 @@ def test_residuals_and_gradient_shards_are_gone_before_the_next_step():
 
         return {FORWARD: forward, REDUCE: reduce, UPDATE: update}[name]
 
-    for key, program in list(ex.programs._compiled.items()):
+    for key, program in list(ex.programs.compiled.items()):
         if key[-1] in (FORWARD, REDUCE, UPDATE):
-            ex.programs._compiled[key] = spied(key[-1], program)
+            ex.programs.compiled[key] = spied(key[-1], program)
     handle = ex.run_step(schedule, arrays, plain.scales_of(arrays))
     gc.collect()
     assert len(residuals) == forwards > 0

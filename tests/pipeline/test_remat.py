@@ -12,6 +12,7 @@ from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.layout import device_mesh
+from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.residuals import REMAT
 from dflop_jax.pipeline.segment import Segment, unrolled_layers
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
@@ -80,11 +81,11 @@ def test_each_policy_keeps_what_it_says():
         "dots": size.width + projected + size.width + 2 * size.mlp,
     }
     for remat, n in values.items():
-        residuals = inner_layers(remat).residual_structs(shape)
+        residuals = Lowering(inner_layers(remat)).residual_structs(shape)
         assert device_bytes(residuals) == 2 * tokens * n * 4
     # Scores of a token with all of its row, and sums of the two norms and of each head's softmax.
     more = attended + size.n_heads * tokens + 2 + 2 * size.n_heads
-    residuals = inner_layers("none").residual_structs(shape)
+    residuals = Lowering(inner_layers("none")).residual_structs(shape)
     assert device_bytes(residuals) == 2 * tokens * (values["dots"] + more) * 4
 
 
@@ -101,7 +102,7 @@ def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, 
     seen = seen_pairs(s.module, shape.tokens)
     executed = needed = 0.0
     for kind in (FORWARD, BACKWARD):
-        executed += hlo_cost(s.lower(shape, kind).compile().as_text(), seen).flops
+        executed += hlo_cost(Lowering(s).lower(shape, kind).compile().as_text(), seen).flops
         needed += needed_flops(s, shape, kind, with_forward=False)
     assert least <= executed / needed <= most
 
@@ -120,20 +121,22 @@ def ends_in_a_loss(remat: Remat) -> Segment:
 def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     """Nothing that is to be computed again is merged with what forward computed."""
     inner, last, shape = inner_layers(remat), ends_in_a_loss(remat), Shape(1, 32)
-    kept = device_bytes(inner.residual_structs(shape))
+    kept = device_bytes(Lowering(inner).residual_structs(shape))
     flops = [
-        hlo_cost(s.lower(shape, BACKWARD).compile().as_text(), seen_pairs(s.module, 32)).flops
+        hlo_cost(
+            Lowering(s).lower(shape, BACKWARD).compile().as_text(), seen_pairs(s.module, 32)
+        ).flops
         for s in (inner, last)
     ]
     monkeypatch.setattr(segment, "unrolled_layers", lambda chip: 2)
     inner, last = inner_layers(remat), ends_in_a_loss(remat)
-    structs = inner.residual_structs(shape)
+    structs = Lowering(inner).residual_structs(shape)
     assert inner.unrolls
     assert last.unrolls
     assert device_bytes(structs) == kept
     assert len(structs["ticks"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
-        text = s.lower(shape, BACKWARD).compile().as_text()
+        text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
         assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want
 
 

@@ -13,6 +13,7 @@ import pytest
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.held import grad_structs, initial_structs, param_specs, param_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
@@ -39,9 +40,9 @@ def start(update):
     """(host parameters, the trainable ones on their mesh) of a segment."""
     s = update.segment
     rng = np.random.default_rng(3)
-    host = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), s.param_structs())
+    host = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), param_structs(s))
     free = {p: host[p] for p in host if p in s.trainable}
-    specs = {p: spec for p, spec in s.param_specs().items() if p in free}
+    specs = {p: spec for p, spec in param_specs(s).items() if p in free}
     return host, jax.tree.map(lambda a, spec: place(a, s.sharding(*spec)), free, specs)
 
 
@@ -49,7 +50,7 @@ def random_grads(update, rng, scale):
     """The ranks' gradients on the host, as the backward programs leave them."""
     return jax.tree.map(
         lambda a: (scale * rng.normal(size=a.shape)).astype(np.float32),
-        update.segment.grad_structs(),
+        grad_structs(update.segment),
     )
 
 
@@ -68,11 +69,11 @@ def run_steps(updates, grads_of_steps, limits=None):
         squares = {}
         for n, u in updates.items():
             placed = jax.tree.map(
-                lambda g, s: place(g, s.sharding), host[n], u.segment.grad_structs()
+                lambda g, s: place(g, s.sharding), host[n], grad_structs(u.segment)
             )
             shards[n], squares[n], zeroed = reduce[n](placed, {})
             assert not any(np.any(g) for g in jax.tree.leaves(zeroed))
-            want = [s.sharding for s in jax.tree.leaves(u.segment.grad_structs())]
+            want = [s.sharding for s in jax.tree.leaves(grad_structs(u.segment))]
             assert [g.sharding for g in jax.tree.leaves(zeroed)] == want
         for n, u in updates.items():
             here = tuple(jax.device_put(q, u.segment.sharding()) for q in squares.values())
@@ -222,7 +223,7 @@ def test_state_and_gradients_are_sharded_over_data():
             assert held < 1.1 * whole / s.data_ranks
         assert adam.count.sharding.is_fully_replicated
         # The accumulators keep the ranks' gradients apart: one entry per data rank and device.
-        for g in jax.tree.leaves(s.grad_structs()["layers"]):
+        for g in jax.tree.leaves(grad_structs(s)["layers"]):
             assert g.shape[0] == s.data_ranks
             assert g.sharding.shard_shape(g.shape)[0] == 1
 
@@ -231,7 +232,7 @@ def test_only_matrices_decay():
     _, updates = updates_of(SMALL, 1.0)
     before = {n: start(u)[0] for n, u in updates.items()}
     nothing = {
-        n: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), u.segment.grad_structs())
+        n: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), grad_structs(u.segment))
         for n, u in updates.items()
     }
     ((after, _),), norms = run_steps(updates, [nothing])
@@ -273,11 +274,11 @@ def test_working_parameters_are_made_of_float32_masters(zero):
 
     rng = np.random.default_rng(0)
     normal = jax.tree.map(
-        lambda a: rng.normal(size=a.shape).astype(np.float32), segment.initial_structs()
+        lambda a: rng.normal(size=a.shape).astype(np.float32), initial_structs(segment)
     )
     pieces = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), normal)
     put = partial(jax.tree.map, lambda a, s: place(a, s.sharding))
-    params, masters, state = update.begin(put(normal, segment.initial_structs()))
+    params, masters, state = update.begin(put(normal, initial_structs(segment)))
     new, new_masters, _, _ = lowered.compile()(
         params,
         masters,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflop_jax.pipeline.held import param_specs
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.profile.shallow import shallow_segment
@@ -236,7 +237,7 @@ def test_a_degree_that_divides_nothing_is_left_out():
     timings = time_layers(two(), shapes, [1, 2, 3], devices)
     assert [(t.module, t.model) for t in timings] == [(m, d) for m in "ab" for d in (1, 2)]
     with pytest.raises(ValueError, match="does not divide"):
-        shallow_segment(two(), "a", 1, devices, MeshShape(model=3)).param_specs()
+        param_specs(shallow_segment(two(), "a", 1, devices, MeshShape(model=3)))
 
 
 def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.segment import Segment, parts_of
+from dflop_jax.pipeline.parts import parts_of
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.state import (
     end_bytes,
@@ -42,7 +44,7 @@ def held(module: str, mesh: MeshShape, zero: int) -> tuple[float, float]:
         leaves = jax.tree.leaves(structs)
         return 4.0 * sum(prod(s.sharding.shard_shape(s.shape)) for s in leaves)
 
-    return n_bytes(segment.program_structs()), n_bytes(segment.grad_structs())
+    return n_bytes(program_structs(segment)), n_bytes(grad_structs(segment))
 
 
 @pytest.mark.parametrize("module", MODEL.modules)

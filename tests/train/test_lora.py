@@ -13,6 +13,7 @@ import pytest
 from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import grad_structs, param_specs, param_structs
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import internvl
@@ -54,7 +55,9 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
     try:
         ex.init(0)
         change(ex)
-        ex.programs.backward, ex.programs.updates = (), {}  # nothing of them is needed
+        ex.programs = dataclasses.replace(
+            ex.programs, backward=(), updates={}
+        )  # nothing of them is needed
         ex.compile()
         data = plain.random_samples(m, N, 1, max_tiles=3 if "vision" in plan.layout.modules else 0)
         schedule = plain.random_schedule(plan, data, 1, 0)
@@ -120,7 +123,7 @@ def test_tensor_parallel_shards_follow_the_axes():
     m = adapted()
     ex = Executor(m, plan_of("tp 2", m), optax.sgd(1.0), freeze=FREEZE)
     ex.close()
-    found = ex.programs.segments["llm"].param_specs()["adapter"]
+    found = param_specs(ex.programs.segments["llm"])["adapter"]
     specs = {k: {n: tuple(spec) for n, spec in pair.items()} for k, pair in found.items()}
     stage = ("stage",)
     for column in ("query", "key", "value"):
@@ -142,9 +145,9 @@ def test_the_base_has_no_gradient_and_no_optimizer_state(name):
     total = 0
     for n in ex.trainable:
         segment = ex.programs.segments[n]
-        structs = segment.param_structs()
+        structs = param_structs(segment)
         adapter = n_bytes(structs["adapter"])
-        assert n_bytes(segment.grad_structs()) == adapter * segment.data_ranks
+        assert n_bytes(grad_structs(segment)) == adapter * segment.data_ranks
         count = 4
         assert n_bytes(ex.programs.updates[n].state_structs) == 2 * adapter + count
         assert adapter < 0.3 * n_bytes(structs)

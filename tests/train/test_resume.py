@@ -16,7 +16,7 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig, ScheduleConfig
 from dflop_jax.cli import main
-from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, PriceList
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
@@ -48,7 +48,7 @@ from .resume_cases import (  # noqa: F401
     whole,
 )
 
-compile_all = Programs.compile  # before `quick` has one plan's for all
+compile_all = Executor.compile  # before `quick` has one plan's for all
 
 # ---- the same run ----
 
@@ -126,7 +126,7 @@ def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
 
 
 def test_changed_flags_plan_anew_and_the_training_goes_on(whole, monkeypatch, capsys):
-    monkeypatch.setattr(Programs, "compile", compile_all)
+    monkeypatch.setattr(Executor, "compile", compile_all)
     folder = as_killed(whole, saved=9, rows=11)
     plan = PlanConfig(
         policy="dflop", buckets=1, zero="3", finalists=0, effort="quick", max_microbatches=4

@@ -58,7 +58,7 @@ def run_stage(stage: str):
         ex.init(0)
         before = plain.join(plan, ex.state.params)
         ex.compile()
-        compiled = {k[0] for k in ex.programs._compiled if k[-1] == BACKWARD}
+        compiled = {k[0] for k in ex.programs.compiled if k[-1] == BACKWARD}
         samples = plain.random_samples(m, 6, 0)
         schedule = plain.random_schedule(plan, samples, 1, 0)
         step = schedule, plain.pack(m, plan, schedule, samples), {"llm": 1.0}
@@ -94,7 +94,7 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
     assert set(ex.state.grads) == set(ex.state.opt_state) == updated
     if stage == "connector":  # the tower's last layer, in the same segment, holds nothing
         assert set(ex.state.grads["v1"]) == set(ex.state.opt_state["v1"][0].mu) == {"exit"}
-    exchanged = {k[0] for k in ex.programs._compiled if k[-1] is True}
+    exchanged = {k[0] for k in ex.programs.compiled if k[-1] is True}
     assert exchanged == (set() if stage == "llm" else {"v1"})
 
 

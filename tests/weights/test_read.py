@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflop_jax.pipeline.held import placed_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.weights import Folder, Held, read, read_params, read_segment, write_folder
 from dflop_jax.weights.slices import pieces, read_slice
@@ -80,7 +81,7 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, piece_bytes):
         cut = slice(s.plan.start, s.plan.stop)
         want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
         jax.tree.map(np.testing.assert_array_equal, found, want)
-        shardings = jax.tree.map(lambda a: a.sharding, s.placed_structs())
+        shardings = jax.tree.map(lambda a: a.sharding, placed_structs(s))
         assert jax.tree.map(lambda a: a.sharding, found) == shardings
     # Nothing twice, whatever is replicated; nothing for others.
     assert read_bytes == sum(a.nbytes for a in jax.tree.leaves(params))

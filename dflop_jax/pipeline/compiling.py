@@ -1,0 +1,166 @@
+"""Compiles every program that a layout needs, ahead of the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflop_jax.pipeline.flow import output_struct
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.parts import ADAPTER
+from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Shape
+from dflop_jax.tasks.graph import Link
+
+Job = Callable[[], jax.stages.Lowered]
+
+
+def compile_programs(
+    programs: Programs,
+    on_progress: Callable[[int, int], None] | None = None,
+    sync: Callable[[], None] = lambda: None,
+) -> int:
+    """Compile everything that runs on this process, in the order of the plan's segments, which is
+    the same on every process; returns how many programs were to be compiled: equal segments on the
+    same devices share theirs.
+
+    One of the processes that run a program compiles it. After `sync`, which waits for all
+    processes, the others find it in the compilation cache, if there is one: the same binary, so
+    that its collectives run in one order everywhere. Where compiling tunes kernels on the devices,
+    that is the first of them, so that none tunes while another computes; else they take turns.
+    """
+    every = {k: job for name in programs.segments if name in programs.local
+             for k, job in _jobs_of(programs, name).items()}  # fmt: skip
+    alike = first_alike(programs)
+    todo = {k: job for k, job in every.items() if alike[k[0]] == k[0]}
+    here = jax.process_index()
+    mine = {k for i, k in enumerate(todo) if _compiled_by(programs, k, i) == here}
+    mine = {k for k in todo if (_forward_of(programs, k) or k) in mine}
+    for keys in (mine, todo.keys() - mine):
+        # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
+        # Kernels that are timed together would time, or wait for, each other.
+        with ThreadPoolExecutor(1 if programs.autotunes else 4) as pool:
+            running: dict[Any, Future[jax.stages.Compiled]] = {}
+            for k in (k for k in todo if k in keys):
+                if forward := _forward_of(programs, k):
+                    learn(programs, forward, running[forward].result())
+                running[k] = pool.submit(todo[k]().compile)
+            for key, job in running.items():
+                programs.compiled[key] = job.result()
+                if on_progress:
+                    on_progress(len(programs.compiled), len(todo))
+        sync()
+    for name, *key in every:
+        programs.compiled[name, *key] = programs.compiled[alike[name], *key]
+    return len(todo)
+
+
+def first_alike(programs: Programs) -> dict[str, str]:
+    """Of every segment the first one whose programs are the same: of layers inside a module that no
+    edge touches, as many of them on the same devices."""
+    first: dict[Segment, str] = {}
+    names = {}
+    for name, s in programs.segments.items():
+        inside = {"layers", ADAPTER} >= {*s.own_parts} and not s.outgoing and not s.inlets
+        plan = replace(s.plan, name="", start=0, stop=s.plan.n_layers)
+        names[name] = first.setdefault(replace(s, plan=plan), name) if inside else name
+    return names
+
+
+def lowering_of(programs: Programs, key: Any) -> Lowering:
+    """Of the segment whose program a key names, under the recompute policy that it has."""
+    return programs.keeping[key[0]] if KEEPING in key else programs.lowerings[key[0]]
+
+
+def learn(programs: Programs, key: Any, compiled: jax.stages.Compiled) -> None:
+    """Take from a compiled program what others need to be lowered."""
+    lowering = lowering_of(programs, key)
+    if key[-1] == FORWARD and lowering.segment.compiles_forward_first:
+        lowering.learn_residuals(key[1], compiled)
+
+
+def jobs(programs: Programs) -> dict[Any, Job]:
+    """Every program of the plan, those of other processes too, ready to be lowered, by keys that
+    begin with a segment's name."""
+    return {k: job for name in programs.segments for k, job in _jobs_of(programs, name).items()}
+
+
+def _jobs_of(programs: Programs, name: str) -> dict[Any, Job]:
+    found: dict[Any, Job] = {}
+    for shape in programs.layout.shapes(programs.segments[name].plan.module):
+        for kind in kinds(programs, name):
+            found[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
+        if keeping := programs.keeping.get(name):
+            for kind in (FORWARD, BACKWARD):
+                found[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
+        for struct in _summed(programs, name, shape):
+            found[name, "sum", struct] = partial(_lower_sum, struct)
+    for link in programs.out_of[name]:
+        if link.edge is None:
+            continue
+        for low, high in _shape_pairs(programs, link):
+            exchange = programs.exchange(link, low, high)
+            for backward in (False, True) if name in programs.backward else (False,):
+                lower = partial(exchange.lower, backward=backward)
+                found[name, link, low, high, backward] = lower
+    if update := programs.updates.get(name):
+        found[name, REDUCE] = update.lower_reduce
+        found[name, UPDATE] = partial(update.lower_update, len(programs.updates))
+    return found
+
+
+def _forward_of(programs: Programs, key: Any) -> Any:
+    """The program that has to be compiled before another can be lowered, if any."""
+    first = lowering_of(programs, key).segment.compiles_forward_first
+    return (*key[:-1], FORWARD) if key[-1] == BACKWARD and first else None
+
+
+def _compiled_by(programs: Programs, key: Any, i: int) -> int:
+    """Which of the processes that run program number `i` compiles it."""
+    mesh = programs.segments[key[0]].mesh
+    sharing = sorted({d.process_index for d in mesh.devices.flat})
+    return sharing[0 if programs.autotunes else i % len(sharing)]
+
+
+def _shape_pairs(programs: Programs, link: Link) -> list[tuple[Shape, Shape]]:
+    """Shapes of a source and a target group that a bucket joins."""
+    low, high = (programs.segments[n].plan.module for n in (link.source, link.target))
+    pairs = ((b.shape(low), b.shape(high)) for b in programs.layout.buckets)
+    return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
+
+
+def _summed(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
+    """What comes to a segment in several parts: an input that several modules, several groups of
+    one or several rounds may bring, and the gradient of an output that several edges carry, or one
+    in rounds."""
+    segment = programs.segments[name]
+    x = programs.signature(name, shape).x
+    inputs = dict.fromkeys(k.edge.name for k in programs.into[name] if k.edge)
+    structs = [x[n] for n in inputs if _in_parts(programs, name, n)]
+    carried = [k.edge for k in programs.out_of[name] if k.edge]
+    taps = [e.tap for e in carried]
+    in_rounds = segment.data_ranks > 1
+    structs += [
+        output_struct(segment, e, shape) for e in carried if in_rounds or taps.count(e.tap) > 1
+    ]
+    return list(dict.fromkeys(structs))
+
+
+def _in_parts(programs: Programs, name: str, field: str) -> bool:
+    """Whether more than one group, or more than one round of an exchange, may bring an input."""
+    layout = programs.layout
+    sources = {k.edge.source for k in programs.into[name] if k.edge and k.edge.name == field}
+    in_rounds = any(layout.data_ranks(m) > 1 for m in sources)
+    return len(sources) > 1 or layout.fan_in > 1 or in_rounds
+
+
+def _lower_sum(struct: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
+    # Nothing is donated: what arrived may be the very buffer that was sent.
+    return jax.jit(jnp.add, out_shardings=struct.sharding).lower(struct, struct)

@@ -1,0 +1,95 @@
+"""Parts of a module: their names, and what they take and give on one data rank, as structs."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflop_jax.contract import Array, Module, Params, taps_of, working_dtype_of
+from dflop_jax.records import SegmentPlan, Shape
+
+Tree = Any
+PARTS = ("entry", "layers", "exit")  # of every module
+ADAPTER = "adapter"  # a part of some modules
+STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
+KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
+
+
+def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+    """Parts of its module that a segment holds."""
+    here = {"entry": s.first, "layers": True, "exit": s.last}
+    for name, layers in taps_of(module).items():
+        here[name] = name in module.inputs and s.runs_to(layers)
+    here[ADAPTER] = ADAPTER in module.freeze_groups
+    return tuple(part for part, is_here in here.items() if is_here)
+
+
+def layer_params(params: Params) -> Params:
+    """What a layer gets: its parameters, with its adapter among them."""
+    if ADAPTER not in params:
+        return params["layers"]
+    return {**params["layers"], ADAPTER: params[ADAPTER]}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def init_part(module: Module, part: str, key: Array) -> Params:
+    """Fresh parameters of a part of a module, of one layer for "layers"."""
+    return module.init(part, key)
+
+
+def init_structs(module: Module, part: str) -> Params:
+    """Shapes and dtypes of `init_part`, which then is not traced again where it runs."""
+    return init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
+
+
+# What follows is asked for again and again, for every segment, shape and program.
+
+
+@lru_cache(maxsize=256)
+def part_struct(module: Module, part: str) -> Params:
+    """A part, or one layer of it, as the module's functions are given it."""
+
+    def working(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        dtype = working_dtype_of(module) if is_float else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+    return jax.tree.map(working, init_structs(module, part))
+
+
+@lru_cache(maxsize=256)
+def logical_axes(module: Module, part: str) -> Params:
+    return module.logical_axes(part)
+
+
+@lru_cache(maxsize=1024)
+def hidden_struct(module: Module, shape: Shape) -> jax.ShapeDtypeStruct:
+    """Hidden states between layers."""
+    fields = _fields(module, "entry", shape)
+    return jax.eval_shape(module.entry, part_struct(module, "entry"), fields)
+
+
+@lru_cache(maxsize=1024)
+def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
+    """What a tap gives."""
+    fields = {k: struct for part in ("entry", "layers", name)
+              for k, struct in _fields(module, part, shape).items()}  # fmt: skip
+    params = part_struct(module, name) if name in module.inputs else None
+    tap: Any = module.tap  # type: ignore[attr-defined]
+    return jax.eval_shape(partial(tap, name), params, hidden_struct(module, shape), fields)
+
+
+@lru_cache(maxsize=1024)
+def exit_struct(module: Module, shape: Shape) -> Tree:
+    """What the exit gives: features, or a loss's sums by name."""
+    fields, hidden = _fields(module, "exit", shape), hidden_struct(module, shape)
+    entry = part_struct(module, "entry") if module.tied else None
+    return jax.eval_shape(module.exit, part_struct(module, "exit"), hidden, fields, entry)
+
+
+def _fields(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    names = module.inputs.get(part, ())
+    return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}

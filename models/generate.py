@@ -10,17 +10,15 @@ Shape suffixes: L layers, B rows, T tokens, S slots, N query heads, K kv heads, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from models.attention import masked_attention
 
-if TYPE_CHECKING:
-    from models.decoder import DecoderModule
-
 Array = jax.Array
+Decoder = Any  # a `models.decoder.DecoderModule`, whose methods call these functions
 
 
 class Cache(NamedTuple):
@@ -33,7 +31,7 @@ class Cache(NamedTuple):
 
 
 def prefill(
-    module: DecoderModule, params: Any, batch: Mapping[str, Array], last_B: Array, slots: int
+    module: Decoder, params: Any, batch: Mapping[str, Array], last_B: Array, slots: int
 ) -> tuple[Array, Cache]:
     """Run one prompt per row.
 
@@ -80,7 +78,7 @@ def prefill(
 
 
 def decode(
-    module: DecoderModule, params: Any, cache: Cache, tokens_B: Array, positions_B: Array
+    module: Decoder, params: Any, cache: Cache, tokens_B: Array, positions_B: Array
 ) -> tuple[Array, Cache]:
     """Run the token at one place of each row; all before it have been run.
 

@@ -36,7 +36,8 @@ from rich.table import Table
 from simulator_speed import make_plan, make_prices, make_schedule
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.step import LocalResult, StepCall, StepHandle
+from dflop_jax.pipeline.step_call import StepCall, UnderWay
+from dflop_jax.pipeline.step_result import LocalResult, StepHandle
 from dflop_jax.pipeline.task_times import Spans
 from dflop_jax.records import (
     Edge,
@@ -146,8 +147,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
         resource={s.name: resource[s.submesh] for s in plan.layout.segments},
         segments={s.name: SimpleNamespace(plan=s) for s in plan.layout.segments},
     )
-    nothing = {"sums": [], "reduced": {}, "totals": [], "limit": np.inf}
-    call = cast(StepCall, SimpleNamespace(programs=programs, **nothing))
+    call = cast(StepCall, SimpleNamespace(programs=programs, under_way=UnderWay(), limit=np.inf))
     peers = AllSaid(reports(plan, trace, order, 0))
     samples = SimpleNamespace(append=lambda sample: None)
     progress = Progress(steps, quiet=True)

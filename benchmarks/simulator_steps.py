@@ -84,7 +84,7 @@ def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
 
 def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
-    from dflop_jax.pipeline.step import LocalResult
+    from dflop_jax.pipeline.step_result import LocalResult
 
     parts = peers.gather("step", msgspec.msgpack.encode(handle.local()))
     seconds, trace = 0.0, None

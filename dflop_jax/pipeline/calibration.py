@@ -21,7 +21,8 @@ from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.stand_in import stand_in_arrays, stand_in_groups
 from dflop_jax.pipeline.state import State, share_tied
-from dflop_jax.pipeline.step import StepCall
+from dflop_jax.pipeline.step import collect, run_task
+from dflop_jax.pipeline.step_call import StepCall, settle, step_call
 from dflop_jax.pipeline.trial import Trial
 from dflop_jax.records import (
     BACKWARD,
@@ -166,7 +167,7 @@ def rehearse(
 def _tried(programs: Programs, *args: Any, evaluate: bool = False) -> StepCall:
     """A step's call of programs that may be too large for the memory."""
     trial: Any = Trial(programs)
-    return StepCall(trial, *args, evaluate=evaluate)
+    return step_call(trial, *args, evaluate=evaluate)
 
 
 def _time(
@@ -182,19 +183,19 @@ def _time(
     if task.direction == FORWARD:
         sync()  # nothing is sent before all know that all go on
         begun_s = time.thread_time()
-        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
+        collect(call, task.segment, task.group)  # as in a step, where dispatch runs ahead
         ahead_s = time.thread_time() - begun_s
     into.ahead.setdefault(key, []).append(ahead_s)
-    call.settle()
+    settle(call)
     sync()
     start, begun_s = time.perf_counter(), time.thread_time()
-    outputs = call.run(task)
+    outputs = run_task(call, task)
     if trial.failed:
         raise trial.failed
     into.host.setdefault(key, []).append(time.thread_time() - begun_s)
     jax.block_until_ready(outputs)
     took = time.perf_counter() - start
-    call.settle()
+    settle(call)
     into.arrived.setdefault(key, []).append(time.perf_counter() - start)
     if task.segment in call.programs.local:
         into.took.setdefault(key, []).append(took)

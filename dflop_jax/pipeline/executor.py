@@ -25,7 +25,9 @@ from dflop_jax.pipeline.parts import KEY_IMPL
 from dflop_jax.pipeline.programs import GroupArrays, Training, make_programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.state import State, share_tied
-from dflop_jax.pipeline.step import StepCall, StepHandle
+from dflop_jax.pipeline.step import run_task
+from dflop_jax.pipeline.step_call import settle, step_call
+from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.pipeline.watcher import Observation, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
 from dflop_jax.tasks.graph import StepGraph, fed_by, resources, step_graph
@@ -179,7 +181,7 @@ class Executor:
     ) -> StepHandle:
         groups = schedule.groups
         graph, order = self._ordered(schedule, evaluate=evaluate)
-        call = StepCall(
+        call = step_call(
             self.programs,
             self.state,
             groups,
@@ -193,19 +195,19 @@ class Executor:
             if task.direction == UPDATE:
                 self.before_update()
             if task.segment not in self.programs.local:
-                call.run(task)  # only its transfers
+                run_task(call, task)  # only its transfers
                 self.after_task()
                 continue
             resource = self.programs.resource[task.segment]
             if resource in self._throttled and resource in self._latest:
                 self._latest[resource].done.wait()
             dispatched_s = time.perf_counter()
-            outputs = call.run(task)
+            outputs = run_task(call, task)
             seen[i] = self._watcher.watch(resource, task, dispatched_s, outputs)
             self._latest[resource] = seen[i]
             if self.one_at_a_time:
                 seen[i].done.wait()
-                call.settle()
+                settle(call)
             self.after_task()
         return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 

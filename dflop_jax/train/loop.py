@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import msgspec
-
-from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.ending import preemption
 from dflop_jax.cluster.peers import RunFailed
-from dflop_jax.config import Config, profiled_steps
+from dflop_jax.config import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.step import StepHandle
+from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import Layout, PriceList, Prices, Profile
-from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.records import Layout, PriceList
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -31,10 +23,10 @@ from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
 from dflop_jax.train.meta import Meta, planned_under
-from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Resumed
-from dflop_jax.train.sample_file import SampleFile
+from dflop_jax.train.saves import Saves
 from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
@@ -51,30 +43,6 @@ class LoopResult:
     steps_done: int
     preempted: bool
     next: NewPlan | None = None
-
-
-@dataclass(frozen=True)
-class ReadyRun:
-    """A run before the first of its steps under a plan.
-
-    Attributes:
-      held_out: the samples to evaluate on.
-      folder, samples: process 0's.
-      start_s: what it took to come this far.
-    """
-
-    config: Config
-    place: Workplace
-    source: Source
-    held_out: Source | None
-    profile: Profile
-    ex: Executor
-    prices: Prices
-    saver: Checkpointer
-    folder: RunFolder | None
-    samples: SampleFile | None
-    progress: Progress
-    start_s: float
 
 
 class Loop:
@@ -95,17 +63,16 @@ class Loop:
         )
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
-        # Saves under way whose steps are not all finished, and what these are to be told.
-        self._unlogged: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
         """Run the steps that are left, and save what they reached."""
         config, peers = self.config, self.peers
         start = self.loader.restore(resumed.meta.loader) if resumed else 0
-        self._done = self._saved = start
+        self._done = start
         known = resumed.meta.skips if resumed else Skips()
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
+        self._saves = Saves(self.saver, start)
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
@@ -138,7 +105,8 @@ class Loop:
             if self._next:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
-            self._save(done)
+            if config.checkpoint.every:
+                self._save(done)
             self.saver.wait()
         evaluation = None
         if held_out and not preempted and not self._next:
@@ -210,7 +178,7 @@ class Loop:
             self._stalled_s = self.saver.stall_s
             stop |= self.log.finish(handle, batch, waits_s, asked.is_set()).stop
             self._done = batch.step + 1
-            self._tell_saves()
+            self._saves.tell(self._done, self._skipping.known)
             if self.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
 
@@ -274,33 +242,21 @@ class Loop:
             self.folder.append_evaluation(row)
         return row
 
-    # ---- checkpoints ----
-
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
-        if not self.config.checkpoint.every or done == self._saved:
+        if done == self._saves.saved:
             return
-        self._saved = done
+        ready = self._ready
         meta = Meta(
             done,
             self.loader.state(done),
             self.ex.plan,
-            self._ready.profile,
-            PriceList.of(self._ready.prices),
-            planned_under(self._ready.place) if self.peers.is_hub else {},
+            ready.profile,
+            PriceList.of(ready.prices),
+            planned_under(ready.place) if self.peers.is_hub else {},
             self._corrector.learnt(done) if self._corrector else None,
         )
-        finished: Future[Mapping[str, Any]] = Future()
-        self._unlogged.append((meta, finished))
-        self._tell_saves()
-        self.saver.save(done, finished)
-
-    def _tell_saves(self) -> None:
-        """Complete what the saves under way keep whose steps are all finished: only then is known
-        which updates were skipped."""
-        while self._unlogged and self._unlogged[0][0].step <= self._done:
-            meta, finished = self._unlogged.pop(0)
-            finished.set_result(msgspec.to_builtins(replace(meta, skips=self._skipping.known)))
+        self._saves.begin(meta, self._done, self._skipping.known)
 
 
 def sample_names(source: Source, loader: Loader, step: int) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.step import StepResult
+from dflop_jax.pipeline.step_result import StepResult
 from dflop_jax.report.metrics import SkippedUpdate
 
 # Steps whose norms make the running median: more follow a falling norm later, fewer are moved by

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.step import LocalResult, StepHandle, StepResult
+from dflop_jax.pipeline.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal
 
 import msgspec
@@ -20,30 +19,26 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.plan.predict import held_loads
 from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
-from dflop_jax.schedule.online import schedule_batch
-from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
-from dflop_jax.train.loop import Loop, LoopResult, ReadyRun
+from dflop_jax.train.loop import Loop, LoopResult
 from dflop_jax.train.meta import Continued, continued, planned_under
 from dflop_jax.train.planning import (
     check_held_out,
     check_layers,
-    check_names,
-    check_plannable,
     check_trainable,
     make_plan,
     memory_bytes,
 )
 from dflop_jax.train.prepare import Workplace, set_up
-from dflop_jax.train.profiling import check_not_empty, make_profile, profile_data
+from dflop_jax.train.profiling import check_not_empty, make_profile
+from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
@@ -156,7 +151,7 @@ class Trainer:
         """Train under one plan, to the last step or until another plan pays."""
         config, peers = self.config, self.peers
         peers.new_run()
-        self._agree()
+        agree(config, peers)
         checkpoints = Path(config.run_dir) / CHECKPOINTS
         resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
         # Before anything is written: the folder may be of a run on other data.
@@ -188,7 +183,7 @@ class Trainer:
             folder.write_profile(self.profile)
         timed = self._timed or self._warm_up(ex, progress)
         if folder:
-            folder.write_plan(self._predicted(ex.plan, prices, timed))
+            folder.write_plan(predicted(self.place, self.profile, prices, timed))
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         ready = ReadyRun(
@@ -202,18 +197,6 @@ class Trainer:
         return result
 
     # ---- before the first step ----
-
-    def _agree(self) -> None:
-        """ValueError unless every process has the same configuration."""
-        encoded = msgspec.json.encode(self.config)
-        own = msgspec.json.decode(encoded)
-        theirs = msgspec.json.decode(self.peers.share("config", encoded))
-        for name, value in theirs.items():
-            if name not in ("distributed", "cache_dir") and own[name] != value:
-                raise ValueError(
-                    f"process {self.peers.process} was started with {name}={own[name]}, process 0 "
-                    f"with {value}; start all with the same configuration"
-                )
 
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the
@@ -231,7 +214,7 @@ class Trainer:
         shared = self.peers.share("given", msgspec.json.encode((known.profile, known.plan)))
         self.profile, plan = msgspec.json.decode(shared, type=tuple[Profile | None, Plan | None])
         prices = known.prices
-        self._refuse(plan)
+        refuse(self.place, self.source, self.profile, plan)
         if self.profile is None:
             progress.log("profiling model and data")
             self.profile = make_profile(self.place, self.source)
@@ -250,17 +233,6 @@ class Trainer:
             + (f"; up to {plan.layout.fan_in} groups feed one" if plan.layout.fan_in > 1 else "")
         )
         return self._executor, prices
-
-    def _refuse(self, plan: Plan | None) -> None:
-        """ValueError, before anything is measured, for what no measurement would change."""
-        if self.profile is not None:
-            check_layers(self.place, self.profile, "the profile", "profile again")
-        elif plan is None:
-            check_plannable(self.place)
-        if plan is not None:
-            check_names(self.place)
-            if self.profile is None and self.peers.is_hub:
-                held_loads(plan, profile_data(self.config.plan, self.source).loads)
 
     def _choose(
         self, plan: Plan | None, prices: Prices | None, profile: Profile, progress: Progress
@@ -296,26 +268,6 @@ class Trainer:
         took_s = time.perf_counter() - start_s
         progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
         return timed
-
-    def _predicted(self, plan: Plan, prices: Prices, timed: Timed) -> Plan:
-        """Return the plan, its predictions made anew from the times of the compiled programs."""
-        assert self.profile is not None
-        ex, n = timed.executor, self.config.train.global_batch
-        loads = held_loads(plan, self.profile.data.loads)
-        batches = [[loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(4)]
-        schedules = [
-            schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
-        ]
-        own = timed.prices(self.profile.model)
-        trace = simulate_schedules(plan, schedules, own, ex.trainable, awaited=ex.awaited)
-        busy = trace.busy_fraction()  # of links too
-        predicted = replace(
-            plan.predicted,
-            makespan_s=trace.makespan_s / len(batches),
-            busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.layout.submeshes},
-            chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
-        )
-        return replace(plan, predicted=predicted)
 
 
 def _why(process: int, error: BaseException) -> str:

@@ -1,0 +1,100 @@
+"""What comes before the first step of a run, beside its plan and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import mean
+
+import msgspec
+
+from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.config import Config
+from dflop_jax.data import Source
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.plan.predict import held_loads
+from dflop_jax.records import Plan, Prices, Profile
+from dflop_jax.report.progress import Progress
+from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.sim.pipeline import simulate_schedules
+from dflop_jax.train.planning import check_layers, check_names, check_plannable
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.profiling import profile_data
+from dflop_jax.train.sample_file import SampleFile
+from dflop_jax.train.timing import Timed
+
+_PREDICTED_BATCHES = 4  # of the profiled data, whose mean step is what a plan predicts
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run before the first of its steps under a plan.
+
+    Attributes:
+      held_out: the samples to evaluate on.
+      folder, samples: process 0's.
+      start_s: what it took to come this far.
+    """
+
+    config: Config
+    place: Workplace
+    source: Source
+    held_out: Source | None
+    profile: Profile
+    ex: Executor
+    prices: Prices
+    saver: Checkpointer
+    folder: RunFolder | None
+    samples: SampleFile | None
+    progress: Progress
+    start_s: float
+
+
+def agree(config: Config, peers: Peers) -> None:
+    """ValueError unless every process has the same configuration."""
+    encoded = msgspec.json.encode(config)
+    own = msgspec.json.decode(encoded)
+    theirs = msgspec.json.decode(peers.share("config", encoded))
+    for name, value in theirs.items():
+        if name not in ("distributed", "cache_dir") and own[name] != value:
+            raise ValueError(
+                f"process {peers.process} was started with {name}={own[name]}, process 0 "
+                f"with {value}; start all with the same configuration"
+            )
+
+
+def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:
+    """ValueError, before anything is measured, for what no measurement would change."""
+    if profile is not None:
+        check_layers(place, profile, "the profile", "profile again")
+    elif plan is None:
+        check_plannable(place)
+    if plan is not None:
+        check_names(place)
+        if profile is None and place.peers.is_hub:
+            held_loads(plan, profile_data(place.config.plan, source).loads)
+
+
+def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) -> Plan:
+    """The plan of the timed programs, its predictions made anew from their times; its batches are
+    scheduled by `prices`."""
+    ex, n = timed.executor, place.config.train.global_batch
+    plan = ex.plan
+    loads = held_loads(plan, profile.data.loads)
+    batches = [
+        [loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(_PREDICTED_BATCHES)
+    ]
+    schedules = [
+        schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
+    ]
+    own = timed.prices(profile.model)
+    trace = simulate_schedules(plan, schedules, own, ex.trainable, awaited=ex.awaited)
+    busy = trace.busy_fraction()  # of links too
+    figures = replace(
+        plan.predicted,
+        makespan_s=trace.makespan_s / len(batches),
+        busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.layout.submeshes},
+        chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
+    )
+    return replace(plan, predicted=figures)

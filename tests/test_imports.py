@@ -69,8 +69,6 @@ MANY_ARGUMENTS = {
     "models/attention_kernels.py:q_kernel",
     # Not mended yet.
     "dflop_jax/data/datasets/mixture_source.py:__init__",
-    "dflop_jax/data/loader.py:__init__",
-    "dflop_jax/generate/generate.py:prefill",
     "dflop_jax/plan/bounds.py:of",
     "dflop_jax/schedule/placing.py:_even_step",
     "dflop_jax/schedule/worker.py:__init__",

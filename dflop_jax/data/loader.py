@@ -29,9 +29,15 @@ Begun = list[tuple[int, int, Future[Decoded] | None]]  # (place in the batch, in
 
 
 class Room:
-    """Keeps samples that the run has no room for out of its batches, each named once."""
+    """Keeps samples that the run has no room for out of its batches, each named once.
 
-    def __init__(self, source: Source, beyond: Beyond, refuse: bool) -> None:
+    Args:
+      beyond: places, among some loads, of those that the run has no room for.
+      refuse: a ValueError for such a sample, else the next one that there is room for takes its
+        places (data.oversize).
+    """
+
+    def __init__(self, source: Source, beyond: Beyond, *, refuse: bool = False) -> None:
         self._source, self._beyond, self._refuse = source, beyond, refuse
         self._known: dict[int, int] = {}  # what takes the place of one without room
 
@@ -63,9 +69,7 @@ class Loader:
       max_bad_fraction: share of undecodable samples, among the distinct ones seen, above which
         decoding raises ValueError.
       decoder: makes what decodes the source's samples, `workers` at once.
-      beyond: places, among some loads, of those that the run has no room for (data.oversize says
-        what happens then: with `refuse` a ValueError, else the next sample that it has room for
-        takes their places); None: it has room for all.
+      room: keeps out what the run has no room for; None: it has room for all.
     """
 
     def __init__(
@@ -78,8 +82,7 @@ class Loader:
         prefetch: int = 2,
         max_bad_fraction: float = 0.1,
         decoder: Callable[[Source, int], Decoder] = ThreadDecoder,
-        beyond: Beyond | None = None,
-        refuse: bool = False,
+        room: Room | None = None,
     ) -> None:
         if min(global_batch, workers, prefetch) < 1:
             raise ValueError("global_batch, workers and prefetch must be at least 1")
@@ -87,7 +90,7 @@ class Loader:
         self._prefetch = prefetch
         self._make_decoder = partial(decoder, source, workers)
         self._replaced = Replacements(source, max_bad_fraction)
-        self._room = Room(source, beyond, refuse) if beyond else None
+        self._room = room
         self._indices = lru_cache(KEPT_STEPS)(self._indices_of)
 
     @property
@@ -185,7 +188,8 @@ class Loader:
 
 
 def make_loader(config: Config, source: Source, beyond: Beyond | None = None) -> Loader:
-    """Return the run's batches of a source; `beyond` as for `Loader`."""
+    """Return the run's batches of a source; `beyond` as for `Room`, None: it has room for all."""
+    refuse = config.data.oversize == "error"
     return Loader(
         source,
         global_batch=config.train.global_batch,
@@ -198,6 +202,5 @@ def make_loader(config: Config, source: Source, beyond: Beyond | None = None) ->
             timeout_s=config.data.sample_timeout_s,
             memory_bytes=int(config.data.sample_memory_bytes),
         ),
-        beyond=beyond,
-        refuse=config.data.oversize == "error",
+        room=Room(source, beyond, refuse=refuse) if beyond else None,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -66,6 +66,22 @@ class Answer:
     windows: int = 0
 
 
+class RowArrays(NamedTuple):
+    """A `Row`'s arrays, here or on a device."""
+
+    media: Mapping[str, Mapping[str, Any]]
+    fields: dict[str, Any]
+    places: Mapping[str, tuple[Any, ...]]
+
+
+class Draw(NamedTuple):
+    """What tokens are drawn with."""
+
+    key: Array
+    temperature: Any
+    top_p: Any
+
+
 class Generator:
     """A trained model, ready to answer.
 
@@ -112,12 +128,12 @@ class Generator:
         n = row.length
         slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
         key = jax.random.key(how.seed)
-        draw = np.float32(how.temperature), np.float32(how.top_p)
+        draw = Draw(key, np.float32(how.temperature), np.float32(how.top_p))
         start = time.perf_counter()
         params = self._loaded.params
-        arrays = row.media, row.fields, row.places
+        arrays = RowArrays(row.media, row.fields, row.places)
         last = np.array([n - 1], np.int32)
-        token, cache = self._prefill(params, *arrays, last, key, *draw, slots=slots)
+        token, cache = self._prefill(params, arrays, last, draw, slots=slots)
         tokens = [int(token[0])]
         first_token_s = time.perf_counter() - start
         text = _Text(self._tokenizer, on_text)
@@ -127,7 +143,7 @@ class Generator:
             if len(tokens) == how.max_tokens:
                 break
             position = np.array([n + len(tokens) - 1], np.int32)
-            token, cache = self._step(params[LLM], cache, token, position, key, *draw)
+            token, cache = self._step(params[LLM], cache, token, position, draw)
             tokens.append(int(token[0]))
         further = len(tokens) - 1
         token_s = (time.perf_counter() - start - first_token_s) / further if further else 0.0
@@ -152,22 +168,18 @@ def prefill(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
-    media: Mapping[str, Mapping[str, Array]],
-    fields: dict[str, Array],
-    places: Mapping[str, tuple[Array, ...]],
+    row: RowArrays,
     last: Array,
-    key: Array,
-    temperature: Array,
-    top_p: Array,
+    draw: Draw,
     *,
     slots: int,
 ) -> tuple[Array, Any]:
-    """Return the first token, int32 [1], of the answer to a `Row`'s arrays, and a cache, by what
-    the chip runs best."""
+    """Return the first token, int32 [1], of the answer to a row, and a cache, by what the chip runs
+    best."""
     llm: Any = on_chip(model.modules[LLM], chip)
-    batch = with_features(model, chip, params, fields, media, places)
+    batch = with_features(model, chip, params, row.fields, row.media, row.places)
     logits, cache = llm.prefill(params[LLM], batch, last, slots)
-    return choose(logits, jax.random.fold_in(key, 0), temperature, top_p), cache
+    return choose(logits, jax.random.fold_in(draw.key, 0), draw.temperature, draw.top_p), cache
 
 
 def step(
@@ -176,13 +188,12 @@ def step(
     cache: Any,
     token: Array,
     position: Array,
-    key: Array,
-    temperature: Array,
-    top_p: Array,
+    draw: Draw,
 ) -> tuple[Array, Any]:
     """Return the token, int32 [1], after `token` at `position`, and the cache."""
     logits, cache = llm.decode(params, cache, token, position)
-    return choose(logits, jax.random.fold_in(key, position[0]), temperature, top_p), cache
+    key = jax.random.fold_in(draw.key, position[0])
+    return choose(logits, key, draw.temperature, draw.top_p), cache
 
 
 class _Text:

@@ -16,7 +16,7 @@ from qwen3_vl_samples import IMAGE, VIDEO, make_sample
 from safetensors.numpy import load_file
 
 from dflop_jax.data.packing import pack_group
-from dflop_jax.generate.generate import prefill
+from dflop_jax.generate.generate import Draw, RowArrays, prefill
 from dflop_jax.generate.row import row_of
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
@@ -193,9 +193,10 @@ def test_answers_go_on_where_the_row_ends(reference):
     tokens, n = row.fields["tokens"][0], row.length - said
     fields = {**row.fields, "segment_ids": (np.arange(len(tokens)) < n).astype(np.int32)[None]}
     run = jax.jit(partial(prefill, MODEL, "cpu"), static_argnames="slots")
-    greedily = jax.random.key(0), np.float32(0), np.float32(1)
+    greedily = Draw(jax.random.key(0), np.float32(0), np.float32(1))
+    arrays = RowArrays(row.media, fields, row.places)
     last = np.array([n - 1], np.int32)
-    first, cache = run(params, row.media, fields, row.places, last, *greedily, slots=len(tokens))
+    first, cache = run(params, arrays, last, greedily, slots=len(tokens))
     assert first[0] == want[2][n - 1].argmax()
     decode = jax.jit(llm.decode)
     for at in range(n, n + said):

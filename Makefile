@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(EXTRAS)
 REFERENCE := $(VENV)/installed-reference
 LINTERS := $(VENV)/installed-lint
+# Processes that find their bytecode start a second earlier, and both commands start dozens.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # A PYTHON given by hand that is not the venv's version makes the venv anew; the default never does.

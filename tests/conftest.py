@@ -25,9 +25,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Worker processes, the jobs of tests, and later runs share what they compile.
-jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# Worker processes, whatever processes tests start, and later runs share what they compile.
+_SHARED = {
+    "jax_compilation_cache_dir": str(CACHE / "xla"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}
+for _name, _value in _SHARED.items():
+    jax.config.update(_name, _value)
+    os.environ[_name.upper()] = str(_value)
+# Without their bytecode at hand, processes spend a second on compiling Python.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 # Tracing makes millions of objects that stay; looking for garbage among them takes a tenth of the
@@ -74,14 +81,6 @@ def shared_data() -> Path:
     if not (folder / "dataset.json").exists():
         pytest.skip("no ../shared/data")
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_cache() -> Iterator[None]:
-    """Runs in this process keep what they compile where all tests do, not in their own folders."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflop_jax.train.prepare.use_cache", lambda folder: None)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

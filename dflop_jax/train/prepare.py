@@ -25,6 +25,7 @@ from dflop_jax.hardware import Hardware, find_hardware
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
+_TOLD_CACHE: str | None = jax.config.values["jax_compilation_cache_dir"]  # before any run
 
 
 def use_devices(n: int) -> list[jax.Device]:
@@ -49,8 +50,10 @@ def use_devices(n: int) -> list[jax.Device]:
 
 
 def use_cache(folder: str | Path) -> None:
-    """Keep compiled programs in `folder`, so that a second run of the same plan starts at once."""
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve() / "xla"))
+    """Keep compiled programs in `folder`, so that a second run of the same plan starts at once, or
+    where jax itself was told to (JAX_COMPILATION_CACHE_DIR)."""
+    where = _TOLD_CACHE or str(Path(folder).resolve() / "xla")
+    jax.config.update("jax_compilation_cache_dir", where)
     # The quick ones too: a run begins with dozens, which together take seconds.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compiler._cache_write = _cache_write  # type: ignore[assignment]

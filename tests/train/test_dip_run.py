@@ -32,7 +32,7 @@ from dflop_jax.train.trainer import Trainer
 
 from ..plans import EDGE, TILE_TOKENS, nano_profile
 
-STEPS = 200
+STEPS = 80
 TILES, TEXT = Shape(4, TILE_TOKENS), (Shape(1, 160), Shape(1, 64))
 SEGMENTS = (
     SegmentPlan("vision0", "vision", 0, 1, "rank0", True, False, "segment", 1, "none"),
@@ -85,7 +85,7 @@ def long_run(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("long") / "run", STEPS)
 
 
-def test_no_compile_in_200_varied_steps(long_run):
+def test_no_compile_in_many_varied_steps(long_run):
     result, rows = long_run
     assert [r["compiles"] for r in rows[1:]] == [0] * (STEPS - 1)
     assert result.compiles_after_warmup == 0

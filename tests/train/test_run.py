@@ -16,6 +16,7 @@ from .resume_cases import _in_a_folder_of_its_own, compiled, quick  # noqa: F401
 
 K = 3
 STEPS = 14  # of the runs that are compared
+MANY = 80  # steps, and as many mixes of samples
 PLAN = NANO.with_layout(buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
 
 
@@ -57,20 +58,20 @@ def undisturbed(quick, sent, tmp_path_factory):
     return rows
 
 
-def test_no_compile_in_200_varied_steps():
-    result, rows = fit("run", 200)
-    assert [r["step"] for r in rows] == list(range(200))
-    assert [r["compiles"] for r in rows[1:]] == [0] * 199
+def test_no_compile_in_many_varied_steps():
+    result, rows = fit("run", MANY)
+    assert [r["step"] for r in rows] == list(range(MANY))
+    assert [r["compiles"] for r in rows[1:]] == [0] * (MANY - 1)
     assert result.compiles_after_warmup == 0
     assert all(len(PLAN.layout.shapes(m)) <= K for m in PLAN.layout.modules)
     shapes = {f"{m}:{s.name}" for m in PLAN.layout.modules for s in PLAN.layout.shapes(m)}
     assert {label for r in rows for label in r["groups"]} <= shapes
     assert all(r["losses"] == {"llm": r["loss"]} for r in rows)
     # Varied data: the padding, hence the mix of buckets and samples, differs from step to step.
-    assert len({round(r["padding_fraction"]["llm"], 6) for r in rows}) > 50
+    assert len({round(r["padding_fraction"]["llm"], 6) for r in rows}) > MANY / 4
     assert result.losses[-1] < 0.7 * result.losses[0]
     assert result.evaluation is not None
-    assert result.evaluation.step == 200
+    assert result.evaluation.step == MANY
 
 
 def test_killing_the_scheduler_costs_no_step_and_no_sample(undisturbed, monkeypatch):

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from dflop_jax.records import Edge, Plan, home_rank
 from dflop_jax.schedule.dispatch.traffic import traffic
@@ -59,6 +58,8 @@ def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
 def best_names(kept_RP: Floats) -> Ints:
     """[P]: the rank whose content goes to each place so that most is kept; as they are where that
     is no worse."""
+    from scipy.optimize import linear_sum_assignment  # takes half a second; few runs have nodes
+
     same = np.arange(len(kept_RP))
     rank, place = linear_sum_assignment(kept_RP, maximize=True)
     if kept_RP[rank, place].sum() <= kept_RP[same, same].sum() * (1 + 1e-12):

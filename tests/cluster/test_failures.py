@@ -25,9 +25,10 @@ from tests.processes import ROOT
 from tests.test_docs import SLURM
 from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses
 
-from .attackers import trainers
+from .attackers import KINDS, besieged, trainers
 
 PEER_TIMEOUT_S = 5.0
+ROUNDS = 20  # of every kind of attack; the full one, 1,000 connections, is benchmarks/hostile.py
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def whole(jobs):
     """The folder of an undisturbed run of two processes."""
     code, output = jobs.run(2, jobs.folder / "whole")
     assert code == 0, output
+    assert "turned away" not in output
     assert len(losses(jobs.folder / "whole")) == STEPS
     return jobs.folder / "whole"
 
@@ -106,6 +108,18 @@ def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
     assert f"resumed after step 12 of {STEPS}" in output
     assert losses(cut)[:12] == losses(alone)[:12]
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_an_attacked_run_has_the_same_losses(jobs, whole, tmp_path):
+    """Its port is attacked while its processes meet."""
+    command = jobs.command(2, tmp_path / "attacked", "--checkpoint.every", "0")
+    train = command[command.index("dflop") :]
+    codes, outputs, strangers = besieged(train, ROUNDS * len(KINDS), LIMIT_S)
+    assert codes == [0, 0], outputs
+    lines = re.findall(r"turned away (\d+) connections", " ".join(outputs[0].split()))
+    assert lines == [str(strangers.connected)]
+    assert "turned away" not in outputs[1]
+    assert losses(tmp_path / "attacked") == losses(whole)
 
 
 # ---- ends ----

@@ -35,9 +35,6 @@ LAYOUTS = {
         ),
     },
     (4, 1): {
-        "both on all": lambda m: plain.with_zero(
-            plan_of(m, (0, 1, 4, 1), (0, 1, 4, 1)), vision=3, llm=2
-        ),
         "chunks of both on two ranks of two": lambda m: chunked(
             m, 2, {"vision": 1, "llm": 2}, 2, data=2
         ),

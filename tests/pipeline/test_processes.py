@@ -34,5 +34,5 @@ def test_gradients_over_processes_equal_the_plain_ones(n, devices, wanted):
         found += [float(x[5:]) for x in lines if x.startswith("loss ")]
     orders = [[x for x in o.splitlines() if x.startswith("compiles: ")] for o in outputs]
     assert all(order == orders[0] for order in orders)
-    assert len(orders[0]) > 5 or devices > 1
+    assert len(orders[0]) > 5 or not any(x.startswith("both on") for x in layouts)
     np.testing.assert_allclose(found, np.full(len(layouts), want_loss), rtol=1e-5)

@@ -103,7 +103,7 @@ def test_under_tensor_parallelism_it_begins_equal_to_rounding():
 # ---- gradients ----
 
 
-@pytest.mark.parametrize("name", ["one device", "llm stage 2, dp 2, tp 2", "2 segments of stage 2"])
+@pytest.mark.parametrize("name", ["llm stage 2, dp 2, tp 2", "2 segments of stage 2"])
 def test_gradients_are_those_of_the_folded_weights(name):
     tied = PLANS[name][2].get("llm_segments", 1) == 1
     m = adapted(tied)

@@ -252,6 +252,7 @@ RUN_FILES = {
 
 def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
     files = ("--plan-file", "nano_plan.json", "--profile-file", "nano_profile.json")
+    files += ("--model.factory", "tests.small:build")
     code, out, err = run(capsys, "train", "nano.py", "--json", *files)
     assert code == 0, err
     said = json.loads(out)

@@ -33,8 +33,8 @@ from .cases import (
 # of the candidates, so that recompute policies and ZeRO degrees have something to do.
 CASES = [
     *(("two", seed) for seed in (0, 1, 2, 3, 4, 5, 7, 12)),
-    *(("apart", seed) for seed in (0, 2, 3)),
-    *(("chain", seed) for seed in (0, 2, 3)),
+    *(("apart", seed) for seed in (2, 3)),
+    *(("chain", seed) for seed in (0, 2)),
     *(("taps", seed) for seed in (2, 3)),
 ]
 

@@ -83,6 +83,27 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def compiled_once() -> Iterator[None]:
+    """Runs of a file compile a layout once, whose model and optimizer are the same in all of them:
+    as from the compilation cache, but traced once, too."""
+    from dflop_jax.pipeline.executor import Executor
+
+    compile_all, compiled = Executor.compile, {}
+
+    def compile_once(self, *args, **options):
+        layout = repr(self.programs.layout)
+        if layout not in compiled:
+            compile_all(self, *args, **options)
+            compiled[layout] = dict(self.programs.compiled)
+        self.programs.compiled.update(compiled[layout])
+        return len(compiled[layout])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "compile", compile_once)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs() -> Iterator[None]:
     """Drop what a file of tests has traced and compiled: jax keeps it all, gigabytes a worker."""

@@ -34,7 +34,7 @@ def config(folder, policy="dflop", devices=4, steps=12) -> Config:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(compiled_once, tmp_path_factory):
     jax.devices()  # all 8, before a run asks for 4: other tests of this process need them
     folder = tmp_path_factory.mktemp("made_up")
     result = Trainer(config(folder)).fit()

@@ -303,7 +303,7 @@ def made_up_profile(path):
 
 
 @pytest.fixture(scope="module")
-def run(folder):
+def run(compiled_once, folder):
     """Four steps over six clips, so that the last ones are of the second epoch."""
     profile = made_up_profile(str(folder / "clips.json"))
     return Trainer(config(folder), plan=PLAN, profile=profile).fit()

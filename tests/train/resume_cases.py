@@ -19,7 +19,6 @@ from dflop_jax import (
     TrainConfig,
 )
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.trainer import Trainer
@@ -38,31 +37,15 @@ CONFIG = Config(
 )
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Programs of this file's only plan, compiled once for all of its runs."""
-    return {}
-
-
 CACHE: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def quick(compiled, tmp_path_factory):
+def quick(compiled_once, tmp_path_factory):
     """Runs that compile and time their programs once and draw no pictures. Orders follow from what
     was timed, and sums of gradients from orders."""
     jax.devices()
-    compile_all = Executor.compile
-
-    def compile_once(self, *args, **kwargs):
-        if not compiled:
-            compile_all(self, *args, **kwargs)
-            compiled.update(self.programs.compiled)
-        self.programs.compiled.update(compiled)
-        return len(compiled)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "compile", compile_once)
         patch.setitem(CACHE, "cache_dir", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(trainer_module, "write_summary", lambda folder: None)
         yield

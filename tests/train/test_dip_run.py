@@ -81,7 +81,7 @@ def fit(run_dir, steps, *, existing="error"):
 
 
 @pytest.fixture(scope="module")
-def long_run(tmp_path_factory):
+def long_run(compiled_once, tmp_path_factory):
     return fit(tmp_path_factory.mktemp("long") / "run", STEPS)
 
 

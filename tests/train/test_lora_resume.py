@@ -15,7 +15,6 @@ from .resume_cases import (  # noqa: F401
     _in_a_folder_of_its_own,
     as_killed,
     assert_as_whole,
-    compiled,
     fit,
     quick,
     refused,

@@ -24,7 +24,6 @@ from .resume_cases import (  # noqa: F401
     NANO_MODEL,
     PLAN,
     _in_a_folder_of_its_own,
-    compiled,
     fit,
     quick,
     refused,

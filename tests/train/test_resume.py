@@ -37,7 +37,6 @@ from .resume_cases import (  # noqa: F401
     _in_a_folder_of_its_own,
     as_killed,
     assert_as_whole,
-    compiled,
     copy_of,
     essence,
     evaluations,

@@ -24,7 +24,6 @@ from .resume_cases import (  # the fixtures come by their names
     STEPS,
     _in_a_folder_of_its_own,  # noqa: F401
     as_killed,
-    compiled,  # noqa: F401
     essence,
     evaluations,
     fit,

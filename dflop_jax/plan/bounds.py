@@ -47,75 +47,23 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Space:
     """Layouts of one graph at every cut.
 
-    layout: of each number, without shapes. bound_s: of the mean makespan over the sampled batches
-    with any options; infinite where memory is short, prices are not believed or nothing is to be
-    tried.
-    fits: whether memory holds it with some options. least_bytes: of the device that needs most, at
-    least. groups: that each sampled batch takes at least, [n_batches, n_placements, n_cuts].
-    tables, members, forms: of every module, and the rows of its table that the placements have.
-    devices: of a segment of every module, [n_placements, 1]. divided: None where one group of each
-    module goes with one of the others.
+    layout: of each number, without shapes. tables, forms, members: of every module, and the rows of
+    its table that the layouts have. devices: of a segment of every module, [n_layouts, 1]. divided:
+    None where one group of each module goes with one of the others.
     """
 
     layout: Callable[[int], Layout]
     structure: Structure
     rules: Rules
     cuts: np.ndarray
-    bound_s: Array
-    fits: Array
-    least_bytes: Array
-    groups: Array
     tables: Mapping[str, Segments]
     forms: Mapping[str, np.ndarray]
     members: Mapping[str, Member]
     devices: Mapping[str, Array]
     divided: Divided | None = None
-
-    @staticmethod
-    def of(
-        layout: Callable[[int], Layout],
-        structure: Structure,
-        rules: Rules,
-        cuts: np.ndarray,
-        tables: Mapping[str, Segments],
-        forms: Mapping[str, np.ndarray],
-        members: Mapping[str, Member],
-        leasts: Mapping[tuple[str, ...], Least],
-        devices: Mapping[str, Array],
-        *,
-        tried: Array = True,
-        groups: Array | None = None,
-        divided: Divided | None = None,
-    ) -> Bounds:
-        """The bounds of tables.
-
-        Args:
-          leasts: of every block.
-          tried: whether a candidate is to be tried.
-          groups: None: what the tables say.
-        """
-        if groups is None:
-            groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
-        trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
-        fits = np.logical_and.reduce([x.fits for x in leasts.values()])
-        usable = trusted & fits & tried
-        bound_s = np.full(usable.shape, np.inf)
-        if usable.any():
-            seconds = {
-                m: s for block, x in leasts.items() for m, s in zip(block, x.seconds, strict=True)
-            }
-            parts = _parts(divided, slice(None))
-            cores = rules.profile.concurrency
-            found_s = least_s(structure, seconds, groups, devices, cores, parts)
-            bound_s = np.where(usable, found_s, np.inf)
-        least_bytes = np.maximum.reduce([x.peak_bytes for x in leasts.values()])
-        return Bounds(
-            layout, structure, rules, cuts, bound_s, fits, least_bytes, groups, tables, forms,
-            members, devices, divided,
-        )  # fmt: skip
 
     def bucket(self, p: int, c: int) -> Bucket:
         return Bucket.of({m: t.shape(self.forms[m][p], c) for m, t in self.tables.items()})
@@ -132,16 +80,59 @@ class Bounds:
         """Content of a group of each module."""
         return {m: int(t.pairs[self.forms[m][p], c]) for m, t in self.tables.items()}
 
-    def _members(self, block: Sequence[str], p: int, c: int) -> list[Member]:
+    def members_at(self, block: Sequence[str], p: int, c: int) -> list[Member]:
         return [self.members[m].at(self.forms[m][p], c) for m in block]
+
+    def trusted(self, p: int, c: int) -> bool:
+        """Whether the prices of a candidate are believed."""
+        return all(bool(t.trusted[self.forms[m][p], c]) for m, t in self.tables.items())
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What no layout of a space undercuts at any cut, [n_layouts, n_cuts].
+
+    bound_s: of the mean makespan over the sampled batches with any options; infinite where memory
+    is short, prices are not believed or nothing is to be tried. fits: whether memory holds it with
+    some options. least_bytes: of the device that needs most, at least. groups: that each sampled
+    batch takes at least, [n_batches, n_layouts, n_cuts].
+    """
+
+    space: Space
+    bound_s: Array
+    fits: Array
+    least_bytes: Array
+    groups: Array
+
+    @staticmethod
+    def of(space: Space, leasts: Mapping[tuple[str, ...], Least], tried: Array = True) -> Bounds:
+        """The bounds of a space, from the least of every block; `tried`: whether a candidate is to
+        be tried."""
+        tables, forms = space.tables, space.forms
+        groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
+        trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
+        fits = np.logical_and.reduce([x.fits for x in leasts.values()])
+        usable = trusted & fits & tried
+        bound_s = np.full(usable.shape, np.inf)
+        if usable.any():
+            seconds = {
+                m: s for block, x in leasts.items() for m, s in zip(block, x.seconds, strict=True)
+            }
+            parts = _parts(space.divided, slice(None))
+            cores = space.rules.profile.concurrency
+            found_s = least_s(space.structure, seconds, groups, space.devices, cores, parts)
+            bound_s = np.where(usable, found_s, np.inf)
+        least_bytes = np.maximum.reduce([x.peak_bytes for x in leasts.values()])
+        return Bounds(space, bound_s, fits, least_bytes, groups)
 
     def least_peak(self, p: int, c: int) -> tuple[float, dict[str, Option]]:
         """The options with which a candidate needs least: (bytes of the device that needs most,
         the option of every module)."""
+        space = self.space
         options: dict[str, Option] = {}
         peak_bytes = 0.0
-        for block in self.structure.blocks:
-            needed, chosen = least_peak(self._members(block, p, c))
+        for block in space.structure.blocks:
+            needed, chosen = least_peak(space.members_at(block, p, c))
             peak_bytes = max(peak_bytes, needed)
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
@@ -149,9 +140,10 @@ class Bounds:
     def choices(self, p: int, c: int) -> list[Choice]:
         """The options of a candidate that fit and that no others undercut in everything; where
         groups are divided those of the least bound."""
+        space = self.space
         by_block = []
-        for block in self.structure.blocks:
-            found = combinations(self._members(block, p, c), self.rules.memory_bytes)
+        for block in space.structure.blocks:
+            found = combinations(space.members_at(block, p, c), space.rules.memory_bytes)
             by_block.append([dict(zip(block, o.tolist(), strict=True)) for o in found])
         chosen = [
             {m: o for block in combination for m, o in block.items()}
@@ -161,45 +153,42 @@ class Bounds:
 
         def seconds(m: str) -> tuple[tuple[Array, ...], ...]:
             numbers = [options[m] for options in chosen]
-            here = self.members[m].at(self.forms[m][p], c).seconds
+            here = space.members[m].at(space.forms[m][p], c).seconds
             return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
 
         groups = self.groups[None, :, p, c, None, None]  # each batch is a mean of its own
         bounds_s = least_s(
-            self.structure,
-            {m: seconds(m) for m in self.tables},
+            space.structure,
+            {m: seconds(m) for m in space.tables},
             np.repeat(groups, len(chosen), axis=2),
-            {m: n[p] for m, n in self.devices.items()},
-            self.rules.profile.concurrency,
-            _parts(self.divided, slice(c, c + 1)),
+            {m: n[p] for m, n in space.devices.items()},
+            space.rules.profile.concurrency,
+            _parts(space.divided, slice(c, c + 1)),
         )[..., 0]
         choices = [
-            Choice({m: self.tables[m].options[o] for m, o in options.items()}, tuple(each))
+            Choice({m: space.tables[m].options[o] for m, o in options.items()}, tuple(each))
             for options, each in zip(chosen, bounds_s.T.tolist(), strict=True)
         ]
-        if self.divided:  # simulating is dear, and the others differ by little
+        if space.divided:  # simulating is dear, and the others differ by little
             return [min(choices, key=lambda choice: sum(choice.bounds_s))]
         return choices
 
     def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
         """The largest bucket of a placement that memory holds with these options."""
-        for c in range(len(self.cuts)):
-            if not self.trusted(p, c):
+        space = self.space
+        for c in range(len(space.cuts)):
+            if not space.trusted(p, c):
                 continue
             peaks = []
-            for block in self.structure.blocks:
-                members = self._members(block, p, c)
+            for block in space.structure.blocks:
+                members = space.members_at(block, p, c)
                 picked = [
                     m.only(m.options.index(options[n])) for n, m in zip(block, members, strict=True)
                 ]
                 peaks.append(least_peak(picked)[0])
-            if max(peaks) <= self.rules.memory_bytes:
-                return self.divided.whole[c] if self.divided else self.bucket(p, c)
+            if max(peaks) <= space.rules.memory_bytes:
+                return space.divided.whole[c] if space.divided else space.bucket(p, c)
         raise AssertionError("the options fit at no cut")
-
-    def trusted(self, p: int, c: int) -> bool:
-        """Whether the prices of a candidate are believed."""
-        return all(bool(t.trusted[self.forms[m][p], c]) for m, t in self.tables.items())
 
 
 def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
@@ -251,7 +240,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
                 here = [member(*keys[m]).at(forms[m]) for m in block]
                 leasts[block] = least(here, rules.memory_bytes)
         members = {m: member(*key) for m, key in keys.items()}
-        yield Bounds.of(
+        space = Space(
             _layout_of(f, rules),
             structure,
             rules,
@@ -259,9 +248,9 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
             tables,
             forms,
             members,
-            leasts,
             _devices(f, rules),
         )
+        yield Bounds.of(space, leasts)
 
 
 def _layout_of(family: Family, rules: Rules) -> Callable[[int], Layout]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.bounds import Bounds, Divided
+from dflop_jax.plan.bounds import Bounds, Divided, Space
 from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import POLICY, layouts, with_sub_microbatches
 from dflop_jax.plan.estimate import Rules, Segments, segment_costs
@@ -46,7 +46,7 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
         members[m] = Member.of(table, structure.facts(m)[1], in_flight)
     together = [members[m] for m in block]
     unsaved = least([m.only(0) for m in together], rules.memory_bytes).fits
-    return Bounds.of(
+    space = Space(
         lambda _: layout,
         structure,
         rules,
@@ -54,11 +54,11 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
         tables,
         forms=dict.fromkeys(tables, np.zeros(1, int)),
         members=members,
-        leasts={block: least(together, rules.memory_bytes)},
         devices=dict.fromkeys(tables, np.array([[layout.submeshes[0].n_devices]])),
-        tried=_tried(cuts, n_ranks, tables, unsaved),
         divided=Divided(parts, fan_in, whole),
     )
+    leasts = {block: least(together, rules.memory_bytes)}
+    return Bounds.of(space, leasts, _tried(cuts, n_ranks, tables, unsaved))
 
 
 def _buckets(rules: Rules, rank: SubmeshPlan, cuts: np.ndarray) -> tuple[Bucket, ...]:

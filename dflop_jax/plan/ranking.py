@@ -165,23 +165,27 @@ class Ranking:
             if not np.isfinite(bounds[i]):
                 return
             policy, found = self._tables[table[i]]
-            p, c = divmod(int(place[i]), len(found.cuts))
+            p, c = divmod(int(place[i]), len(found.space.cuts))
             yield float(bounds[i]), partial(self._first_known, policy, found, p, c)
 
     def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
         cannot form its submeshes."""
-        layout = bounds.layout(p)
+        layout = bounds.space.layout(p)
         if not all(map(self.allowed, layout.submeshes)):
             return []
-        bucket, pairs, cut = bounds.bucket(p, c), bounds.pairs(p, c), int(bounds.cuts[c])
+        bucket, pairs, cut = (
+            bounds.space.bucket(p, c),
+            bounds.space.pairs(p, c),
+            int(bounds.space.cuts[c]),
+        )
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
         found = []
         for choice in bounds.choices(p, c):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
-            plan = plan.with_layout(fan_in=bounds.fan_in(c))
+            plan = plan.with_layout(fan_in=bounds.space.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
-            uniform = self.evaluator.uniform(plan, pairs, bounds.parts(c))
+            uniform = self.evaluator.uniform(plan, pairs, bounds.space.parts(c))
             found.append(
                 Candidate(
                     plan,
@@ -206,11 +210,15 @@ class Ranking:
             if least_bytes[i] >= best[0]:
                 break
             policy, bounds = self._tables[table[i]]
-            p, c = divmod(int(place[i]), len(bounds.cuts))
+            p, c = divmod(int(place[i]), len(bounds.space.cuts))
             needed, options = bounds.least_peak(p, c)
             if needed < best[0]:
                 plan = as_plan(
-                    bounds.layout(p), policy, (bounds.bucket(p, c),), self.rules, options
+                    bounds.space.layout(p),
+                    policy,
+                    (bounds.space.bucket(p, c),),
+                    self.rules,
+                    options,
                 )
                 best = needed, _words(plan.layout)
         return best

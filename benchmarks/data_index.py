@@ -27,7 +27,7 @@ from rich.table import Table
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.header_rows import Apart, Here
 from dflop_jax.data.datasets.mixture import Mixture, Part
-from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.tiles import TileMedium
 from dflop_jax.data.pool.messages import Reply, Setup
@@ -85,9 +85,11 @@ def main() -> None:
                 Mixture((Part(path),)),
                 {"vision": TileMedium(AnyRes())},
                 pieces,
-                "bytes",
-                index_file=folder / ("threads.npz" if run == "first_in_threads" else "index.npz"),
-                row_reader=None if run == "first_in_threads" else partial(Apart, setup, TIMEOUT_S),
+                IndexRules(
+                    folder / ("threads.npz" if run == "first_in_threads" else "index.npz"),
+                    "bytes",
+                    None if run == "first_in_threads" else partial(Apart, setup, TIMEOUT_S),
+                ),
             )
             counts = source.counts()
             rows.append({f"{run}_s": time.perf_counter() - start_s})

@@ -54,6 +54,7 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.schedule.worker_main import Setup
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import resources, step_graph
 from dflop_jax.tasks.order import order_of
@@ -155,7 +156,11 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     monitor = Learnt("").monitor
     sampled = range(monitor.next_step, monitor.next_step + monitor.window)
     worker = ScheduleWorker(
-        lambda step: made.loads, plan, prices, trainable, first_step=sampled.stop, ahead=0
+        lambda step: made.loads,
+        Setup(plan, tuple(trainable)),
+        prices,
+        first_step=sampled.stop,
+        ahead=0,
     )
     with RunFolder(folder) as run, worker:
         log = StepLog(

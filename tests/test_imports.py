@@ -68,10 +68,7 @@ MANY_ARGUMENTS = {
     "models/attention_kernels.py:kv_kernel",
     "models/attention_kernels.py:q_kernel",
     # Not mended yet.
-    "dflop_jax/data/datasets/mixture_source.py:__init__",
-    "dflop_jax/plan/bounds.py:of",
     "dflop_jax/schedule/placing.py:_even_step",
-    "dflop_jax/schedule/worker.py:__init__",
 }
 
 # Files that read private names of jax, and what no public name gives them.

@@ -16,7 +16,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.header_rows import Apart, Here, ToPieces
 from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
-from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
@@ -137,15 +137,15 @@ def _mixture(
         _parts(config),
         made.spec.prepared(limits, tokenizer),
         _to_pieces(tokenizer, kinds),
-        settings,
-        index_file=Path(made.index_dir) / f"index-{name}.npz",
+        IndexRules(
+            Path(made.index_dir) / f"index-{name}.npz",
+            settings,
+            partial(Apart, setup, config.sample_timeout_s, kinds) if apart else None,
+            config.max_bad_fraction,
+            config.workers,
+        ),
         kinds=kinds,
-        row_reader=partial(Apart, setup, config.sample_timeout_s, kinds) if apart else None,
-        seed=config.seed,
-        split=made.split,
-        n_held_out=made.n_held_out,
-        max_bad_fraction=config.max_bad_fraction,
-        workers=config.workers,
+        share=Share(made.split, made.n_held_out, config.seed),
         name=config.path if made.split == "train" else f"{config.path} ({made.split})",
     )
     return MixtureSamples(

@@ -18,14 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from dflop_jax.records import Load, Plan, Prices, Schedule
+from dflop_jax.records import Load, Prices, Schedule
 from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
 
 _log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class ScheduleWorker:
 
     Args:
       loads_of: step -> the loads of its global batch; called in the parent, in order.
-      plan, prices, trainable: as for `schedule_batch`.
+      setup: the plan, what trains, and the work of a solve.
+      prices: as for `schedule_batch`.
       changes: other prices by the first step that they hold for.
       first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
       ahead: batches requested ahead of the one asked for.
-      work: units of one solve, as for `schedule_batch`.
       grace_s: longest wait for a living child before the parent solves a batch itself; it then
         solves all until the child answers again.
     """
@@ -57,20 +57,17 @@ class ScheduleWorker:
     def __init__(
         self,
         loads_of: Callable[[int], Sequence[Load]],
-        plan: Plan,
+        setup: Setup,
         prices: Prices,
-        trainable: Collection[str],
         *,
         changes: Mapping[int, Prices] | None = None,
         first_step: int = 0,
         stop_step: int | None = None,
         ahead: int = 4,
-        work: int | None = None,
         grace_s: float = 30.0,
-        seed: int = 0,
     ):
         self._loads_of, self._ahead, self._grace_s = loads_of, ahead, grace_s
-        self._setup = Setup(plan, tuple(trainable), work, seed)
+        self._setup = setup
         self._next_step, self._stop_step = first_step, stop_step
         self._changed = threading.Condition()
         self._requests: dict[int, Request] = {}

@@ -25,8 +25,8 @@ class Setup:
 
     plan: Plan
     trainable: tuple[str, ...]
-    work: int | None
-    seed: int
+    work: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dflop_jax.records import Layout, PriceList
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.schedule.worker_main import Setup
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
@@ -136,14 +137,12 @@ class Loop:
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,
-                self.ex.plan,
+                Setup(self.ex.plan, tuple(self.ex.trainable), self.config.schedule.work or None),
                 prices,
-                self.ex.trainable,
                 changes=price_changes(prices, learnt) if learnt else None,
                 first_step=start,
                 stop_step=self.config.train.steps,
                 ahead=self.config.schedule.ahead,
-                work=self.config.schedule.work or None,
             )
         )
         if learnt:

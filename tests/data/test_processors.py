@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.datasets.mixture import Mixture, Part
-from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.compose import compose
@@ -90,9 +90,8 @@ def ours(tmp_path, chat, how, kind, stands_for=""):
         Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
         how,
         chat.pieces,
-        chat.digest,
-        index_file=tmp_path / "index.npz",
-        max_bad_fraction=1.0,  # a template takes some kinds of media
+        # A template takes some kinds of media.
+        IndexRules(tmp_path / "index.npz", chat.digest, max_bad_fraction=1.0),
     )
     out = []
     for i in range(len(found)):

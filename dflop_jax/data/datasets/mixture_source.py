@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,24 +40,53 @@ def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, Reader]
     }
 
 
+@dataclass(frozen=True)
+class IndexRules:
+    """How a mixture's index is made.
+
+    Attributes:
+      file: where it is kept.
+      settings: digest of the tokenizer (see `update_index`).
+      row_reader: makes what reads records; None: they are read here.
+      max_bad_fraction: of a dataset's records that may be unusable.
+      workers: threads that read headers.
+    """
+
+    file: Path
+    settings: str
+    row_reader: Callable[[], RowReader] | None = None
+    max_bad_fraction: float = 0.1
+    workers: int = 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which samples are shown: of the split "train", or "eval" for the `n_held_out` records (see
+    `held_out`) that "train" then leaves out; weights do not count there."""
+
+    split: str = "train"
+    n_held_out: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_split(self.split, self.n_held_out)
+
+
 class MixtureSource:
     """Random access to the samples that one epoch of a mixture shows.
 
-    Making one reads `index_file` and makes anew what changed since, by headers and text alone.
+    Making one reads its index and makes anew what changed since, by headers and text alone.
     Subset rules count the usable records of a dataset, so that a broken one shifts nothing else
     than its own place. Records that cannot be used are left out and counted in `unusable`, those
     that the model cannot take in `left_out`.
 
     Args:
       how: how the model takes media.
-      to_pieces, settings: the tokenizer and its digest (see `update_index`).
+      to_pieces: the tokenizer, whose digest is in the index's settings.
       kinds: of media that records may have.
-      row_reader: makes what reads records for the index; None: they are read here.
-      split: "train", or "eval" for the `n_held_out` records (see `held_out`) that "train" then
-        leaves out; weights do not count there.
 
     Raises:
-      ValueError: a dataset that cannot be read, or is unusable above `max_bad_fraction`; nothing
+      ValueError: a dataset that cannot be read, or is unusable above the share that may be; nothing
         left for this model, or to train on.
     """
 
@@ -65,28 +95,22 @@ class MixtureSource:
         mixture: Mixture,
         how: Preparation,
         to_pieces: ToPieces,
-        settings: str,
+        rules: IndexRules,
         *,
-        index_file: str | Path,
         kinds: Kinds = BUILT_IN,
-        row_reader: Callable[[], RowReader] | None = None,
-        seed: int = 0,
-        split: str = "train",
-        n_held_out: int = 0,
-        max_bad_fraction: float = 0.1,
-        workers: int = 2,
+        share: Share = Share(),
         name: str = "mixture",
     ) -> None:
-        check_split(split, n_held_out)
         self.name = name
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers = open_readers(mixture, kinds)
-        reads = row_reader or partial(Here, readers, to_pieces, kinds)
-        file = Path(index_file)
-        index = update_index(file, readers, reads, settings, kinds=kinds, workers=workers)
+        reads = rules.row_reader or partial(Here, readers, to_pieces, kinds)
+        index = update_index(
+            rules.file, readers, reads, rules.settings, kinds=kinds, workers=rules.workers
+        )
         for key, reader in readers.items():
-            check_usable(index[key], reader.name, max_bad_fraction)
+            check_usable(index[key], reader.name, rules.max_bad_fraction)
         self._readers = list(readers.values())
         self._table = joined([index[key].table for key in readers], kinds)
         starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
@@ -107,18 +131,20 @@ class MixtureSource:
         for key, part in zip(keys, mixture.parts, strict=True):
             k = dataset_of[key]
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
-            parts.append(rows[chosen(part, len(rows), seed)])
-        if n_held_out:
+            parts.append(rows[chosen(part, len(rows), share.seed)])
+        if share.n_held_out:
             try:
-                held = held_out([self._table.lot[rows] for rows in parts], n_held_out, seed)
+                lots = [self._table.lot[rows] for rows in parts]
+                held = held_out(lots, share.n_held_out, share.seed)
             except ValueError as e:
                 raise ValueError(f"{name}: {e}") from None
-            if split == "train":
+            if share.split == "train":
                 held = [~mask for mask in held]
             parts = [rows[mask] for rows, mask in zip(parts, held, strict=True)]
-        if split == "train":
+        if share.split == "train":
             parts = [
-                shown(part, rows, seed) for part, rows in zip(mixture.parts, parts, strict=True)
+                shown(part, rows, share.seed)
+                for part, rows in zip(mixture.parts, parts, strict=True)
             ]
         self._rows = np.concatenate(parts)
         self._part_names = short_names(mixture.parts)

@@ -8,7 +8,7 @@ import pytest
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.fitting import fit_text
 from dflop_jax.data.datasets.mixture import Mixture, Part
-from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.counts import SampleCounts
@@ -94,8 +94,7 @@ def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
         Mixture((Part(str(made_dataset(tmp_path))),)),
         MEDIA,
         lambda turns: chat_pieces(turns, tokenizer),
-        "bytes",
-        index_file=tmp_path / "index.npz",
+        IndexRules(tmp_path / "index.npz", "bytes"),
     )
     counts = found.counts()
     assert counts.modules == ("vision", "audio")

@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
-from dflop_jax.data.datasets.mixture_source import MixtureSource
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
@@ -26,9 +26,9 @@ def pieces(turns):
 
 
 def source(mixture, tmp_path, how=None, **options):
-    how = how or prepared(SMALL, MelSpec(), 3)
-    index = tmp_path / "index.npz"
-    return MixtureSource(mixture, how, pieces, "bytes", index_file=index, **options)
+    how = prepared(SMALL, MelSpec(), 3) if how is None else how
+    rules = IndexRules(tmp_path / "index.npz", "bytes")
+    return MixtureSource(mixture, how, pieces, rules, share=Share(**options))
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,7 @@ def test_what_a_model_does_not_take_is_left_out(tmp_path):
     mixture = Mixture((Part(str(made_dataset(tmp_path / "a", 5))),))
     for how, left in [(None, 1), (prepared(SMALL), 4),
                       (prepared(sound=MelSpec()), 2)]:  # fmt: skip
-        index = tmp_path / "index.npz"
-        found = MixtureSource(mixture, how or {}, pieces, "bytes", index_file=index)
+        found = source(mixture, tmp_path, how or {})
         assert (len(found), found.left_out) == (left, 5 - left)
         check_sizes(found)
 

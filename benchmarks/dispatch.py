@@ -29,11 +29,11 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from dflop_jax.records import crossing, traffic  # noqa: E402
 from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
 from dflop_jax.schedule.dispatch.cost import PhaseCost  # noqa: E402
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept  # noqa: E402
 from dflop_jax.schedule.dispatch.ranks import dispatch  # noqa: E402
-from dflop_jax.schedule.dispatch.traffic import traffic  # noqa: E402
 from dflop_jax.schedule.solver.problem import make_problem  # noqa: E402
 
 COSTS = {
@@ -123,7 +123,7 @@ def measured(name: str, n_ranks: int, n: int, seed: int) -> list[Row]:
     paper_makespan = float(cost.of_ranks(lengths, paper, n_ranks).max())
     rows = []
     for method, answer, took_s in answers:
-        near, naive = crossing(lengths, answer.bins, n_ranks, seed)
+        near, naive = shares_crossing(lengths, answer.bins, n_ranks, seed)
         rows.append(
             Row(
                 name, method, n_ranks, n, answer.makespan / bound, paper_makespan / bound, took_s,
@@ -133,7 +133,7 @@ def measured(name: str, n_ranks: int, n: int, seed: int) -> list[Row]:
     return rows
 
 
-def crossing(lengths: np.ndarray, bins: np.ndarray, n_ranks: int, seed: int) -> tuple[float, float]:
+def shares_crossing(lengths: np.ndarray, bins: np.ndarray, n_ranks: int, seed: int) -> tuple[float, float]:
     """Share of an encoder's features that leave their node with and without renaming, where the
     LLM's ranks are balanced by other lengths of the same samples."""
     rng = np.random.default_rng(seed + 1)
@@ -141,10 +141,10 @@ def crossing(lengths: np.ndarray, bins: np.ndarray, n_ranks: int, seed: int) -> 
     where = dispatch(text, n_ranks, COSTS["attention"]).bins
     sample = np.arange(len(lengths))
     moved = traffic(sample, bins, lengths, sample, where, (n_ranks, n_ranks))
-    devices = Devices(np.arange(n_ranks), NODE)
-    far, total = devices.far(devices), max(float(moved.sum()), 1.0)
-    names = best_names(kept(moved, devices, devices))
-    return float(moved[names][far].sum()) / total, float(moved[far].sum()) / total
+    devices, total = Devices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
+    names, node_V = best_names(kept(moved, devices, devices)), devices.of_rank // NODE
+    near, naive = (crossing(m, node_V).across_nodes / total for m in (moved[names], moved))
+    return near, naive
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -200,7 +200,7 @@ def made_batch(plan: Plan, schedule: Schedule) -> ReadyBatch:
     """Samples that fill about as many rows as the schedule has."""
     rng = np.random.default_rng(0)
     n = sum(
-        len(g.rows) * plan.layout.data_ranks("llm") for g in schedule.groups if g.module == "llm"
+        g.microbatches * plan.layout.data_ranks("llm") for g in schedule.groups if g.module == "llm"
     )
     tokens, tiles = rng.integers(500, 2048, n).tolist(), rng.integers(0, 5, n).tolist()
     loads = tuple(

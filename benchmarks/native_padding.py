@@ -161,7 +161,7 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
             shapes |= {(g.module, g.shape) for g in schedule.groups}
             for m in plan.layout.modules:
                 sizes = [
-                    len(g.rows) * RANKS * g.shape.size for g in schedule.groups if g.module == m
+                    g.microbatches * RANKS * g.shape.size for g in schedule.groups if g.module == m
                 ]
                 used = sum(load.tokens(m) for load in batch(step))
                 padded[m].append(1 - used / sum(sizes) if sizes else 0.0)

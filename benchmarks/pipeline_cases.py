@@ -76,8 +76,7 @@ def groups_of(plan: Plan, feeding: list[dict[str, int]], shapes: np.random.Gener
             for _ in range(counts.get(m, 0) if m != last else 1):
                 known = plan.layout.shapes(m)
                 shape = known[int(shapes.integers(len(known)))]
-                rows = ((((),) * shape.rows,),)
-                groups.append(Group(m, shape, rows, () if m == last else (consumer,)))
+                groups.append(Group(m, shape, () if m == last else (consumer,)))
     return Schedule(0, tuple(groups))
 
 

@@ -46,6 +46,7 @@ from dflop_jax.records import (  # noqa: E402
     Group,
     Layout,
     Load,
+    PiecePlaces,
     Plan,
     Price,
     Prices,
@@ -204,9 +205,12 @@ def in_rows(case: Case, order: Sequence[int], key: Callable[[np.ndarray], np.nda
             s for s in case.plan.layout.shapes("llm") if s.tokens >= longest and s.rows >= n_rows
         ]
         shape = min(able, key=lambda s: (s.size, s))
-        full = tuple((*rank, *[()] * (shape.rows - len(rank))) for rank in part)
+        places = [
+            (i, 0, d, r) for d, rank in enumerate(part) for r, row in enumerate(rank) for i in row
+        ]
+        pieces = PiecePlaces(np.array(places, np.int64).reshape(-1, 4).T)
         pairs = max(sum(tokens[i] ** 2 for row in rank for i in row) for rank in part)
-        groups.append(Group("llm", shape, (full,), (), pairs))
+        groups.append(Group("llm", shape, (), pairs, pieces))
     return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])[0]
 
 
@@ -223,15 +227,14 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
     """The columns of one method, read off the groups that it would execute."""
     schedule = METHODS[method](case)
     tokens, ranks, shapes = case.tokens, case.ranks, case.plan.layout.shapes("llm")
-    held = sorted(p for g in schedule.groups for p in g.pieces)
+    held = sorted(p for g in schedule.groups for p in g.pieces.piece.tolist())
     assert held == list(range(len(tokens))), f"{method} loses or repeats samples"
     static_s = sum(seconds_of(g.shape) for g in schedule.groups)
     content_D = np.zeros(ranks)
     for g in schedule.groups:
-        for microbatch in g.rows:
-            for d, rank in enumerate(microbatch):
-                assert all(sum(tokens[i] for i in row) <= g.shape.tokens for row in rank)
-                content_D[d] += sum(tokens[i] ** 2 for row in rank for i in row)
+        length_P = np.array(tokens)[g.pieces.piece]
+        assert (g.pieces.before(length_P) + length_P <= g.shape.tokens).all()
+        np.add.at(content_D, g.pieces.rank, length_P**2)
     static_bound_s = sum(tokens) * min(seconds_of(s) / (s.size * ranks) for s in shapes)
     squares = np.array(tokens, float) ** 2
     content_bound = max(squares.sum() / ranks, squares.max())

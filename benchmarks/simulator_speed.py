@@ -105,9 +105,8 @@ def make_schedule(plan: Plan, microbatches: int) -> Schedule:
         shapes = plan.layout.buckets[int(b)].shapes
         consumer = len(groups) + len(shapes) - 1
         for module, shape in shapes:
-            rows = ((((),) * shape.rows,) * plan.layout.data_ranks(module),)
             feeds = () if module == shapes[-1][0] else (consumer,)
-            groups.append(Group(module, shape, rows, feeds))
+            groups.append(Group(module, shape, feeds))
     return Schedule(0, tuple(groups))
 
 

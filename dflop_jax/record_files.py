@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dflop_jax.records import from_plain, to_json
+
 VERSION = 3
 # Plan 5: a layout, scheduling and figures. Profiles 4: recompute policies say what the backward
 # task computes again, and are priced.
-# PriceList 4: prices hold what the host does for a task; older ones are timed again.
-_NEWER = {"Plan": 5, "ModelProfile": 4, "Profile": 4, "PriceList": 4}
+# PriceList 5, Schedule 4: a task is a list, pieces lie in columns. Older prices are timed again.
+_NEWER = {"Plan": 5, "ModelProfile": 4, "Profile": 4, "PriceList": 5, "Schedule": 4}
 T = TypeVar("T")
 
 
@@ -20,7 +22,7 @@ def save(record: Any, path: str | Path) -> None:
     name = type(record).__name__
     head = {"record": name, "version": _version(name), "value": record}
     fresh = Path(path).with_suffix(".tmp")
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1))
+    fresh.write_bytes(msgspec.json.format(to_json(head), indent=1))
     fresh.replace(path)
 
 
@@ -38,7 +40,7 @@ def load(kind: type[T], path: str | Path) -> T:
     if (version := raw.get("version")) != (ours := _version(found)):
         raise ValueError(f"{path}: version {version}, this program reads {ours}; make it again")
     try:
-        return msgspec.convert(raw.get("value"), kind)
+        return from_plain(raw.get("value"), kind)
     except msgspec.ValidationError as e:
         raise ValueError(f"{path}: {e}") from None
 

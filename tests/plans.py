@@ -82,12 +82,6 @@ def random_plan(rng: np.random.Generator) -> Plan:
     )
 
 
-def empty_rows(plan: Plan, module: str, shape: Shape) -> tuple:
-    """Rows of a group that holds no piece."""
-    rank = ((),) * shape.rows
-    return ((rank,) * plan.layout.data_ranks(module),) * plan.layout.group_size
-
-
 def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
     """Groups without pieces, of all modules of each of these buckets in turn; those of a bucket
     feed its group of every module that reads them."""
@@ -97,7 +91,7 @@ def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
         place = {m: len(made) + i for i, (m, _) in enumerate(shapes)}
         for m, shape in shapes:
             feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
-            made.append(Group(m, shape, empty_rows(plan, m, shape), feeds))
+            made.append(Group(m, shape, feeds, microbatches=plan.layout.group_size))
     return tuple(made)
 
 

@@ -25,6 +25,7 @@ from dflop_jax.records import (
     MeshShape,
     ModelProfile,
     ParamDims,
+    PiecePlaces,
     Plan,
     Predicted,
     Price,
@@ -40,9 +41,12 @@ from dflop_jax.records import (
     Task,
     Trace,
     first_pieces,
+    from_json,
     numbered,
     piece_tokens,
+    to_json,
 )
+from tests.rows import group_of_rows
 
 SHAPE = Shape(4, 16)
 ENC, DEC = SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("dec", 2, 2, 1, 2)
@@ -61,8 +65,8 @@ MODEL = ModelProfile(
     {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, 1.7, 1e-5, (EDGE,), ("llm",),
     {"vision": 16},
 )  # fmt: skip
-TILES = Group("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), 512)
-ROWS = Group("llm", Shape(1, 64), ((((1, 0),),),))
+TILES = group_of_rows("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), 512)
+ROWS = group_of_rows("llm", Shape(1, 64), ((((1, 0),),),))
 SCHEDULE = Schedule(
     3, (TILES, ROWS), (Task("vision", 0, "forward"),), 0.5, 0.25, "optimal", 40, 0.01
 )
@@ -83,7 +87,7 @@ EXAMPLES = [
     TILES,
     SCHEDULE,
     Schedule(0, ()),
-    Task("llm", NO_GROUP, "reduce"),
+    TILES.pieces,
     PROGRAM,
     SendId("vision", "llm", SHAPE, "forward"),
     Price(1.0, 1e-9),
@@ -281,9 +285,12 @@ def test_segments_of_a_module_join_end_to_end(parts):
         lambda: Prices({PROGRAM: Price(0.0, float("nan"))}),
         lambda: Prices({}, {Task("llm", NO_GROUP, "reduce"): float("inf")}),
         lambda: Prices({}, concurrency=0.0),
-        lambda: Group("llm", SHAPE, ()),  # without microbatches
-        lambda: Group("llm", Shape(1, 8), ((((0,), (1,)),),)),  # two rows in a shape of one
-        lambda: Schedule(0, (Group("llm", SHAPE, ((((1,), (1,)),),)),)),  # a piece twice
+        lambda: Group("llm", SHAPE, microbatches=0),  # without microbatches
+        lambda: group_of_rows("llm", Shape(1, 8), ((((0,), (1,)),),)),  # two rows in a shape of one
+        lambda: changed(TILES, microbatches=1, pieces=PiecePlaces(TILES.pieces.columns + 1)),
+        lambda: changed(TILES, pieces=PiecePlaces(TILES.pieces.columns - 1)),
+        lambda: PiecePlaces(np.zeros((3, 2), np.int64)),
+        lambda: Schedule(0, (group_of_rows("llm", SHAPE, ((((1,), (1,)),),)),)),  # a piece twice
         lambda: Schedule(0, (ROWS, ROWS)),
         lambda: Schedule(0, (TILES,)),  # feeds a group that is not there
         lambda: Schedule(0, (changed(TILES, feeds=(1, 1)), ROWS)),
@@ -294,6 +301,44 @@ def test_a_wrong_record_cannot_exist(make):
     with pytest.raises(ValueError, match=r".") as failed:
         make()
     assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_places_of_pieces_are_what_loops_over_rows_say(seed):
+    """Segment ids, and tokens before a piece in its row, in whatever order the entries stand."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(0, 30)) if seed else 0
+    places = PiecePlaces(np.stack((rng.permutation(n), *rng.integers(0, 3, (3, n)))))
+    length = rng.integers(1, 50, n)
+    seen = {}
+    for entry, (_, *row) in enumerate(places.columns.T.tolist()):
+        before = seen.setdefault(tuple(row), [])
+        assert places.segment[entry] == len(before) + 1
+        assert places.before(length)[entry] == sum(before)
+        before.append(length[entry])
+    rows = places.in_rows()
+    ordered = sorted(map(tuple, places.columns.T.tolist()), key=lambda e: (*e[1:], e[0]))
+    assert list(map(tuple, rows.columns.T.tolist())) == ordered
+    assert from_json(to_json(rows), PiecePlaces) == rows
+
+
+@pytest.mark.parametrize(
+    "columns", ['[4, "eJw"]', '[4, "eJxjAAAAAQAB"]', '[3, ""]', "5", '["x", ""]', "[4, 7]", "null"]
+)
+def test_damaged_places_are_refused_in_one_line(columns, tmp_path):
+    text = json.dumps({"record": "PiecePlaces", "version": 3, "value": {"columns": 0}})
+    (tmp_path / "r.json").write_text(text.replace('"columns": 0', f'"columns": {columns}'))
+    with pytest.raises(ValueError, match=r"r\.json") as failed:
+        load(PiecePlaces, tmp_path / "r.json")
+    assert "\n" not in str(failed.value)
+
+
+def test_a_schedule_of_nested_rows_is_made_again(tmp_path):
+    group = {"module": "llm", "shape": {"rows": 1, "tokens": 8}, "rows": [[[[0]]]]}
+    old = {"record": "Schedule", "version": 3, "value": {"step": 0, "groups": [group]}}
+    (tmp_path / "r.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="version 3, this program reads 4; make it again"):
+        load(Schedule, tmp_path / "r.json")
 
 
 def test_what_a_plan_derives():
@@ -347,7 +392,7 @@ def test_what_shapes_schedules_and_traces_derive():
     assert first_pieces(loads, "llm") == (0, 1, 1, 2)
     assert piece_tokens(loads, "vision") == (16, 9)
     assert (numbered([], "llm"), first_pieces([], "llm")) == ((), (0,))
-    assert TILES.pieces == (0, 1, 2)
+    assert TILES.pieces.piece.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, 0.5)})
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", 0, "forward")) == 257.0

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflop_jax.data.decoded import DecodedPiece
 from dflop_jax.data.features import features_per_row
-from dflop_jax.data.placement import Held, placement
 from dflop_jax.data.sample import Sample
-from dflop_jax.records import Edge, Layout, Load, Schedule, first_pieces
+from dflop_jax.records import Edge, Layout, Load, Schedule, first_pieces, piece_tokens, traffic
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
@@ -29,13 +29,13 @@ def joined(
     layout: Layout,
     schedule: Schedule,
     group: int,
-    pieces: Sequence[Held],
+    pieces: Sequence[DecodedPiece],
     loads: Sequence[Load],
     model: MultimodalModel,
 ) -> Joined:
     """Return where the features stand that a group with these pieces reads."""
     target = schedule.groups[group]
-    rows = (len(target.rows), layout.data_ranks(target.module) * target.shape.rows)
+    rows = (target.microbatches, layout.data_ranks(target.module) * target.shape.rows)
     places: dict[int, tuple[np.ndarray, ...]] = {}
     reads: dict[int, np.ndarray] = {}
     for source in layout.sources(target.module):
@@ -68,14 +68,15 @@ def joined(
 
 
 def _reads(index: np.ndarray, low: int, high: int, per_rank: int) -> np.ndarray:
-    """Return how many features each of `high` ranks reads from each of `low`, int64 [high, low];
+    """Return how many features each of `high` ranks reads from each of `low`, int64 [low, high];
     each counts once for a rank that reads it."""
     microbatches, rows, *_ = index.shape
-    total = low * per_rank
-    microbatch, row, *_ = at = np.nonzero(index >= 0)
-    read = np.unique((row // (rows // high) * microbatches + microbatch) * total + index[at])
-    pairs = read // (microbatches * total) * low + read % total // per_rank
-    return np.bincount(pairs, minlength=high * low).reshape(high, low)
+    features = np.arange(microbatches * low * per_rank)
+    holder = features // per_rank % low
+    microbatch, row, *_ = read = np.nonzero(index >= 0)
+    wanted = microbatch * low * per_rank + index[read]
+    return traffic(features, holder, np.ones_like(features), wanted, row // (rows // high),
+                   (low, high))  # fmt: skip
 
 
 class _Features:
@@ -96,20 +97,23 @@ class _Features:
     ) -> None:
         self._source, self._alone = source, source in model.piece_tokens
         self._first = first_pieces(loads, source)
+        length = np.array(piece_tokens(loads, source), np.int64)
         self._feeder, self._microbatch, self._base, self._per_row, self._tokens = np.full(
             (5, self._first[-1]), -1
         )
         for feeder in feeders:
             group = schedule.groups[feeder]
-            placed = placement(group, loads, alone=self._alone)
+            places = group.pieces
             n = features_per_row(model.modules[source], edge, group.shape)
-            inside = 0 if self._alone else placed.offset * n // group.shape.tokens
-            self._feeder[placed.piece] = feeder
-            self._microbatch[placed.piece] = placed.microbatch
-            self._base[placed.piece] = placed.row * n + inside
-            self._per_row[placed.piece], self._tokens[placed.piece] = n, group.shape.tokens
+            before = places.before(length[places.piece])
+            inside = 0 if self._alone else before * n // group.shape.tokens
+            row = places.rank * group.shape.rows + places.row
+            self._feeder[places.piece] = feeder
+            self._microbatch[places.piece] = places.microbatch
+            self._base[places.piece] = row * n + inside
+            self._per_row[places.piece], self._tokens[places.piece] = n, group.shape.tokens
 
-    def of_sample(self, target: Held) -> dict[int, np.ndarray]:
+    def of_sample(self, target: DecodedPiece) -> dict[int, np.ndarray]:
         """Return by feeding group where each feature of a piece's sample stands in the microbatch
         of the piece: int64 [features of all its pieces of the source], -1 for those elsewhere."""
         sample: Sample = target.sample

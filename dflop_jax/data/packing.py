@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dflop_jax.data.decoded import DecodedPiece, Samples, decoded_pieces
 from dflop_jax.data.joins import joined
-from dflop_jax.data.placement import Held, Samples, held, placement
 from dflop_jax.records import Layout, Load, Schedule, first_pieces
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
@@ -49,7 +49,7 @@ class PackedGroup:
       into that group's features of the same microbatch, flattened over its ranks and rows; -1 where
       there are fewer or none; with weights float32 of the same shape where K > 1.
     reads: by the same, how many features each rank of this group reads from each of that group's,
-      int64 [D, ranks of the source].
+      int64 [ranks of the source, D].
     lengths: tokens of each of its pieces; the rest is padding.
     loss_weight: sum of the field "weights", 0 without one.
 
@@ -71,21 +71,14 @@ def own_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: Ranks
 ) -> list[int]:
     """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
-    own: set[int] = set()
+    needed: set[int] = set()
     for module in layout.modules:
         first = np.array(first_pieces(loads, module))
-        for group in schedule.groups:
-            if group.module == module:
-                pieces = [
-                    piece
-                    for microbatch in group.rows
-                    for rank, rows in enumerate(microbatch)
-                    if rank in ranks.fills[module]
-                    for row in rows
-                    for piece in row
-                ]
-                own |= set((np.searchsorted(first, pieces, side="right") - 1).tolist())
-    return sorted(own)
+        filled = list(ranks.fills[module])
+        for group in (g for g in schedule.groups if g.module == module):
+            pieces = group.pieces.piece[np.isin(group.pieces.rank, filled)]
+            needed |= set((np.searchsorted(first, pieces, side="right") - 1).tolist())
+    return sorted(needed)
 
 
 def pack_group(
@@ -109,13 +102,13 @@ def pack_group(
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
     alone = module in model.piece_tokens
-    pieces = held(placement(packed, loads, alone=alone), module, samples, ranks.fills[module])
+    pieces = decoded_pieces(packed, loads, samples, ranks.fills[module], alone=alone)
     # Of the model, not the plan, which may leave out modules that the data does not use.
     from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
     reads = _reads(model.modules[module], from_edges, packed.shape.tokens)
     n_rows = layout.data_ranks(module) * rows
     fields = {
-        name: np.zeros((len(packed.rows), n_rows, *field.dims), field.dtype)
+        name: np.zeros((packed.microbatches, n_rows, *field.dims), field.dtype)
         for name, field in reads.items()
     }
     for piece in pieces:
@@ -153,7 +146,7 @@ def _reads(module: Module, from_edges: tuple[str, ...], tokens: int) -> dict[str
 
 
 def _fill(
-    fields: Mapping[str, np.ndarray], reads: Mapping[str, _Field], piece: Held, module: str
+    fields: Mapping[str, np.ndarray], reads: Mapping[str, _Field], piece: DecodedPiece, module: str
 ) -> None:
     """Write a piece into its row of every field."""
     given = piece.sample.fields.get(module, {})

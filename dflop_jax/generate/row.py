@@ -13,7 +13,17 @@ from dflop_jax.contract import Array, Module, MultimodalModel, Params, edges_of,
 from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
-from dflop_jax.records import Bucket, Group, Layout, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    Bucket,
+    Group,
+    Layout,
+    PiecePlaces,
+    Plan,
+    Schedule,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 
 LLM = "llm"  # the module that answers
 
@@ -44,13 +54,15 @@ def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: in
     encoders = [m for m in model.modules if m != LLM and lengths[m]]
     groups = []
     for m in encoders:
-        n, at = len(lengths[m]), len(encoders)
-        padded = 1 << (n - 1).bit_length()
-        rows = tuple((k,) if k < n else () for k in range(padded))
-        groups.append(Group(m, Shape(padded, max(lengths[m])), ((rows,),), feeds=(at,)))
+        n = np.arange(len(lengths[m]))
+        shape = Shape(1 << (len(n) - 1).bit_length(), max(lengths[m]))
+        places = PiecePlaces.of(n, np.zeros_like(n), np.zeros_like(n), n)
+        groups.append(Group(m, shape, (len(encoders),), pieces=places))
     length = sum(lengths[LLM])
     tokens = -(-length // token_multiple) * token_multiple
-    groups.append(Group(LLM, Shape(1, tokens), (((tuple(range(len(samples))),),),)))
+    n = np.arange(len(samples))
+    places = PiecePlaces.of(n, *np.zeros((3, len(n)), np.int64))
+    groups.append(Group(LLM, Shape(1, tokens), pieces=places))
     plan, schedule = _whole(model, groups), Schedule(0, tuple(groups))
     packed = [
         pack_group(plan.layout, schedule, g, samples, loads, model=model)

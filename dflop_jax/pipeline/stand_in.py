@@ -61,10 +61,8 @@ def stand_in_groups(
     place = {m: i for i, m in enumerate(shapes)}
     groups = []
     for m, shape in shapes.items():
-        row: tuple[int, ...] = ()
-        ranks = ((row,) * shape.rows,) * layout.data_ranks(m)
         feeds = tuple(place[t] for t in layout.targets(m) if t in place)
-        groups.append(Group(m, shape, (ranks,) * layout.group_size, feeds))
+        groups.append(Group(m, shape, feeds, microbatches=layout.group_size))
     return tuple(groups), stand_in_arrays(programs, groups)
 
 

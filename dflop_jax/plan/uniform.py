@@ -43,8 +43,8 @@ def uniform_groups(
     for i in range(n):
         for (m, shape), count in zip(shapes, counts, strict=True):
             feeds = (i * sum(counts) + place[t] for t in layout.targets(m) if t in place)
-            group = Group(m, shape, ((),) * layout.group_size, tuple(feeds), pairs[m])
-            groups += [group] * count
+            size = layout.group_size
+            groups += [Group(m, shape, tuple(feeds), pairs[m], microbatches=size)] * count
     return tuple(groups)
 
 

@@ -6,6 +6,7 @@ versioned JSON, so every stage can run alone from a file. No record knows a moda
 names, joined by the edges that the model declares.
 """
 
+from dflop_jax.records.as_json import from_json, from_plain, to_json
 from dflop_jax.records.data import (
     Bucket,
     DataProfile,
@@ -16,6 +17,7 @@ from dflop_jax.records.data import (
     piece_tokens,
 )
 from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan
+from dflop_jax.records.pieces import PiecePlaces
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,
@@ -43,13 +45,12 @@ from dflop_jax.records.schedule import (
     UPDATE,
     Direction,
     Group,
-    RankRows,
-    Row,
     Schedule,
     Status,
     Task,
 )
 from dflop_jax.records.trace import RETURN, SEND, Event, Trace
+from dflop_jax.records.traffic import crossing, homes, rank_nodes, traffic
 
 __all__ = [
     "AXES",
@@ -78,6 +79,7 @@ __all__ = [
     "MeshShape",
     "ModelProfile",
     "ParamDims",
+    "PiecePlaces",
     "Plan",
     "Predicted",
     "Price",
@@ -85,10 +87,8 @@ __all__ = [
     "Prices",
     "Profile",
     "ProgramId",
-    "RankRows",
     "Recompute",
     "Remat",
-    "Row",
     "Schedule",
     "Scheduling",
     "SegmentPlan",
@@ -99,10 +99,17 @@ __all__ = [
     "Task",
     "Trace",
     "Zero",
+    "crossing",
     "first_pieces",
+    "from_json",
+    "from_plain",
     "home_rank",
+    "homes",
     "numbered",
     "piece_tokens",
+    "rank_nodes",
+    "to_json",
+    "traffic",
     "with_host_work",
     "with_remat",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
+from dflop_jax.records.pieces import NO_PIECES, PiecePlaces
 
 Direction = Literal["forward", "backward", "reduce", "update"]
 FORWARD: Direction = "forward"
@@ -19,45 +20,38 @@ Status = Literal["optimal", "feasible", "greedy"]
 NO_GROUP = -1  # the group of a task that runs once a step
 
 
-Row = tuple[int, ...]  # pieces, by their number among the module's pieces of the global batch
-RankRows = tuple[Row, ...]
-
-
 @dataclass(frozen=True)
 class Group:
     """Microbatches of one module and one shape, run by one program call.
 
-    `rows[microbatch][data_rank][row]` names the pieces of a row; a module's pieces are numbered
-    through the samples of the global batch (see `numbered`). `feeds` are the places in the schedule
-    of the groups that read its output, one of every module that reads the module's. `pairs` is the
-    sum of p^2 over the pieces of the data rank with most: what attention costs where the kernel
-    skips what is not in a piece. `remat_less` names the segments that run it under their second
-    recompute policy.
+    `feeds` are the places in the schedule of the groups that read its output, one of every module
+    that reads the module's. `pairs` is the sum of p^2 over the pieces of the data rank with most:
+    what attention costs where the kernel skips what is not in a piece. `remat_less` names the
+    segments that run it under their second recompute policy. Groups that are only simulated need
+    not say which `pieces` they hold.
     """
 
     module: str
     shape: Shape
-    rows: tuple[tuple[RankRows, ...], ...]
     feeds: tuple[int, ...] = ()
     pairs: int = 0
+    pieces: PiecePlaces = NO_PIECES
+    microbatches: int = 1
     remat_less: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(len(self.rows) > 0, f"a group of {self.module!r} holds no microbatch")
-        most = max((len(rank) for microbatch in self.rows for rank in microbatch), default=0)
-        require(
-            most <= self.shape.rows,
-            f"a group of {self.module!r} has {most} rows in shape {self.shape.name}",
-        )
-
-    @cached_property
-    def pieces(self) -> tuple[int, ...]:
-        ranks = chain.from_iterable(self.rows)
-        return tuple(chain.from_iterable(chain.from_iterable(ranks)))
+        require(self.microbatches > 0, f"a group of {self.module!r} holds no microbatch")
+        for column, limit, what in (
+            (self.pieces.microbatch, self.microbatches, "microbatch"),
+            (self.pieces.row, self.shape.rows, "row"),
+        ):
+            require(
+                column.min(initial=0) >= 0 and column.max(initial=0) < limit,
+                f"a piece of {self.module!r} lies in no {what} of its group, which has {limit}",
+            )
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One program call: a segment, a group's place in the schedule (`NO_GROUP`: once a step), a
     direction."""
 
@@ -86,8 +80,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
-            pieces = [p for g in self.groups if g.module == module for p in g.pieces]
-            require(len(pieces) == len(set(pieces)), f"a piece of {module!r} is scheduled twice")
+            pieces = np.concatenate([g.pieces.piece for g in self.groups if g.module == module])
+            once = np.bincount(pieces).max(initial=0) <= 1
+            require(once, f"a piece of {module!r} is scheduled twice")
         for i, g in enumerate(self.groups):
             fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             require(

@@ -63,8 +63,8 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 
 class Batch:
     """Loads of a global batch, by module: `tokens` and `longest` piece of every sample [N], `count`
-    of its pieces [N], `first` of them by number [N], `lengths` of all [P], and `step`, of which all
-    lengths are multiples."""
+    of its pieces [N], `first` of them by number [N], `lengths` of all and the `sample` of each [P],
+    and `step`, of which all lengths are multiples."""
 
     def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
         self.loads, self.modules, self.n = loads, tuple(modules), len(loads)
@@ -83,6 +83,7 @@ class Batch:
                 longest_N[some] = np.maximum.reduceat(length_P, first_N[some])
             self.lengths[m], self.count[m], self.first[m] = length_P, count_N, first_N
             self.tokens[m], self.longest[m] = tokens_N, longest_N
+        self.sample = {m: np.repeat(np.arange(self.n), self.count[m]) for m in self.modules}
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
 
     def able(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:

@@ -179,8 +179,8 @@ def predicted_gain_s(
     batch = Batch(loads, plan.layout.modules)
 
     def under_after(prices: Prices) -> float:
-        outline = solve(batch, plan, prices, trainable, work, 0).outline
-        return simulate_step(plan, outline, after, trainable).makespan_s
+        schedule = solve(batch, plan, prices, trainable, work, 0).schedule
+        return simulate_step(plan, schedule, after, trainable).makespan_s
 
     return max(0.0, under_after(before) - under_after(after))
 

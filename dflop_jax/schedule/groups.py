@@ -10,17 +10,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Group, Layout, Shape
+from dflop_jax.records import Bucket, Group, Layout, PiecePlaces, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
 from dflop_jax.schedule.placing import (
     Content,
-    Placed,
-    as_rows,
     balance_content,
     place,
     rank_pairs,
+    slots_of,
     uneven,
 )
 from dflop_jax.schedule.solver.budget import Budget
@@ -30,11 +29,11 @@ from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
 @dataclass
 class Together:
     """One group of each of a bucket's modules, for the same samples. `bucket` is a place in the
-    list of buckets at hand; `placed` has the rows of every module with pieces, by microbatch."""
+    list of buckets at hand; `placed` has every module with pieces."""
 
     bucket: int
     microbatches: Packed
-    placed: dict[str, list[Placed]] = field(default_factory=dict)
+    placed: dict[str, PiecePlaces] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,13 @@ class Room:
         missing = self.capacity.group_size - len(microbatches)
         empty: Packed = [[[] for _ in range(width)] for _ in range(missing)]
         padded = [*microbatches, *empty]
-        placed: dict[str, list[Placed]] = {}
+        placed: dict[str, PiecePlaces] = {}
         for module in self.batch.modules:
-            each = []
-            for microbatch in padded:
-                one = place(
-                    self.batch, self.buckets[bucket], microbatch, module, self.capacity, budget
-                )
-                if one is None:
-                    return None
-                each.append(one)
-            if any(len(p.pieces) for p in each):
-                placed[module] = each
+            places = place(self.batch, self.buckets[bucket], padded, module, self.capacity, budget)
+            if places is None:
+                return None
+            if len(places):
+                placed[module] = places
         return Together(bucket, padded, placed)
 
     def shrunk(self, answer: Together, budget: Budget) -> Together:
@@ -166,12 +160,17 @@ def _taken_out(room: Room, b: int, microbatch: Microbatch, budget: Budget) -> li
     out: list[int] = []
     modules = [m for m in room.batch.modules if m != room.batch.anchor]
     bucket = room.buckets[b]
-    while any(
-        place(room.batch, bucket, microbatch, m, room.capacity, budget) is None for m in modules
-    ):
+    while any(not _fits(room, bucket, microbatch, m, budget) for m in modules):
         fullest = max(range(len(microbatch)), key=lambda r: (len(microbatch[r]), -r))
         out.append(microbatch[fullest].pop())
     return sorted(out)
+
+
+def _fits(room: Room, bucket: Bucket, microbatch: Microbatch, module: str, budget: Budget) -> bool:
+    """Whether the module's pieces of a microbatch fit its rows."""
+    pieces = room.batch.pieces(module, [i for row in microbatch for i in row])
+    slots = slots_of(room.batch, bucket, microbatch, pieces, module, room.capacity, budget)
+    return slots is not None
 
 
 def arrival_answer(room: Room) -> list[Together]:
@@ -219,14 +218,13 @@ def _in_arrival(room: Room, samples: range, per_rank: int) -> Together | None:
     ]
     for b in room.by_cost:
         bucket = room.buckets[b]
-        placed: dict[str, list[Placed]] = {}
+        placed: dict[str, PiecePlaces] = {}
         for m in room.batch.modules:
-            each = [_on_own_ranks(room.batch, ranks_D, m, bucket.shape(m), m == last)
-                    for ranks_D in ranks_MD]  # fmt: skip
-            if any(p is None for p in each):
+            places = _on_own_ranks(room.batch, ranks_MD, m, bucket.shape(m), m == last)
+            if places is None:
                 break
-            if any(p is not None and len(p.pieces) for p in each):
-                placed[m] = [p for p in each if p is not None]
+            if len(places):
+                placed[m] = places
         else:
             rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
             return Together(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], placed)
@@ -234,58 +232,58 @@ def _in_arrival(room: Room, samples: range, per_rank: int) -> Together | None:
 
 
 def _on_own_ranks(
-    batch: Batch, ranks_D: Sequence[Sequence[int]], module: str, shape: Shape | None, row_each: bool
-) -> Placed | None:
+    batch: Batch,
+    ranks_MD: Sequence[Sequence[Sequence[int]]],
+    module: str,
+    shape: Shape | None,
+    row_each: bool,
+) -> PiecePlaces | None:
     """Pieces on the ranks of their samples: a sample's in a row of their own (`row_each`), else by
     first fit; None if they do not fit."""
-    pieces: list[int] = []
-    places: list[int] = []
-    for d, samples in enumerate(ranks_D):
-        free = [shape.tokens] * shape.rows if shape else []
-        for slot, i in enumerate(samples):
-            for piece in batch.pieces(module, [i]).tolist():
-                n = int(batch.lengths[module][piece])
-                rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
-                row = next((r for r in rows if free[r] >= n), None)
-                if row is None or shape is None:
-                    return None
-                free[row] -= n
-                pieces.append(piece)
-                places.append(d * shape.rows + row)
-    return Placed(np.array(pieces, np.int64), np.array(places, np.int64))
+    entries: list[tuple[int, int, int, int]] = []
+    for m, ranks_D in enumerate(ranks_MD):
+        for d, samples in enumerate(ranks_D):
+            free = [shape.tokens] * shape.rows if shape else []
+            for slot, i in enumerate(samples):
+                for piece in batch.pieces(module, [i]).tolist():
+                    n = int(batch.lengths[module][piece])
+                    rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
+                    row = next((r for r in rows if free[r] >= n), None)
+                    if row is None:
+                        return None
+                    free[row] -= n
+                    entries.append((piece, m, d, row))
+    return PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
 
 
-def schedule_groups(
-    room: Room, answer: Sequence[Together], layout: Layout, *, with_pieces: bool
-) -> tuple[Group, ...]:
+def schedule_groups(room: Room, answer: Sequence[Together], layout: Layout) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
-    each feeding those of the same run that read it; divided modules in several groups. A makespan
-    asks for none of their pieces."""
+    each feeding those of the same run that read it; divided modules in several groups."""
     groups: list[Group] = []
+    size, ranks = room.capacity.group_size, room.capacity.ranks
     for together in answer:
         every = {m: _parts(room, together, layout, m) for m in together.placed}
         ends = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
         place_of = dict(zip(every, ends))  # a module that others feed has one group here
-        for module, (shape, parts) in every.items():
-            ranks = room.capacity.ranks[module]
-            feeds = tuple(place_of[t] for t in layout.targets(module) if t in place_of)
-            for placed in parts:
-                pairs_D = sum(rank_pairs(p, room.batch, module, shape, ranks) for p in placed)
-                rows = tuple(as_rows(p, shape, ranks) if with_pieces else () for p in placed)
-                groups.append(Group(module, shape, rows, feeds, int(max(pairs_D))))  # type: ignore[arg-type]
+        for m, (shape, parts) in every.items():
+            feeds = tuple(place_of[t] for t in layout.targets(m) if t in place_of)
+            for places in parts:
+                pairs_KD = rank_pairs(places, room.batch.lengths[m], size, ranks[m])
+                pairs = int(pairs_KD.sum(axis=0).max())
+                groups.append(Group(m, shape, feeds, pairs, places.in_rows(), size))
     return tuple(groups)
 
 
 def _parts(
     room: Room, together: Together, layout: Layout, module: str
-) -> tuple[Shape, list[tuple[Placed, ...]]]:
-    """The shape of a module's groups in a run, and the pieces of each group by microbatch."""
-    shape, placed = room.buckets[together.bucket].shape(module), together.placed[module]
+) -> tuple[Shape, list[PiecePlaces]]:
+    """The shape of a module's groups in a run, and the pieces of each group."""
+    shape, places = room.buckets[together.bucket].shape(module), together.placed[module]
     assert shape is not None, "pieces are placed in a shape"
     if module not in layout.divided:
-        return shape, [tuple(placed)]
+        return shape, [places]
     part = part_shape(layout, module)
-    return part, parts_of(placed, shape, part, room.capacity.ranks[module])
+    return part, parts_of(places, part)
 
 
 def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> float:
@@ -296,8 +294,15 @@ def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: i
     for left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in answer if m in t.placed]
         shapes = [room.buckets[t.bucket].shape(m) for t in runs]
-        known = [s for s in shapes if s is not None]
-        content = Content(m, room.capacity.ranks[m], known, [t.placed[m] for t in runs])
-        balance_content(content, room.batch, budget.part(budget.left / left), seed)
-        uneven_pairs += uneven(content, room.batch)
+        content = Content(
+            room.batch.lengths[m],
+            room.capacity.ranks[m],
+            room.capacity.group_size,
+            [s for s in shapes if s is not None],
+            [t.placed[m] for t in runs],
+        )
+        balance_content(content, budget.part(budget.left / left), seed)
+        for t, places in zip(runs, content.groups, strict=True):
+            t.placed[m] = places
+        uneven_pairs += uneven(content)
     return uneven_pairs

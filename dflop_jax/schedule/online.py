@@ -44,12 +44,11 @@ _PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
 
 @dataclass(frozen=True)
 class Solution:
-    """Samples in groups, and the `outline` of their schedule: its order and makespan, in groups
-    that do not say which pieces they hold. `work` units were spent."""
+    """Samples in groups, their schedule with its makespan, and the units of work that it took."""
 
     room: Room
     answer: Sequence[Together]
-    outline: Schedule
+    schedule: Schedule
     work: float
 
 
@@ -95,25 +94,22 @@ def schedule_batch(
         memory_budget = Budget(_MEMORY_SHARE * work)
     rest = work - order_budget.left - memory_budget.left
     solution = solve(batch, plan, prices, trainable, rest, seed)
+    schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
         bring_home(solution.room, solution.answer, plan)
-    outline = solution.outline
-    if plan.scheduling.grouping == "balanced" and plan.scheduling.order == "1f1b":
-        outline = with_searched_order(plan, outline, prices, trainable, order_budget, seed)
-        outline = with_memory_plan(plan, outline, prices, trainable, memory_budget)
-    makespan_s = outline.makespan_s
+        groups = schedule_groups(solution.room, solution.answer, plan.layout)
+        schedule = replace(schedule, groups=groups)
+        if plan.scheduling.order == "1f1b":
+            schedule = with_searched_order(plan, schedule, prices, trainable, order_budget, seed)
+            schedule = with_memory_plan(plan, schedule, prices, trainable, memory_budget)
+    makespan_s = schedule.makespan_s
     bound_s = lower_bound_s(batch, wide.layout, capacity_of(plan.layout), wide_prices, trainable)
     status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
-    groups = schedule_groups(solution.room, solution.answer, plan.layout, with_pieces=True)
     return replace(
-        outline,
-        step=step,
-        groups=tuple(
-            replace(g, remat_less=o.remat_less) for g, o in zip(groups, outline.groups, strict=True)
-        ),
+        schedule,
         lower_bound_s=min(bound_s, makespan_s),
         status=status,
         work=round(solution.work + order_budget.spent + memory_budget.spent),
@@ -154,9 +150,9 @@ def solve(
         alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope
         share = budget.left / (len(answers) - place) if alike and balanced else 0
         even_content(room, answer, budget.part(share), seed)
-        groups = schedule_groups(room, answer, plan.layout, with_pieces=False)
-        outline, _ = with_order(plan, Schedule(0, groups), prices, trainable)
-        if best is None or outline.makespan_s < best.outline.makespan_s * (1 - ROUNDING):
-            best = Solution(room, answer, outline, 0.0)
+        groups = schedule_groups(room, answer, plan.layout)
+        schedule, _ = with_order(plan, Schedule(0, groups), prices, trainable)
+        if best is None or schedule.makespan_s < best.schedule.makespan_s * (1 - ROUNDING):
+            best = Solution(room, answer, schedule, 0.0)
     assert best is not None, "there is at least the greedy answer"
     return replace(best, work=budget.spent)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, RankRows, Shape
+from dflop_jax.records import Bucket, PiecePlaces, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.dispatch.ranks import deal
-from dflop_jax.schedule.packing import Microbatch
+from dflop_jax.schedule.packing import Microbatch, Packed
 from dflop_jax.schedule.solver.balance import pack_within_limits
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.improve import Improver
@@ -31,34 +31,47 @@ _TURNS = 4  # of matching every list of ranks to the others
 _REPAIR_WORK = 100  # units that making the pieces of a microbatch fit its rows may take
 
 
-@dataclass
-class Placed:
-    """Pieces of one module in one microbatch, and their rows: those of rank 0 first."""
-
-    pieces: Ints
-    rows_P: Ints
-
-
 def place(
     batch: Batch,
     bucket: Bucket,
-    microbatch: Microbatch,
+    microbatches: Packed,
     module: str,
     capacity: Capacity,
     budget: Budget,
-) -> Placed | None:
-    """The module's pieces of a microbatch in its rows; None if no way was found."""
+) -> PiecePlaces | None:
+    """The module's pieces of microbatches in its rows; None if no way was found."""
+    pieces = [batch.pieces(module, [i for r in rows for i in r]) for rows in microbatches]
+    columns, start = np.empty((4, sum(map(len, pieces))), np.int64), 0
+    for m, (piece, microbatch) in enumerate(zip(pieces, microbatches)):
+        slots = slots_of(batch, bucket, microbatch, piece, module, capacity, budget)
+        if slots is None:
+            return None
+        stop = start + len(piece)
+        columns[0, start:stop], columns[1, start:stop], columns[2, start:stop] = piece, m, slots
+        start = stop
     shape = bucket.shape(module)
-    samples = [i for row in microbatch for i in row]
+    np.divmod(columns[2], shape.rows if shape else 1, out=(columns[2], columns[3]))
+    return PiecePlaces(columns)
+
+
+def slots_of(
+    batch: Batch,
+    bucket: Bucket,
+    microbatch: Microbatch,
+    pieces: Ints,
+    module: str,
+    capacity: Capacity,
+    budget: Budget,
+) -> Ints | None:
+    """[P]: rows of the module's pieces of a microbatch, those of rank 0 first; None if no way was
+    found."""
     if module == batch.anchor:
         count_N = batch.count[module]
-        rows = [r for r, row in enumerate(microbatch) for i in row if count_N[i]]
-        return Placed(batch.pieces(module, samples), np.array(rows, np.int64))
-    pieces = batch.pieces(module, samples)
+        return np.array([r for r, row in enumerate(microbatch) for i in row if count_N[i]], int)
+    shape = bucket.shape(module)
     if shape is None or len(pieces) == 0:
-        return None if len(pieces) else Placed(pieces, pieces)
-    rows_P = _fitted(batch.lengths[module][pieces], capacity.ranks[module], shape, budget)
-    return None if rows_P is None else Placed(pieces, rows_P)
+        return None if len(pieces) else pieces
+    return _fitted(batch.lengths[module][pieces], capacity.ranks[module], shape, budget)
 
 
 def _fitted(length_P: Ints, ranks: int, shape: Shape, budget: Budget) -> Ints | None:
@@ -105,10 +118,10 @@ def _problem(length_P: Ints, ranks: int, shape: Shape) -> Problem:
 
 
 def _step_problem(
-    length_P: Ints, shape: Shape, others_D: Ints, group_others_D: Ints, most: float
+    length_P: Ints, shape: Shape, others_D: Ints, group_others_D: Ints, limit: float
 ) -> Problem:
     """The same where ranks carry the content of other microbatches: `others_D` of the whole step,
-    which counts, and `group_others_D` of the group, which must stay within `most`."""
+    which counts, and `group_others_D` of the group, which must stay within `limit`."""
     ranks = len(others_D)
     plain = _problem(length_P, ranks, shape)
     base_RB = np.zeros((3, ranks * shape.rows))
@@ -117,18 +130,18 @@ def _step_problem(
     return replace(
         plain,
         sizes_RN=plain.sizes_RN[[0, 1, 0]],
-        limits_R=np.array([np.inf, shape.tokens, most]),
+        limits_R=np.array([np.inf, shape.tokens, limit]),
         grouped_R=(True, False, True),
         base_RB=base_RB,
     )
 
 
-def rank_pairs(placed: Placed, batch: Batch, module: str, shape: Shape, ranks: int) -> Ints:
-    """[D]: content of each rank of a microbatch, the sum of p^2 over its pieces."""
-    pairs_P = batch.lengths[module][placed.pieces] ** 2
-    pairs_D = np.zeros(ranks, np.int64)
-    np.add.at(pairs_D, placed.rows_P // shape.rows, pairs_P)
-    return pairs_D
+def rank_pairs(places: PiecePlaces, length_P: Ints, microbatches: int, ranks: int) -> Ints:
+    """[K, D]: content of each rank of the microbatches of a group, the sum of p^2 over its pieces;
+    `length_P` has all pieces of the batch."""
+    pairs_KD = np.zeros((microbatches, ranks), np.int64)
+    np.add.at(pairs_KD, (places.microbatch, places.rank), length_P[places.piece] ** 2)
+    return pairs_KD
 
 
 def matched(pairs_KD: Ints) -> Ints:
@@ -154,23 +167,10 @@ def matched(pairs_KD: Ints) -> Ints:
     return best_KD
 
 
-def moved_to(placed: Placed, ranks_D: Ints, shape: Shape) -> None:
-    """Put what is on rank `ranks_D[d]` on rank d, in place."""
-    place_D = np.empty_like(ranks_D)
-    place_D[ranks_D] = np.arange(len(ranks_D))
-    rank_P, row_P = np.divmod(placed.rows_P, shape.rows)
-    placed.rows_P = place_D[rank_P] * shape.rows + row_P
-
-
-def as_rows(placed: Placed, shape: Shape, ranks: int) -> tuple[RankRows, ...]:
-    """Piece numbers by rank and row; empty rows are ()."""
-    rows: list[list[int]] = [[] for _ in range(ranks * shape.rows)]
-    for piece, row in sorted(zip(placed.pieces.tolist(), placed.rows_P.tolist())):
-        rows[row].append(piece)
-    return tuple(
-        tuple(tuple(row) for row in rows[d * shape.rows : (d + 1) * shape.rows])
-        for d in range(ranks)
-    )
+def moved_to(places: PiecePlaces, ranks_KD: Ints) -> PiecePlaces:
+    """What is on rank `ranks_KD[k, d]` of microbatch k, put on its rank d."""
+    place_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
+    return places.moved(place_KD[places.microbatch, places.rank], places.row)
 
 
 def content_bound(pairs_P: Ints, ranks: int) -> int:
@@ -182,63 +182,60 @@ def content_bound(pairs_P: Ints, ranks: int) -> int:
 
 @dataclass
 class Content:
-    """Groups of one module in a step: their shapes, and what each of their microbatches holds."""
+    """Groups of one module in a step: their shapes, and what their `microbatches` hold.
+    `length_P` has all pieces of the batch."""
 
-    module: str
+    length_P: Ints
     ranks: int
+    microbatches: int
     shapes: list[Shape]
-    groups: list[list[Placed]]
+    groups: list[PiecePlaces]
 
-    def pairs_GD(self, batch: Batch) -> Ints:
+    def pairs_KD(self, group: int) -> Ints:
+        """Content of each rank in each microbatch of a group."""
+        return rank_pairs(self.groups[group], self.length_P, self.microbatches, self.ranks)
+
+    def pairs_GD(self) -> Ints:
         """Content of each rank in all microbatches of each group."""
-        sums_GD = np.zeros((len(self.groups), self.ranks), np.int64)
-        for sums_D, group, shape in zip(sums_GD, self.groups, self.shapes):
-            for placed in group:
-                sums_D += rank_pairs(placed, batch, self.module, shape, self.ranks)
-        return sums_GD
+        sums = [self.pairs_KD(g).sum(axis=0) for g in range(len(self.groups))]
+        return np.array(sums, np.int64).reshape(-1, self.ranks)
 
 
-def balance_content(content: Content, batch: Batch, budget: Budget, seed: int) -> None:
+def balance_content(content: Content, budget: Budget, seed: int) -> None:
     """Even out the content of a module's groups, in place: between the ranks of a group's
     microbatches and of all groups, then of the whole step, one microbatch after another, at first
     without making a group's busiest rank busier."""
-    places = [(g, m) for g, group in enumerate(content.groups) for m in range(len(group))]
-    _match_ranks(content, batch)
-    pairs_GD = content.pairs_GD(batch)
-    bound = content_bound(batch.lengths[content.module] ** 2, content.ranks)
+    each = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
+    _match_ranks(content)
+    pairs_GD = content.pairs_GD()
+    bound = content_bound(content.length_P**2, content.ranks)
     for turn in range(_TURNS):
-        for left, (g, m) in zip(range(len(places), 0, -1), places):
+        for left, (g, m) in zip(range(len(each), 0, -1), each):
             part = budget.part(budget.left / left / (_TURNS - turn))
-            _even_step(content, batch, pairs_GD, g, m, bound, part, seed, may_rise=turn > 0)
+            _even_step(content, pairs_GD, g, m, bound, part, seed, may_rise=turn > 0)
 
 
-def uneven(content: Content, batch: Batch) -> float:
+def uneven(content: Content) -> float:
     """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
     if not content.groups:
         return 0.0
-    pairs_GD = content.pairs_GD(batch)
+    pairs_GD = content.pairs_GD()
     return float(pairs_GD.sum(axis=0).max() + _RISE * pairs_GD.max(axis=1).sum())
 
 
-def _match_ranks(content: Content, batch: Batch) -> None:
+def _match_ranks(content: Content) -> None:
     """Move what microbatches hold to other ranks, in place, so that heavy meets light."""
     if not content.groups:
         return
-    for group, shape in zip(content.groups, content.shapes):
-        pairs_KD = np.stack(
-            [rank_pairs(p, batch, content.module, shape, content.ranks) for p in group]
-        )
-        for placed, ranks_D in zip(group, matched(pairs_KD)):
-            moved_to(placed, ranks_D, shape)
-    ranks_GD = matched(content.pairs_GD(batch))
-    for group, shape, ranks_D in zip(content.groups, content.shapes, ranks_GD):
-        for placed in group:
-            moved_to(placed, ranks_D, shape)
+    for g, places in enumerate(content.groups):
+        content.groups[g] = moved_to(places, matched(content.pairs_KD(g)))
+    for g, ranks_D in enumerate(matched(content.pairs_GD())):
+        alike_KD = np.broadcast_to(ranks_D, (content.microbatches, content.ranks))
+        content.groups[g] = moved_to(content.groups[g], alike_KD)
 
 
 def _even_step(
     content: Content,
-    batch: Batch,
     pairs_GD: Ints,
     g: int,
     m: int,
@@ -249,20 +246,23 @@ def _even_step(
 ) -> None:
     """Lower the busiest rank of the step, at best to `bound`, by what one microbatch holds, in
     place, `pairs_GD` too. The busiest rank of its group `may_rise` by less than that."""
-    placed, shape, ranks = content.groups[g][m], content.shapes[g], content.ranks
+    places, shape = content.groups[g], content.shapes[g]
     group_D, total_D = pairs_GD[g], pairs_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
-    if budget.done or len(placed.pieces) == 0 or total_max <= bound:
+    here = np.flatnonzero(places.microbatch == m)
+    if budget.done or len(here) == 0 or total_max <= bound:
         return
-    own_D = rank_pairs(placed, batch, content.module, shape, ranks)
-    most = group_max + ((total_max - bound) / _RISE if may_rise else 0)
-    length_P = batch.lengths[content.module][placed.pieces]
-    problem = _step_problem(length_P, shape, total_D - own_D, group_D - own_D, most)
+    alone_D = content.pairs_KD(g)[m]
+    limit = group_max + ((total_max - bound) / _RISE if may_rise else 0)
+    length_P = content.length_P[places.piece[here]]
+    problem = _step_problem(length_P, shape, total_D - alone_D, group_D - alone_D, limit)
     budget.spend(1)
-    state = State(problem, placed.rows_P)
+    state = State(problem, places.rank[here] * shape.rows + places.row[here])
     search = Improver(state, float(bound), 0.0, budget, np.random.default_rng(seed))
     search.run()
     after_RD = problem.loads(search.state.bins)[:, :: shape.rows]
     if after_RD[0].max() + _RISE * after_RD[2].max() < total_max + _RISE * group_max:
-        placed.rows_P = search.state.bins
+        rank, row = places.rank.copy(), places.row.copy()
+        rank[here], row[here] = np.divmod(search.state.bins, shape.rows)
+        content.groups[g] = places.moved(rank, row)
         pairs_GD[g] = after_RD[2]

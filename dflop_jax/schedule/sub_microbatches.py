@@ -7,13 +7,12 @@ and bounds so holds here too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Layout, Plan, Price, Prices, Shape
-from dflop_jax.schedule.placing import Placed
+from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Price, Prices, Shape
 
 
 def times(shape: Shape, parts: int) -> Shape:
@@ -73,21 +72,8 @@ def _with_parts(bucket: Bucket, modules: Collection[str], n: int) -> Bucket:
     return Bucket(tuple((m, times(s, n) if m in modules else s) for m, s in bucket.shapes))
 
 
-def parts_of(
-    placed: Sequence[Placed], wide: Shape, part: Shape, ranks: int
-) -> list[tuple[Placed, ...]]:
-    """The parts of a group that holds some piece, by microbatch; every part takes its share of each
-    rank's rows.
-
-    Args:
-      placed: pieces of every microbatch, in rows of the shape `wide`.
-    """
-    cut: list[list[Placed]] = [[] for _ in range(wide.rows // part.rows)]
-    for one in placed:
-        rank_P, row_P = np.divmod(one.rows_P, wide.rows)
-        part_P, row_P = np.divmod(row_P, part.rows)
-        assert not len(rank_P) or rank_P.max() < ranks
-        for k, pieces in enumerate(cut):
-            here = part_P == k
-            pieces.append(Placed(one.pieces[here], (rank_P * part.rows + row_P)[here]))
-    return [tuple(pieces) for pieces in cut if any(len(p.pieces) for p in pieces)]
+def parts_of(places: PiecePlaces, part: Shape) -> list[PiecePlaces]:
+    """The parts of a group that hold some piece; every part takes its share of each rank's rows."""
+    part_P, row_P = np.divmod(places.row, part.rows)
+    inside = places.moved(places.rank, row_P)
+    return [inside.chosen(part_P == k) for k in range(part_P.max(initial=-1) + 1) if k in part_P]

@@ -25,7 +25,7 @@ from types import TracebackType
 
 import msgspec
 
-from dflop_jax.records import Load, Prices, Schedule
+from dflop_jax.records import Load, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
 
 _log = logging.getLogger(__name__)
@@ -213,19 +213,19 @@ class ScheduleWorker:
         assert child.stdout is not None
         answered, known = 0, None
         try:
-            child.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+            child.stdin.write(to_json(self._setup) + b"\n")
             while (request := self._next_request()) is not None:
                 if request.prices is known:  # most of the bytes of a request
                     request = replace(request, prices=None)
                 else:
                     known = request.prices
-                child.stdin.write(msgspec.json.encode(request) + b"\n")
+                child.stdin.write(to_json(request) + b"\n")
                 child.stdin.flush()
                 line = child.stdout.readline()
                 if not line.endswith(b"\n"):
                     break  # died; a half-written line is no answer
                 try:
-                    reply = msgspec.json.decode(line, type=Reply)
+                    reply = from_json(line, Reply)
                 except msgspec.DecodeError as e:
                     _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
                     break

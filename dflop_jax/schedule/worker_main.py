@@ -12,9 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import IO
 
-import msgspec
-
-from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule
+from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.online import schedule_batch
 
@@ -85,11 +83,11 @@ def begin() -> tuple[IO[bytes], IO[bytes]]:
 
 def main() -> None:
     lines, out = begin()
-    setup = msgspec.json.decode(lines.readline(), type=Setup)
+    setup = from_json(lines.readline(), Setup)
     prices = Prices({})
     for line in lines:
-        request = msgspec.json.decode(line, type=Request)
+        request = from_json(line, Request)
         prices = request.prices.prices if request.prices else prices
         reply = answer(setup, request, prices)
-        out.write(msgspec.json.encode(reply) + b"\n")
+        out.write(to_json(reply) + b"\n")
         out.flush()

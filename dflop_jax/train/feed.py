@@ -18,7 +18,7 @@ from dflop_jax.data import Loader, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.profile.needed import PieceFlops
-from dflop_jax.records import Load, Plan, Schedule
+from dflop_jax.records import Load, Plan, Schedule, from_json, to_json
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.losses import BatchLoss, modules_with_loss
@@ -119,7 +119,7 @@ class Packer:
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
-            executed[g.module] += len(g.rows) * ranks * g.shape.size
+            executed[g.module] += g.microbatches * ranks * g.shape.size
         return ReadyBatch(
             step=schedule.step,
             loads=tuple(loads),
@@ -155,7 +155,11 @@ class Packer:
 
 def digest(schedule: Schedule) -> str:
     """Equal for schedules that run alike."""
-    return hashlib.sha256(msgspec.json.encode((schedule.groups, schedule.order))).hexdigest()[:16]
+    runs = schedule.groups, schedule.order
+    data = msgspec.json.encode(
+        runs, enc_hook=np.ndarray.tobytes
+    )  # what compresses may differ between hosts
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Counts:
@@ -196,8 +200,8 @@ class Schedules:
             data, wait_s = self._peers.share(key), 0.0
         else:
             solved, wait_s = self._worker.get(step)
-            data = self._peers.share(key, msgspec.json.encode(solved))
-        return msgspec.json.decode(data, type=Schedule), wait_s
+            data = self._peers.share(key, to_json(solved))
+        return from_json(data, Schedule), wait_s
 
 
 def feed(

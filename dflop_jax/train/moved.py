@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data.features import features_struct
 from dflop_jax.data.packing import PackedGroup
-from dflop_jax.records import Layout, Plan, Schedule, Shape, home_rank
+from dflop_jax.records import Layout, Plan, Schedule, Shape, crossing, rank_nodes
 
 
 @dataclass(frozen=True)
@@ -60,19 +58,14 @@ def moved(
         counted = sorted(counts[target])
         for feeder, reads in arrays.reads.items():
             source = schedule.groups[feeder].module
-            low, high = plan.layout.data_ranks(source), plan.layout.data_ranks(target)
-            homes = np.array([home_rank(rank, low, high) for rank in range(high)])
-            away = reads.copy()
-            away[np.arange(high), homes] = 0
-            result.most[_key(g, feeder)] = int(away.max(initial=0))
-            node = np.array(plan.layout.devices(source)) // (
-                plan.scheduling.node or plan.layout.n_devices
-            )
-            same = node[homes][:, None] == node[None, :]
+            crossed = crossing(reads, rank_nodes(plan, source))
+            result.most[_key(g, feeder)] = int(crossed.most)
             size = _feature_bytes(plan.layout, model, source, target, schedule.groups[feeder].shape)
             name = f"{source} > {target}"
-            for mask, into in ((same, result.in_node), (~same, result.across_nodes)):
-                n_features = int((away * mask)[counted].sum())
+            for n_features, into in (
+                (crossed.of(counted).in_node, result.in_node),
+                (crossed.of(counted).across_nodes, result.across_nodes),
+            ):
                 into[name] = into.get(name, 0.0) + size * n_features
     return result
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from dflop_jax.data.features import features_struct
 from dflop_jax.hardware import Hardware
-from dflop_jax.records import Load, Plan, home_rank
+from dflop_jax.records import Load, Plan, crossing, homes
+from dflop_jax.records.traffic import Crossing
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.dispatch.traffic import read_between
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import profile_of
@@ -34,37 +36,33 @@ def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: b
     rng = np.random.default_rng(0)
     inside = across = seconds = 0.0
     for source, matrix in _read(plan, step, loads):
-        low, high = matrix.shape
         size_VD = matrix * _token_bytes(case, source)
         if not named:
-            size_VD = size_VD[rng.permutation(low)]
-        device_V = np.array(plan.layout.devices(source))
-        home_D = np.array([home_rank(rank, low, high) for rank in range(high)])
-        size_VV = np.zeros((low, low))
-        np.add.at(size_VV.T, home_D, size_VD.T)
-        np.fill_diagonal(size_VV, 0.0)
-        node_V = device_V // case.hardware.devices_per_node
-        far_VV = node_V[:, None] != node_V
-        inside += float(size_VV[~far_VV].sum())
-        across += float(size_VV[far_VV].sum())
-        seconds += 2 * _slowest_s(size_VV, far_VV, case.hardware)
+            size_VD = size_VD[rng.permutation(len(size_VD))]
+        node_V = np.array(plan.layout.devices(source)) // case.hardware.devices_per_node
+        moved = crossing(size_VD, node_V)
+        inside += moved.in_node
+        across += moved.across_nodes
+        seconds += 2 * _slowest_s(moved, case.hardware)
     return Exchange(inside, across, seconds)
 
 
-def _slowest_s(size_VV: Array, far_VV: Array, hardware: Hardware) -> float:
+def _slowest_s(moved: Crossing, hardware: Hardware) -> float:
     """Seconds of the rank that sends or receives longest."""
-    s_VV = size_VV / np.where(far_VV, hardware.network_bandwidth, hardware.link_bandwidth)
-    return float(max(s_VV.sum(axis=0).max(), s_VV.sum(axis=1).max()))
+    s_VD = moved.amount / np.where(moved.far, hardware.network_bandwidth, hardware.link_bandwidth)
+    received_s = np.bincount(homes(*s_VD.shape), s_VD.sum(axis=0))
+    return float(max(received_s.max(), s_VD.sum(axis=1).max()))
 
 
 def _read(plan: Plan, step: Step, loads: Sequence[Load]) -> Iterator[tuple[str, Array]]:
     """Of groups that feed one another: the source, and its tokens that each of its ranks has for
     the target's."""
-    groups = step.schedule.groups
+    groups, batch = step.schedule.groups, Batch(loads, plan.layout.modules)
     for group in groups:
         for target in (groups[f] for f in group.feeds):
             ranks = plan.layout.data_ranks(group.module), plan.layout.data_ranks(target.module)
-            yield group.module, read_between(group, target, loads, ranks)
+            modules = group.module, target.module
+            yield group.module, read_between(modules, group.pieces, target.pieces, batch, ranks)
 
 
 def _token_bytes(case: Case, source: str) -> float:

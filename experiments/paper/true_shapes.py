@@ -214,7 +214,7 @@ def schedules_of(costs: CostModel, plan: Plan, amounts: Amounts) -> list[Schedul
             place = {m: len(groups) + k for k, m in enumerate(there)}
             for m in there:
                 feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
-                groups.append(Group(m, shapes[m], ((),), feeds, int(amounts[m][1][i, r])))
+                groups.append(Group(m, shapes[m], feeds, int(amounts[m][1][i, r])))
         schedules.append(Schedule(0, tuple(groups)))
     return schedules
 

@@ -23,6 +23,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     first_pieces,
 )
+from tests.rows import group_of_rows
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def deal(rng, module, n_groups, inside, loads, chosen, group_size, ranks, feeds)
         tokens = 5 if module == "a" else max(2, most + most % 2 + 2 * int(rng.integers(2)))
         n = max(len(rank) for mb in group for rank in mb)
         lists = tuple(tuple(tuple(tuple(row) for row in rank) for rank in mb) for mb in group)
-        made.append(Group(module, Shape(n, tokens), lists, feeds))
+        made.append(group_of_rows(module, Shape(n, tokens), lists, feeds))
     return made
 
 

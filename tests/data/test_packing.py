@@ -8,8 +8,9 @@ import pytest
 from dflop_jax.data import pack_group
 from dflop_jax.data.packing import Ranks, own_samples
 from dflop_jax.data.sample import EMPTY, Places, Sample
-from dflop_jax.records import Group, Load, Schedule, Shape, first_pieces, numbered
+from dflop_jax.records import Load, Schedule, Shape, first_pieces, numbered
 from tests.data.graphs import BLOCKS, EDGES, random_case
+from tests.rows import group_of_rows, rows_of
 
 FEATURES = {"a": 3}  # of a row; the others' follow its tokens
 
@@ -18,11 +19,15 @@ def features_of(module, tokens):
     return FEATURES.get(module) or tokens // BLOCKS[module].merge
 
 
+def nested(case, group):
+    return rows_of(group, case.plan.layout.data_ranks(group.module))
+
+
 def naive_fields(case, group):
     """Every field of a group, written token by token."""
     g = case.schedule.groups[group]
     pieces, ranks = numbered(case.loads, g.module), case.plan.layout.data_ranks(g.module)
-    rows = (len(g.rows), ranks * g.shape.rows)
+    rows = (g.microbatches, ranks * g.shape.rows)
     if g.module == "a":
         made = {"picture": np.zeros((*rows, 2, 3), np.uint8), "size": np.zeros(rows, np.int32)}
     else:
@@ -31,7 +36,7 @@ def naive_fields(case, group):
         if BLOCKS[g.module].loss:
             made["weights"] = np.zeros((*rows, g.shape.tokens), np.float32)
     used = 0
-    for m, microbatch in enumerate(g.rows):
+    for m, microbatch in enumerate(nested(case, g)):
         for r, rank in enumerate(microbatch):
             for k, row in enumerate(rank):
                 at, t = (m, r * g.shape.rows + k), 0
@@ -63,7 +68,7 @@ def owners(case, source):
         if g.module != source:
             continue
         per_row = features_of(source, g.shape.tokens)
-        for m, microbatch in enumerate(g.rows):
+        for m, microbatch in enumerate(nested(case, g)):
             for r, rank in enumerate(microbatch):
                 for k, row in enumerate(rank):
                     t = 0
@@ -87,7 +92,7 @@ def check_places(case, group, packed):
     for edge in (e for e in EDGES if e.target == g.module):
         whose, feeders = owners(case, edge.source), case.schedule.fed_by(group, edge.source)
         left = {f: packed.places[f][0].copy() for f in feeders}
-        for m, microbatch in enumerate(g.rows):
+        for m, microbatch in enumerate(nested(case, g)):
             for r, rank in enumerate(microbatch):
                 for k, row in enumerate(rank):
                     at, t = (m, r * g.shape.rows + k), 0
@@ -127,9 +132,9 @@ def check_reads(case, source, target, packed, feeder):
         for (m, r, _, _), flat in np.ndenumerate(packed.places[feeder][0])
         if flat >= 0
     }
-    counts = np.zeros((high, low), int)
+    counts = np.zeros((low, high), int)
     for rank, _, flat in read:
-        counts[rank, flat // per_rank] += 1
+        counts[flat // per_rank, rank] += 1
     np.testing.assert_array_equal(packed.reads[feeder], counts)
 
 
@@ -193,7 +198,7 @@ def test_own_samples_are_those_of_the_ranks(seed):
                           Ranks({**nobody, module: {1}}, nobody))  # fmt: skip
         first = first_pieces(case.loads, module)
         assert own == sorted({
-            s for g in case.schedule.groups if g.module == module for mb in g.rows
+            s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
             for row in mb[1] for p in row
             for s in range(len(case.loads)) if first[s] <= p < first[s + 1]
         })  # fmt: skip
@@ -202,7 +207,7 @@ def test_own_samples_are_those_of_the_ranks(seed):
 def pack_row(row, tokens, samples, loads, module="c"):
     """A group of one row of a module."""
     case = random_case(np.random.default_rng(0), ranks=dict.fromkeys(BLOCKS, 1))
-    schedule = Schedule(0, (Group(module, Shape(1, tokens), (((row,),),)),))
+    schedule = Schedule(0, (group_of_rows(module, Shape(1, tokens), (((row,),),)),))
     return pack_group(case.plan.layout, schedule, 0, samples, loads, model=case.model)
 
 

@@ -167,8 +167,5 @@ def placed(group, loads):
     numbered = [(s, n) for s, load in enumerate(loads) for n in load.lengths(group.module)]
     return [
         (numbered[piece][0], rank, numbered[piece][1])
-        for microbatch in group.rows
-        for rank, rows in enumerate(microbatch)
-        for row in rows
-        for piece in row
+        for piece, _, rank, _ in group.pieces.columns.T.tolist()
     ]

@@ -14,7 +14,6 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
-    Group,
     Layout,
     Plan,
     Schedule,
@@ -26,6 +25,7 @@ from dflop_jax.records import (
 )
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
 from tests.pipeline import plain
+from tests.rows import group_of_rows
 
 MODEL = MadeUp()
 SHAPES = {
@@ -108,16 +108,18 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
         parts = [(m, p) for m in ("sights", "smells") for p in split[m] if p]
         consumer = len(groups) + len(parts)
         for m, p in parts:
-            groups.append(Group(m, SHAPES[m], (dealt(plan, m, p, tokens[m]),), (consumer,)))
+            groups.append(group_of_rows(m, SHAPES[m], (dealt(plan, m, p, tokens[m]),), (consumer,)))
         echoes = split["echoes"][0]
         feeds = (consumer + 1,) if echoes else ()
         words = split["words"][0]
         groups.append(
-            Group("words", SHAPES["words"], (dealt(plan, "words", words, tokens["words"]),), feeds)
+            group_of_rows(
+                "words", SHAPES["words"], (dealt(plan, "words", words, tokens["words"]),), feeds
+            )
         )
         if echoes:
             rows = dealt(plan, "echoes", echoes, tokens["echoes"])
-            groups.append(Group("echoes", SHAPES["echoes"], (rows,)))
+            groups.append(group_of_rows("echoes", SHAPES["echoes"], (rows,)))
     return Schedule(0, tuple(groups))
 
 

@@ -26,7 +26,6 @@ from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
     DataProfile,
-    Group,
     LayerTiming,
     Layout,
     ModelProfile,
@@ -42,6 +41,7 @@ from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.train.evaluate import HeldOutLoss
 from models import wan
 from tests.pipeline import plain
+from tests.rows import group_of_rows
 
 MODEL = wan.build("nano+wan-nano")
 SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}
@@ -137,7 +137,9 @@ def make_schedule(plan, n):
         together = dealt[first : first + plan.layout.group_size]
         for module, shape in SHAPES.items():
             feeds = (len(groups) + 1,) if module == "llm" else ()
-            groups.append(Group(module, shape, tuple(rows[module] for rows in together), feeds))
+            groups.append(
+                group_of_rows(module, shape, tuple(rows[module] for rows in together), feeds)
+            )
     return Schedule(0, tuple(groups))
 
 

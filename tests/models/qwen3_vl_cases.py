@@ -6,10 +6,11 @@ from itertools import pairwise
 import jax.numpy as jnp
 
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Group, Layout, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, Plan, Schedule, SegmentPlan, Shape, SubmeshPlan
 from models import qwen3_vl
 from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import DecoderSize
+from tests.rows import group_of_rows
 
 SIZE = Qwen3VLSize(
     DecoderSize(
@@ -44,10 +45,10 @@ CONTENTS = (
 SCHEDULE = Schedule(
     0,
     (
-        Group("vision", SHAPES["vision"], ((((0, 1, 3), (2, 4)),),), (1,)),
-        Group("llm", SHAPES["llm"], ((((0, 1), (2,)),),)),
-        Group("vision", SHAPES["vision"], ((((6, 9, 5), (8, 7)),),), (3,)),
-        Group("llm", SHAPES["llm"], ((((3,), ()),),)),
+        group_of_rows("vision", SHAPES["vision"], ((((0, 1, 3), (2, 4)),),), (1,)),
+        group_of_rows("llm", SHAPES["llm"], ((((0, 1), (2,)),),)),
+        group_of_rows("vision", SHAPES["vision"], ((((6, 9, 5), (8, 7)),),), (3,)),
+        group_of_rows("llm", SHAPES["llm"], ((((3,), ()),),)),
     ),
 )
 

@@ -20,12 +20,13 @@ from dflop_jax.generate.generate import Draw, RowArrays, prefill
 from dflop_jax.generate.row import row_of
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.records import Group, Schedule
+from dflop_jax.records import Schedule
 from dflop_jax.weights import Folder, Held, read_segment, write_folder
 from models import qwen3_vl
 from models.hf_sizes import folder_size
 from tests.pipeline import plain
 from tests.processes import run_processes
+from tests.rows import group_of_rows, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_text_without_positions_counts_alike_in_time_row_and_column():
     llm = made.fields["llm"]
     bare = {k: a for k, a in llm.items() if k != "positions"}
     sample = replace(made, fields={"llm": bare})
-    schedule = Schedule(0, (Group("llm", SHAPES["llm"], ((((0,), ()),),)),))
+    schedule = Schedule(0, (group_of_rows("llm", SHAPES["llm"], ((((0,), ()),),)),))
     found = pack_group(plan().layout, schedule, 0, [sample], [sample.load], model=MODEL)
     np.testing.assert_array_equal(found.fields["positions"][0, 0, :7], llm["positions"])
     assert llm["positions"].tolist() == [[i] * 3 for i in range(7)]
@@ -104,7 +105,7 @@ def test_packed_rows_give_the_logits_of_samples_alone(reference):
         (index,) = arrays[g].places[v]
         fields = ({k: a[0] for k, a in arrays[i].fields.items()} for i in (v, g))
         found = np.asarray(run(params, *fields, index[0]))
-        for row, members in enumerate(SCHEDULE.groups[g].rows[0][0]):
+        for row, members in enumerate(rows_of(SCHEDULE.groups[g], 1)[0][0]):
             start = 0
             for s in members:
                 stop = start + len(want[s])

@@ -21,6 +21,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from tests.rows import group_of_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,17 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     for g, group in enumerate(schedule.groups):
         if group.module == "vision":
             pixels = np.zeros(
-                (len(group.rows), plan.layout.data_ranks("vision") * group.shape.rows, px, px, 3),
+                (
+                    group.microbatches,
+                    plan.layout.data_ranks("vision") * group.shape.rows,
+                    px,
+                    px,
+                    3,
+                ),
                 np.uint8,
             )
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
-            for m, ranks in enumerate(group.rows):
+            for m, ranks in enumerate(rows_of(group, plan.layout.data_ranks("vision"))):
                 for r, rank in enumerate(ranks):
                     for k, row in enumerate(rank):
                         for tile in row:
@@ -106,7 +113,7 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
             continue
         rows, indices = [], []
         sources = schedule.fed_by(g, "vision")
-        for ranks in group.rows:
+        for ranks in rows_of(group, plan.layout.data_ranks(group.module)):
             for row in (row for rank in ranks for row in rank):
                 picked = [samples[i] for i in row]
                 rows.append(row_fields(picked, group.shape.tokens))
@@ -119,7 +126,7 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
                         index[v][pos + t] = place * tokens_per_tile + token
                     pos += len(s.tokens)
                 indices.append(index)
-        shape = (len(group.rows), -1, group.shape.tokens)
+        shape = (group.microbatches, -1, group.shape.tokens)
         fields = {k: np.stack([r[k] for r in rows]).reshape(shape) for k in rows[0]}
         places = {v: (np.stack([i[v] for i in indices]).reshape(*shape, 1),) for v in sources}
         out.append(GroupArrays(fields, places))
@@ -159,8 +166,8 @@ def random_schedule(
                     dealt.append(tuple(
                         tuple((p[j],) if j < len(p) else () for j in range(low.rows))
                         for p in per_rank))  # fmt: skip
-                groups.append(Group("vision", low, tuple(dealt), (fed,)))
-            groups.append(Group("llm", shape, rows))
+                groups.append(group_of_rows("vision", low, tuple(dealt), (fed,)))
+            groups.append(group_of_rows("llm", shape, rows))
 
     add(order, n_groups, "vision" in plan.layout.modules)
     if text_only:

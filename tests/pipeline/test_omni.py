@@ -20,7 +20,6 @@ from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
     Edge,
-    Group,
     Layout,
     Load,
     Plan,
@@ -33,6 +32,7 @@ from dflop_jax.records import (
 )
 from models import omni
 from models.composed import Composed
+from tests.rows import group_of_rows
 
 from . import plain
 from .test_gradients import KEY_BIAS, assert_trees_close
@@ -197,8 +197,10 @@ def schedule_of(plan):
                 microbatches.append(tuple(
                     tuple((p,) for p in pieces[r::n]) + ((),) * (8 - len(pieces[r::n]))
                     for r in range(n)))  # fmt: skip
-            groups.append(Group(m, plan.layout.shapes(m)[0], tuple(microbatches), (consumer,)))
-        groups.append(Group("llm", plan.layout.shapes("llm")[0], dealt))
+            groups.append(
+                group_of_rows(m, plan.layout.shapes(m)[0], tuple(microbatches), (consumer,))
+            )
+        groups.append(group_of_rows("llm", plan.layout.shapes("llm")[0], dealt))
 
     for indices in ([0], [1], [2], [3, 4], [5, 6]):
         add(indices)
@@ -262,8 +264,8 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
     for name in ("vision", "audio"):
         n = len(numbered(loads, name))
         ranks = tuple(tuple((p,) for p in range(r, n, 2)) for r in range(2))
-        groups.append(Group(name, Shape(8, m.piece_tokens[name]), (ranks,), (2,)))
-    schedule = Schedule(0, (*groups, Group("llm", Shape(2, 96), (rows,))))
+        groups.append(group_of_rows(name, Shape(8, m.piece_tokens[name]), (ranks,), (2,)))
+    schedule = Schedule(0, (*groups, group_of_rows("llm", Shape(2, 96), (rows,))))
 
     @jax.jit
     def hidden(fields, places):

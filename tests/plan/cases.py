@@ -225,14 +225,13 @@ def full_groups(plan, pairs, n):
     """`n` groups of every module that has a shape, the i-th of each feeding the i-th of others."""
     (bucket,) = plan.layout.buckets
     names = [m for m, _ in bucket.shapes]
-    empty = ((),) * plan.layout.group_size
     return tuple(
         Group(
             m,
             bucket.shape(m),
-            empty,
             tuple(i * len(names) + names.index(t) for t in plan.layout.targets(m) if t in names),
             pairs[m],
+            microbatches=plan.layout.group_size,
         )
         for i in range(n)
         for m in names

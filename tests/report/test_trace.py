@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from dflop_jax.records import Event, Group, Schedule, Shape, Trace
+from dflop_jax.records import Event, Schedule, Shape, Trace
 from dflop_jax.report.trace import group_labels, read_trace, to_chrome, write_trace
 from tests.report.runs import one_f_one_b
+from tests.rows import group_of_rows
 
 TRACE = one_f_one_b({"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3, 2.0], "measured")
 
@@ -63,8 +64,8 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
 
 
 def test_groups_are_called_by_module_and_shape():
-    first = Group("eye", Shape(2, 9), ((((0,), ()),),), feeds=(1,))
-    second = Group("text", Shape(1, 64), ((((0,),),),))
+    first = group_of_rows("eye", Shape(2, 9), ((((0,), ()),),), feeds=(1,))
+    second = group_of_rows("text", Shape(1, 64), ((((0,),),),))
     schedules = [Schedule(0, (first, second)), Schedule(1, (second,))]
     assert group_labels(schedules) == {0: "eye:2x9", 1: "text:1x64", 2: "text:1x64"}
 

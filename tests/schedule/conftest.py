@@ -22,6 +22,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule.costs import directions
+from tests.rows import rows_of
 
 TILE = 16  # tokens of a piece of module "a" where it takes one a row
 
@@ -90,14 +91,12 @@ def check(schedule, loads, plan):
     home = {}  # (module, sample) -> places of its groups and microbatches
     for place, g in enumerate(schedule.groups):
         assert g.shape in plan.layout.shapes(g.module)
-        assert len(g.rows) == plan.layout.group_size
+        assert g.microbatches == plan.layout.group_size
         lengths = [n for load in loads for n in load.lengths(g.module)]
         owner = [i for i, load in enumerate(loads) for _ in load.lengths(g.module)]
         content = np.zeros(plan.layout.data_ranks(g.module), int)
-        for m, microbatch in enumerate(g.rows):
-            assert len(microbatch) == plan.layout.data_ranks(g.module)
+        for m, microbatch in enumerate(rows_of(g, plan.layout.data_ranks(g.module))):
             for d, rank in enumerate(microbatch):
-                assert len(rank) == g.shape.rows
                 for row in rank:
                     assert sum(lengths[p] for p in row) <= g.shape.tokens
                     content[d] += sum(lengths[p] ** 2 for p in row)
@@ -106,7 +105,7 @@ def check(schedule, loads, plan):
                         seen[g.module].add(p)
                         home.setdefault((g.module, owner[p]), set()).add((place, m))
         assert g.pairs == content.max()
-        assert g.pieces
+        assert len(g.pieces)
     for m in plan.layout.modules:
         assert len(seen[m]) == sum(len(load.lengths(m)) for load in loads)
     for e in plan.layout.edges:

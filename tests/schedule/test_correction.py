@@ -224,7 +224,7 @@ def test_the_work_of_the_host_does_not_move_to_long_programs():
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_expected_times_of_few_groups(n):
-    groups = tuple(Group("b", Shape(1, 128), (((),),)) for _ in range(n))
+    groups = tuple(Group("b", Shape(1, 128)) for _ in range(n))
     schedule = Schedule(0, groups)
     for shares_cores in (True, False):  # alike, they take what they cost
         found = expected_times(ROWS, schedule, host_prices(shares_cores), ["b"])
@@ -237,7 +237,7 @@ def test_programs_of_nothing_but_host_work_expect_nothing():
     """Of a resource whose tasks take the device no time, nothing is to be learnt."""
     prices = Prices({p: Price(HOST_S) for p in host_prices().programs}, host_s=HOST_S,
                     shares_cores=True)  # fmt: skip
-    schedule = Schedule(0, (Group("b", Shape(1, 128), (((),),)),))
+    schedule = Schedule(0, (Group("b", Shape(1, 128)),))
     assert set(expected_times(ROWS, schedule, prices, ["b"]).values()) == {0.0}
 
 
@@ -252,9 +252,7 @@ def test_no_price_falls_below_the_work_of_the_host():
 
 def test_task_times_are_those_of_programs():
     """Groups of one shape run one program, whatever their buckets; sends and updates run none."""
-    groups = tuple(
-        Group("b", shape, (((),),)) for shape in (Shape(1, 96), Shape(1, 64), Shape(1, 96))
-    )
+    groups = tuple(Group("b", shape) for shape in (Shape(1, 96), Shape(1, 64), Shape(1, 96)))
     events = tuple(
         Event("m", "b", g, d, start, end)
         for g, d, start, end in (

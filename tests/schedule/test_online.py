@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from dflop_jax.records import REDUCE, UPDATE, Bucket, Group, Load, Schedule, Shape, Task
+from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
 from dflop_jax.schedule import Capacity, oversize, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
@@ -24,6 +24,7 @@ from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
+from tests.rows import group_of_rows, rows_of
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
 
@@ -144,9 +145,9 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
         free[k] -= lengths[i]
         content[k[1]] += lengths[i] ** 2
         rows[k].append(i)
-    groups = schedule_groups(room, dealt, plan.layout, with_pieces=True)
+    groups = schedule_groups(room, dealt, plan.layout)
     for g, group in enumerate(groups):
-        ((*ranks,),) = group.rows
+        ((*ranks,),) = rows_of(group, 3)
         assert [[sorted(r) for r in rank] for rank in ranks] == [
             [sorted(rows[g, d, r]) for r in range(2)] for d in range(3)
         ]
@@ -229,7 +230,7 @@ def test_content_is_evened_out_over_ranks_and_groups():
     def busiest(schedule):
         total = np.zeros(8)
         for g in schedule.groups:
-            total += [sum(lengths[p] ** 2 for row in rank for p in row) for rank in g.rows[0]]
+            np.add.at(total, g.pieces.rank, lengths[g.pieces.piece] ** 2)
         return total.max() / max((lengths**2).sum() / 8, (lengths**2).max())
 
     assert len(even.groups) == len(blind.groups)
@@ -297,7 +298,7 @@ def group_pairs(loads, plan, samples, b):
             rows[k % ranks][k // ranks].append(p)
         full = tuple(tuple(tuple(r) for r in rank) for rank in rows)
         most = max(sum(TILE**2 for r in rank for _ in r) for rank in rows)
-        groups.append(Group("a", shape, (full,), (), most))
+        groups.append(group_of_rows("a", shape, (full,), (), most))
     shape, ranks = b.shape("b"), plan.layout.data_ranks("b")
     lengths = [loads[i].tokens("b") for i in samples]
     best = None
@@ -308,7 +309,7 @@ def group_pairs(loads, plan, samples, b):
             best = most, tuple(tuple(tuple(samples[k] for k in r) for r in p) for p in parts)
     if best is None:
         return None
-    groups.append(Group("b", shape, (best[1],), (), best[0]))
+    groups.append(group_of_rows("b", shape, (best[1],), (), best[0]))
     return groups
 
 
@@ -434,7 +435,7 @@ def test_empty_microbatches_pad_a_group():
     loads = [Load({"a": (TILE,), "b": (9,)})]
     got = solve(loads, plan)
     check(got, loads, plan)
-    assert [sum(map(len, m[0])) + sum(map(len, m[1])) for m in got.groups[1].rows] == [1, 0, 0, 0]
+    assert np.bincount(got.groups[1].pieces.microbatch, minlength=4).tolist() == [1, 0, 0, 0]
 
 
 def test_oversize_sample_is_named_with_the_choices(small_plan):
@@ -465,8 +466,8 @@ def test_arrival_keeps_order_and_takes_the_smallest_bucket(n, with_a, group_size
     got = solve(loads, plan)
     check(got, loads, plan)
     last = [g for g in got.groups if g.module == "b"]
-    assert [p for g in last for p in g.pieces] == list(range(n))
-    assert all(len(row) <= 1 for g in last for m in g.rows for rank in m for row in rank)
+    assert [p for g in last for p in g.pieces.piece] == list(range(n))
+    assert all(len(row) <= 1 for g in last for m in rows_of(g, 2) for rank in m for row in rank)
     assert len(last) == -(-n // (6 * group_size))
     for g, group in enumerate(last):
         lo = g * 6 * group_size
@@ -480,16 +481,16 @@ def test_arrival_keeps_order_and_takes_the_smallest_bucket(n, with_a, group_size
         assert group.shape == smallest.shape("b")
         for source in got.fed_by(got.groups.index(group), "a"):
             owner = [i for i, load in enumerate(loads) for _ in load.lengths("a")]
-            for mine, theirs in zip(got.groups[source].rows, group.rows):
-                for rank, other in zip(mine, theirs):
-                    assert {owner[p] for r in rank for p in r} <= {p for r in other for p in r}
+            held = {(m, d, p) for p, m, d, _ in group.pieces.columns.T.tolist()}
+            for p, m, d, _ in got.groups[source].pieces.columns.T.tolist():
+                assert (m, d, owner[p]) in held
 
 
 def test_arrival_splits_what_no_bucket_holds_together():
     loads = [Load({"a": (TILE,) * 4, "b": (20,)})] * 4
     plan = make_plan([bucket(4, (2, 32))], {"a": 1, "b": 1}, grouping="arrival")
     got = solve(loads, plan)
-    assert [g.pieces for g in got.groups if g.module == "b"] == [(0,), (1,), (2,), (3,)]
+    assert [g.pieces.piece.tolist() for g in got.groups if g.module == "b"] == [[0], [1], [2], [3]]
 
 
 def test_arrival_needs_equal_ranks():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import Group, Load, Schedule, Shape, first_pieces
+from dflop_jax.records import Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
@@ -14,6 +14,7 @@ from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
+from tests.rows import group_of_rows
 from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
 
@@ -111,10 +112,10 @@ def by_hand(rng, loads, plan):
         fed = len(groups) + len(cuts)
         for cut in cuts:
             rows = tuple((p,) for p in cut) + ((),) * (part.rows - len(cut))
-            groups.append(Group("a", part, ((rows,),), (fed,), len(cut) * TILE**2))
+            groups.append(group_of_rows("a", part, ((rows,),), (fed,), len(cut) * TILE**2))
         row = tuple(sorted(first["b"][i] for i in samples))
         pairs = sum(loads[i].tokens("b") ** 2 for i in samples)
-        groups.append(Group("b", shape, (((row,),),), (), pairs))
+        groups.append(group_of_rows("b", shape, (((row,),),), (), pairs))
     return Schedule(0, tuple(groups))
 
 

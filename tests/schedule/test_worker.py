@@ -27,7 +27,7 @@ def loads_of(step):
 
 
 def groups_of(schedule):
-    return sorted(p for g in schedule.groups if g.module == "b" for p in g.pieces)
+    return sorted(p for g in schedule.groups if g.module == "b" for p in g.pieces.piece.tolist())
 
 
 def without_time(schedule):

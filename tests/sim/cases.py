@@ -77,7 +77,7 @@ def batch(plan, counts, *, shapes=(), step=0):
 
 def group(module, shape=ONE, feeds=(), pairs=0):
     """A group of empty rows: the simulator asks for its shape and what it feeds only."""
-    return Group(module, shape, ((((),) * shape.rows,),), tuple(feeds), pairs)
+    return Group(module, shape, tuple(feeds), pairs)
 
 
 def names(plan):

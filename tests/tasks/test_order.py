@@ -150,9 +150,7 @@ def test_several_groups_feed_one_and_never_lock():
     """Six producers of one consumer run though 1F1B would allow two in flight."""
     plan = chain(2, vision=1)
     low, high = plan.layout.shapes("vision")[0], plan.layout.shapes("llm")[0]
-    one = ((((),) * low.rows,),)
-    every = tuple(Group("vision", low, one, (6,)) for _ in range(6))
-    every += (Group("llm", high, ((((),) * high.rows,),)),)
+    every = (*(Group("vision", low, (6,)) for _ in range(6)), Group("llm", high))
     graph = step_graph(plan.layout, every, names(plan))
     order = order_tasks(plan, graph, every)
     check_order(graph, order)

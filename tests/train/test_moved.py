@@ -44,11 +44,11 @@ def plan_of(node):
 def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
     struct = jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.bfloat16)
     monkeypatch.setattr(module, "features_struct", lambda *_: struct)
-    groups = (Group("a", LOW, ((((),) * 2,) * 4,), (1,)), Group("b", HIGH, ((((),),) * 4,)))
+    groups = (Group("a", LOW, (1,)), Group("b", HIGH))
     reads = np.array([[9, 5, 0, 1], [7, 9, 0, 0], [3, 0, 9, 0], [0, 6, 0, 9]])
     parts = []
     for ranks in ({0, 1}, {2, 3}):
-        own = np.where(np.isin(np.arange(4), list(ranks))[:, None], reads, 0)
+        own = np.where(np.isin(np.arange(4), list(ranks)), reads.T, 0)
         packed = [SimpleNamespace(reads={}), SimpleNamespace(reads={0: own})]
         counts = {"a": ranks, "b": ranks}
         model = SimpleNamespace(modules={"a": None, "b": None})

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.records import Edge, Plan, home_rank
-from dflop_jax.schedule.dispatch.traffic import traffic
+from dflop_jax.records import Edge, Plan, homes
+from dflop_jax.schedule.dispatch.traffic import read_between
 from dflop_jax.schedule.groups import Room, Together
-from dflop_jax.schedule.placing import Placed, moved_to
+from dflop_jax.schedule.placing import moved_to
 from dflop_jax.schedule.solver.problem import Floats, Ints
 
 _TURNS = 4  # of all modules, at most
@@ -30,10 +30,6 @@ class Devices:
 
     of_rank: Ints
     node: int
-
-    def far(self, other: Devices) -> np.ndarray:
-        """[ranks, ranks of the other]: whether two are in different nodes."""
-        return self.of_rank[:, None] // self.node != other.of_rank // self.node
 
 
 def kept(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
@@ -75,9 +71,7 @@ def rename_ranks(room: Room, answer: Sequence[Together], plan: Plan) -> None:
     Every microbatch has names of its own, but of a module whose programs cost something by their
     content: there ranks were matched over the step, and all microbatches have the same.
     """
-    sample_of = {m: np.repeat(np.arange(room.batch.n), room.batch.count[m])
-                 for m in room.batch.modules}  # fmt: skip
-    names = _Names(room, plan, sample_of)
+    names = _Names(room, plan)
     for _ in range(_TURNS):
         changed = False
         for module in plan.layout.modules:
@@ -95,11 +89,11 @@ Place = tuple[Together, int]  # a microbatch
 class _Names:
     room: Room
     plan: Plan
-    sample_of: dict[str, Ints]
 
     def alike(self, answer: Sequence[Together], module: str) -> Iterator[list[Place]]:
         """Microbatches whose ranks have the same names."""
-        every = [(t, k) for t in answer for k in range(len(t.placed.get(module, ())))]
+        size = self.room.capacity.group_size
+        every = [(t, k) for t in answer if module in t.placed for k in range(size)]
         if module in self.room.priced:
             yield every
         else:
@@ -122,9 +116,9 @@ class _Names:
         if (names == np.arange(n)).all():
             return False
         for t, k in together:
-            shape = self.room.buckets[t.bucket].shape(module)
-            assert shape is not None, "pieces are placed in a shape"
-            moved_to(t.placed[module][k], names, shape)
+            ranks_KD = np.tile(np.arange(n), (self.room.capacity.group_size, 1))
+            ranks_KD[k] = names
+            t.placed[module] = moved_to(t.placed[module], ranks_KD)
         return True
 
     def _ranks(self, edge: Edge) -> tuple[int, int]:
@@ -133,23 +127,16 @@ class _Names:
 
     def _devices(self, edge: Edge) -> tuple[Devices, Devices]:
         """Of the source's ranks, and of the homes of the target's."""
-        low, high = self._ranks(edge)
         of_rank = np.array(self.plan.layout.devices(edge.source))
-        homes = [home_rank(rank, low, high) for rank in range(high)]
         node = self.plan.scheduling.node or self.plan.layout.n_devices
-        return Devices(of_rank, node), Devices(of_rank[homes], node)
+        return Devices(of_rank, node), Devices(of_rank[homes(*self._ranks(edge))], node)
 
     def _moved(self, edge: Edge, together: Together, k: int) -> Ints:
         if edge.source not in together.placed or edge.target not in together.placed:
             return np.zeros(self._ranks(edge), np.int64)
-        source, target = (self._ranks_of(m, together, k) for m in (edge.source, edge.target))
-        pieces = together.placed[edge.source][k].pieces
-        amount = self.room.batch.lengths[edge.source][pieces]
-        return traffic(*source, amount, *target, self._ranks(edge))
-
-    def _ranks_of(self, module: str, together: Together, k: int) -> tuple[Ints, Ints]:
-        """Sample and rank of every piece."""
-        placed: Placed = together.placed[module][k]
-        shape = self.room.buckets[together.bucket].shape(module)
-        assert shape is not None, "pieces are placed in a shape"
-        return self.sample_of[module][placed.pieces], placed.rows_P // shape.rows
+        source, target = (
+            places.chosen(places.microbatch == k)
+            for places in (together.placed[edge.source], together.placed[edge.target])
+        )
+        modules = edge.source, edge.target
+        return read_between(modules, source, target, self.room.batch, self._ranks(edge))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop_jax.records import Plan, home_rank
+from dflop_jax.records import Plan, homes, rank_nodes
 from dflop_jax.schedule.groups import Room, Together
 from dflop_jax.schedule.solver.problem import Ints
 
@@ -27,28 +27,22 @@ def bring_home(room: Room, answer: Sequence[Together], plan: Plan) -> None:
         low, high = ranks[edge.source], ranks[edge.target]
         if low == 1:
             continue
-        node_of = np.array(plan.layout.devices(edge.source)) // (
-            plan.scheduling.node or plan.layout.n_devices
-        )
-        homes = np.array([home_rank(rank, low, high) for rank in range(high)])
-        sample_of = {
-            m: np.repeat(np.arange(batch.n), batch.count[m]) for m in (edge.source, edge.target)
-        }
-        for t in answer:
-            shapes = (room.buckets[t.bucket].shape(m) for m in (edge.source, edge.target))
-            here, there = (s.rows if s else 1 for s in shapes)
-            both = zip(t.placed.get(edge.source, ()), t.placed.get(edge.target, ()))
-            for source, target in both:
-                read_at_N = np.full(batch.n, -1)
-                samples = sample_of[edge.target][target.pieces]
-                read_at_N[samples[::-1]] = homes[target.rows_P[::-1] // there]
-                home_P = read_at_N[sample_of[edge.source][source.pieces]]
-                length_P = batch.lengths[edge.source][source.pieces]
-                for length in np.unique(length_P):
-                    equal = np.flatnonzero(length_P == length)
-                    rows = source.rows_P[equal]
-                    places = nearest_places(rows // here, home_P[equal], node_of)
-                    source.rows_P[equal] = rows[places]
+        node_of, home_D = rank_nodes(plan, edge.source), homes(low, high)
+        for t in (t for t in answer if edge.source in t.placed and edge.target in t.placed):
+            source, target = t.placed[edge.source], t.placed[edge.target]
+            read_at_N = np.full(batch.n, -1)
+            samples = batch.sample[edge.target][target.piece]
+            read_at_N[samples[::-1]] = home_D[target.rank[::-1]]
+            home_P = read_at_N[batch.sample[edge.source][source.piece]]
+            length_P = batch.lengths[edge.source][source.piece]
+            kinds = source.microbatch * (length_P.max(initial=0) + 1) + length_P
+            _, kind_P = np.unique(kinds, return_inverse=True)
+            rank, row = source.rank.copy(), source.row.copy()
+            for kind in range(kind_P.max(initial=-1) + 1):
+                equal = np.flatnonzero(kind_P == kind)
+                places = equal[nearest_places(rank[equal], home_P[equal], node_of)]
+                rank[equal], row[equal] = rank[places], row[places]
+            t.placed[edge.source] = source.moved(rank, row)
 
 
 def nearest_places(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:

@@ -1,10 +1,6 @@
 """What moves between the data ranks of two modules, from loads alone.
 
-All pieces of a sample in the target read all of its pieces in the source; amounts are tokens of the
-source, to which its features are proportional.
-
-Shape suffixes: P pieces of the source, Q of the target, V data ranks of the source, D of the
-target.
+Amounts are tokens of the source, to which its features are proportional.
 """
 
 from __future__ import annotations
@@ -15,36 +11,32 @@ import numpy as np
 
 from dflop_jax.records import (
     ExchangeRoom,
-    Group,
     Layout,
     Load,
+    PiecePlaces,
     Schedule,
     Shape,
-    first_pieces,
-    home_rank,
-    piece_tokens,
+    crossing,
+    traffic,
 )
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.solver.problem import Ints
 
 _LEAST = 1 / 32  # of a rank's features: room of a round, whatever the batches that were seen move
 _ROUND = 0.3  # of a rank's features: what a round costs beside its room
 
 
-def traffic(
-    sample_P: Ints, rank_P: Ints, amount_P: Ints, sample_Q: Ints, rank_Q: Ints, n: tuple[int, int]
+def read_between(
+    modules: tuple[str, str],
+    source: PiecePlaces,
+    target: PiecePlaces,
+    batch: Batch,
+    n: tuple[int, int],
 ) -> Ints:
-    """[V, D]: the amount that each of the `n` = (V, D) ranks of a source has for each of a target's
-    ranks; a piece counts once for a rank that reads it."""
-    low, high = n
-    readers = np.unique(sample_Q * high + rank_Q)
-    reader, at_rank = np.divmod(readers, high)
-    first = np.searchsorted(reader, sample_P)
-    count = np.searchsorted(reader, sample_P, side="right") - first
-    source = np.repeat(np.arange(len(sample_P)), count)
-    within = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-    target = at_rank[np.repeat(first, count) + within]
-    pairs = rank_P[source] * high + target
-    return np.bincount(pairs, amount_P[source], low * high).astype(np.int64).reshape(low, high)
+    """[V, D]: what each of the `n` = (V, D) ranks of two modules has for each that reads it."""
+    here, there = (batch.sample[m][p.piece] for m, p in zip(modules, (source, target)))
+    amount = batch.lengths[modules[0]][source.piece]
+    return traffic(here, source.rank, amount, there, target.rank, n)
 
 
 def exchange_rooms(
@@ -54,52 +46,18 @@ def exchange_rooms(
     groups move, and a few need another."""
     shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
     for schedule, loads in zip(schedules, batches, strict=True):
-        for target in schedule.groups:
-            for source in (g for g in schedule.groups if _feeds(g, target, schedule)):
-                low, high = (
-                    layout.data_ranks(source.module),
-                    layout.data_ranks(target.module),
-                )
-                if low > 1:
-                    key = source.module, target.module, source.shape, target.shape
-                    moved = moved_between(source, target, loads, (low, high))
-                    own = len(source.rows) * source.shape.size
-                    shares.setdefault(key, []).append(float(moved.max(initial=0)) / own)
+        batch = Batch(loads, layout.modules)
+        for place, target in enumerate(schedule.groups):
+            for source in (g for g in schedule.groups if place in g.feeds):
+                n = layout.data_ranks(source.module), layout.data_ranks(target.module)
+                if n[0] > 1:
+                    both = source.module, target.module
+                    read = read_between(both, source.pieces, target.pieces, batch, n)
+                    moved = crossing(read, np.zeros(n[0], np.int64))
+                    own = source.microbatches * source.shape.size
+                    key = *both, source.shape, target.shape
+                    shares.setdefault(key, []).append(moved.most / own)
     return tuple(ExchangeRoom(*key, _best_share(np.array(needs))) for key, needs in shares.items())
-
-
-def _feeds(source: Group, target: Group, schedule: Schedule) -> bool:
-    return any(schedule.groups[f] is target for f in source.feeds)
-
-
-def read_between(source: Group, target: Group, loads: Sequence[Load], n: tuple[int, int]) -> Ints:
-    """[V, D]: what ranks of one group have for each rank of another."""
-    sample_P, rank_P, piece_P = _placed(source, loads)
-    sample_Q, rank_Q, _ = _placed(target, loads)
-    amount_P = np.array(piece_tokens(loads, source.module), np.int64)[piece_P]
-    return traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, n)
-
-
-def moved_between(source: Group, target: Group, loads: Sequence[Load], n: tuple[int, int]) -> Ints:
-    """[V, D]: `read_between` without what stays at home."""
-    moved = read_between(source, target, loads, n)
-    homes = [home_rank(rank, *n) for rank in range(n[1])]
-    moved[homes, np.arange(n[1])] = 0
-    return moved
-
-
-def _placed(group: Group, loads: Sequence[Load]) -> tuple[Ints, Ints, Ints]:
-    """Sample, rank and number of every piece of a group."""
-    pairs = [
-        (piece, rank)
-        for microbatch in group.rows
-        for rank, rows in enumerate(microbatch)
-        for row in rows
-        for piece in row
-    ]
-    piece, rank = np.array(pairs, np.int64).reshape(-1, 2).T
-    sample = np.searchsorted(first_pieces(loads, group.module), piece, side="right") - 1
-    return sample.astype(np.int64), rank, piece
 
 
 def _best_share(needs: np.ndarray) -> float:

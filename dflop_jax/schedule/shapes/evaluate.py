@@ -56,7 +56,7 @@ class Evaluator:
         if key not in self._spans:
             plan, prices = self._as_run(buckets)
             training = self.problem.training
-            schedule = solve(self.batches[batch], plan, prices, training, self.work, 0).outline
+            schedule = solve(self.batches[batch], plan, prices, training, self.work, 0).schedule
             self._spans[key] = schedule.makespan_s
             room = dict.fromkeys(self.problem.ranks, 0)
             for g in schedule.groups:

@@ -18,17 +18,21 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
+    crossing,
     home_rank,
+    rank_nodes,
+    traffic,
 )
 from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept
 from dflop_jax.schedule.dispatch.swaps import nearest_places
-from dflop_jax.schedule.dispatch.traffic import exchange_rooms, moved_between, traffic
+from dflop_jax.schedule.dispatch.traffic import exchange_rooms, read_between
 
 EDGE = Edge("sight", "words", "seen")
 
 
-def crossing(moved, names, here, there):
+def crossed_by_loops(moved, names, here, there):
     """(between nodes, between devices of a node) by loops."""
     far = near = 0
     for p, r in enumerate(names):
@@ -48,8 +52,8 @@ def test_names_are_the_best_of_all_permutations(seed):
     there = Devices(rng.integers(0, low, high), node)
     names = best_names(kept(moved, here, there))
     assert sorted(names) == list(range(low))
-    every = [crossing(moved, p, here, there) for p in permutations(range(low))]
-    assert crossing(moved, names, here, there) == min(every)
+    every = [crossed_by_loops(moved, p, here, there) for p in permutations(range(low))]
+    assert crossed_by_loops(moved, names, here, there) == min(every)
 
 
 def test_names_stay_where_no_other_is_better():
@@ -108,15 +112,35 @@ def prices_of(plan, pair_s):
 def moved_by(plan, schedule, loads):
     """[nodes crossed, moved at all] in tokens."""
     total = np.zeros(2)
-    low, high = plan.layout.data_ranks("sight"), plan.layout.data_ranks("words")
-    device = np.array(plan.layout.devices("sight"))
-    node = device // (plan.scheduling.node or 8)
-    homes = [home_rank(d, low, high) for d in range(high)]
     for g in schedule.groups:
         for f in g.feeds:
-            moved = moved_between(g, schedule.groups[f], loads, (low, high))
-            total += moved[node[:, None] != node[homes]].sum(), moved.sum()
+            moved = moved_between(plan, g, schedule.groups[f], loads)
+            total += moved.across_nodes, moved.in_node + moved.across_nodes
     return total
+
+
+def moved_between(plan, source, target, loads):
+    n = plan.layout.data_ranks("sight"), plan.layout.data_ranks("words")
+    batch = Batch(loads, plan.layout.modules)
+    read = read_between(("sight", "words"), source.pieces, target.pieces, batch, n)
+    return crossing(read, rank_nodes(plan, "sight"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_crosses_is_what_loops_count(seed):
+    """All that a rank reads from another than its home, by whether their nodes differ."""
+    rng = np.random.default_rng(seed)
+    low, high = (int(n) for n in rng.integers(1, 7, 2))
+    read, node = rng.integers(0, 9, (low, high)), rng.integers(0, 3, low)
+    moved = {True: 0, False: 0}
+    for v, d in np.ndindex(low, high):
+        home = home_rank(d, low, high)
+        moved[bool(node[v] != node[home])] += read[v, d] * (v != home)
+    got = crossing(read, node)
+    assert (got.across_nodes, got.in_node) == (moved[True], moved[False])
+    parts = [got.of([d]) for d in range(high)]
+    assert sum(p.across_nodes for p in parts) == moved[True]
+    assert got.most == max(p.most for p in parts)
 
 
 @pytest.mark.parametrize("low, high", [(4, 4), (8, 2), (2, 8)])
@@ -172,9 +196,9 @@ def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
         names = tuple(s.name for s in plan.layout.segments)
         for loads in (texts, batch(0)):
             schedule = schedule_batch(loads, plan, prices_of(plan, 0.0), names, work=50)
-            assert sorted(p for g in schedule.groups if g.module == "words" for p in g.pieces) == (
-                list(range(len(loads)))
-            )
+            assert sorted(
+                p for g in schedule.groups if g.module == "words" for p in g.pieces.piece
+            ) == (list(range(len(loads))))
     with pytest.raises(ValueError, match="node"):
         plan.with_scheduling(node=-1)
 
@@ -191,8 +215,8 @@ def test_rooms_take_most_groups_in_one_round():
     for schedule, loads in zip(schedules, batches, strict=True):
         for g in schedule.groups:
             for f in g.feeds:
-                moved = moved_between(g, schedule.groups[f], loads, (4, 4))
-                needs.append(moved.max() / (g.shape.size * len(g.rows)))
+                moved = moved_between(plan, g, schedule.groups[f], loads)
+                needs.append(moved.most / (g.shape.size * g.microbatches))
     rounds = [max(1, int(np.ceil(need / room.share - 1e-9))) for need in needs]
     assert np.mean(np.array(rounds) > 1) <= 0.5
     assert room.share <= max(needs)

@@ -1,0 +1,97 @@
+"""Where the pieces of a group lie: columns that go from the scheduler to the packer as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dflop_jax.records.check import require
+
+
+@dataclass(frozen=True, eq=False)
+class PiecePlaces:
+    """Where n pieces of a module lie: columns `piece`, `microbatch`, `rank`, `row`, int64 [4, n].
+
+    `piece` is the number among the module's pieces of the global batch (see `numbered`). It lies in
+    `row` of data `rank` of `microbatch`; pieces of one row stand in it in the order of the entries.
+    """
+
+    columns: np.ndarray
+
+    def __post_init__(self) -> None:
+        require(
+            self.columns.ndim == 2 and len(self.columns) == 4,
+            f"places of pieces are four columns, got {self.columns.shape}",
+        )
+
+    @classmethod
+    def of(
+        cls, piece: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, row: np.ndarray
+    ) -> PiecePlaces:
+        return cls(np.stack((piece, microbatch, rank, row)))
+
+    @property
+    def piece(self) -> np.ndarray:
+        return self.columns[0]
+
+    @property
+    def microbatch(self) -> np.ndarray:
+        return self.columns[1]
+
+    @property
+    def rank(self) -> np.ndarray:
+        return self.columns[2]
+
+    @property
+    def row(self) -> np.ndarray:
+        return self.columns[3]
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PiecePlaces) and np.array_equal(self.columns, other.columns)
+
+    def __hash__(self) -> int:
+        return hash(self.columns.tobytes())
+
+    @cached_property
+    def _row_by_row(self) -> tuple[np.ndarray, np.ndarray]:
+        """The entries row by row, and at each of these the place where its row begins, [n]."""
+        order = np.lexsort((self.row, self.rank, self.microbatch))
+        row = np.stack((self.microbatch, self.rank, self.row))[:, order]
+        is_first = np.append(True, (row[:, 1:] != row[:, :-1]).any(axis=0))[: len(order)]
+        return order, np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+
+    @cached_property
+    def segment(self) -> np.ndarray:
+        """Segment ids, int64 [n]: in every row pieces count from 1."""
+        return self.before(np.ones(len(self), np.int64)) + 1
+
+    def before(self, amount: np.ndarray) -> np.ndarray:
+        """Sum of the amounts, [n], of the pieces that stand before each in its row."""
+        order, begins = self._row_by_row
+        total = np.cumsum(amount[order]) - amount[order]
+        result = np.empty_like(total)
+        result[order] = total - total[begins]
+        return result
+
+    def chosen(self, entries: np.ndarray) -> PiecePlaces:
+        """The entries that a mask or an order names."""
+        return PiecePlaces(self.columns[:, entries])
+
+    def moved(self, rank: np.ndarray, row: np.ndarray) -> PiecePlaces:
+        """The same pieces on these ranks, in these rows."""
+        columns = self.columns.copy()
+        columns[2:] = rank, row
+        return PiecePlaces(columns)
+
+    def in_rows(self) -> PiecePlaces:
+        """The same pieces microbatch by microbatch, there rank by rank and row by row, in each row
+        by number."""
+        return self.chosen(np.lexsort((self.piece, self.row, self.rank, self.microbatch)))
+
+
+NO_PIECES = PiecePlaces(np.zeros((4, 0), np.int64))

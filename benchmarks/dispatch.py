@@ -5,8 +5,8 @@ Minutes:  about one; --quick takes seconds
 Expected: never above the paper's algorithms; 2,560 ranks and 40,000 samples greedily in less than
           100 ms, within 1% of the bound in less than 2 s; nodes named so that less crosses them
 
-Lengths are heavy-tailed. Costs are the paper's four: without padding, padded, of attention, padded
-with attention. `cross_node_share` is the share of an encoder's features that leave the node in
+Lengths are heavy-tailed. Costs are the paper's without padding: of the tokens, and with attention.
+`cross_node_share` is the share of an encoder's features that leave the node in
 which they were computed, where the ranks of the balanced encoder are named so that this is least;
 `cross_node_share_naive` where they are not renamed. Ranks are 8 to a node.
 """
@@ -14,7 +14,6 @@ which they were computed, where the ranks of the balanced encoder are named so t
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -30,18 +29,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from dflop_jax.records import crossing, traffic  # noqa: E402
-from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
-from dflop_jax.schedule.dispatch.cost import PhaseCost  # noqa: E402
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept  # noqa: E402
-from dflop_jax.schedule.dispatch.ranks import dispatch  # noqa: E402
+from dflop_jax.schedule.solver.balance import balance  # noqa: E402
+from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
 from dflop_jax.schedule.solver.problem import make_problem  # noqa: E402
 
-COSTS = {
-    "no padding": PhaseCost(1.0),
-    "padding": PhaseCost(1.0, padded=True),
-    "attention": PhaseCost(1.0, 1 / 4096),
-    "padded attention": PhaseCost(1.0, 1 / 4096, padded=True),
-}
+COSTS = {"no padding": 0.0, "attention": 1 / 4096}  # of a pair of tokens; a token costs 1
 SIZES = ((8, 128), (64, 1024), (512, 8192), (2560, 40_000))
 NODE = 8
 METHODS = {"greedy": 0.0, "solver": 10_000.0}
@@ -69,58 +62,30 @@ def lengths_of(n: int, seed: int) -> np.ndarray:
     return np.clip(rng.lognormal(6.0, 1.0, n), 16, 8192).astype(np.int64)
 
 
-def paper_ranks(lengths: Sequence[float], n_ranks: int, cost: PhaseCost) -> list[int]:
-    """The paper's algorithm for a cost. Without padding the longest goes first to the lightest
-    rank. With padding the shortest come first, as many in a row as a bound lets a rank take, and
-    the least bound is found by bisection over whole numbers of the unit of costs."""
-    each = [float(x) for x in cost.each(np.asarray(lengths, float))]
-    ranks = [0] * len(each)
-    if not cost.padded:
-        loads = [0.0] * n_ranks
-        for i in sorted(range(len(each)), key=lambda i: -each[i]):
-            ranks[i] = min(range(n_ranks), key=loads.__getitem__) if n_ranks <= 64 else int(
-                np.argmin(loads))  # fmt: skip
-            loads[ranks[i]] += each[i]
-        return ranks
-    order = sorted(range(len(each)), key=each.__getitem__)
-
-    def cut(bound: float) -> list[int] | None:
-        out, rank, count = [0] * len(each), 0, 0
-        for i in order:
-            if (count + 1) * each[i] > bound:
-                rank, count = rank + 1, 0
-            if rank == n_ranks or each[i] > bound:
-                return None
-            out[i], count = rank, count + 1
-        return out
-
-    low, high = 0, math.ceil(len(each) * max(each, default=0.0))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if cut(middle) is not None else (middle, high)
-    return cut(high) or ranks
+def costs_of(lengths: np.ndarray, pair: float) -> np.ndarray:
+    return lengths + pair * lengths.astype(float) ** 2
 
 
-def bound_of(lengths: np.ndarray, n_ranks: int, cost: PhaseCost, best: float) -> float:
-    """No assignment costs less: of added costs by the solver's bounds; padded ones are cut
-    optimally."""
-    if cost.padded:
-        return best
-    return lower_bound(make_problem(cost.each(lengths), n_ranks))
+def paper_ranks(each: Sequence[float], n_ranks: int) -> list[int]:
+    """The paper's algorithm: the dearest goes first to the lightest rank."""
+    loads, ranks = np.zeros(n_ranks), [0] * len(each)
+    for i in sorted(range(len(each)), key=lambda i: -each[i]):
+        ranks[i] = int(np.argmin(loads))
+        loads[ranks[i]] += each[i]
+    return ranks
 
 
 def measured(name: str, n_ranks: int, n: int, seed: int) -> list[Row]:
     """Rows of both methods on one instance."""
-    cost, lengths = COSTS[name], lengths_of(n, seed)
+    lengths = lengths_of(n, seed)
+    each = costs_of(lengths, COSTS[name])
     answers = []
     for method, work in METHODS.items():
         start = time.perf_counter()
-        answer = dispatch(lengths, n_ranks, cost, work=work, time_limit_s=SOLVER_S, seed=seed)
+        answer = balance(each, n_ranks, work=work, time_limit_s=SOLVER_S, seed=seed)
         answers.append((method, answer, time.perf_counter() - start))
-    paper = np.array(paper_ranks(lengths.tolist(), n_ranks, cost))
-    best = min(a.makespan for _, a, _ in answers)
-    bound = bound_of(lengths, n_ranks, cost, best)
-    paper_makespan = float(cost.of_ranks(lengths, paper, n_ranks).max())
+    bound = lower_bound(make_problem(each, n_ranks))
+    paper_makespan = float(np.bincount(paper_ranks(each.tolist(), n_ranks), each).max())
     rows = []
     for method, answer, took_s in answers:
         near, naive = shares_crossing(lengths, answer.bins, n_ranks, seed)
@@ -133,12 +98,14 @@ def measured(name: str, n_ranks: int, n: int, seed: int) -> list[Row]:
     return rows
 
 
-def shares_crossing(lengths: np.ndarray, bins: np.ndarray, n_ranks: int, seed: int) -> tuple[float, float]:
+def shares_crossing(
+    lengths: np.ndarray, bins: np.ndarray, n_ranks: int, seed: int
+) -> tuple[float, float]:
     """Share of an encoder's features that leave their node with and without renaming, where the
     LLM's ranks are balanced by other lengths of the same samples."""
     rng = np.random.default_rng(seed + 1)
     text = lengths // 4 + rng.integers(16, 2048, len(lengths))
-    where = dispatch(text, n_ranks, COSTS["attention"]).bins
+    where = balance(costs_of(text, COSTS["attention"]), n_ranks, time_limit_s=2.0, work=0).bins
     sample = np.arange(len(lengths))
     moved = traffic(sample, bins, lengths, sample, where, (n_ranks, n_ranks))
     devices, total = Devices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)

@@ -27,7 +27,7 @@ ENGINE = RUNTIME | {"train", "generate"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
-    "record_files": set(),
+    "record_files": {"records"},
     "contract": {"records"},
     "config": {"records"},
     "data": LEFT,

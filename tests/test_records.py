@@ -41,10 +41,8 @@ from dflop_jax.records import (
     Task,
     Trace,
     first_pieces,
-    from_json,
     numbered,
     piece_tokens,
-    to_json,
 )
 from tests.rows import group_of_rows
 
@@ -301,44 +299,6 @@ def test_a_wrong_record_cannot_exist(make):
     with pytest.raises(ValueError, match=r".") as failed:
         make()
     assert "\n" not in str(failed.value)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_places_of_pieces_are_what_loops_over_rows_say(seed):
-    """Segment ids, and tokens before a piece in its row, in whatever order the entries stand."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(0, 30)) if seed else 0
-    places = PiecePlaces(np.stack((rng.permutation(n), *rng.integers(0, 3, (3, n)))))
-    length = rng.integers(1, 50, n)
-    seen = {}
-    for entry, (_, *row) in enumerate(places.columns.T.tolist()):
-        before = seen.setdefault(tuple(row), [])
-        assert places.segment[entry] == len(before) + 1
-        assert places.before(length)[entry] == sum(before)
-        before.append(length[entry])
-    rows = places.in_rows()
-    ordered = sorted(map(tuple, places.columns.T.tolist()), key=lambda e: (*e[1:], e[0]))
-    assert list(map(tuple, rows.columns.T.tolist())) == ordered
-    assert from_json(to_json(rows), PiecePlaces) == rows
-
-
-@pytest.mark.parametrize(
-    "columns", ['[4, "eJw"]', '[4, "eJxjAAAAAQAB"]', '[3, ""]', "5", '["x", ""]', "[4, 7]", "null"]
-)
-def test_damaged_places_are_refused_in_one_line(columns, tmp_path):
-    text = json.dumps({"record": "PiecePlaces", "version": 3, "value": {"columns": 0}})
-    (tmp_path / "r.json").write_text(text.replace('"columns": 0', f'"columns": {columns}'))
-    with pytest.raises(ValueError, match=r"r\.json") as failed:
-        load(PiecePlaces, tmp_path / "r.json")
-    assert "\n" not in str(failed.value)
-
-
-def test_a_schedule_of_nested_rows_is_made_again(tmp_path):
-    group = {"module": "llm", "shape": {"rows": 1, "tokens": 8}, "rows": [[[[0]]]]}
-    old = {"record": "Schedule", "version": 3, "value": {"step": 0, "groups": [group]}}
-    (tmp_path / "r.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="version 3, this program reads 4; make it again"):
-        load(Schedule, tmp_path / "r.json")
 
 
 def test_what_a_plan_derives():

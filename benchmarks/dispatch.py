@@ -29,9 +29,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from dflop_jax.records import crossing, traffic  # noqa: E402
+from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept  # noqa: E402
 from dflop_jax.schedule.solver.balance import balance  # noqa: E402
-from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
 from dflop_jax.schedule.solver.problem import make_problem  # noqa: E402
 
 COSTS = {"no padding": 0.0, "attention": 1 / 4096}  # of a pair of tokens; a token costs 1

@@ -67,8 +67,6 @@ MANY_ARGUMENTS = {
     "models/attention_kernels.py:forward_kernel",
     "models/attention_kernels.py:kv_kernel",
     "models/attention_kernels.py:q_kernel",
-    # Not mended yet.
-    "dflop_jax/schedule/placing.py:_even_step",
 }
 
 # Files that read private names of jax, and what no public name gives them.

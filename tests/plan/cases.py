@@ -10,11 +10,12 @@ import math
 
 import numpy as np
 
+import dflop_jax.plan.sizing as sizing
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.space import SPACES
 from dflop_jax.plan.volume import CUTS
 from dflop_jax.profile.cost_model import CostModel
@@ -404,9 +405,24 @@ def random_case(seed, graph="two"):
     return profile, DataProfile("random", 30, tuple(loads)), n_devices, hardware, rng
 
 
-def run(
+_SEARCHED: dict[str, SearchResult] = {}
+
+
+def run(*asked, **options):
+    """What `searched_anew` says; what was asked before, of the same choice of buckets, is not
+    searched again."""
+    if any(map(callable, options.values())):
+        return searched_anew(*asked, **options)
+    key = repr((sizing.choose_buckets, asked, sorted(options.items())))
+    if key not in _SEARCHED:
+        _SEARCHED[key] = searched_anew(*asked, **options)
+    return _SEARCHED[key]
+
+
+def searched_anew(
     policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3, **kwargs
 ):
+    """A search, of the usual profiles where none are given."""
     config = dataclasses.replace(CONFIG, policy=policy, effort=effort, finalists=finalists)
     return search_plan(
         profile or model_profile(),

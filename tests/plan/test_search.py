@@ -38,6 +38,7 @@ from .cases import (
     model_profile,
     random_case,
     run,
+    searched_anew,
 )
 
 
@@ -60,7 +61,7 @@ def test_a_baseline_is_the_best_of_its_space(policy):
 
 
 def test_the_whole_search_is_reproducible(real_buckets):
-    assert run(n_devices=2) == run(n_devices=2)
+    assert searched_anew(n_devices=2) == searched_anew(n_devices=2)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -85,9 +86,9 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     # Chosen buckets alone: what is shorter may be faster in drifted batches, which no figure of a
     # plan has.
     monkeypatch.setattr(finalists, "_with_shorter_rows", lambda plan, evaluator: [])
-    quick = run(profile=profile, memory_bytes=limit)
+    quick = searched_anew(profile=profile, memory_bytes=limit)
     assert tried == ["quick"]
-    full = run(effort="full", profile=profile, memory_bytes=limit)
+    full = searched_anew(effort="full", profile=profile, memory_bytes=limit)
     assert tried[1:].count("full") == 1
     assert tried[1:].count("quick") >= 2
     assert full.candidates == quick.candidates

@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 
 from dflop_jax.data.bounds import (
     MAX_SHOWN,
@@ -89,6 +88,8 @@ def load_mixture(file: str | Path) -> Mixture:
 
 def _yaml(data: bytes) -> Any:
     """What a YAML file holds. Aliases, by which few bytes become many, are refused."""
+    import yaml  # which few runs need, and every process that opens data would load
+
     depth = 0
     for n, event in enumerate(yaml.parse(data, Loader=yaml.CSafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 
 RUNS = ("blind", "dflop", "dip", "orch")
 AUTO = Path("runs/demo/auto")  # the plan that `auto` makes
-# A process has one core, which compiles a program faster in one piece than in several; and jax 0.10
-# in two thirds of the time without fusion emitters, into programs as fast.
-QUICK = ["--xla_cpu_parallel_codegen_split_count=1"]
-if version("jax").startswith("0.10."):
-    QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def config(policy: str = "dflop") -> Config:
@@ -99,7 +93,6 @@ def main() -> int:
     from dflop_jax.cluster.launch import launch
     from dflop_jax.report.compare import compare
 
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2:
         command = ["python", __file__, "--process"]
         if code := launch(command, 2, devices_per_process=1, pin=True).exit_code:

@@ -1,7 +1,7 @@
 """The same training under four policies, on a laptop without GPU.
 
 Command:  python experiments/demo.py      (or `make demo`)
-Minutes:  2 to 3 on 2 cores
+Minutes:  about 3 on 2 cores
 Expected: one table; the data-aware policies pad less and take less time per step than `blind`, at
           equal loss; a line says which of them `auto` takes, and why.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.records import Load
+from dflop_jax.records import Load, pairs
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "shapes"
 TILE_PX, TILE_TOKENS, MAX_GRID, MAX_FRAMES = 384, 729, 9, 32
@@ -65,7 +65,7 @@ def costs_of(loads: Sequence[Load]) -> np.ndarray:
     """[n, 2]: tiles, and tokens with their attention; both modules' totals are 1."""
     tiles = np.array([len(s.lengths("vision")) for s in loads], float)
     tokens = np.array([s.tokens("llm") for s in loads], float)
-    llm = tokens + tokens**2 / ATTENTION_TOKENS
+    llm = tokens + pairs(tokens) / ATTENTION_TOKENS
     return np.stack([tiles / max(tiles.sum(), 1.0), llm / llm.sum()], axis=1)
 
 

@@ -56,6 +56,7 @@ from dflop_jax.records import (  # noqa: E402
     SegmentPlan,
     Shape,
     SubmeshPlan,
+    pairs,
 )
 from dflop_jax.schedule import (  # noqa: E402
     WORK_PER_S,
@@ -120,7 +121,7 @@ def plan_of(buckets: Sequence[Bucket], ranks: int) -> Plan:
 def prices_of(plan: Plan) -> Prices:
     return Prices(
         {
-            ProgramId("llm", s, BACKWARD): Price(seconds_of(s), PAIR_S)
+            ProgramId("llm", s, BACKWARD): Price(seconds_of(s), (PAIR_S,))
             for s in plan.layout.shapes("llm")
         }
     )
@@ -195,7 +196,7 @@ def in_rows(case: Case, order: Sequence[int], key: Callable[[np.ndarray], np.nda
             fits = [(key(content_D)[d], len(rows[d]) - 1, d) for d in range(ranks)]
         _, r, d = min(fits)
         rows[d][r].append(i)
-        content_D[d] += tokens[i] ** 2
+        content_D[d] += pairs(tokens[i])
     groups = []
     for lo in range(0, len(rows[0]), main.rows):
         part = [[tuple(row) for row in rank[lo : lo + main.rows]] for rank in rows]
@@ -209,8 +210,8 @@ def in_rows(case: Case, order: Sequence[int], key: Callable[[np.ndarray], np.nda
             (i, 0, d, r) for d, rank in enumerate(part) for r, row in enumerate(rank) for i in row
         ]
         pieces = PiecePlaces(np.array(places, np.int64).reshape(-1, 4).T)
-        pairs = max(sum(tokens[i] ** 2 for row in rank for i in row) for rank in part)
-        groups.append(Group("llm", shape, (), pairs, pieces))
+        content = max(sum(pairs(tokens[i]) for row in rank for i in row) for rank in part)
+        groups.append(Group("llm", shape, (), (content,), pieces))
     return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])[0]
 
 
@@ -234,12 +235,12 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
     for g in schedule.groups:
         length_P = np.array(tokens)[g.pieces.piece]
         assert (g.pieces.before(length_P) + length_P <= g.shape.tokens).all()
-        np.add.at(content_D, g.pieces.rank, length_P**2)
+        np.add.at(content_D, g.pieces.rank, pairs(length_P))
     static_bound_s = sum(tokens) * min(seconds_of(s) / (s.size * ranks) for s in shapes)
-    squares = np.array(tokens, float) ** 2
-    content_bound = max(squares.sum() / ranks, squares.max())
+    content = pairs(np.array(tokens, float))
+    content_bound = max(content.sum() / ranks, content.max())
     busiest_s = static_s + PAIR_S * float(content_D.max())
-    step_s = static_s + PAIR_S * sum(g.pairs for g in schedule.groups)
+    step_s = static_s + PAIR_S * sum(g.content[0] for g in schedule.groups)
     return Row(
         data,
         len(tokens),

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dflop_jax.records import Edge
+from dflop_jax.records import CONTENT, Edge
 
 Array = jax.Array
 Params = Any
@@ -98,8 +98,9 @@ class Module(Protocol):
     # inlet(name, x, placed, batch): the hidden states [rows, tokens, width] after the outputs of an
     #   edge, which stand at their places in `placed`, were read between two layers.
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
-    # pair_flops: forward FLOPs that one layer's attention spends on a pair of tokens of one piece,
-    #   where its kernel skips all other pairs.
+    # NAME_flops for a feature NAME of `records.CONTENT`, so pair_flops: forward FLOPs that one
+    #   layer's attention spends on a unit of it (a pair of tokens of one piece), where its kernel
+    #   skips all that is not in a piece.
     # attention_flops(tokens): forward FLOPs that one layer's attention needs for a piece of so many
     #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
     #   tokens that see each other. Without it these products are counted as the functions have
@@ -109,7 +110,7 @@ class Module(Protocol):
     # working_dtype: in which its functions are given their parameters; float32 if it does not say.
     #   Of those that train the optimizer then keeps float32 masters.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
-    #   what its kernels and `pair_flops` are read from.
+    #   what its kernels and `NAME_flops` are read from.
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
@@ -122,9 +123,10 @@ def loss_weight_of(module: Module) -> float:
     return float(getattr(module, "loss_weight", 1.0))
 
 
-def pair_flops_of(module: Module) -> float:
-    """See `pair_flops` above; 0 where attention is computed for whole rows."""
-    return float(getattr(module, "pair_flops", 0.0))
+def content_flops_of(module: Module) -> dict[str, float]:
+    """See `NAME_flops` above, by feature; none where attention is computed for whole rows."""
+    flops = {name: float(getattr(module, f"{name}_flops", 0.0)) for name in CONTENT}
+    return {name: f for name, f in flops.items() if f > 0}
 
 
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:

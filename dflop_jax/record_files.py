@@ -10,10 +10,10 @@ import msgspec
 from dflop_jax.records import from_plain, to_json
 
 VERSION = 3
-# Plan 5: a layout, scheduling and figures. Profiles 4: recompute policies say what the backward
-# task computes again, and are priced.
-# PriceList 5, Schedule 4: a task is a list, pieces lie in columns. Older prices are timed again.
-_NEWER = {"Plan": 5, "ModelProfile": 4, "Profile": 4, "PriceList": 5, "Schedule": 4}
+# Plan 5: a layout, scheduling and figures. Profiles 5: content is priced by feature.
+# PriceList 6, Schedule 5: prices and content by feature, pieces in columns. Older prices are timed
+# again.
+_NEWER = {"Plan": 5, "ModelProfile": 5, "Profile": 5, "PriceList": 6, "Schedule": 5}
 T = TypeVar("T")
 
 

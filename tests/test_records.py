@@ -59,11 +59,11 @@ LAYOUT = Layout(
 PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2))
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
-    "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, 1e-9),),
+    "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, {"pair": 1e-9}),),
     {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, 1.7, 1e-5, (EDGE,), ("llm",),
     {"vision": 16},
 )  # fmt: skip
-TILES = group_of_rows("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), 512)
+TILES = group_of_rows("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), (512,))
 ROWS = group_of_rows("llm", Shape(1, 64), ((((1, 0),),),))
 SCHEDULE = Schedule(
     3, (TILES, ROWS), (Task("vision", 0, "forward"),), 0.5, 0.25, "optimal", 40, 0.01
@@ -88,7 +88,7 @@ EXAMPLES = [
     TILES.pieces,
     PROGRAM,
     SendId("vision", "llm", SHAPE, "forward"),
-    Price(1.0, 1e-9),
+    Price(1.0, (1e-9,)),
     ParamDims((8, 16), 1),
     ExchangeRoom("vision", "llm", SHAPE, SHAPE, 0.5),
     Kept("llm", SHAPE, 2e9, 1e9),
@@ -280,7 +280,7 @@ def test_segments_of_a_module_join_end_to_end(parts):
         lambda: changed(MODEL, timings=()),
         lambda: changed(MODEL, concurrency=0.0),
         lambda: Prices({PROGRAM: Price(-1.0)}),
-        lambda: Prices({PROGRAM: Price(0.0, float("nan"))}),
+        lambda: Prices({PROGRAM: Price(0.0, (float("nan"),))}),
         lambda: Prices({}, {Task("llm", NO_GROUP, "reduce"): float("inf")}),
         lambda: Prices({}, concurrency=0.0),
         lambda: Group("llm", SHAPE, microbatches=0),  # without microbatches
@@ -354,7 +354,7 @@ def test_what_shapes_schedules_and_traces_derive():
     assert (numbered([], "llm"), first_pieces([], "llm")) == ((), (0,))
     assert TILES.pieces.piece.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
-    prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, 0.5)})
+    prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", 0, "forward")) == 257.0
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
     trace = Trace(

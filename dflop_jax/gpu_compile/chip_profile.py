@@ -219,9 +219,8 @@ class Ladder:
             ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
         recompute = {}
         for remat in self.remats:
-            pair_s = traced.recompute[remat].pair_s
-            cost = self._recompute(costs, shape, remat, hidden_bytes)
-            recompute[remat] = replace(cost, pair_s=pair_s)
+            content_s = traced.recompute[remat].content_s
+            recompute[remat] = self._recompute(costs, shape, remat, hidden_bytes, content_s)
         return replace(
             traced,
             layer_forward_s=forward_s,
@@ -233,7 +232,12 @@ class Ladder:
         )
 
     def _recompute(
-        self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, hidden_bytes: float
+        self,
+        costs: Mapping[Probe, _Cost],
+        shape: Shape,
+        remat: Remat,
+        hidden_bytes: float,
+        content_s: dict[str, float],
     ) -> Recompute:
         """What a policy costs; seconds over those of none."""
         layer, ends = self._split(costs, shape, remat)
@@ -247,5 +251,4 @@ class Ladder:
             loss_bytes = whole_bytes - kept
         figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
         layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
-        names = ("layer_bytes", "ends_bytes", "temp_bytes", "layer_temp_bytes", "loss_bytes")
-        return Recompute(layer_s, ends_s, **dict(zip(names, held, strict=True)))
+        return Recompute(layer_s, ends_s, content_s, *held)

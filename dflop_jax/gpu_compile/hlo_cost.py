@@ -16,6 +16,7 @@ from functools import cache
 from math import prod
 
 from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.records import pairs
 
 COLLECTIVES = (
     "all-reduce",
@@ -185,11 +186,11 @@ def product_flops(
     if target.startswith("__cudnn$fmha"):
         # Scores of all pairs, and of them the products: two, and in backward five with the scores
         # made again. Of causal attention cuDNN computes the half that counts.
-        pairs = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
+        found = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
                           instruction.attributes)  # fmt: skip
-        if pairs is None:
+        if found is None:
             return None
-        n_pairs = prod(int(n) for n in re.findall(r"\d+", pairs.group(1)))
+        n_pairs = prod(int(n) for n in re.findall(r"\d+", found.group(1)))
         head_dim = operands(computation, instruction)[0].shape[-1]
         seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) else 1.0
         products = 5.0 if "Backward" in target else 2.0
@@ -197,7 +198,7 @@ def product_flops(
     for name, n_products in _ATTENTION_PRODUCTS.items():
         if name in instruction.attributes:
             rows, tokens, heads, head_dim = operands(computation, instruction)[0].shape
-            return 2.0 * n_products * seen_pairs * rows * tokens**2 * heads * head_dim
+            return 2.0 * n_products * seen_pairs * rows * pairs(tokens) * heads * head_dim
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dflop_jax.contract import Module, attention_flops_of, taps_of
 from dflop_jax.pipeline.segment import Kind, Segment
 from dflop_jax.profile.needed import Products, layers_products, part_products, trains_layers
-from dflop_jax.records import BACKWARD, Shape
+from dflop_jax.records import BACKWARD, Shape, pairs
 
 
 def needed_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bool) -> float:
@@ -32,7 +32,7 @@ def needed_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bo
 def seen_pairs(module: Module, tokens: int) -> float:
     """Share of a row's pairs of tokens that see each other; 1 where the module does not say."""
     attention = attention_flops_of(module)
-    return attention(tokens) / (tokens**2 * attention(1)) if attention else 1.0
+    return attention(tokens) / (pairs(tokens) * attention(1)) if attention else 1.0
 
 
 def _parts(segment: Segment, shape: Shape) -> Iterator[Products]:

@@ -76,9 +76,12 @@ class Space:
         """Groups of a module that feed one at most."""
         return self.divided.fan_in[c] if self.divided else 1
 
-    def pairs(self, p: int, c: int) -> dict[str, int]:
+    def content(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
         """Content of a group of each module."""
-        return {m: int(t.pairs[self.forms[m][p], c]) for m, t in self.tables.items()}
+        return {
+            m: tuple(int(amount[self.forms[m][p], c]) for amount in t.content)
+            for m, t in self.tables.items()
+        }
 
     def members_at(self, block: Sequence[str], p: int, c: int) -> list[Member]:
         return [self.members[m].at(self.forms[m][p], c) for m in block]

@@ -14,7 +14,7 @@ from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import POLICY, layouts, with_sub_microbatches
 from dflop_jax.plan.estimate import Rules, Segments, segment_costs
 from dflop_jax.plan.structure import Structure, structure_of
-from dflop_jax.plan.volume import ROOM, group_pairs, least_groups, packed_rows, piece_rows
+from dflop_jax.plan.volume import ROOM, group_content, least_groups, packed_rows, piece_rows
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Layout, Plan, Shape, SubmeshPlan
 from dflop_jax.tasks.graph import in_flight_limit
@@ -111,7 +111,7 @@ def _table(
     most = [one.fan_in if module in one.divided else 1 for one in at_cut]
     rooms = [_room(rules, module, s) if s else 0 for s in shapes]
     together = np.array([[n[module] for n in parts]])
-    sizes, pairs = rows * tokens, group_pairs(volume, cuts * together, np.array(rank.data))
+    sizes, content = rows * tokens, group_content(volume, cuts * together, np.array(rank.data))
     data: Array = np.array([[rank.data]])
     mesh = replace(rank.shape, data=data)
     figures = rules.costs.at(module, rank.model, rows, tokens)
@@ -122,9 +122,9 @@ def _table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
-        pairs,
+        content,
         least_groups(volume, np.array([rooms]) * most * rank.data),
-        segment_costs(rules, segments, tasks, mesh, 1, figures, pairs),
+        segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )
 
 

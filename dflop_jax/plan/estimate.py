@@ -29,7 +29,7 @@ from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
 from dflop_jax.plan.volume import (
     CUTS,
     Volume,
-    group_pairs,
+    group_content,
     least_groups,
     packed_rows,
     piece_rows,
@@ -47,6 +47,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     Zero,
+    content_s,
 )
 
 _BEYOND = 2.0  # times the largest timed shape of a module that prices are believed
@@ -163,8 +164,9 @@ class Segments:
     """A module in forms of one kind, with every option.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
-    the data has no piece. trusted: whether its prices are believed, or no cut is finer. groups:
-    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. costs: of each segment.
+    the data has no piece. trusted: whether its prices are believed, or no cut is finer. content: of
+    a group, by feature. groups: that each sampled batch takes at least, [n_batches, n_forms,
+    n_cuts]. costs: of each segment.
     """
 
     options: tuple[Option, ...]
@@ -172,7 +174,7 @@ class Segments:
     rows: Array
     tokens: Array
     trusted: Array
-    pairs: Array
+    content: tuple[Array, ...]
     groups: Array
     costs: list[Costs]
 
@@ -202,7 +204,7 @@ def module_table(
         multiple = rules.token_multiple
         rows, tokens = packed_rows(volume, microbatches, data, costs, module, mesh.model, multiple)
         room = rows * tokens * data * group_size
-    sizes, pairs = rows * tokens, group_pairs(volume, cuts, data)
+    sizes, content = rows * tokens, group_content(volume, cuts, data)
     figures = costs.at(module, mesh.model, rows, tokens)
 
     segments = rules.segments(module, form)
@@ -212,9 +214,9 @@ def module_table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
-        pairs,
+        content,
         least_groups(volume, room),
-        segment_costs(rules, segments, tasks, mesh, group_size, figures, pairs),
+        segment_costs(rules, segments, tasks, mesh, group_size, figures, content),
     )
 
 
@@ -225,7 +227,7 @@ def segment_costs(
     mesh: MeshShape,
     group_size: int,
     figures: Figures,
-    pairs: Array,
+    content: Sequence[Array],
 ) -> list[Costs]:
     """What each of a module's segments takes, of which most are alike; `tasks` are each one's."""
     known: dict[tuple[object, ...], Costs] = {}
@@ -233,7 +235,7 @@ def segment_costs(
     for s, has in zip(segments, tasks, strict=True):
         key = rules.costs.kind(s), tuple(has), rules.trains(s)
         if key not in known:
-            known[key] = _costs(rules, s, mesh, group_size, figures, pairs, has)
+            known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
         found.append(known[key])
     return found
 
@@ -244,7 +246,7 @@ def _costs(
     mesh: MeshShape,
     group_size: int,
     figures: Figures,
-    pairs: Array,
+    content: Sequence[Array],
     tasks: Collection[str],
 ) -> Costs:
     """What a segment takes with every option of its module."""
@@ -255,7 +257,8 @@ def _costs(
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
         static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
-        return static_s + costs.group_pair_s(s, mesh, group_size, direction) * pairs
+        unit_s = costs.group_content_s(s, mesh, group_size, direction)
+        return static_s + content_s(unit_s, content)
 
     def each(of: Callable[[SegmentPlan], Array], *names: str) -> Array:
         """A quantity by option, asked once for options that differ in nothing of these names."""

@@ -96,10 +96,13 @@ class Evaluator:
         return prices_of(layout, self.rules.costs, self.rules.hardware)
 
     def uniform(
-        self, plan: Plan, pairs: Mapping[str, int], parts: Mapping[str, int] | None = None
+        self,
+        plan: Plan,
+        content: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, int] | None = None,
     ) -> Uniform:
         return Uniform(
-            plan, pairs, self.prices(plan.layout), self.rules.trainable(plan.layout), parts
+            plan, content, self.prices(plan.layout), self.rules.trainable(plan.layout), parts
         )
 
     def most_bytes(self, plan: Plan) -> float:
@@ -131,9 +134,10 @@ class Evaluator:
         for s in layout.segments:
             shapes = layout.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
-            pairs = self.rules.volumes[s.module].pairs / (n * layout.data_ranks(s.module))
+            volume, share = self.rules.volumes[s.module], n * layout.data_ranks(s.module)
             parts = layout.fan_in if s.module in layout.divided else 1
-            total_s += n * parts * sum(prices.programs[p].of(pairs / parts) for p in programs)
+            content = [amount / share / parts for amount in volume.content]
+            total_s += n * parts * sum(prices.programs[p].of(content) for p in programs)
         return total_s
 
     def _mean_groups(self, layout: Layout) -> float:

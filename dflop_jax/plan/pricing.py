@@ -91,9 +91,9 @@ def _segment_prices(
     moved = moved_by(s, mesh, costs.profile, hardware)
     for direction in (FORWARD, BACKWARD):
         static_s = costs.task_s(s, mesh, layout.group_size, figures, direction, moved)
-        pair_s = float(costs.group_pair_s(s, mesh, layout.group_size, direction))
+        content_s = costs.group_content_s(s, mesh, layout.group_size, direction)
         for shape, seconds in zip(shapes, static_s, strict=True):
-            yield shape, direction, Price(float(seconds), pair_s)
+            yield shape, direction, Price(float(seconds), tuple(content_s.tolist()))
 
 
 def moved_by(

@@ -174,9 +174,9 @@ class Ranking:
         layout = bounds.space.layout(p)
         if not all(map(self.allowed, layout.submeshes)):
             return []
-        bucket, pairs, cut = (
+        bucket, content, cut = (
             bounds.space.bucket(p, c),
-            bounds.space.pairs(p, c),
+            bounds.space.content(p, c),
             int(bounds.space.cuts[c]),
         )
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
@@ -185,7 +185,7 @@ class Ranking:
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=bounds.space.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
-            uniform = self.evaluator.uniform(plan, pairs, bounds.space.parts(c))
+            uniform = self.evaluator.uniform(plan, content, bounds.space.parts(c))
             found.append(
                 Candidate(
                     plan,

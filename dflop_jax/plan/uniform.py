@@ -30,7 +30,10 @@ def as_plan(
 
 
 def uniform_groups(
-    layout: Layout, pairs: Mapping[str, int], n: int, parts: Mapping[str, int] | None = None
+    layout: Layout,
+    content: Mapping[str, tuple[int, ...]],
+    n: int,
+    parts: Mapping[str, int] | None = None,
 ) -> tuple[Group, ...]:
     """`n` times the groups of the plan's only bucket: of every module that it has a shape of as
     many as `parts` says (None: one), with the same content; it is not said which pieces they hold.
@@ -44,7 +47,7 @@ def uniform_groups(
         for (m, shape), count in zip(shapes, counts, strict=True):
             feeds = (i * sum(counts) + place[t] for t in layout.targets(m) if t in place)
             size = layout.group_size
-            groups += [Group(m, shape, tuple(feeds), pairs[m], microbatches=size)] * count
+            groups += [Group(m, shape, tuple(feeds), content[m], microbatches=size)] * count
     return tuple(groups)
 
 
@@ -53,14 +56,14 @@ class Uniform:
     """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`."""
 
     plan: Plan
-    pairs: Mapping[str, int]
+    content: Mapping[str, tuple[int, ...]]
     prices: Prices
     trainable: Sequence[str]
     parts: Mapping[str, int] | None = None
     _makespans: dict[int, float] = field(default_factory=dict)
 
     def trace(self, n: int) -> Trace:
-        schedule = Schedule(0, uniform_groups(self.plan.layout, self.pairs, n, self.parts))
+        schedule = Schedule(0, uniform_groups(self.plan.layout, self.content, n, self.parts))
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def makespan_s(self, n: int) -> float:

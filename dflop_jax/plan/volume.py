@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Load, piece_tokens
+from dflop_jax.records import Load, content_of, piece_tokens
 
 CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 # Over a mean batch's even share: batches differ, and samples do not pack without gaps.
@@ -25,13 +25,13 @@ ROWS = (1, 2, 4, 8)  # that a rank's tokens may be cut into, where a row holds s
 class Volume:
     """What global batches ask of a module: pieces where a row takes one, else tokens.
 
-    mean, pairs: of a global batch; pairs are the squares of its pieces' tokens. largest: of one
-    sample; it is `divided` if some sample has several pieces. longest: tokens of one piece.
-    batches: of each sampled batch, [n_batches].
+    mean, content: of a global batch, content by feature. largest: of one sample; it is `divided` if
+    some sample has several pieces. longest: tokens of one piece. batches: of each sampled batch,
+    [n_batches].
     """
 
     mean: float
-    pairs: float
+    content: tuple[float, ...]
     largest: int
     divided: bool
     longest: int
@@ -51,12 +51,12 @@ def volume_of(
     def amount(load: Load) -> int:
         return len(load.lengths(module)) if counts_pieces else load.tokens(module)
 
-    by_sample = [amount(load) for load in loads]
+    by_sample, scale = [amount(load) for load in loads], global_batch / len(loads)
     lengths = np.array(piece_tokens(loads, module), float)
-    scale = global_batch / len(loads)
+    content = content_of(lengths).sum(axis=1) * scale
     return Volume(
         mean=sum(by_sample) * scale,
-        pairs=float((lengths**2).sum()) * scale,
+        content=tuple(content.tolist()),
         largest=max(by_sample),
         divided=any(len(load.lengths(module)) > 1 for load in loads),
         longest=int(lengths.max(initial=0.0)),
@@ -109,9 +109,9 @@ def _shortest(volume: Volume, rows: Array) -> Array:
     return np.minimum(volume.largest, volume.largest / rows + volume.longest)
 
 
-def group_pairs(volume: Volume, cut: Array, data: Array) -> Array:
-    """Pairs of a rank's share of one group, of which a mean batch has so many."""
-    return _ceil(volume.pairs * ROOM / (cut * data))
+def group_content(volume: Volume, cut: Array, data: Array) -> tuple[Array, ...]:
+    """Content, by feature, of a rank's share of one group, of which a mean batch has so many."""
+    return tuple(_ceil(amount * ROOM / (cut * data)) for amount in volume.content)
 
 
 def least_groups(volume: Volume, room: Array) -> Array:

@@ -79,7 +79,7 @@ class CostModel:
         direction: str,
     ) -> Array:
         """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone and without content (see `group_pair_s`); 0 without rows."""
+        alone and without content (see `group_content_s`); 0 without rows."""
         figures = self.at(segment.module, mesh.model, rows, tokens)
         return self.task_s(segment, mesh, group_size, figures, direction)
 
@@ -119,19 +119,21 @@ class CostModel:
         seconds = with_host_work(seconds, host_s, shares_cores=shares_cores)
         return np.where(figures.is_there, seconds, 0.0)
 
-    def group_pair_s(
+    def group_content_s(
         self, segment: SegmentPlan, mesh: MeshShape, group_size: int, direction: str
     ) -> Array:
-        """Seconds that a group's task takes more for each of the group's `pairs`.
+        """Seconds that a group's task takes more for a unit of each feature of the group's content,
+        [features, *data degrees].
 
         A stage sees every microbatch once, and S - 1 more times one of mean content: what it
         computes while the pipeline inside the segment fills and drains.
         """
         stages = mesh.stage
         kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        layer_s = sum(self.fits.pair_s(segment.module, mesh.model, kind) for kind in kinds)
+        layer_s = sum(self.fits.content_s(segment.module, mesh.model, kind) for kind in kinds)
         ticks = group_size + stages - 1
-        return layer_s * segment.n_layers / stages * ticks / group_size * self.slowdown(mesh)
+        alone_s = layer_s * segment.n_layers / stages * ticks / group_size
+        return np.multiply.outer(alone_s, self.slowdown(mesh))
 
     def hands_over(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, whose results its backward task begins with: not

@@ -42,3 +42,12 @@ def least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
             x[~free] = 0.0
         x = wanted
     return x
+
+
+def nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Coefficients of least squared relative error, none below zero."""
+    weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
+    scale = features.max(axis=0)
+    solution = least_squares(features / scale * weights[:, None], values * weights)
+    solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+    return rounded(solution / scale)

@@ -8,15 +8,15 @@ these times and from traces (`recompute`).
 
 Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
 pieces, without padding. Where a module's attention kernel skips what is not in a piece
-(`pair_flops`), programs are timed with whole rows of one piece and with rows of short ones; the
-difference is the cost of pairs.
+(`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
+the difference is the cost of content.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -30,9 +30,9 @@ import numpy as np
 from dflop_jax.contract import (
     MultimodalModel,
     chip_of,
+    content_flops_of,
     edges_of,
     on_chip,
-    pair_flops_of,
     working_dtype_of,
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
@@ -44,12 +44,14 @@ from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
+from dflop_jax.profile.least_squares import nonnegative
 from dflop_jax.profile.parts import ENDS, forward_flops, param_dims, part_names
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
 from dflop_jax.records import (
     BACKWARD,
+    CONTENT,
     FORWARD,
     LayerTiming,
     MeshShape,
@@ -57,6 +59,7 @@ from dflop_jax.records import (
     ParamDims,
     Recompute,
     Shape,
+    content_of,
 )
 
 Progress = Callable[[int, int], None]
@@ -64,7 +67,8 @@ Run = Callable[[], Any]
 _LEAST_RUNS, _MOST_RUNS = 3, 25  # of each program, within
 _RUNS_S = 0.5  # seconds of it in all
 _PACKED = 4  # pieces in a row where their number makes no difference
-_SHORT = 16  # pieces in a row of short ones
+# Pieces in a row by which what content costs is told from the rest, and features from each other.
+_FILLINGS = (1, 16, 4, 2, 8)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ def profile_key(
     facts = (
         programs,
         [f.name for kind in (LayerTiming, Recompute) for f in fields(kind)],
+        list(CONTENT),
         msgspec.to_builtins((shapes, more)),
         devices[0].platform,
         devices[0].device_kind,
@@ -272,18 +277,27 @@ def _split(shallow: float, deep: float) -> tuple[float, float]:
     return layer, max(shallow - DEPTHS[0] * layer, 0.0)
 
 
-def _apart(layer_s: tuple[float, float], pairs: Sequence[float]) -> tuple[float, float]:
-    """(seconds without content, seconds of a pair) of a layer that was timed with many pairs and
-    with few."""
-    pair_s = max(layer_s[0] - layer_s[1], 0.0) / max(pairs[0] - pairs[1], 1.0)
-    return max(layer_s[0] - pair_s * pairs[0], 0.0), pair_s
+def _apart(
+    layer_s: Sequence[float], shape: Shape, pieces: Sequence[int], features: Collection[str]
+) -> tuple[float, dict[str, float]]:
+    """(seconds without content, those of a unit of each feature) of a layer that was timed with
+    rows of each number of pieces."""
+    if not features:
+        return layer_s[0], {}
+    every = np.array([_content(shape, n) for n in pieces])
+    used = every[:, [name in features for name in CONTENT]]
+    solution = nonnegative(np.hstack([np.ones((len(pieces), 1)), used]), np.array(layer_s))
+    static_s, *content_s = solution.tolist()
+    names = [name for name in CONTENT if name in features]
+    return static_s, dict(zip(names, content_s, strict=True))
 
 
 def _time_layer(
     model: MultimodalModel, module: str, shape: Shape, devices: Sequence[jax.Device], tp: int
 ) -> LayerTiming:
-    skips = pair_flops_of(on_chip(model.modules[module], chip_of(devices[0]))) > 0
-    pieces = (1, min(_SHORT, shape.tokens)) if skips else (min(_PACKED, shape.tokens),)
+    features = content_flops_of(on_chip(model.modules[module], chip_of(devices[0])))
+    fillings = _FILLINGS[: len(features) + 1] if features else (_PACKED,)
+    pieces = [min(n, shape.tokens) for n in fillings]
     segments = (shallow_segment(model, module, d, devices, MeshShape(model=tp)) for d in DEPTHS)
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
@@ -294,13 +308,9 @@ def _time_layer(
         if not low.hands_over:
             low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
         split.append((_split(low_f, high_f), _split(low_b, high_b)))
-    (layer_f, ends_f), (layer_b, ends_b) = split[0]
-    pair_f = pair_b = 0.0
-    if skips:
-        pairs = [_pairs(shape, n) for n in pieces]
-        (short_f, _), (short_b, _) = split[1]
-        layer_f, pair_f = _apart((layer_f, short_f), pairs)
-        layer_b, pair_b = _apart((layer_b, short_b), pairs)
+    (_, ends_f), (_, ends_b) = split[0]
+    layer_f, content_f = _apart([f for (f, _), _ in split], shape, pieces, features)
+    layer_b, content_b = _apart([b for _, (b, _) in split], shape, pieces, features)
     layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
     timing = LayerTiming(
         module=module,
@@ -311,8 +321,8 @@ def _time_layer(
         ends_forward_s=ends_f,
         ends_backward_s=ends_b,
         hidden_bytes=low.hidden_bytes,
-        pair_forward_s=pair_f,
-        pair_backward_s=pair_b,
+        content_forward_s=content_f,
+        content_backward_s=content_b,
     )
     once = Recompute(temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0))
     return replace(timing, recompute={"none": once})
@@ -336,11 +346,11 @@ def _with_policies(
     return found
 
 
-def _pairs(shape: Shape, pieces: int) -> float:
-    """Sum of p^2 over the pieces of rows that `_packed` fills."""
+def _content(shape: Shape, pieces: int) -> np.ndarray:
+    """Content of rows that `_packed` fills, [features]."""
     length = -(-shape.tokens // pieces)
     whole, rest = divmod(shape.tokens, length)
-    return float(shape.rows * (whole * length**2 + rest**2))
+    return shape.rows * content_of([length] * whole + [rest] * (rest > 0)).sum(axis=1)
 
 
 def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]) -> float:

@@ -4,7 +4,7 @@ Counted are the matrix products of the module's own forward functions (a multipl
 and of their gradients one product for each operand that a gradient reaches: nothing for frozen
 parameters before which nothing trains, nothing for what the data give. Padding, recomputation and
 elementwise work count nothing. A product with parameters grows with a piece's tokens, one of two
-activations (attention) with their square, unless the module says what its attention needs
+activations (attention) with its pairs, unless the module says what its attention needs
 (`attention_flops` in the contract). Kernels that are no jaxpr are only counted so, a `while` counts
 one turn, and of a choice between branches nothing counts.
 """
@@ -22,7 +22,7 @@ from dflop_jax.pipeline.parts import ADAPTER
 from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.parts import Names, traced_forward
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.records import Shape
+from dflop_jax.records import Shape, pairs
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -33,21 +33,21 @@ class PieceFlops:
 
     Attributes:
       per_token: products with parameters.
-      per_square: products of two activations, for each tokens^2.
+      per_pair: products of two activations, for each pair of tokens.
       attention: forward FLOPs of one layer's attention by tokens, which then stand for its products
         of activations; None where the module does not say.
       passes: how often those are needed, over all layers: 1 forward and 2 backward in each.
     """
 
     per_token: float
-    per_square: float = 0.0
+    per_pair: float = 0.0
     attention: Callable[[int], float] | None = None
     passes: float = 0.0
 
     def __call__(self, tokens: int) -> float:
         """FLOPs of a piece of so many tokens."""
         told = self.passes * self.attention(tokens) if self.attention else 0.0
-        return self.per_token * tokens + self.per_square * tokens**2 + told
+        return self.per_token * tokens + self.per_pair * pairs(tokens) + told
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Products:
 
     def plus(self, other: Products, times: float = 1.0) -> Products:
         """Return the sum with `times` the other."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Products(*(a + times * b for a, b in pairs))
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Products(*(a + times * b for a, b in both))
 
 
 def needed_flops(
@@ -112,7 +112,7 @@ def _count_module(
     passes = sum(3.0 if before or layers_train else 1.0 for before in needs[:-1])
     count = PieceFlops(
         per_token=(every.weights + every.weights_gradient) / shape.tokens,
-        per_square=(untold.activations + untold.activations_gradient) / shape.tokens**2,
+        per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
         attention=attention,
         passes=passes if attention else 0.0,
     )
@@ -207,5 +207,5 @@ def _entering(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value
     assert op.body is not None
     n = len(op.body.ins)
     outside = op.ins[len(op.ins) - n :]
-    pairs = zip(op.body.ins, outside, strict=True)
-    return [v for v, o in pairs if o in marked or (any_marked and o in op.carry)]
+    both = zip(op.body.ins, outside, strict=True)
+    return [v for v, o in both if o in marked or (any_marked and o in op.carry)]

@@ -7,7 +7,7 @@ gradient and forward are known; a policy then takes the share of forward that th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -18,13 +18,24 @@ from dflop_jax.profile.kernels import ATTENTION
 from dflop_jax.profile.least_squares import rounded
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
-from dflop_jax.records import BACKWARD, FORWARD, Direction, LayerTiming, Recompute, Remat, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    CONTENT,
+    FORWARD,
+    Direction,
+    LayerTiming,
+    Recompute,
+    Remat,
+    Shape,
+    shape_features,
+    times,
+)
 
 POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
 # What is kept goes into a stack of all layers and out of it. About half of it is copied for that
 # (results and operands of products), the rest is read and written where it is computed.
 _STACK_PASSES = 2
-_SIZE = 1024.0  # tokens, that what costs are sums of are about one
+_USUAL = Shape(1, 1024)  # whose features others are given in units of, to be about one
 
 
 @dataclass(frozen=True)
@@ -88,10 +99,10 @@ class Predictor:
         return min(1.0, max(0.0, again / max(products(FORWARD), 1)))
 
     def at(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, Recompute]]:
-        """Every policy's cost at shapes, without what pairs of tokens cost.
+        """Every policy's cost at shapes, without what content costs.
 
-        It is traced at three of them at most; that of others follows, since it is a constant, a
-        part that grows with the size, and one that grows with the size times the tokens of a row.
+        It is traced at no more of them than a shape has features; that of others follows, since it
+        is a sum of these.
         """
         told = _told(shapes)
         traced = {s: {r: self._recompute(s, r) for r in POLICIES} for s in told}
@@ -113,7 +124,7 @@ class Predictor:
         traced = self.at([t.shape for t in timings])
         again = {r: self._again_s("layers", largest, r) / layer_s for r in POLICIES}
         ends_again = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
-        pairs = {r: self.attention_again(largest, r) for r in POLICIES}
+        content_again = {r: self.attention_again(largest, r) for r in POLICIES}
         found = []
         for t in timings:
             costs = traced[t.shape]
@@ -123,7 +134,7 @@ class Predictor:
                     cost,
                     layer_s=min(1.0, again[r]) * t.layer_forward_s,
                     ends_s=min(1.0, ends_again[r]) * t.ends_forward_s,
-                    pair_s=pairs[r] * t.pair_forward_s,
+                    content_s=times(content_again[r], t.content_forward_s),
                     temp_bytes=max(0.0, base + cost.temp_bytes),
                 )
                 for r, cost in costs.items()
@@ -133,22 +144,25 @@ class Predictor:
 
 
 def _told(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, one
-    of many tokens in rows of another length than the largest's."""
+    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, as
+    many of many tokens in rows of another length than the largest's as there are features."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
     others = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
-    return list(dict.fromkeys([by_size[-1], by_size[0], *others[-1:]]))
+    return list(dict.fromkeys([by_size[-1], by_size[0], *others[-len(CONTENT) :]]))
 
 
 def _features(shapes: Sequence[Shape]) -> np.ndarray:
-    """What costs are sums of, [n_shapes, 3]."""
-    return np.array([(1.0, s.size / _SIZE, s.size * s.tokens / _SIZE**2) for s in shapes])
+    """What costs are sums of, [n_shapes, features]."""
+    rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
+    return shape_features(rows, tokens) / shape_features(_USUAL.rows, _USUAL.tokens)
 
 
 def _mixed(costs: Sequence[Recompute], weights: np.ndarray) -> Recompute:
     """The weighted sum, as far as it is not negative."""
-    rows = np.array([astuple(c) for c in costs])
-    return Recompute(*np.maximum(0.0, rounded(weights @ rows)).tolist())
+    names = [f.name for f in fields(Recompute) if f.name != "content_s"]
+    rows = np.array([[getattr(c, name) for name in names] for c in costs])
+    mixed = np.maximum(0.0, rounded(weights @ rows)).tolist()
+    return Recompute(**dict(zip(names, mixed, strict=True)))
 
 
 def entry_fields(model: MultimodalModel, module: str) -> Names:

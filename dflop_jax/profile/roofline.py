@@ -4,8 +4,8 @@ A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)
 kernels come from the module's own functions (`parts`, `kernels`), so any model works. A product
 reaches less of the peak the fewer rows, columns or depth it has on one device, which is what small
 batches and high degrees of tensor parallelism cost. Modules are taken as the chip runs them
-(`contract.on_chip`). Attention whose kernel skips what is not in a piece costs its pairs' FLOPs, at
-the share of the peak that attention reaches.
+(`contract.on_chip`). Attention whose kernel skips what is not in a piece costs its content's FLOPs,
+at the share of the peak that attention reaches.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from dflop_jax.contract import MultimodalModel, edges_of, on_chip, pair_flops_of
+from dflop_jax.contract import MultimodalModel, content_flops_of, edges_of, on_chip
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
 from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
-from dflop_jax.records import BACKWARD, FORWARD, LayerTiming, ModelProfile, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    LayerTiming,
+    ModelProfile,
+    Shape,
+    by_feature,
+    content_of,
+    content_s,
+    times,
+)
 
 
 def roofline_profile(
@@ -85,7 +95,7 @@ def roofline_profile(
 
 
 # Backward of attention has five products for its forward's two (arXiv 2205.14135).
-_PAIR_BACKWARD = 2.5
+_CONTENT_BACKWARD = 2.5
 
 
 def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -> list[LayerTiming]:
@@ -93,15 +103,17 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
     pads rows then costs as much, so attention is in the layers' seconds."""
     costs, found = p.at(shapes), []
     again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
-    back = _PAIR_BACKWARD * p.efficiency.attention / p.efficiency.attention_back
+    back = _CONTENT_BACKWARD * p.efficiency.attention / p.efficiency.attention_back
     for shape in shapes:
-        pair_s = _pair_s(p, shape)
-        pairs, own_s = (shape.size * shape.tokens, 0.0) if alone else (0, pair_s)
+        unit_s, full_s = _content_s(p, shape), 0.0
+        if alone:
+            content = (shape.rows * content_of(shape.tokens)).tolist()
+            unit_s, full_s = {}, content_s(by_feature(unit_s), content)
         recompute = {
             remat: replace(
                 cost,
-                layer_s=cost.layer_s + pairs * again[remat] * pair_s,
-                pair_s=again[remat] * own_s,
+                layer_s=cost.layer_s + again[remat] * full_s,
+                content_s=times(again[remat], unit_s),
             )
             for remat, cost in costs[shape].items()
         }
@@ -110,25 +122,25 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
                 module=name,
                 model=p.ways,
                 shape=shape,
-                layer_forward_s=p.part_s("layers", FORWARD, shape) + pairs * pair_s,
-                layer_backward_s=p.part_s("layers", BACKWARD, shape) + pairs * back * pair_s,
+                layer_forward_s=p.part_s("layers", FORWARD, shape) + full_s,
+                layer_backward_s=p.part_s("layers", BACKWARD, shape) + back * full_s,
                 ends_forward_s=p.ends_s(FORWARD, shape),
                 ends_backward_s=p.ends_s(BACKWARD, shape),
                 hidden_bytes=hidden_bytes(p.module, shape),
-                pair_forward_s=own_s,
-                pair_backward_s=back * own_s,
+                content_forward_s=unit_s,
+                content_backward_s=times(back, unit_s),
                 recompute=recompute,
             )
         )
     return found
 
 
-def _pair_s(p: Predictor, shape: Shape) -> float:
-    """Seconds of forward attention for a pair of tokens of one piece."""
-    flops = pair_flops_of(p.module) / p.ways
+def _content_s(p: Predictor, shape: Shape) -> dict[str, float]:
+    """Seconds of forward attention for a unit of each feature of content."""
     kernels = part_kernels(p.module, "layers", FORWARD, shape, p.ways)
     dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
-    return flops / (p.hardware.peak_flops(dtype) * p.efficiency.attention)
+    reached = p.hardware.peak_flops(dtype) * p.efficiency.attention
+    return {name: flops / p.ways / reached for name, flops in content_flops_of(p.module).items()}
 
 
 def _entry_share(p: Predictor, shape: Shape) -> float:

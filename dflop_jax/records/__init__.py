@@ -16,6 +16,15 @@ from dflop_jax.records.data import (
     numbered,
     piece_tokens,
 )
+from dflop_jax.records.features import (
+    CONTENT,
+    by_feature,
+    content_of,
+    content_s,
+    pairs,
+    shape_features,
+    times,
+)
 from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan
 from dflop_jax.records.pieces import PiecePlaces
 from dflop_jax.records.plan import (
@@ -55,6 +64,7 @@ from dflop_jax.records.traffic import crossing, homes, rank_nodes, traffic
 __all__ = [
     "AXES",
     "BACKWARD",
+    "CONTENT",
     "FORWARD",
     "MANUAL_AXES",
     "NO_GROUP",
@@ -99,6 +109,9 @@ __all__ = [
     "Task",
     "Trace",
     "Zero",
+    "by_feature",
+    "content_of",
+    "content_s",
     "crossing",
     "first_pieces",
     "from_json",
@@ -106,8 +119,11 @@ __all__ = [
     "home_rank",
     "homes",
     "numbered",
+    "pairs",
     "piece_tokens",
     "rank_nodes",
+    "shape_features",
+    "times",
     "to_json",
     "traffic",
     "with_host_work",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
+from dflop_jax.records.features import content_s
 from dflop_jax.records.plan import Layout
 from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
 
@@ -34,14 +35,19 @@ class ProgramId:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a program call: `static_s` for its shape, padding included, and `pair_s` for every
-    unit of `Group.pairs`, where the attention kernel skips what is not in a piece."""
+    """Seconds of a program call: `static_s` for its shape, padding included, and `content_s` for
+    every unit of each feature of `Group.content`; () where all goes by the shape."""
 
     static_s: float
-    pair_s: float = 0.0
+    content_s: tuple[float, ...] = ()
 
-    def of(self, pairs: float) -> float:
-        return self.static_s + self.pair_s * pairs
+    def of(self, content: Sequence[float]) -> float:
+        return self.static_s + content_s(self.content_s, content)
+
+    def scaled(self, factor: float, least_s: float = 0.0) -> Price:
+        """The price with so many times the seconds, `static_s` at least `least_s`."""
+        content = tuple(factor * s for s in self.content_s)
+        return Price(max(self.static_s * factor, least_s), content)
 
 
 def with_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
@@ -89,7 +95,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         every = [p.static_s for p in self.programs.values()]
-        every += [p.pair_s for p in self.programs.values()]
+        every += [s for p in self.programs.values() for s in p.content_s]
         every += [*self.step_end.values(), *self.sends.values(), self.host_s]
         bad = [s for s in every if not 0 <= s < float("inf")]
         require(not bad, f"prices must be finite and not negative, got {bad[:3]}")
@@ -101,7 +107,7 @@ class Prices:
             return self.step_end.get(task, 0.0)
         group = schedule.groups[task.group]
         price = self.programs.get(ProgramId.of(task, group))
-        return price.of(group.pairs) if price else 0.0
+        return price.of(group.content) if price else 0.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
+from dflop_jax.records.features import times
 from dflop_jax.records.plan import Edge, Remat
 
 
@@ -17,7 +18,7 @@ class Recompute:
     Attributes:
       layer_s, ends_s: seconds by which backward of one layer, and of both ends, exceeds the
         gradient from everything that forward computed.
-      pair_s: the same of a layer for each pair of tokens of one piece.
+      content_s: the same of a layer for a unit of each feature of content, by name.
       layer_bytes, ends_bytes: kept from forward to backward, of one microbatch.
       temp_bytes: temporaries of the backward program beside what was kept, however many layers it
         has; `layer_temp_bytes`: more of them for each layer; `loss_bytes`: what one that runs
@@ -26,7 +27,7 @@ class Recompute:
 
     layer_s: float = 0.0
     ends_s: float = 0.0
-    pair_s: float = 0.0
+    content_s: dict[str, float] = field(default_factory=dict)
     layer_bytes: float = 0.0
     ends_bytes: float = 0.0
     temp_bytes: float = 0.0
@@ -39,8 +40,9 @@ class LayerTiming:
     """Measured seconds of one module at one per-rank shape and tensor-parallel degree.
 
     `layer_*` is one layer; `ends_*` is entry plus exit. Backward is the gradient alone, from all
-    that forward computed. `pair_*` are a layer's seconds for each pair of tokens of one piece,
-    which the others then do not contain; 0 where attention is computed for whole rows.
+    that forward computed. `content_*` are a layer's seconds for a unit of each feature of content,
+    by name (`features.CONTENT`), which the others then do not contain; none where all is computed
+    for whole rows.
     `hidden_bytes` is what a segment keeps of its input from forward to backward. `recompute` holds
     the policies that are known; "segment" follows from "none", of which it computes all again.
     """
@@ -53,8 +55,8 @@ class LayerTiming:
     ends_forward_s: float
     ends_backward_s: float
     hidden_bytes: float = 0.0
-    pair_forward_s: float = 0.0
-    pair_backward_s: float = 0.0
+    content_forward_s: dict[str, float] = field(default_factory=dict)
+    content_backward_s: dict[str, float] = field(default_factory=dict)
     recompute: dict[Remat, Recompute] = field(default_factory=lambda: {"none": Recompute()})
 
     def __post_init__(self) -> None:
@@ -69,8 +71,10 @@ class LayerTiming:
 
 def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
     """The seconds of a record by field, so many times as long."""
-    names = (f.name for f in fields(record) if f.name.endswith("_s"))
-    return {name: factor * getattr(record, name) for name in names}
+    values = {f.name: getattr(record, f.name) for f in fields(record) if f.name.endswith("_s")}
+    return {
+        name: times(factor, v) if isinstance(v, dict) else factor * v for name, v in values.items()
+    }
 
 
 @dataclass(frozen=True)

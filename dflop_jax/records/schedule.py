@@ -25,16 +25,16 @@ class Group:
     """Microbatches of one module and one shape, run by one program call.
 
     `feeds` are the places in the schedule of the groups that read its output, one of every module
-    that reads the module's. `pairs` is the sum of p^2 over the pieces of the data rank with most:
-    what attention costs where the kernel skips what is not in a piece. `remat_less` names the
-    segments that run it under their second recompute policy. Groups that are only simulated need
-    not say which `pieces` they hold.
+    that reads the module's. `content` has of each feature (`features.CONTENT`) the sum over the
+    pieces of the data rank with most, which the others wait for. `remat_less` names the segments
+    that run it under their second recompute policy. Groups that are only simulated need not say
+    which `pieces` they hold.
     """
 
     module: str
     shape: Shape
     feeds: tuple[int, ...] = ()
-    pairs: int = 0
+    content: tuple[int, ...] = ()
     pieces: PiecePlaces = NO_PIECES
     microbatches: int = 1
     remat_less: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -14,7 +15,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Layout, Load, Shape
+from dflop_jax.records import Bucket, Layout, Load, Shape, content_of
 from dflop_jax.schedule.solver.problem import Ints
 
 
@@ -64,7 +65,8 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 class Batch:
     """Loads of a global batch, by module: `tokens` and `longest` piece of every sample [N], `count`
     of its pieces [N], `first` of them by number [N], `lengths` of all and the `sample` of each [P],
-    and `step`, of which all lengths are multiples."""
+    their `features` [features, P] and `content`, these in one number [P] (see `weighed`), and
+    `step`, of which all lengths are multiples."""
 
     def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
         self.loads, self.modules, self.n = loads, tuple(modules), len(loads)
@@ -84,7 +86,19 @@ class Batch:
             self.lengths[m], self.count[m], self.first[m] = length_P, count_N, first_N
             self.tokens[m], self.longest[m] = tokens_N, longest_N
         self.sample = {m: np.repeat(np.arange(self.n), self.count[m]) for m in self.modules}
+        self.features = {m: content_of(length_P) for m, length_P in self.lengths.items()}
+        self.content = {m: features_FP[0] for m, features_FP in self.features.items()}
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
+
+    def weighed(self, weights: Mapping[str, NDArray[np.float64] | None]) -> Batch:
+        """The batch with content as its features times these weights of a module, rounded; of
+        modules without, the first feature."""
+        batch = copy(self)
+        batch.content = dict(self.content)
+        for m, weight_F in weights.items():
+            if weight_F is not None:
+                batch.content[m] = np.rint(weight_F @ self.features[m]).astype(np.int64)
+        return batch
 
     def able(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
         """[N]: whether a microbatch of the bucket can hold each sample, by first fit decreasing."""

@@ -19,7 +19,6 @@ from dflop_jax.records import (
     Layout,
     Load,
     Plan,
-    Price,
     Prices,
     ProgramId,
     Schedule,
@@ -123,7 +122,7 @@ def corrected(prices: Prices, state: Correction) -> Prices:
     for program, price in prices.programs.items():
         factor = state.factor(name_of(program))
         least_s = min(price.static_s, prices.host_s)
-        programs[program] = Price(max(price.static_s * factor, least_s), price.pair_s * factor)
+        programs[program] = price.scaled(factor, least_s)
     return replace(prices, programs=programs)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflop_jax.records import (
     BACKWARD,
+    CONTENT,
     FORWARD,
     Bucket,
     Direction,
@@ -42,10 +43,10 @@ def directions(layout: Layout, trainable: Collection[str]) -> dict[str, tuple[Di
 @dataclass(frozen=True)
 class GroupCosts:
     """Seconds that a group of a module and shape takes on each resource [R]: for its shape
-    (`static_s`) and for every pair of tokens (`pair_s`)."""
+    (`static_s`), and [features, R] for a unit of each feature of content (`content_s`)."""
 
     static_s: dict[tuple[str, Shape], Floats]
-    pair_s: dict[tuple[str, Shape], Floats]
+    content_s: dict[tuple[str, Shape], Floats]
     n_resources: int
 
     def bucket_s(self, bucket: Bucket) -> Floats:
@@ -53,9 +54,12 @@ class GroupCosts:
         none = np.zeros(self.n_resources)
         return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
-    def has_pairs(self, module: str) -> bool:
-        """Whether any program of the module costs something by its content."""
-        return any(bool(v.any()) for (m, _), v in self.pair_s.items() if m == module)
+    def weights(self, module: str) -> Floats | None:
+        """What a unit of each feature of content costs in the module's programs, over the cheapest
+        that costs something, [features]; None where none does."""
+        each = [v.sum(axis=1) for (m, _), v in self.content_s.items() if m == module]
+        total = np.sum(each, axis=0) if each else np.zeros(1)
+        return total / total[total > 0].min() if total.any() else None
 
 
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
@@ -64,23 +68,26 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     resource_of = resources(layout)
     ids = sorted({resource_of[s.submesh] for s in layout.segments})
 
-    def summed(segment: SegmentPlan, shape: Shape) -> tuple[float, float]:
+    def summed(segment: SegmentPlan, shape: Shape) -> tuple[float, Floats]:
         programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
         known = [prices.programs[p] for p in programs if p in prices.programs]
-        return sum(p.static_s for p in known), sum(p.pair_s for p in known)
+        content = np.zeros(len(CONTENT))
+        for p in known:
+            content[: len(p.content_s)] += p.content_s
+        return sum(p.static_s for p in known), content
 
     static: dict[tuple[str, Shape], Floats] = {}
-    pair: dict[tuple[str, Shape], Floats] = {}
+    content: dict[tuple[str, Shape], Floats] = {}
     for module in layout.modules:
         for shape in layout.shapes(module):
             static[module, shape] = np.zeros(len(ids))
-            pair[module, shape] = np.zeros(len(ids))
+            content[module, shape] = np.zeros((len(CONTENT), len(ids)))
             for segment in layout.segments_of(module):
                 r = ids.index(resource_of[segment.submesh])
-                static_s, pair_s = summed(segment, shape)
+                static_s, content_s = summed(segment, shape)
                 static[module, shape][r] += static_s
-                pair[module, shape][r] += pair_s
-    return GroupCosts(static, pair, len(ids))
+                content[module, shape][:, r] += content_s
+    return GroupCosts(static, content, len(ids))
 
 
 @dataclass(frozen=True)

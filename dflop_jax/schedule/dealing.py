@@ -34,7 +34,8 @@ def dealt_answer(room: Room, answer: Sequence[Together], budget: Budget) -> list
     free_R = np.repeat(row_G, width_G)
     free_GM = np.array([[batch.room(b, m, room.capacity) for m in shared] for b in buckets])
     budget.spend(batch.n * (1 + len(free_R) / 500) / 20)
-    content_D = np.zeros(ranks)
+    content_D, content_N = np.zeros(ranks), np.zeros(batch.n)
+    content_N[batch.count[anchor] > 0] = batch.content[anchor]
     rows: Packed = [[[] for _ in range(n)] for n in width_G]
     first_R = np.repeat(np.cumsum(width_G) - width_G, width_G)
     for i in np.argsort(-tokens_N, kind="stable").tolist():
@@ -49,7 +50,7 @@ def dealt_answer(room: Room, answer: Sequence[Together], budget: Budget) -> list
         free_R[row] -= tokens_N[i]
         if asks_NM is not None:
             free_GM[micro] -= asks_NM[i]
-        content_D[rank_R[row]] += float(tokens_N[i]) ** 2
+        content_D[rank_R[row]] += content_N[i]
     size, dealt = room.capacity.group_size, []
     for k, t in enumerate(answer):
         together = room.together(t.bucket, rows[k * size : (k + 1) * size], budget)

@@ -18,7 +18,7 @@ from dflop_jax.schedule.placing import (
     Content,
     balance_content,
     place,
-    rank_pairs,
+    rank_content,
     slots_of,
     uneven,
 )
@@ -268,9 +268,11 @@ def schedule_groups(room: Room, answer: Sequence[Together], layout: Layout) -> t
         for m, (shape, parts) in every.items():
             feeds = tuple(place_of[t] for t in layout.targets(m) if t in place_of)
             for places in parts:
-                pairs_KD = rank_pairs(places, room.batch.lengths[m], size, ranks[m])
-                pairs = int(pairs_KD.sum(axis=0).max())
-                groups.append(Group(m, shape, feeds, pairs, places.in_rows(), size))
+                content = [
+                    int(rank_content(places, feature_P, size, ranks[m]).sum(axis=0).max())
+                    for feature_P in room.batch.features[m]
+                ]
+                groups.append(Group(m, shape, feeds, tuple(content), places.in_rows(), size))
     return tuple(groups)
 
 
@@ -289,13 +291,14 @@ def _parts(
 def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> float:
     """Even out the content of the modules whose programs it costs something, in place; returns what
     was lowered (`placing.uneven`), of all of them."""
-    uneven_pairs = 0.0
+    uneven_content = 0.0
     priced = [m for m in room.batch.modules if m in room.priced]
     for left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in answer if m in t.placed]
         shapes = [room.buckets[t.bucket].shape(m) for t in runs]
         content = Content(
             room.batch.lengths[m],
+            room.batch.content[m],
             room.capacity.ranks[m],
             room.capacity.group_size,
             [s for s in shapes if s is not None],
@@ -304,5 +307,5 @@ def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: i
         balance_content(content, budget.part(budget.left / left), seed)
         for t, places in zip(runs, content.groups, strict=True):
             t.placed[m] = places
-        uneven_pairs += uneven(content)
-    return uneven_pairs
+        uneven_content += uneven(content)
+    return uneven_content

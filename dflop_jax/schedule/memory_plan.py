@@ -181,7 +181,7 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
         less = replace(own, remat_less=True)
         if own not in prices.programs or less not in prices.programs:
             return 0.0
-        saved_s += prices.programs[own].of(group.pairs) - prices.programs[less].of(group.pairs)
+        saved_s += prices.programs[own].of(group.content) - prices.programs[less].of(group.content)
     return saved_s
 
 

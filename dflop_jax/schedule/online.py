@@ -131,8 +131,9 @@ def solve(
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
     most = _MOST_BUCKETS + len(wide.layout.buckets) - len(plan.layout.buckets)
     buckets = variants(wide.layout.buckets, batch, most) if balanced else plan.layout.buckets
-    priced = frozenset(m for m in plan.layout.modules if costs.has_pairs(m))
-    room = Room(batch, buckets, capacity, ticks_of(costs, buckets), priced)
+    weights = {m: costs.weights(m) for m in plan.layout.modules}
+    priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
+    room = Room(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
     if not balanced:
         answers = [arrival_answer(room)]
     else:

@@ -1,7 +1,7 @@
 """Placing the pieces of a microbatch in the rows of every module, and evening out their content.
 
 A program call takes what its shape takes on every rank, and on each rank what its content adds. The
-simulator ends it with the rank that has most (`Group.pairs`); on devices a rank may run ahead until
+simulator ends it with the rank that has most (`Group.content`); on devices a rank may run ahead until
 something is exchanged, and the busiest rank of the whole step counts. So two sums are lowered: that
 of the groups' busiest ranks, first, and then the busiest rank of the step, by moving rows of a
 microbatch to other ranks, which is free, and by exchanges for which a group's busiest rank may rise
@@ -71,10 +71,13 @@ def slots_of(
     shape = bucket.shape(module)
     if shape is None or len(pieces) == 0:
         return None if len(pieces) else pieces
-    return _fitted(batch.lengths[module][pieces], capacity.ranks[module], shape, budget)
+    length_P, content_P = batch.lengths[module][pieces], batch.content[module][pieces]
+    return _fitted(length_P, content_P, capacity.ranks[module], shape, budget)
 
 
-def _fitted(length_P: Ints, ranks: int, shape: Shape, budget: Budget) -> Ints | None:
+def _fitted(
+    length_P: Ints, content_P: Ints, ranks: int, shape: Shape, budget: Budget
+) -> Ints | None:
     """Rows of pieces: of equal ones dealt out over ranks, of others by `deal` or, if that fails,
     first fit decreasing or a search."""
     n, a_row = len(length_P), shape.tokens // int(length_P.max())
@@ -82,14 +85,14 @@ def _fitted(length_P: Ints, ranks: int, shape: Shape, budget: Budget) -> Ints | 
         slot, rank = np.divmod(np.arange(n), ranks)
         return rank * shape.rows + slot // a_row if n <= ranks * shape.rows * a_row else None
     budget.spend(n / 20)
-    bins = deal(length_P, ranks, shape)
+    bins = deal(length_P, content_P, ranks, shape)
     if (bins >= 0).all():
         return bins
     bins = _first_fit(length_P, ranks * shape.rows, shape.tokens)
     if (bins >= 0).all():
         return bins
     rng = np.random.default_rng(n)
-    problem = _problem(length_P, ranks, shape)
+    problem = _problem(length_P, content_P, ranks, shape)
     return pack_within_limits(problem, budget.part(_REPAIR_WORK), rng)
 
 
@@ -105,10 +108,10 @@ def _first_fit(length_P: Ints, n_rows: int, tokens: int) -> Ints:
     return bins
 
 
-def _problem(length_P: Ints, ranks: int, shape: Shape) -> Problem:
+def _problem(length_P: Ints, content_P: Ints, ranks: int, shape: Shape) -> Problem:
     """Rows are bins of `shape.tokens`; the cost is the content of a rank's rows together."""
     return make_problem(
-        length_P.astype(float) ** 2,
+        content_P.astype(float),
         ranks * shape.rows,
         capacities=[float(shape.tokens)],
         tokens=length_P.astype(float),
@@ -118,12 +121,17 @@ def _problem(length_P: Ints, ranks: int, shape: Shape) -> Problem:
 
 
 def _step_problem(
-    length_P: Ints, shape: Shape, others_D: Ints, group_others_D: Ints, limit: float
+    length_P: Ints,
+    content_P: Ints,
+    shape: Shape,
+    others_D: Ints,
+    group_others_D: Ints,
+    limit: float,
 ) -> Problem:
     """The same where ranks carry the content of other microbatches: `others_D` of the whole step,
     which counts, and `group_others_D` of the group, which must stay within `limit`."""
     ranks = len(others_D)
-    plain = _problem(length_P, ranks, shape)
+    plain = _problem(length_P, content_P, ranks, shape)
     base_RB = np.zeros((3, ranks * shape.rows))
     base_RB[0] = np.repeat(others_D, shape.rows)
     base_RB[2] = np.repeat(group_others_D, shape.rows)
@@ -136,30 +144,30 @@ def _step_problem(
     )
 
 
-def rank_pairs(places: PiecePlaces, length_P: Ints, microbatches: int, ranks: int) -> Ints:
-    """[K, D]: content of each rank of the microbatches of a group, the sum of p^2 over its pieces;
-    `length_P` has all pieces of the batch."""
-    pairs_KD = np.zeros((microbatches, ranks), np.int64)
-    np.add.at(pairs_KD, (places.microbatch, places.rank), length_P[places.piece] ** 2)
-    return pairs_KD
+def rank_content(places: PiecePlaces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
+    """[K, D]: content of each rank of the microbatches of a group; `content_P` has all pieces of
+    the batch."""
+    content_KD = np.zeros((microbatches, ranks), np.int64)
+    np.add.at(content_KD, (places.microbatch, places.rank), content_P[places.piece])
+    return content_KD
 
 
-def matched(pairs_KD: Ints) -> Ints:
+def matched(content_KD: Ints) -> Ints:
     """[K, D]: which of its ranks each of K lists puts on rank d, so that the largest sum over the
     lists is small: again and again the heaviest of a list meet the lightest of the others' sums."""
-    ranks_KD = np.tile(np.arange(pairs_KD.shape[1]), (len(pairs_KD), 1))
-    if len(pairs_KD) < 2:
+    ranks_KD = np.tile(np.arange(content_KD.shape[1]), (len(content_KD), 1))
+    if len(content_KD) < 2:
         return ranks_KD
-    order = np.argsort(-(pairs_KD.max(axis=1) - pairs_KD.min(axis=1)), kind="stable")
-    placed_KD = np.zeros_like(pairs_KD)
+    order = np.argsort(-(content_KD.max(axis=1) - content_KD.min(axis=1)), kind="stable")
+    placed_KD = np.zeros_like(content_KD)
     best, best_KD = None, ranks_KD
     for _ in range(_TURNS):
         for k in order:
             others_D = placed_KD.sum(axis=0) - placed_KD[k]
             ranks_KD[k, np.argsort(others_D, kind="stable")] = np.argsort(
-                -pairs_KD[k], kind="stable"
+                -content_KD[k], kind="stable"
             )
-            placed_KD[k] = pairs_KD[k, ranks_KD[k]]
+            placed_KD[k] = content_KD[k, ranks_KD[k]]
         span = int(placed_KD.sum(axis=0).max())
         if best is not None and span >= best:
             break
@@ -173,31 +181,32 @@ def moved_to(places: PiecePlaces, ranks_KD: Ints) -> PiecePlaces:
     return places.moved(place_KD[places.microbatch, places.rank], places.row)
 
 
-def content_bound(pairs_P: Ints, ranks: int) -> int:
+def content_bound(content_P: Ints, ranks: int) -> int:
     """No placing of these pieces has a lighter busiest rank."""
-    if len(pairs_P) == 0:
+    if len(content_P) == 0:
         return 0
-    return max(int(pairs_P.max()), -(-int(pairs_P.sum()) // ranks))
+    return max(int(content_P.max()), -(-int(content_P.sum()) // ranks))
 
 
 @dataclass
 class Content:
     """Groups of one module in a step: their shapes, and what their `microbatches` hold.
-    `length_P` has all pieces of the batch."""
+    `length_P` and `content_P` have all pieces of the batch."""
 
     length_P: Ints
+    content_P: Ints
     ranks: int
     microbatches: int
     shapes: list[Shape]
     groups: list[PiecePlaces]
 
-    def pairs_KD(self, group: int) -> Ints:
+    def content_KD(self, group: int) -> Ints:
         """Content of each rank in each microbatch of a group."""
-        return rank_pairs(self.groups[group], self.length_P, self.microbatches, self.ranks)
+        return rank_content(self.groups[group], self.content_P, self.microbatches, self.ranks)
 
-    def pairs_GD(self) -> Ints:
+    def content_GD(self) -> Ints:
         """Content of each rank in all microbatches of each group."""
-        sums = [self.pairs_KD(g).sum(axis=0) for g in range(len(self.groups))]
+        sums = [self.content_KD(g).sum(axis=0) for g in range(len(self.groups))]
         return np.array(sums, np.int64).reshape(-1, self.ranks)
 
 
@@ -207,20 +216,20 @@ def balance_content(content: Content, budget: Budget, seed: int) -> None:
     without making a group's busiest rank busier."""
     each = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
     _match_ranks(content)
-    pairs_GD = content.pairs_GD()
-    bound = content_bound(content.length_P**2, content.ranks)
+    content_GD = content.content_GD()
+    bound = content_bound(content.content_P, content.ranks)
     for turn in range(_TURNS):
         for left, (g, m) in zip(range(len(each), 0, -1), each):
             part = budget.part(budget.left / left / (_TURNS - turn))
-            _even_step(content, pairs_GD, g, m, bound, part, seed, may_rise=turn > 0)
+            _even_step(content, content_GD, g, m, bound, part, seed, may_rise=turn > 0)
 
 
 def uneven(content: Content) -> float:
     """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
     if not content.groups:
         return 0.0
-    pairs_GD = content.pairs_GD()
-    return float(pairs_GD.sum(axis=0).max() + _RISE * pairs_GD.max(axis=1).sum())
+    content_GD = content.content_GD()
+    return float(content_GD.sum(axis=0).max() + _RISE * content_GD.max(axis=1).sum())
 
 
 def _match_ranks(content: Content) -> None:
@@ -228,15 +237,15 @@ def _match_ranks(content: Content) -> None:
     if not content.groups:
         return
     for g, places in enumerate(content.groups):
-        content.groups[g] = moved_to(places, matched(content.pairs_KD(g)))
-    for g, ranks_D in enumerate(matched(content.pairs_GD())):
+        content.groups[g] = moved_to(places, matched(content.content_KD(g)))
+    for g, ranks_D in enumerate(matched(content.content_GD())):
         alike_KD = np.broadcast_to(ranks_D, (content.microbatches, content.ranks))
         content.groups[g] = moved_to(content.groups[g], alike_KD)
 
 
 def _even_step(
     content: Content,
-    pairs_GD: Ints,
+    content_GD: Ints,
     g: int,
     m: int,
     bound: int,
@@ -245,17 +254,19 @@ def _even_step(
     may_rise: bool,
 ) -> None:
     """Lower the busiest rank of the step, at best to `bound`, by what one microbatch holds, in
-    place, `pairs_GD` too. The busiest rank of its group `may_rise` by less than that."""
+    place, `content_GD` too. The busiest rank of its group `may_rise` by less than that."""
     places, shape = content.groups[g], content.shapes[g]
-    group_D, total_D = pairs_GD[g], pairs_GD.sum(axis=0)
+    group_D, total_D = content_GD[g], content_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
     here = np.flatnonzero(places.microbatch == m)
     if budget.done or len(here) == 0 or total_max <= bound:
         return
-    alone_D = content.pairs_KD(g)[m]
+    alone_D = content.content_KD(g)[m]
     limit = group_max + ((total_max - bound) / _RISE if may_rise else 0)
-    length_P = content.length_P[places.piece[here]]
-    problem = _step_problem(length_P, shape, total_D - alone_D, group_D - alone_D, limit)
+    pieces = places.piece[here]
+    length_P, content_P = content.length_P[pieces], content.content_P[pieces]
+    others_D, group_others_D = total_D - alone_D, group_D - alone_D
+    problem = _step_problem(length_P, content_P, shape, others_D, group_others_D, limit)
     budget.spend(1)
     state = State(problem, places.rank[here] * shape.rows + places.row[here])
     search = Improver(state, float(bound), 0.0, budget, np.random.default_rng(seed))
@@ -265,4 +276,4 @@ def _even_step(
         rank, row = places.rank.copy(), places.row.copy()
         rank[here], row[here] = np.divmod(search.state.bins, shape.rows)
         content.groups[g] = places.moved(rank, row)
-        pairs_GD[g] = after_RD[2]
+        content_GD[g] = after_RD[2]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Price, Prices, Shape
+from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Prices, Shape
 
 
 def times(shape: Shape, parts: int) -> Shape:
@@ -50,7 +50,7 @@ def widened(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
         if part.get(module) == program.shape:
             for n in counts:
                 wide = replace(program, shape=times(program.shape, n))
-                programs[wide] = Price(n * price.static_s, price.pair_s)
+                programs[wide] = replace(price, static_s=n * price.static_s)
     undivided = plan.with_layout(buckets=wide_buckets(plan.layout), fan_in=1)
     return undivided, replace(prices, programs=programs)
 

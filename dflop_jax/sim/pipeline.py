@@ -156,7 +156,7 @@ def task_seconds(layout: Layout, schedule: Schedule, prices: Prices) -> Callable
         if key not in programs:
             programs[key] = prices.programs.get(ProgramId.of(task, schedule.groups[task.group]))
         price = programs[key]
-        return price.of(schedule.groups[task.group].pairs) if price else 0.0
+        return price.of(schedule.groups[task.group].content) if price else 0.0
 
     return seconds
 

@@ -67,7 +67,7 @@ class Timed:
         )
         by_profile = plan_prices(ex.plan.layout, profile)
         programs = {
-            key: dataclasses.replace(price, pair_s=by_profile.programs.get(key, price).pair_s)
+            key: dataclasses.replace(price, content_s=by_profile.programs.get(key, price).content_s)
             for key, price in own.programs.items()
         }
         return dataclasses.replace(own, programs=programs, concurrency=by_profile.concurrency)

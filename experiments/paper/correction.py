@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Plan, Price, Prices, Schedule, Shape
+from dflop_jax.records import Bucket, Plan, Prices, Schedule, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
@@ -69,7 +69,7 @@ def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
     """True prices when the last module's programs of shape `slow` take longer than predicted."""
     late = {s.name for s in plan.layout.segments_of(plan.layout.modules[-1])}
     programs = {
-        k: Price(SLOW * p.static_s, SLOW * p.pair_s) if k.shape == slow and k.segment in late else p
+        k: p.scaled(SLOW) if k.shape == slow and k.segment in late else p
         for k, p in predicted.programs.items()
     }
     return replace(predicted, programs=programs)

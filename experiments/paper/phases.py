@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dflop_jax.records import BACKWARD, FORWARD, Load, Plan, Price, Prices, ProgramId
+from dflop_jax.records import (
+    BACKWARD,
+    CONTENT,
+    FORWARD,
+    Load,
+    Plan,
+    Prices,
+    ProgramId,
+    content_of,
+)
 from dflop_jax.schedule.solver.balance import balance
 from experiments.paper.answers import answer
 from experiments.paper.cases import Case, reported
@@ -23,17 +32,19 @@ _WORK = 20_000  # units of the solver's
 def device_seconds(plan: Plan, prices: Prices, module: str, loads: Sequence[Load]) -> Array:
     """[samples]: what each sample's forward and backward through a module take of devices' time, no
     padding."""
-    shape, token_s, pair_s = max(plan.layout.shapes(module)), 0.0, 0.0
+    shape, token_s, unit_s = max(plan.layout.shapes(module)), 0.0, np.zeros(len(CONTENT))
     for s in plan.layout.segments_of(module):
         mesh = plan.layout.submesh(s.submesh)
         for direction in (FORWARD, BACKWARD):
-            price = prices.programs.get(ProgramId(s.name, shape, direction), Price(0.0))
+            price = prices.programs.get(ProgramId(s.name, shape, direction))
+            if price is None:
+                continue
             token_s += (
                 price.static_s / shape.size / plan.layout.group_size * mesh.n_devices / mesh.data
             )
-            pair_s += price.pair_s * mesh.n_devices / mesh.data
+            unit_s += np.array(price.content_s) * mesh.n_devices / mesh.data
     lengths = [np.array(load.lengths(module), float) for load in loads]
-    return np.array([token_s * n.sum() + pair_s * (n**2).sum() for n in lengths])
+    return np.array([token_s * n.sum() + unit_s @ content_of(n).sum(axis=1) for n in lengths])
 
 
 def slowest(seconds: Mapping[str, Array], ranks: Mapping[str, int], how: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.plan.placement import Form, factors, lay_out
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Layout, MeshShape, Plan, with_remat
+from dflop_jax.records import Layout, MeshShape, Plan, content_of, with_remat
 from experiments.paper.cases import Case, seen
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import Amounts, amounts_of, peak_bytes, segment_s
@@ -81,7 +81,7 @@ def public_rule(
       ValueError: no placement fits.
     """
     best: tuple[Plan, int, float] | None = None
-    loads = {m: amount for m, (amount, _) in samples.items()}
+    loads = {m: sums[0] for m, sums in samples.items()}
     for plan in plans:
         ranks = {m: plan.layout.data_ranks(m) for m in plan.layout.modules}
         if peak_bytes(costs, plan, _largest(loads, ranks)) > memory_bytes:
@@ -94,7 +94,8 @@ def public_rule(
         for k, n in loads.items():
             amount = np.array([n.mean() * global_batch / (m * ranks[k])])
             tile = costs.profile.piece_tokens.get(k)
-            mean[k] = amount, amount * tile**2 if tile else amount**2
+            content = amount * content_of([tile]) if tile else content_of(amount)
+            mean[k] = np.vstack([amount, content])
         seconds = segment_s(costs, plan, mean)
         slowest = 0.0
         for k in plan.layout.modules:

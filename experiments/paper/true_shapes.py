@@ -20,6 +20,7 @@ import numpy as np
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
+    CONTENT,
     FORWARD,
     Bucket,
     Direction,
@@ -30,6 +31,8 @@ from dflop_jax.records import (
     Schedule,
     SegmentPlan,
     Shape,
+    content_of,
+    content_s,
 )
 from dflop_jax.schedule import balance
 from dflop_jax.sim import memory
@@ -39,9 +42,9 @@ from experiments.paper.cases import Case, Step
 from experiments.paper.costs import cost_model, prices_of
 
 Array = np.ndarray
-# By module: amounts, which are pieces where a row takes one, else tokens, and the sums of the
-# pieces' squared tokens.
-Amounts = Mapping[str, tuple[Array, Array]]
+# By module, first of all an amount, which are pieces where a row takes one, else tokens; then the
+# content of the pieces by feature: [1 + features, ...].
+Amounts = Mapping[str, Array]
 # Units of the balanced rule: the largest sample first, and no more. With 5,000 units steps of
 # SigLIP-6B + Qwen2.5-7B and Qwen2-Audio-7B on 64 A100 took 2 and 7% longer.
 _WORK = 0
@@ -49,13 +52,13 @@ _USUAL = {True: 16, False: 4096}  # pieces, tokens of the microbatch by whose pr
 
 
 def amounts_of(profile: ModelProfile, batch: Sequence[Load]) -> Amounts:
-    """Of every sample, [samples]."""
+    """Of every sample, [1 + features, samples]."""
     amounts = {}
     for m in profile.n_layers:
         lengths = [load.lengths(m) for load in batch]
         counts = map(len, lengths) if m in profile.piece_tokens else map(sum, lengths)
-        squares = [sum(n * n for n in each) for each in lengths]
-        amounts[m] = np.array([*counts], float), np.array(squares, float)
+        content = [content_of(np.array(each, float)).sum(axis=1) for each in lengths]
+        amounts[m] = np.vstack([np.array([*counts], float), np.transpose(content)])
     return amounts
 
 
@@ -72,18 +75,18 @@ def is_replicated(plan: Plan) -> bool:
 
 def dealt(plan: Plan, samples: Amounts, bins: Array, n_microbatches: int) -> Amounts:
     """What samples in bins (microbatch * ranks of the last module + rank) add up to, [microbatches,
-    ranks]. A module that shares its amounts out evenly has a single column."""
+    ranks] each. A module that shares its amounts out evenly has a single column."""
     last, replicated = plan.layout.modules[-1], is_replicated(plan)
     n_bins = n_microbatches * plan.layout.data_ranks(last)
     sums = {}
     for m, columns in samples.items():
-        amount, pairs = (np.bincount(bins, x, n_bins).reshape(n_microbatches, -1) for x in columns)
+        added = np.stack(
+            [np.bincount(bins, x, n_bins).reshape(n_microbatches, -1) for x in columns]
+        )
         if m != last and not replicated:
-            amount, pairs = (
-                x.sum(axis=1, keepdims=True) / plan.layout.data_ranks(m) for x in (amount, pairs)
-            )
-            amount = np.ceil(amount)
-        sums[m] = amount, pairs
+            added = added.sum(axis=2, keepdims=True) / plan.layout.data_ranks(m)
+            added[0] = np.ceil(added[0])
+        sums[m] = added
     return sums
 
 
@@ -100,12 +103,12 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
         mesh = plan.layout.submesh(s.submesh).shape
         key = costs.kind(s), mesh
         if key not in known:
-            amount, pairs = amounts[s.module]
+            amount, *content = amounts[s.module]
             tile = costs.profile.piece_tokens.get(s.module)
             rows, tokens = (amount, tile) if tile else (1.0 * (amount > 0), amount)
             known[key] = sum(
                 costs.group_s(s, mesh, 1, rows, tokens, d)
-                + costs.group_pair_s(s, mesh, 1, d) * pairs
+                + content_s(costs.group_content_s(s, mesh, 1, d), content)
                 for d in tasks_of(costs, s)
             )
         seconds[s.name] = known[key]
@@ -163,13 +166,14 @@ def _stage_columns(costs: CostModel, plan: Plan, samples: Amounts) -> tuple[Arra
     loads more than another stage; and the columns of which all ranks of a microbatch share one."""
     last, coupled = plan.layout.modules[-1], not is_replicated(plan)
     alone = []  # by module, [stages, samples]
-    for m, both in samples.items():
+    for m, sums in samples.items():
         usual = _USUAL[m in costs.profile.piece_tokens]
-        probes = {k: (np.zeros(2), np.zeros(2)) for k in samples}
-        probes[m] = np.array([usual, 0.0]), np.array([0.0, 1.0])
-        rates = stage_s(costs, plan, probes) / [usual, 1.0]
+        units = np.array([usual, *np.ones(len(CONTENT))])
+        probes = {k: np.zeros((len(units), len(units))) for k in samples}
+        probes[m] = np.diag(units)
+        rates = stage_s(costs, plan, probes) / units
         ranks = plan.layout.data_ranks(m) if coupled and m != last else 1
-        alone.append(rates @ np.stack(both) / ranks)
+        alone.append(rates @ sums / ranks)
     columns, of_last = sum(alone).T, alone[-1].any(axis=1)
     stages = range(columns.shape[1])
 
@@ -200,8 +204,7 @@ def schedules_of(costs: CostModel, plan: Plan, amounts: Amounts) -> list[Schedul
     """The groups of each replica, or of the coupled whole; they do not say which pieces they
     hold."""
     if not is_replicated(plan):
-        amounts = {m: tuple(x.max(axis=1, keepdims=True) for x in both)
-                   for m, both in amounts.items()}  # fmt: skip
+        amounts = {m: sums.max(axis=2, keepdims=True) for m, sums in amounts.items()}
     n_microbatches, n_replicas = amounts[plan.layout.modules[-1]][0].shape
     schedules = []
     for r in range(n_replicas):
@@ -214,7 +217,8 @@ def schedules_of(costs: CostModel, plan: Plan, amounts: Amounts) -> list[Schedul
             place = {m: len(groups) + k for k, m in enumerate(there)}
             for m in there:
                 feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
-                groups.append(Group(m, shapes[m], feeds, int(amounts[m][1][i, r])))
+                content = tuple(amounts[m][1:, i, r].astype(int).tolist())
+                groups.append(Group(m, shapes[m], feeds, content))
         schedules.append(Schedule(0, tuple(groups)))
     return schedules
 

@@ -92,10 +92,7 @@ def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
     """
     costs = cost_model(case)
     batches = [amounts_of(costs.profile, b) for b in tuning(case)]
-    mean = {
-        m: tuple(np.mean([b[m][k].sum() for b in batches]) for k in (0, 1))
-        for m in costs.profile.n_layers
-    }
+    mean = {m: np.mean([b[m].sum(axis=1) for b in batches], axis=0) for m in costs.profile.n_layers}
     queue: list[tuple[float, int, int, Plan, list[Amounts] | None, bool]] = []
     for plan in (p for each in plans for p in _recomputed(costs, each)):
         counts = _counts(case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1]))
@@ -137,12 +134,10 @@ def _counts(most: int) -> list[int]:
     return sorted({*(2**k for k in range(most.bit_length())), most}) if most else []
 
 
-def _even_s(
-    costs: CostModel, plan: Plan, mean: dict[str, tuple[float, float]], counts: list[int]
-) -> np.ndarray:
+def _even_s(costs: CostModel, plan: Plan, mean: Amounts, counts: list[int]) -> np.ndarray:
     """About the seconds of a step whose microbatches share a mean batch out evenly."""
     n = np.array(counts, float)
-    each = {m: tuple(x / (n * plan.layout.data_ranks(m)) for x in both) for m, both in mean.items()}
+    each = {m: sums[:, None] / (n * plan.layout.data_ranks(m)) for m, sums in mean.items()}
     stages = stage_s(costs, plan, each)
     return (n - 1) * stages.max(axis=0) + stages.sum(axis=0)
 

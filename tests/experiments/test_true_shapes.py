@@ -45,8 +45,8 @@ def profile():
             layer_backward_s=2 * f,
             ends_forward_s=f,
             ends_backward_s=2 * f,
-            pair_forward_s=1e-8 / t.model**0.7,
-            pair_backward_s=2e-8 / t.model**0.7,
+            content_forward_s={"pair": 1e-8 / t.model**0.7},
+            content_backward_s={"pair": 2e-8 / t.model**0.7},
             recompute=recompute(f, f, 100.0 * t.shape.size / t.model, 0.25, 1e-8 / t.model**0.7),
         )
         if t.module == "llm"
@@ -140,7 +140,7 @@ def test_unequal_ranks_wait_for_each_other_at_every_microbatch(without_links):
     assert step.idle_share == pytest.approx(1 - (sum(vision) + sum(each)) / 3 / step.makespan_s)
     slowest = [max(each[:2]), max(each[2:])]
     groups = [g for g in step.schedule.groups if g.module == "llm"]
-    assert [(g.shape.tokens, g.pairs) for g in groups] == [(100, 100**2), (64, 64**2)]
+    assert [(g.shape.tokens, g.content) for g in groups] == [(100, (100**2,)), (64, (64**2,))]
     assert step.makespan_s >= vision_s(4, 2, 1) + 1e-4 + sum(slowest)
 
 

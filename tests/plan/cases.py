@@ -88,10 +88,11 @@ GRAPHS = {
 def recompute(layer_s, ends_s, kept, less, pair_s=0.0):
     """Policies from what all of a forward takes and keeps: "dots" repeats a third of it and keeps
     half, "layers" repeats all and keeps the share `less`, with the rest among the temporaries."""
+    content_s = {"pair": pair_s}
     return {
-        "none": Recompute(0.0, 0.0, 0.0, kept, kept, kept),
-        "dots": Recompute(layer_s / 3, ends_s / 3, pair_s, kept / 2, kept / 2, 1.2 * kept),
-        "layers": Recompute(layer_s, ends_s, pair_s, less * kept, 0.0, 2 * kept),
+        "none": Recompute(0.0, 0.0, {}, kept, kept, kept),
+        "dots": Recompute(layer_s / 3, ends_s / 3, content_s, kept / 2, kept / 2, 1.2 * kept),
+        "layers": Recompute(layer_s, ends_s, content_s, less * kept, 0.0, 2 * kept),
     }
 
 
@@ -231,7 +232,7 @@ def full_groups(plan, pairs, n):
             m,
             bucket.shape(m),
             tuple(i * len(names) + names.index(t) for t in plan.layout.targets(m) if t in names),
-            pairs[m],
+            (pairs[m],),
             microbatches=plan.layout.group_size,
         )
         for i in range(n)
@@ -371,7 +372,7 @@ def random_case(seed, graph="two"):
                 timings.append(
                     LayerTiming(
                         module, tp, Shape(rows, tokens), f, f * rng.uniform(1, 3), ends, 2 * ends,
-                        kept * size, pair_s / tp, 2 * pair_s / tp,
+                        kept * size, {"pair": pair_s / tp}, {"pair": 2 * pair_s / tp},
                         recompute(f, ends, temp * size, 0.2, pair_s / tp),
                     )
                 )  # fmt: skip

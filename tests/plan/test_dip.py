@@ -170,7 +170,7 @@ def every_candidate_s(evaluator, n_devices):
                     last = len(groups) + sum(counts) - 1
                     for (m, shape), n in zip(bucket.shapes, counts, strict=True):
                         feeds = () if m == "llm" else (last,)
-                        groups += [Group(m, shape, feeds, ranked.uniform.pairs[m])] * n
+                        groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
                 trace = simulate_step(
                     plan,
                     Schedule(0, tuple(groups)),

@@ -43,7 +43,9 @@ def profile(tied=(), pair_s=0.0):
         for f in [1e-6 * rows * tokens / model]
     ]
     timings = [
-        dataclasses.replace(t, pair_forward_s=pair_s, pair_backward_s=2 * pair_s)
+        dataclasses.replace(
+            t, content_forward_s={"pair": pair_s}, content_backward_s={"pair": 2 * pair_s}
+        )
         if t.module == "b"
         else t
         for t in timings
@@ -103,7 +105,7 @@ def test_every_program_has_a_price_by_its_shape():
         s = p.layout.segment(k.segment)
         mesh = p.layout.submesh(s.submesh).shape
         got = costs.group_s(s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
-        assert (price.static_s, price.pair_s) == (float(got), 0.0)
+        assert (price.static_s, price.content_s) == (float(got), (0.0,))
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -123,10 +125,10 @@ def test_a_task_holds_the_work_of_the_host(device):
 def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
     """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""
     prices = plan_prices(plan(b=(stage, 1, 1), group_size=2).layout, profile(pair_s=1e-9)).programs
-    of_b = {k.direction: v.pair_s for k, v in prices.items() if k.segment == "b0"}
+    of_b = {k.direction: v.content_s[0] for k, v in prices.items() if k.segment == "b0"}
     assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
     assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
-    assert {v.pair_s for k, v in prices.items() if k.segment == "a"} == {0.0}
+    assert {v.content_s for k, v in prices.items() if k.segment == "a"} == {(0.0,)}
 
 
 def test_nothing_crosses_in_no_time_without_hardware():

@@ -50,9 +50,9 @@ def timings(module, shapes, model=1, c=LAYER):
     for shape in shapes:
         f = cost(c, shape) / model
         recompute = {
-            "none": Recompute(0.0, 0.0, 0.0, 80 * f, 40 * f, 4 * f),
-            "dots": Recompute(f / 4, f / 2, 0.0, 30 * f, 20 * f, 6 * f),
-            "layers": Recompute(f, 2 * f, 0.0, 10 * f, 0.0, 9 * f),
+            "none": Recompute(0.0, 0.0, {}, 80 * f, 40 * f, 4 * f),
+            "dots": Recompute(f / 4, f / 2, {}, 30 * f, 20 * f, 6 * f),
+            "layers": Recompute(f, 2 * f, {}, 10 * f, 0.0, 9 * f),
         }
         rows.append(
             LayerTiming(module, model, shape, f, 2 * f, 2 * f, 4 * f, 100 * f, recompute=recompute)
@@ -246,7 +246,7 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
     assert group_s(plan, costs, "l0") == pytest.approx(alone * factor)
     pairs = CostModel(profile(with_pairs(1e-9), concurrency=concurrency))
     mesh = plan.layout.submesh("l0").shape
-    got = pairs.group_pair_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
+    got = pairs.group_content_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
     assert got == pytest.approx(4e-9 * factor)
 
 
@@ -255,10 +255,10 @@ def with_pairs(forward_s):
     return [
         dataclasses.replace(
             t,
-            pair_forward_s=forward_s,
-            pair_backward_s=2 * forward_s,
+            content_forward_s={"pair": forward_s},
+            content_backward_s={"pair": 2 * forward_s},
             recompute={
-                remat: dataclasses.replace(cost, pair_s=forward_s * (remat != "none"))
+                remat: dataclasses.replace(cost, content_s={"pair": forward_s * (remat != "none")})
                 for remat, cost in t.recompute.items()
             },
         )
@@ -275,8 +275,8 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, re
     model, s = CostModel(profile(with_pairs(2e-9))), plan.layout.segment("l0")
     mesh = plan.layout.submesh("l0").shape
     forward = 2e-9 * 4 / stage * (group_size + stage - 1) / group_size
-    assert model.group_pair_s(s, mesh, group_size, FORWARD) == pytest.approx(forward)
-    back = model.group_pair_s(s, mesh, group_size, BACKWARD)
+    assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(forward)
+    back = model.group_content_s(s, mesh, group_size, BACKWARD)
     assert back == pytest.approx((3 + again) * forward)
     # What a shape costs without content is what it costs without pairs.
     plain = group_s(plan, CostModel(profile()), "l0", BACKWARD)
@@ -285,10 +285,12 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, re
 
 def test_pairs_are_measured_best_at_large_shapes():
     rows = [LayerTiming("llm", 1, s, 1.0, 1.0, 0.0, 0.0) for s in (Shape(1, 10), Shape(1, 90))]
-    rows = [dataclasses.replace(t, pair_forward_s=p) for t, p in zip(rows, (5e-6, 1e-6))]
+    rows = [
+        dataclasses.replace(t, content_forward_s={"pair": p}) for t, p in zip(rows, (5e-6, 1e-6))
+    ]
     want = (5e-6 * 100 + 1e-6 * 8100) / 8200
-    assert CostModel(profile(rows)).fits.pair_s("llm", 1, FORWARD) == pytest.approx(want)
-    assert CostModel(profile(rows)).fits.pair_s("llm", 1, BACKWARD) == 0.0
+    assert CostModel(profile(rows)).fits.content_s("llm", 1, FORWARD) == pytest.approx(want)
+    assert CostModel(profile(rows)).fits.content_s("llm", 1, BACKWARD) == 0.0
 
 
 def test_no_rows_cost_nothing():
@@ -319,9 +321,9 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
     want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
     pairs = 4e-9 * (again + 2 + (policy != "none"))
-    got = model.group_pair_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
+    got = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
     assert got == pytest.approx(pairs)
-    forward = model.group_pair_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
+    forward = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
     assert forward == pytest.approx(4e-9)
 
 

@@ -41,7 +41,7 @@ def test_shares_of_the_work_make_the_whole():
     # Hidden states of a segment, float32, and no pairs where attention takes whole rows.
     hidden = {t.module: t.hidden_bytes for t in profile.timings}
     assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * WIDTH * 4}
-    assert all(t.pair_forward_s == t.pair_backward_s == 0.0 for t in profile.timings)
+    assert all(t.content_forward_s == t.content_backward_s == {} for t in profile.timings)
 
 
 def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
@@ -162,7 +162,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     def fake(segment, shape, below, pieces):
         runs = []
         for n in pieces:
-            pairs, depth = measure._pairs(shape, n), segment.plan.n_layers
+            (pairs,), depth = measure._content(shape, n), segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
         return measure._Programs(
@@ -175,16 +175,16 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     for t in time_layers(two(pair_flops=4.0), shapes, [1], jax.devices()[:1]):
         # The backward program of "b", which nobody reads, also runs forward.
         own = (3.0, 3e-2, 7.0) if t.module == "a" else (1.0, 2e-2, 0.0)
-        assert (t.layer_forward_s, t.pair_forward_s, t.ends_forward_s) == pytest.approx(
+        assert (t.layer_forward_s, t.content_forward_s["pair"], t.ends_forward_s) == pytest.approx(
             (2.0, 1e-2, 7.0)
         )
-        got = (t.layer_backward_s, t.pair_backward_s, t.ends_backward_s)
+        got = (t.layer_backward_s, t.content_backward_s["pair"], t.ends_backward_s)
         assert got == pytest.approx(own, abs=1e-9)
         assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
     assert set(calls) == {(1, 16)}
     calls.clear()
     timings = time_layers(two(), shapes, [1], jax.devices()[:1])
-    assert {(t.pair_forward_s, t.pair_backward_s) for t in timings} == {(0.0, 0.0)}
+    assert all(t.content_forward_s == t.content_backward_s == {} for t in timings)
     assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
 
 
@@ -213,7 +213,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
     assert row[0] == 1
     assert min(lengths) >= 1
     assert len(lengths) <= pieces
-    assert float((lengths**2).sum()) * 3 == measure._pairs(Shape(3, tokens), pieces)
+    assert [(lengths**2).sum() * 3] == measure._content(Shape(3, tokens), pieces)
     want = np.concatenate([np.arange(n) for n in lengths])
     assert (batch["positions"][0] == want[None, :, None]).all()
     assert (batch["weights"] == 1).all()

@@ -120,7 +120,9 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert profile.edges == (Edge("vision", "llm", "visual"),)
     assert (profile.tied, profile.piece_tokens) == (("llm",), {"vision": 16})
     for t in profile.timings:  # the A100's kernel skips; a tile's pairs are in its layers
-        assert (t.pair_forward_s > 0) == (t.pair_backward_s > 0) == (t.module == "llm")
+        assert (
+            (len(t.content_forward_s) > 0) == (len(t.content_backward_s) > 0) == (t.module == "llm")
+        )
     assert all(0 < share < 1 for share in profile.entry_share.values())
     save(profile, tmp_path / "p.json")
     assert load(ModelProfile, tmp_path / "p.json") == profile
@@ -187,20 +189,20 @@ def test_attention_that_skips_costs_by_pairs():
     )
     want = flops / (312e12 * Efficiency().attention)
     for t in by_pairs:
-        assert t.pair_forward_s == pytest.approx(want)
-        assert t.pair_backward_s == pytest.approx(BACK * want)
+        assert t.content_forward_s["pair"] == pytest.approx(want)
+        assert t.content_backward_s["pair"] == pytest.approx(BACK * want)
     for t, like in zip(by_pairs[1:], by_rows[1:], strict=True):
         assert t.layer_forward_s < like.layer_forward_s
         assert t.layer_backward_s < like.layer_backward_s
         own, whole = (x.recompute["none"] for x in (t, like))
         assert own.temp_bytes < whole.temp_bytes
         assert t.ends_forward_s == like.ends_forward_s
-        assert t.pair_forward_s > like.pair_forward_s == 0.0
+        assert t.content_forward_s["pair"] > 0 == len(like.content_forward_s)
     short, one, four = by_pairs
     assert one.layer_forward_s == pytest.approx(short.layer_forward_s, rel=0.01)  # as many tokens
     assert one.layer_forward_s < four.layer_forward_s <= 4 * one.layer_forward_s
     halved = predicted(llm.on_chip("sm_80"), Shape(1, 256), 2)
-    assert halved.pair_forward_s == pytest.approx(want / 2)
+    assert halved.content_forward_s["pair"] == pytest.approx(want / 2)
 
 
 def test_kernels_of_our_models_are_not_free():
@@ -218,8 +220,10 @@ def test_kernels_of_our_models_are_not_free():
         parts = [opaque["vision"].part_s("layers", d, t.shape) for d in (FORWARD, BACKWARD)]
         assert t.layer_forward_s == pytest.approx(parts[0] + flops / speed)
         assert t.layer_backward_s == pytest.approx(parts[1] + BACK * flops / speed)
-        assert t.pair_forward_s == t.pair_backward_s == 0
-    assert text.pair_forward_s == pytest.approx(2 * size.decoder.width / speed)  # causal: half
+        assert t.content_forward_s == t.content_backward_s == {}
+    assert text.content_forward_s["pair"] == pytest.approx(
+        2 * size.decoder.width / speed
+    )  # causal: half
 
 
 def test_few_shapes_tell_what_policies_cost_at_others():

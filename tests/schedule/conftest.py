@@ -71,7 +71,7 @@ def make_prices(plan, pair_s=0.0, trainable=None, factor=lambda program: 1.0):
             one_s = (2e-4 * shape.size + 0.004) * plan.layout.group_size
             program = ProgramId(s.name, shape, d)
             scale = factor(program)
-            programs[program] = Price(scale * times * one_s, scale * times * pair_s)
+            programs[program] = Price(scale * times * one_s, (scale * times * pair_s,))
     assert {d for p in programs for d in [p.direction]} <= {FORWARD, BACKWARD}
     return Prices(programs)
 
@@ -104,7 +104,7 @@ def check(schedule, loads, plan):
                         assert p not in seen[g.module]
                         seen[g.module].add(p)
                         home.setdefault((g.module, owner[p]), set()).add((place, m))
-        assert g.pairs == content.max()
+        assert g.content == (content.max(),)
         assert len(g.pieces)
     for m in plan.layout.modules:
         assert len(seen[m]) == sum(len(load.lengths(m)) for load in loads)

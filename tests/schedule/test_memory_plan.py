@@ -87,7 +87,7 @@ def second_policies(rng, plan, prices, free):
     for p, price in prices.programs.items():
         if p.segment in less:
             half = 0.5 if p.direction == BACKWARD else 1.0
-            programs[replace(p, remat_less=True)] = Price(half * price.static_s, price.pair_s)
+            programs[replace(p, remat_less=True)] = replace(price, static_s=half * price.static_s)
     of = resources(plan.layout)
     by_resource = {r: free * MIB * float(rng.integers(0, 3)) for r in of.values()}
     plan = plan.with_layout(segments=segments).with_scheduling(kept=kept)

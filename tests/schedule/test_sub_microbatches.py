@@ -112,10 +112,10 @@ def by_hand(rng, loads, plan):
         fed = len(groups) + len(cuts)
         for cut in cuts:
             rows = tuple((p,) for p in cut) + ((),) * (part.rows - len(cut))
-            groups.append(group_of_rows("a", part, ((rows,),), (fed,), len(cut) * TILE**2))
+            groups.append(group_of_rows("a", part, ((rows,),), (fed,), (len(cut) * TILE**2,)))
         row = tuple(sorted(first["b"][i] for i in samples))
         pairs = sum(loads[i].tokens("b") ** 2 for i in samples)
-        groups.append(group_of_rows("b", shape, (((row,),),), (), pairs))
+        groups.append(group_of_rows("b", shape, (((row,),),), (), (pairs,)))
     return Schedule(0, tuple(groups))
 
 

@@ -77,7 +77,7 @@ def batch(plan, counts, *, shapes=(), step=0):
 
 def group(module, shape=ONE, feeds=(), pairs=0):
     """A group of empty rows: the simulator asks for its shape and what it feeds only."""
-    return Group(module, shape, tuple(feeds), pairs)
+    return Group(module, shape, tuple(feeds), (pairs,))
 
 
 def names(plan):
@@ -159,7 +159,7 @@ def random_prices(rng, plan, *, sends=False, concurrency=float("inf")):
         return float(rng.exponential()) * (rng.random() < 0.9)
 
     programs = {
-        ProgramId(n, shape, d): Price(one(), 0.1 * one())
+        ProgramId(n, shape, d): Price(one(), (0.1 * one(),))
         for n in names(plan)
         for shape in SHAPES
         for d in (FORWARD, BACKWARD)

@@ -91,7 +91,7 @@ def test_shapes_and_pairs_make_the_price_of_a_group():
     plan = chain(1)
     schedule = Schedule(0, (group("b", ONE, pairs=10), group("b", TWO, pairs=3)))
     priced = prices(plan, {("b0", BACKWARD, ONE): 1.0, ("b0", BACKWARD, TWO): 4.0})
-    content = {k: replace(v, pair_s=0.5) for k, v in priced.programs.items()}
+    content = {k: replace(v, content_s=(0.5,)) for k, v in priced.programs.items()}
     trace = simulate_step(plan, schedule, replace(priced, programs=content), names(plan))
     first, second = (e.end_s - e.start_s for e in trace.events if e.group >= 0)
     assert (first, second) == (1.0 + 10 * 0.5, 4.0 + 3 * 0.5)

@@ -54,7 +54,7 @@ def test_no_order_is_worse_than_the_textbooks():
         plan = random_plan(rng)
         plan = plan.with_layout(submeshes=tuple(replace(m, model=1) for m in plan.layout.submeshes))
         schedule = random_schedule(rng, plan, 8)
-        pairs = [replace(g, pairs=int(rng.integers(0, 64**2))) for g in schedule.groups]
+        pairs = [replace(g, content=(int(rng.integers(0, 64**2)),)) for g in schedule.groups]
         schedule = replace(schedule, groups=tuple(pairs))
         priced = plan_prices(plan.layout, random_profile(rng, plan))
         ordered, trace = with_order(plan, schedule, priced, names(plan))

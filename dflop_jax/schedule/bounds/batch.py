@@ -56,10 +56,10 @@ def lower_bound_s(
         if not len(batch.lengths[module]) or not shapes:
             continue
         static_CR = np.array([costs.static_s[module, s] for s in shapes])
-        pair_CR = np.array([costs.pair_s[module, s] for s in shapes])
-        pairs = content_bound(batch.lengths[module] ** 2, capacity.ranks[module])
+        unit_CFR = np.array([costs.content_s[module, s] for s in shapes])
+        content_F = [content_bound(n, capacity.ranks[module]) for n in batch.features[module]]
         work_R += _volume_s(batch, module, shapes, capacity, static_CR)
-        work_R += pairs * pair_CR.min(axis=0)
+        work_R += content_F @ unit_CFR.min(axis=0)
         weight_R = np.zeros(costs.n_resources)
         for s in layout.segments_of(module):  # of a resource's segments, the one of fewest devices
             r = ids.index(resource_of[s.submesh])
@@ -67,7 +67,7 @@ def lower_bound_s(
             weight_R[r] = min(weight_R[r] or np.inf, few)
         total_C = (static_CR * weight_R).sum(axis=1)
         shared += float(_volume_s(batch, module, shapes, capacity, total_C[:, None])[0])
-        shared += pairs * float((pair_CR * weight_R).sum(axis=1).min())
+        shared += float(content_F @ (unit_CFR * weight_R).sum(axis=2).min(axis=0))
     end_s = {REDUCE: np.zeros(costs.n_resources), UPDATE: np.zeros(costs.n_resources)}
     awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
@@ -88,7 +88,8 @@ def _cheapest(prices: Prices) -> Prices:
         if less.remat_less:
             own = replace(less, remat_less=False)
             static_s = min(price.static_s, programs[own].static_s)
-            programs[own] = Price(static_s, min(price.pair_s, programs[own].pair_s))
+            content_s = map(min, price.content_s, programs[own].content_s)
+            programs[own] = Price(static_s, tuple(content_s))
     return replace(prices, programs=programs)
 
 

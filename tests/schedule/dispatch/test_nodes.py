@@ -101,7 +101,7 @@ def batch(seed, n=12):
 def prices_of(plan, pair_s):
     both = ("forward", "backward")
     programs = {
-        ProgramId(s.name, shape, d): Price(1.0, pair_s if s.module == "words" else 0.0)
+        ProgramId(s.name, shape, d): Price(1.0, (pair_s if s.module == "words" else 0.0,))
         for s in plan.layout.segments
         for shape in plan.layout.shapes(s.module)
         for d in both
@@ -157,7 +157,7 @@ def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monk
                 patch.setattr(f"dflop_jax.schedule.online.{name}", lambda *_: None)
             other = schedule_batch(loads, plan, prices, names, work=200)
         assert one.makespan_s == other.makespan_s
-        assert [g.pairs for g in one.groups] == [g.pairs for g in other.groups]
+        assert [g.content for g in one.groups] == [g.content for g in other.groups]
         near, plain = near + moved_by(plan, one, loads), plain + moved_by(plan, other, loads)
     assert near[0] < plain[0]
     assert near[1] <= plain[1]

@@ -12,7 +12,7 @@ from dflop_jax.pipeline.held import param_specs
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.records import Edge, MeshShape, Shape
+from dflop_jax.records import CONTENT, Edge, MeshShape, Shape
 from tests.small import WIDTH, Small
 
 MODEL = Small()
@@ -153,6 +153,18 @@ def test_what_lies_between_layers_is_timed_with_the_ends():
             assert len(segment.inlets) == len(segment.wants_gradient) == n_inputs
             assert segment.parts == (("entry", "layers", "exit", "mid") if name == "a" else
                                      ("entry", "layers", "exit"))  # fmt: skip
+
+
+def test_content_is_told_from_as_many_fillings_as_it_has_features(monkeypatch):
+    """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature."""
+    monkeypatch.setitem(CONTENT, "piece", np.ones_like)
+    shape, pieces = Shape(3, 48), [1, 16, 4]
+    seconds = [2 + measure._content(shape, n) @ (1e-2, 0.5) for n in pieces]
+    static_s, content_s = measure._apart(seconds, shape, pieces, ("pair", "piece"))
+    assert static_s == pytest.approx(2.0, rel=1e-4)
+    assert content_s == pytest.approx({"pair": 1e-2, "piece": 0.5}, rel=1e-4)
+    alone = measure._apart([2 + 0.5 * 3 * n for n in (1, 16)], shape, [1, 16], ["piece"])
+    assert alone == (pytest.approx(2.0), {"piece": pytest.approx(0.5)})
 
 
 def test_pairs_are_told_from_two_fillings(monkeypatch):

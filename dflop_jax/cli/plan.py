@@ -113,7 +113,7 @@ def chosen(result: SearchResult) -> str:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
-        "a step"
+        "a step" + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
     )
 
 

@@ -130,7 +130,12 @@ def profile_at(
     ]
     facts = [traced.key, *(sorted(map(repr, costs.items())))]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return replace(traced, key=f"compiled-{digest}", timings=tuple(timings))
+    return replace(
+        traced,
+        key=f"compiled-{digest}",
+        timings=tuple(timings),
+        priced_by=f"programs compiled for {hardware.name}",
+    )
 
 
 def _that_compile(

@@ -261,6 +261,7 @@ class Evaluator:
             },
             peak_bytes=peak_bytes,
             chosen_by_s=makespan_s,
+            priced_by=self.rules.profile.priced_by,
         )
         return replace(plan, predicted=predicted)
 

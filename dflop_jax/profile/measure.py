@@ -165,6 +165,7 @@ def model_profile(
         device=devices[0].device_kind,
         concurrency=float(len(devices)),
         task_overhead_s=_overhead_s(devices[0]),
+        priced_by=f"programs timed on {devices[0].device_kind}",
     )
 
 
@@ -177,6 +178,7 @@ def assembled(
     device: str,
     concurrency: float,
     task_overhead_s: float,
+    priced_by: str,
 ) -> ModelProfile:
     """A profile of timings from anywhere, with the model's sizes."""
     entry_share: dict[str, float] = {}
@@ -206,6 +208,7 @@ def assembled(
         halved=tuple(n for n, m in model.modules.items() if working_dtype_of(m).itemsize == 2),
         layer_dims=layer_dims,
         ends_dims=ends_dims,
+        priced_by=priced_by,
     )
 
 

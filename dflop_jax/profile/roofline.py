@@ -90,6 +90,7 @@ def roofline_profile(
         device=hardware.name,
         concurrency=float(n_devices),
         task_overhead_s=e.task_s,
+        priced_by=f"the data sheet of {hardware.name}",
     )
     return replace(profile, entry_share=entry_share)
 

@@ -147,13 +147,14 @@ class Kept:
 class Predicted:
     """What the planner expects of a plan: seconds of a mean step, share of it in which each
     submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
-    step by the profile's single layers, `makespan_s` by the plan's own programs once those were
-    timed, else the same."""
+    step by the profile's single layers, which are priced by what `priced_by` says, `makespan_s` by
+    the plan's own programs once those were timed, else the same."""
 
     makespan_s: float = 0.0
     busy_fraction: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, float] = field(default_factory=dict)
     chosen_by_s: float = 0.0
+    priced_by: str = ""
 
 
 @dataclass(frozen=True)

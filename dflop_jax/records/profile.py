@@ -87,7 +87,8 @@ class ParamDims:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Times and bytes of a model's modules on one kind of device; `key` names what was measured.
+    """Times and bytes of a model's modules on one kind of device; `key` names what was measured,
+    `priced_by` says what the times are of.
 
     `concurrency` is how many devices really compute at once: the device count on accelerators,
     fewer where pretended CPU devices share cores. `entry_share` is the part of the ends' work that
@@ -116,6 +117,7 @@ class ModelProfile:
     layer_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
     ends_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
     host_s: float = 0.0
+    priced_by: str = ""
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from dflop_jax.plan.replan import BetterPlan, Question, better_plan
-from dflop_jax.records import DataProfile, Load, Plan, Profile
+from dflop_jax.records import CONTENT, DataProfile, Load, Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.worker import start_child
 from dflop_jax.train.planning import search_facts
@@ -39,13 +39,14 @@ class NewPlan:
 
 
 def drift(profiled: Sequence[Load], seen: Sequence[Load]) -> float:
-    """The largest change of a module's mean tokens (or of its mean square, of which attention takes
-    its time) over the larger of both; 0 where all are within chance."""
+    """The largest change of a module's mean tokens, or of a feature of its content, over the
+    larger of both; 0 where all are within chance."""
     largest = 0.0
+    amounts: list[Callable[[np.ndarray], np.ndarray]] = [np.asarray, *CONTENT.values()]
     for m in _modules(profiled, seen):
-        for power in (1, 2):
+        for of in amounts:
             then, now = (
-                np.array([sum(n**power for n in load.lengths(m)) for load in loads], float)
+                np.array([of(np.array(load.lengths(m), float)).sum() for load in loads])
                 for loads in (profiled, seen)
             )
             error = float(np.sqrt(then.var() / len(then) + now.var() / len(now)))

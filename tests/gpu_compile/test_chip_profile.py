@@ -137,6 +137,7 @@ def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):
 
     found = profile(tmp_path, monkeypatch, answer)[0]
     assert {t.model for t in found.timings} == {1}
+    assert found.priced_by == "programs compiled for h100"
     with pytest.raises(ValueError, match="vision cannot be compiled for h100: no tile fits"):
         profile(tmp_path, monkeypatch, lambda p: Found(error="no tile fits"))
 

@@ -132,6 +132,7 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, graph
         task_overhead_s=1e-4,
         edges=edges,
         tied=tied,
+        priced_by="a formula",
     )
 
 

@@ -188,6 +188,7 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     predicted = plan.predicted
     assert predicted.makespan_s == pytest.approx(np.mean([t.makespan_s for t in traces]))
     assert predicted.chosen_by_s == predicted.makespan_s
+    assert predicted.priced_by == "a formula"
     for m in plan.layout.submeshes:
         busy = np.mean([t.busy_fraction()[m.name] for t in traces])
         assert predicted.busy_fraction[m.name] == pytest.approx(busy)

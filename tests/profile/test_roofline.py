@@ -130,6 +130,10 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert again == profile
     other = roofline_profile(NANO, find_hardware("h100"), SHAPES, (1,), n_devices=4)
     assert other.key != profile.key
+    assert (profile.priced_by, other.priced_by) == (
+        "the data sheet of a100-80",
+        "the data sheet of h100",
+    )
     model = CostModel(profile)
     for t in profile.timings:
         got = model.fits.predict(t.module, t.model, t.shape.rows, t.shape.tokens, "layer_backward")

@@ -28,7 +28,7 @@ MODEL = build("nano")
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 128)]}
 TIMINGS = [LayerTiming(m, 1, s[0], 1.0, 1.0, 1.0, 1.0) for m, s in SHAPES.items()]
 PROFILE = assembled(
-    MODEL, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0
+    MODEL, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0, priced_by=""
 )
 
 

@@ -28,6 +28,7 @@ from dflop_jax.records import (
     Load,
     Plan,
     ProgramId,
+    Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -50,6 +51,7 @@ PLAN = Plan(
         (SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True),),
         (Bucket((("llm", SHAPE),)),),
     ),
+    Scheduling(work_budget=400),
 )
 
 

@@ -105,16 +105,6 @@ def with_ratios(state: Correction, ratios: Mapping[str, float]) -> Correction:
     return Correction(logs)
 
 
-def observe(
-    state: Correction,
-    layout: Layout,
-    observed: Mapping[ProgramId, Sequence[float]],
-    predicted: Mapping[ProgramId, float],
-) -> Correction:
-    """The state after one sampled step, by what `log_ratios` makes of it."""
-    return with_ratios(state, log_ratios(layout, observed, predicted))
-
-
 def corrected(prices: Prices, state: Correction) -> Prices:
     """The prices with what was learnt of each program applied; none falls below the work of the
     host for a task."""

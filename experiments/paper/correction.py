@@ -23,10 +23,11 @@ from dflop_jax.schedule.correction import (
     corrected,
     decide,
     is_full,
-    observe,
+    log_ratios,
     predicted_gain_s,
     sampling,
     task_times,
+    with_ratios,
     with_step,
 )
 from dflop_jax.sim.pipeline import simulate_step
@@ -113,7 +114,8 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
             if name == "corrected":
                 sampled.append(sampling(monitor, step))
                 if sampled[-1]:
-                    state = observe(state, plan.layout, task_times(trace, schedule), expected)
+                    ratios = log_ratios(plan.layout, task_times(trace, schedule), expected)
+                    state = with_ratios(state, ratios)
                     overhead_s = OVERHEAD * took
                     took += overhead_s
                     monitor = with_step(monitor)

@@ -30,11 +30,12 @@ from dflop_jax.schedule.correction import (
     decide,
     expected_times,
     is_full,
+    log_ratios,
     name_of,
-    observe,
     predicted_gain_s,
     sampling,
     task_times,
+    with_ratios,
     with_step,
 )
 from dflop_jax.sim.pipeline import simulate_step
@@ -54,6 +55,10 @@ def prices_of(plan, slow_bucket=None):
     """Profiled prices, or the hardware's: one shape class takes `SLOW` times as long."""
     slow = dict(plan.layout.buckets[slow_bucket].shapes) if slow_bucket is not None else {}
     return make_prices(plan, factor=lambda p: SLOW if slow.get(p.segment) == p.shape else 1.0)
+
+
+def observe(state, layout, observed, predicted):
+    return with_ratios(state, log_ratios(layout, observed, predicted))
 
 
 def seconds_of(prices):

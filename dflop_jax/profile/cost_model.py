@@ -27,6 +27,7 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     Shape,
+    shape_features,
     with_host_work,
 )
 
@@ -38,7 +39,7 @@ class Figures:
 
     def __init__(self, fits: Fits, module: str, model: int, rows: Array, tokens: Array):
         self.is_there = np.asarray(rows) > 0
-        self._predict = cache(partial(fits.predict, module, model, rows, tokens))
+        self._predict = cache(partial(fits.at, module, model, shape_features(rows, tokens)))
 
     def __getitem__(self, kind: str) -> Array:
         return self._predict(kind)

@@ -102,8 +102,11 @@ class Fits:
         return coefficients
 
     def _fitted(self, module: str, model: int, kind: str, features: np.ndarray) -> np.ndarray:
-        of_features = zip(self._fit(module, model, kind), np.moveaxis(features, -1, 0), strict=True)
-        return np.asarray(sum(a * x for a, x in of_features))
+        constant, *others = self._fit(module, model, kind).tolist()
+        fitted = np.full(features.shape[:-1], constant)
+        for i, a in enumerate(others, 1):
+            fitted += a * features[..., i]
+        return fitted
 
     def _missed_uncached(self, module: str, model: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """(log sizes, rising; timed over fitted at each), a single 1 where tokens vary."""
@@ -141,7 +144,10 @@ class Fits:
     def predict(self, module: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
         """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes;
         0 without rows."""
-        features = shape_features(rows, tokens)
+        return self.at(module, model, shape_features(rows, tokens), kind)
+
+    def at(self, module: str, model: int, features: np.ndarray, kind: str) -> np.ndarray:
+        """`predict` from the features of the shapes."""
         sizes, ratio = self._missed(module, model, kind)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)

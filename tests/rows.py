@@ -7,7 +7,7 @@ import numpy as np
 from dflop_jax.records import Group, PiecePlaces
 
 
-def group_of_rows(module, shape, rows, feeds=(), pairs=0) -> Group:
+def group_of_rows(module, shape, rows, feeds=(), content=()) -> Group:
     """A group whose `rows[microbatch][rank][row]` are numbers of pieces."""
     entries = [
         (piece, m, d, r)
@@ -17,7 +17,7 @@ def group_of_rows(module, shape, rows, feeds=(), pairs=0) -> Group:
         for piece in row
     ]
     places = PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
-    return Group(module, shape, feeds, pairs, places, len(rows))
+    return Group(module, shape, feeds, content, places, len(rows))
 
 
 def rows_of(group: Group, ranks: int) -> list[list[list[list[int]]]]:

@@ -37,6 +37,7 @@ from dflop_jax.records import (
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import Correction, corrected
 
+from .rows import rows_of
 from .small import Text
 
 SHAPE, LAYERS = Shape(2, 128), 3
@@ -96,7 +97,7 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds(profile_of):
     )
     schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
     (group,) = schedule.groups
-    ranks = [[LENGTHS[p] for row in rank for p in row] for rank in group.rows[0]]
+    ranks = [[LENGTHS[p] for row in rank for p in row] for rank in rows_of(group, 2)[0]]
     most = [max(sum(n * n for n in r) for r in ranks), max(map(len, ranks))]
     assert group.content == tuple(most)
     step_s = price.static_s + want[0] * most[0] + want[1] * most[1]

@@ -1,11 +1,11 @@
 """Placing the pieces of a microbatch in the rows of every module, and evening out their content.
 
 A program call takes what its shape takes on every rank, and on each rank what its content adds. The
-simulator ends it with the rank that has most (`Group.content`); on devices a rank may run ahead until
-something is exchanged, and the busiest rank of the whole step counts. So two sums are lowered: that
-of the groups' busiest ranks, first, and then the busiest rank of the step, by moving rows of a
-microbatch to other ranks, which is free, and by exchanges for which a group's busiest rank may rise
-by a few times what the step's falls.
+simulator ends it with the rank that has most (`Group.content`); on devices a rank may run ahead
+until something is exchanged, and the busiest rank of the whole step counts. So two sums are
+lowered: that of the groups' busiest ranks, first, and then the busiest rank of the step, by moving
+rows of a microbatch to other ranks, which is free, and by exchanges for which a group's busiest
+rank may rise by a few times what the step's falls.
 
 Shape suffixes: P pieces, D data ranks, K microbatches or groups.
 """

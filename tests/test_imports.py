@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
-LEFT = {"records", "contract", "config"}
+LEFT = {"records", "contract", "config", "children"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
@@ -28,6 +28,7 @@ ENGINE = RUNTIME | {"train", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "record_files": {"records"},
+    "children": set(),
     "contract": {"records"},
     "config": {"records"},
     "data": LEFT,

@@ -7,8 +7,6 @@ since the compiler ends its process where it meets what it cannot bear.
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any
 import jax
 import msgspec
 
+from dflop_jax.children import begin
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
@@ -70,10 +69,8 @@ class Line:
 
 def main() -> None:
     """Serve one request."""
-    # Whatever else prints to stdout goes to stderr.
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    lines, out = begin()
+    request = msgspec.json.decode(lines.readline(), type=Request)
     for line in compile_jobs(request):
         out.write(msgspec.json.encode(line) + b"\n")
         out.flush()

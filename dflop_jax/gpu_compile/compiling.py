@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from dflop_jax.gpu_compile.child import Job, Line, Request
+from dflop_jax.children import Child
+from dflop_jax.gpu_compile.child import Job, Line, Request, compile_jobs
 from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.memory import device_memory, verdict
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
@@ -20,10 +17,7 @@ from dflop_jax.gpu_compile.toolchain import compiler_environment
 from dflop_jax.hardware import find_hardware
 
 OnProgress = Callable[[int, int], None]
-_ROOT = str(Path(__file__).resolve().parents[2])
-_START = (
-    "import sys; sys.path[:0] = sys.argv[1:]; from dflop_jax.gpu_compile.child import main; main()"
-)
+_SERVES = compile_jobs.__module__
 
 
 @dataclass
@@ -77,57 +71,29 @@ def compile_plans(
     while True:
         n_done = sum(len(k.programs) for k in known)
         begun: tuple[int, ProgramReport] | None = None
-        with tempfile.TemporaryFile() as said:
-            process = _start(Request(tuple(jobs), n_done), environment, said.fileno())
-            for line in _lines(process):
-                _note(known[line.job], line)
-                if line.begun:
-                    begun = line.job, line.begun
-                if line.done:
-                    begun = None
-                    if on_progress:
-                        n_done = sum(len(k.programs) for k in known)
-                        on_progress(n_done, sum(k.n_programs for k in known))
-                while n_told < len(jobs) and known[n_told].is_done:
-                    yield _answer(jobs[n_told], known[n_told])
-                    n_told += 1
-            if process.wait() == 0:
-                assert n_told == len(jobs), (n_told, len(jobs))
-                return
-            died = last_words(said, process.returncode)
+        # The experiment's folder comes first, as it does in this process.
+        child = Child(_SERVES, paths=[str(Path.cwd())], environment=environment, keeps_words=True)
+        child.tell(msgspec.json.encode(Request(tuple(jobs), n_done)), is_last=True)
+        for answer in child.answers():
+            line = msgspec.json.decode(answer, type=Line)
+            _note(known[line.job], line)
+            if line.begun:
+                begun = line.job, line.begun
+            if line.done:
+                begun = None
+                if on_progress:
+                    n_done = sum(len(k.programs) for k in known)
+                    on_progress(n_done, sum(k.n_programs for k in known))
+            while n_told < len(jobs) and known[n_told].is_done:
+                yield _answer(jobs[n_told], known[n_told])
+                n_told += 1
+        if child.end() == 0:
+            assert n_told == len(jobs), (n_told, len(jobs))
+            return
+        died = f"the compiler died {child.last_words()}"
         if begun is None:
             raise RuntimeError(died)
         known[begun[0]].programs.append(replace(begun[1], error=died))
-
-
-def _start(
-    request: Request, environment: Mapping[str, str], stderr: int
-) -> subprocess.Popen[bytes]:
-    # The experiment's folder comes first, as it does in this process.
-    paths = [str(Path.cwd()), _ROOT]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _START, *paths],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        env=dict(environment),
-    )
-    assert process.stdin is not None
-    with process.stdin as stdin:
-        stdin.write(msgspec.json.encode(request))
-    return process
-
-
-def _lines(process: subprocess.Popen[bytes]) -> Iterator[Line]:
-    """What a process reports; it is ended where nobody listens any more."""
-    assert process.stdout is not None
-    try:
-        with process.stdout as stdout:
-            for text in stdout:
-                yield msgspec.json.decode(text, type=Line)
-    except BaseException:
-        process.kill()
-        raise
 
 
 def _note(known: _Known, line: Line) -> None:
@@ -137,14 +103,6 @@ def _note(known: _Known, line: Line) -> None:
         known.states, known.n_programs = line.states, line.n_programs
     if line.done:
         known.programs.append(line.done)
-
-
-def last_words(said: IO[bytes], code: int) -> str:
-    """The last line that a process wrote before it died."""
-    said.seek(0)
-    lines = [t for t in said.read().decode(errors="replace").splitlines() if t.strip()]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the compiler died ({how}): {lines[-1].strip()[:300] if lines else 'in silence'}"
 
 
 def _answer(job: Job, known: _Known) -> CompileReport | str:

@@ -5,13 +5,12 @@ with a `Found` on stdout.
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 
 import jax
 import msgspec
 
+from dflop_jax.children import begin
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.child import device_bytes, one_line
@@ -73,11 +72,8 @@ class Found:
 
 def main() -> None:
     """Serve one setting."""
-    # Whatever else prints to stdout goes to stderr.
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    lines = iter(sys.stdin.buffer.readline, b"")
-    setting = msgspec.json.decode(next(lines), type=Setting)
+    lines, out = begin()
+    setting = msgspec.json.decode(lines.readline(), type=Setting)
     place = set_up(setting.config)
     assert place.hardware is not None, "plan.hardware is checked before a process is started"
     devices = absent_devices(place.hardware.name, place.hardware, setting.most_ways)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -18,19 +15,17 @@ from queue import Empty, SimpleQueue
 import jax
 import msgspec
 
+from dflop_jax.children import Child
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.gpu_compile.compiling import last_words
-from dflop_jax.gpu_compile.probes import Found, Probe, Setting
+from dflop_jax.gpu_compile.probes import Found, Probe, Setting, compiled_probe
 from dflop_jax.gpu_compile.toolchain import compiler_environment
 from dflop_jax.hardware import find_hardware
 from dflop_jax.record_files import load, save
 
 OnProgress = Callable[[int, int], None]
+_SERVES = compiled_probe.__module__
 _ROOT = Path(__file__).resolve().parents[2]
-_START = (
-    "import sys; sys.path[:0] = sys.argv[1:]; from dflop_jax.gpu_compile.probes import main; main()"
-)
 # What programs are made of, beside the model: folders and files of this package.
 _MADE_OF = ("pipeline", "gpu_compile", "contract.py", "profile/shallow.py")
 
@@ -102,18 +97,21 @@ def _in_processes(
     setting: Setting, probes: Sequence[Probe], environment: Mapping[str, str]
 ) -> Iterator[tuple[Probe, Found]]:
     """Answers as they come, of a process for each core."""
-    idle: SimpleQueue[_Compiler] = SimpleQueue()
+    idle: SimpleQueue[Child] = SimpleQueue()
 
     def ask(probe: Probe) -> tuple[Probe, Found]:
         try:
             compiler = idle.get_nowait()
         except Empty:
-            compiler = _Compiler(setting, environment)
-        found = compiler.ask(probe)
-        if found is None:
-            return probe, Found(error=compiler.end(), died=True)
+            # The experiment's folder comes first, as it does in this process.
+            here = [str(Path.cwd())]
+            compiler = Child(_SERVES, paths=here, environment=environment, keeps_words=True)
+            compiler.tell(msgspec.json.encode(setting))
+        compiler.tell(msgspec.json.encode(probe))
+        if not (line := compiler.answer()):
+            return probe, Found(error=f"the compiler died {compiler.last_words()}", died=True)
         idle.put(compiler)
-        return probe, found
+        return probe, msgspec.json.decode(line, type=Found)
 
     running: list[Future[tuple[Probe, Found]]] = []
     try:
@@ -127,42 +125,3 @@ def _in_processes(
     finally:
         while not idle.empty():
             idle.get().end()
-
-
-class _Compiler:
-    """A process that compiles one probe after another."""
-
-    def __init__(self, setting: Setting, environment: Mapping[str, str]):
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
-        # The experiment's folder comes first, as it does in this process.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(Path.cwd()), str(_ROOT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said.fileno(),
-            env=dict(environment),
-        )
-        self._write(setting)
-
-    def _write(self, record: Setting | Probe) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # its silence is the answer
-            self._process.stdin.write(msgspec.json.encode(record) + b"\n")
-            self._process.stdin.flush()
-
-    def ask(self, probe: Probe) -> Found | None:
-        """What a probe comes to; None if the process died of it."""
-        assert self._process.stdout is not None
-        self._write(probe)
-        line = self._process.stdout.readline()
-        return msgspec.json.decode(line, type=Found) if line else None
-
-    def end(self) -> str:
-        """End the process; returns its last words."""
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with suppress(BrokenPipeError):
-                stream.close()
-        code = self._process.wait()
-        with self._said as said:
-            return last_words(said, code)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from dflop_jax.children import begin, ignore_signals
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import Hardware
 from dflop_jax.plan.predict import simulate
@@ -29,7 +30,6 @@ from dflop_jax.records import (
     Zero,
 )
 from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.schedule.worker_main import begin
 
 _NICENESS = 10  # of the child: on hosts whose cores are the devices these go first
 
@@ -138,6 +138,7 @@ def _simulated_s(
 
 def main() -> None:
     """Answer one question; ends when its stdin closes, so it does not outlive its parent."""
+    ignore_signals()
     lines, out = begin()
     os.nice(_NICENESS)
     if not (line := lines.readline()):

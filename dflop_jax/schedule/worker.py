@@ -1,8 +1,7 @@
 """Schedules solved ahead of training, in another process.
 
 The parent keeps `ahead` batches requested; one thread per worker passes a request to the child
-and waits for its answer on a pipe (no solving under the parent's GIL). Requests are JSON lines
-over stdin/stdout of `python -c`, so scripts need no `__main__` guard and nothing is pickled.
+and waits for its answer (no solving under the parent's GIL): see `children`.
 
 A schedule depends on (loads, prices, step, work, seed) only, however late it comes and whoever
 solves it: when the child is dead or out of grace the parent spends the same work on the same
@@ -12,32 +11,21 @@ request, so the answer is the child's bit for bit. Training then waits for it, a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
+from dflop_jax.children import Child
 from dflop_jax.records import Load, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
 
 _log = logging.getLogger(__name__)
-_ROOT = str(Path(__file__).resolve().parents[2])
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
 _MAX_STILLBORN = 3  # deaths in a row without one schedule, after which it is not started again
-
-
-def start_child(module: str) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module's `main`, with pipes to it and from it."""
-    command = [sys.executable, "-c", _START.format(module), _ROOT]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 class ScheduleWorker:
@@ -76,7 +64,7 @@ class ScheduleWorker:
         self._gain_s: float | None = None  # the answer to it
         self._down = False  # the child died or was late, and none has answered since
         self._closed = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self.deaths = 0
         self.solved_here = 0  # batches that the parent solved in the child's place
         lists = {-1: prices, **(changes or {})}
@@ -88,8 +76,7 @@ class ScheduleWorker:
     @property
     def pid(self) -> int | None:
         """Process id of the living child."""
-        child = self._child
-        return child.pid if child is not None and child.poll() is None else None
+        return self._child.pid if self._child is not None else None
 
     def update_prices(self, prices: Prices) -> int:
         """Use these prices for the batches requested from now on (`ahead` steps from here), in
@@ -189,7 +176,7 @@ class ScheduleWorker:
             stillborn = 0 if answered else stillborn + 1
             _log.warning(
                 "the schedule worker died (exit %s); %s, and training waits meanwhile",
-                self._child.returncode if self._child else None,
+                self._child.exit_code if self._child else None,
                 "it is restarted, this process solves the next schedules"
                 if stillborn < _MAX_STILLBORN
                 else "it is not restarted, this process solves all schedules",
@@ -197,49 +184,41 @@ class ScheduleWorker:
 
     def _run_child(self) -> int:
         """Start a child and talk to it until it dies or the worker is closed; its answers."""
-        child = start_child(answer.__module__)
+        child = Child(answer.__module__)
         with self._changed:
             self._child, closed = child, self._closed
         answered = 0 if closed else self._converse(child)
         child.kill()
-        with contextlib.suppress(BrokenPipeError):  # of what was written to a dead child
-            child.communicate()
+        child.end()
         return answered
 
-    def _converse(self, child: subprocess.Popen[bytes]) -> int:
+    def _converse(self, child: Child) -> int:
         """Pass requests, oldest first, until the child dies or the worker is closed; how many
         were answered."""
-        assert child.stdin is not None
-        assert child.stdout is not None
         answered, known = 0, None
-        try:
-            child.stdin.write(to_json(self._setup) + b"\n")
-            while (request := self._next_request()) is not None:
-                if request.prices is known:  # most of the bytes of a request
-                    request = replace(request, prices=None)
-                else:
-                    known = request.prices
-                child.stdin.write(to_json(request) + b"\n")
-                child.stdin.flush()
-                line = child.stdout.readline()
-                if not line.endswith(b"\n"):
-                    break  # died; a half-written line is no answer
-                try:
-                    reply = from_json(line, Reply)
-                except msgspec.DecodeError as e:
-                    _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
-                    break
-                answered += 1
-                with self._changed:
-                    self._down = False
-                    if request.corrected is not None:
-                        if request is self._question:
-                            self._question, self._gain_s = None, reply.gain_s
-                    elif reply.step in self._requests:  # not solved here in the meantime
-                        self._replies[reply.step] = reply
-                    self._changed.notify_all()
-        except BrokenPipeError:
-            _log.debug("the schedule worker closed its pipe")
+        child.tell(to_json(self._setup))
+        while (request := self._next_request()) is not None:
+            if request.prices is known:  # most of the bytes of a request
+                request = replace(request, prices=None)
+            else:
+                known = request.prices
+            child.tell(to_json(request))
+            if not (line := child.answer()):
+                break
+            try:
+                reply = from_json(line, Reply)
+            except msgspec.DecodeError as e:
+                _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
+                break
+            answered += 1
+            with self._changed:
+                self._down = False
+                if request.corrected is not None:
+                    if request is self._question:
+                        self._question, self._gain_s = None, reply.gain_s
+                elif reply.step in self._requests:  # not solved here in the meantime
+                    self._replies[reply.step] = reply
+                self._changed.notify_all()
         return answered
 
     def _next_request(self) -> Request | None:

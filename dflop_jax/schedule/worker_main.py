@@ -6,12 +6,9 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from dataclasses import dataclass
-from typing import IO
 
+from dflop_jax.children import begin, ignore_signals
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.online import schedule_batch
@@ -71,17 +68,8 @@ def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
     return Reply(request.step, schedule)
 
 
-def begin() -> tuple[IO[bytes], IO[bytes]]:
-    """Begin a child process; returns where its requests come from, and where its answers go."""
-    # A cluster or a terminal signals all processes of a job; this one ends when its parent does.
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    lines, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print goes elsewhere than the answers
-    return lines, out
-
-
 def main() -> None:
+    ignore_signals()
     lines, out = begin()
     setup = from_json(lines.readline(), Setup)
     prices = Prices({})

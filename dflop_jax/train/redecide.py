@@ -11,7 +11,6 @@ that resumes under the plan that it had, one that ends before the answer is ther
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +18,10 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
+from dflop_jax.children import Child
 from dflop_jax.plan.replan import BetterPlan, Question, better_plan
 from dflop_jax.records import CONTENT, DataProfile, Load, Plan, Profile
 from dflop_jax.report.progress import Progress
-from dflop_jax.schedule.worker import start_child
 from dflop_jax.train.planning import search_facts
 from dflop_jax.train.prepare import Workplace
 
@@ -83,7 +82,7 @@ class PlanSearch:
     """A question under way in a child process."""
 
     def __init__(self, question: Question):
-        self._child = start_child(better_plan.__module__)
+        self._child = Child(better_plan.__module__)
         self._answer: BetterPlan | None = None
         self._thread = threading.Thread(
             target=self._ask, args=(question,), name="plan-search", daemon=True
@@ -105,17 +104,10 @@ class PlanSearch:
         self.wait()
 
     def _ask(self, question: Question) -> None:
-        child = self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(question) + b"\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-        child.kill()
-        with contextlib.suppress(BrokenPipeError):  # of what was written to a dead child
-            child.communicate()
+        self._child.tell(msgspec.json.encode(question))
+        line = self._child.answer()
+        self._child.kill()
+        self._child.end()
         try:
             self._answer = msgspec.json.decode(line, type=BetterPlan)
         except msgspec.DecodeError:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflop_jax import children
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import chip_profile, probing
 from dflop_jax.gpu_compile.probes import Found, Probe, Program, compiled_probe
@@ -19,6 +20,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
+from tests.processes import running
 
 H100 = find_hardware("h100")
 MODEL = build_model(ModelConfig(size="nano", dtype="bfloat16"))
@@ -188,7 +190,7 @@ def test_a_probe_is_compiled_and_read():
 
 FAKE = """
 import os, sys, msgspec
-sys.path[:0] = sys.argv[1:]
+sys.path[:0] = PATHS
 from dflop_jax.gpu_compile.probes import Found, Probe, Setting
 lines = iter(sys.stdin.buffer.readline, b"")
 msgspec.json.decode(next(lines), type=Setting)
@@ -203,14 +205,14 @@ for line in lines:
 
 def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(probing, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(probing, "_START", FAKE)
+    monkeypatch.setattr(children, "program", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
     found = probing.compiled_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
     assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
     assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(probing, "_START", "import sys; sys.exit('no disk left')")
+    monkeypatch.setattr(children, "program", running("import sys; sys.exit('no disk left')"))
     again = probing.compiled_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: found[p] for p in probes if p.depth != 3}

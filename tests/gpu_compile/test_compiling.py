@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dflop_jax import children
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import compiling, toolchain
@@ -23,6 +24,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.record_files import load, save
 from dflop_jax.records import SubmeshPlan
 from tests.plans import NANO, bucket
+from tests.processes import running
 
 
 def config(**plan) -> Config:
@@ -167,7 +169,7 @@ def test_equal_programs_are_compiled_once():
 
 FAKE = """
 import os, sys, msgspec
-sys.path[:0] = sys.argv[1:]
+sys.path[:0] = PATHS
 from dflop_jax.gpu_compile.child import Line, Request
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
 request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
@@ -193,7 +195,7 @@ for job in range(len(request.jobs)):
 
 def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(compiling, "_START", FAKE)
+    monkeypatch.setattr(children, "program", running(FAKE))
     seen = []
     jobs = [Job(config(), NANO)] * 3
     answers = compile_plans(jobs, lambda *n: seen.append(n))
@@ -215,7 +217,7 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
 
 def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(compiling, "_START", "import sys; sys.exit('no disk left')")
+    monkeypatch.setattr(children, "program", running("import sys; sys.exit('no disk left')"))
     with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
         compile_plan(Job(config(), NANO))
 
@@ -232,7 +234,7 @@ def test_what_it_reads_and_writes_survives_the_way():
 def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):
     for module in (compiling, toolchain):
         monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(compiling, "_START", FAKE.replace("os.abort()", "pass"))
+    monkeypatch.setattr(children, "program", running(FAKE.replace("os.abort()", "pass")))
     code = main(
         ["compile", experiment, "--plan.hardware", "h200", "--plan-file", "plan.json",
          "--plan.memory_bytes", "4e8"]

@@ -85,7 +85,7 @@ def test_killing_the_process_costs_no_sample(small_plan, caplog):
 def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplog, monkeypatch):
     """The child that never answers is waited for once; the parent's schedules are what its own
     would have been."""
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", "import time; time.sleep(600)")
+    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "import time; time.sleep(600)")
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, grace_s=0.01) as worker:
         for step in range(3):
@@ -99,7 +99,7 @@ def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplo
 
 
 def test_a_child_that_cannot_start_is_given_up(small_plan, monkeypatch):
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", "raise SystemExit(3)")
+    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "raise SystemExit(3)")
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices) as worker:
         wait_until(lambda: not worker._thread.is_alive())
@@ -109,10 +109,10 @@ def test_a_child_that_cannot_start_is_given_up(small_plan, monkeypatch):
 
 def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
     noisy = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); import {0} as w; answer = w.answer\n"
+        "import os, sys; sys.path[:0] = {1!r}; import {0} as w; answer = w.answer\n"
         "w.answer = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
     )
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", noisy)
+    monkeypatch.setattr("dflop_jax.children.program", noisy.format)
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, stop_step=1) as worker:
         assert worker.get(0)[0].groups == inline(0, small_plan, prices).groups
@@ -121,7 +121,7 @@ def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
 
 def test_a_child_that_writes_no_schedules_is_given_up(small_plan, monkeypatch, caplog):
     chatty = "print('hello', flush=True); import sys; sys.stdin.read()"
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", chatty)
+    monkeypatch.setattr("dflop_jax.children.program", lambda *_: chatty)
     with worker_for(small_plan, make_prices(small_plan)) as worker:
         assert groups_of(worker.get(0)[0]) == list(range(40))
         wait_until(lambda: not worker._thread.is_alive())

@@ -309,7 +309,7 @@ def question() -> Question:
 
 
 def test_a_search_that_dies_is_no_plan(monkeypatch):
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", "raise SystemExit(3)")
+    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "raise SystemExit(3)")
     search = PlanSearch(question())
     search.wait()
     assert search.answer == BetterPlan(why="the search for another plan died")
@@ -317,11 +317,11 @@ def test_a_search_that_dies_is_no_plan(monkeypatch):
 
 
 def test_a_search_under_way_is_ended(monkeypatch):
-    monkeypatch.setattr("dflop_jax.schedule.worker._START", "import time; time.sleep(600)")
+    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "import time; time.sleep(600)")
     search = PlanSearch(question())
     assert search.answer is None
     search.close()
-    assert search._child.returncode is not None
+    assert search._child.exit_code is not None
 
 
 def test_changing_needs_checkpoints(plain, tmp_path):

@@ -24,6 +24,7 @@ from functools import partial
 
 import msgspec
 
+from dflop_jax.children import ignore_signals
 from dflop_jax.data.decoder import BadSample, sample_of
 from dflop_jax.data.pool.messages import Answer, Order, Reply, Segment, Setup
 from dflop_jax.data.sample import Source
@@ -34,10 +35,8 @@ MAX_WARNINGS = 20
 
 
 def main() -> None:
-    # A cluster or a terminal signals all processes of a job; this one ends when its parent does.
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[2]))
+    ignore_signals()
+    control = socket.socket(fileno=int(sys.argv[1]))
     lines = control.makefile("rb")
     setup = msgspec.json.decode(lines.readline(), type=Setup)
     logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so

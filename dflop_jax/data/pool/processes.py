@@ -11,24 +11,21 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from dflop_jax.children import command
 from dflop_jax.data.decoder import BadSample, Decoded, Decoder, ThreadDecoder, checked
 from dflop_jax.data.pool.messages import MAX_LINE, Answer, Order, Reply, Setup, mapped, received
 from dflop_jax.data.sample import Source
 
-ROOT = str(Path(__file__).resolve().parents[3])
-START = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
 # One thread each: there are as many processes as the user wants, and threads do not survive a fork.
 # Arrow's own allocators reserve 1 GiB at once, which would count as what a sample takes.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
@@ -255,11 +252,10 @@ class ForkServer:
         if self._child is not None:
             return
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-c", START.format("dflop_jax.data.pool.fork_server_main"), ROOT,
-                   str(theirs.fileno())]  # fmt: skip
+        served = [*command("dflop_jax.data.pool.fork_server_main"), str(theirs.fileno())]
         with theirs:
             self._child = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                served, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
             )  # fmt: skip
         try:

@@ -39,7 +39,8 @@ def random_profile(rng, plan):
         for shape in (*SHAPES, SHAPES[0]):
             f, b, ef, eb = weight * 1e-4 * shape.size * rng.lognormal(0, 0.2, 4) * (1, 3, 1, 2)
             pairs = 1e-7 * pair * weight
-            timings.append(LayerTiming(m, 1, shape, f, b, ef, eb, 0, pairs, 2 * pairs))
+            content = {"pair": pairs}, {"pair": 2 * pairs}
+            timings.append(LayerTiming(m, 1, shape, f, b, ef, eb, 0, *content))
     zero = dict.fromkeys(plan.layout.modules, 0)
     layers = {m: len(plan.layout.segments_of(m)) for m in plan.layout.modules}
     share = {m: float(rng.random()) for m in plan.layout.modules}

@@ -16,11 +16,12 @@ from dflop_jax.schedule.shapes.spare import beyond
 
 FINALISTS = 3  # placements whose buckets are chosen
 FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
-CLOSE = 1.05  # makespan over the best, up to which that may change their order
-ABOUT = 1.15  # the same of the first of another policy, at a glance
-FAR = 1.2  # and by one bucket
-SMALL = 0.5  # of a bucket: the one beside it that takes what is too much
-MORE = 1.2  # groups of shorter rows over those of longer ones, at most
+# Makespans over the best one's, up to which a plan is looked at closely, since that may change
+# their order: of plans at a glance, and of the first one of another policy, whose glance misses
+# other things, at a glance and by one bucket.
+CLOSE_TO_BEST, OTHER_AT_A_GLANCE, OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
+SMALL_SHARE = 0.5  # of a bucket: the one beside it that takes what is too much
+MOST_GROUPS = 1.2  # of shorter rows, over groups of longer ones
 
 Finish = Callable[[Plan], Plan]
 
@@ -52,7 +53,7 @@ def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
     """About the best of every policy that `best` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
     others = sorted(ranking.policies - {r.policy for r in best[:FINALISTS]})
-    found = (ranking.about_best(p, FAR * best[0].bound_s) for p in others)
+    found = (ranking.about_best(p, OTHER_BY_ONE_BUCKET * best[0].bound_s) for p in others)
     return [r for r in found if r]
 
 
@@ -69,7 +70,7 @@ def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finis
     by_policy = {r.policy: r for r in reversed(best)}
     close = [
         r for r in best
-        if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE * first.bound_s)
+        if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE_TO_BEST * first.bound_s)
     ]  # fmt: skip
     tried: list[Finalist] = []
     for candidate in close:
@@ -108,7 +109,7 @@ def _judged(
         one, policy = plans[i], plans[i].plan.policy
         alike = sum(j.plan.policy == policy for j in judged)
         wanted = n if not judged or policy == judged[0].plan.policy else 0
-        near = CLOSE if alike else ABOUT
+        near = CLOSE_TO_BEST if alike else OTHER_AT_A_GLANCE
         if alike < wanted or glances_s[i] <= near * min(glances_s):
             assert one.of is not None
             plan = finish(evaluator.evaluate(one.plan, one.of.bound_s))
@@ -129,9 +130,9 @@ def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     rules, (bucket,) = evaluator.rules, plan.layout.buckets
     shapes: dict[str, Shape | None] = {}
     for m, shape in bucket.shapes:
-        rows, tokens = max(1, round(SMALL * shape.rows)), shape.tokens
+        rows, tokens = max(1, round(SMALL_SHARE * shape.rows)), shape.tokens
         if shape.rows == 1 and m not in rules.profile.piece_tokens:
-            tokens = _up(SMALL * tokens, rules.token_multiple)
+            tokens = _up(SMALL_SHARE * tokens, rules.token_multiple)
         shapes[m] = shape if m in plan.layout.divided else Shape(rows, tokens)
     small = Bucket.of(shapes)
     if small == bucket or evaluator.config.buckets < 2:
@@ -156,7 +157,7 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     if buckets == plan.layout.buckets or beyond(evaluator.loads, shorter):
         return []
     before, after = (_groups(evaluator, p) for p in (plan, shorter))
-    return [shorter] if after <= MORE * before else []
+    return [shorter] if after <= MOST_GROUPS * before else []
 
 
 def _groups(evaluator: Evaluator, plan: Plan) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -64,10 +65,19 @@ def run(args: argparse.Namespace) -> Any:
         show(chosen(result))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
+    search = plain(result)
     if not args.explain:
-        return result
+        return search
     fits = sample_room(place, result.plan)
-    return {"search": result, "what_if": helps, "memory_bought": bought, "sample_room": fits}
+    return {"search": search, "what_if": helps, "memory_bought": bought, "sample_room": fits}
+
+
+def plain(result: SearchResult) -> dict[str, object]:
+    """What `--json` prints of a search: of a candidate its figures alone."""
+    figures = ("policy", "name", "microbatches", "saving", "makespan_s", "busy_s", "peak_bytes")
+    found: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
+    found["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
+    return found
 
 
 def ranking(result: SearchResult, explain: bool) -> Table:

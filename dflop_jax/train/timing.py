@@ -18,7 +18,16 @@ from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.record_files import load, save
-from dflop_jax.records import ModelProfile, Plan, PriceList, Prices, Profile, Schedule
+from dflop_jax.records import (
+    ModelProfile,
+    Plan,
+    PriceList,
+    Prices,
+    Profile,
+    Schedule,
+    from_json,
+    to_json,
+)
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
@@ -158,7 +167,7 @@ class Finalists:
     def follow(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            asked = msgspec.json.decode(self._place.peers.share(_FINALIST), type=Asked)
+            asked = from_json(self._place.peers.share(_FINALIST), Asked)
             if asked.prices:
                 return asked.plan, asked.prices.prices
             with suppress(PlanTooLarge):  # process 0 knows it, too
@@ -177,7 +186,7 @@ class Finalists:
         return taken
 
     def _share(self, asked: Asked) -> None:
-        self._place.peers.share(_FINALIST, msgspec.json.encode(asked))
+        self._place.peers.share(_FINALIST, to_json(asked))
 
     def _all(self, asked: Asked) -> Timed:
         """What process 0 and the others do together."""

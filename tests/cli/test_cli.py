@@ -223,7 +223,9 @@ def test_plan_writes_a_plan_that_loads(capsys):
     assert load(Profile, "run/profile.json") == nano_profile()
     code, out, _ = planned(capsys, "plan", "--json")
     assert code == 0
-    assert json.loads(out)["plan"]["policy"] == "dflop"
+    printed = json.loads(out)
+    assert printed["plan"]["policy"] == "dflop"
+    assert {"policy", "makespan_s", "busy_s", "peak_bytes"} <= set(printed["candidates"][0])
     assert load(Plan, "run/plan.json") == plan
 
 

@@ -79,9 +79,8 @@ def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
     def fails(*args):
         raise errors.pop(0)
 
-    programs = SimpleNamespace(
-        of_update=lambda name, direction: fails, output_structs=lambda *what: {"out": struct}
-    )
+    made = SimpleNamespace(reduced_structs=lambda: {"out": struct})
+    programs = SimpleNamespace(of_update=lambda name, direction: fails, updates={"llm": made})
     trial = Trial(programs)
     got = trial.of_update("llm", "reduce")(1)
     np.testing.assert_array_equal(got["out"], np.zeros((2, 3), np.float32))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,6 @@ from dflop_jax.records import (  # noqa: E402
     BACKWARD,
     Bucket,
     Group,
-    Layout,
     Load,
     PiecePlaces,
     Plan,
@@ -53,9 +52,7 @@ from dflop_jax.records import (  # noqa: E402
     ProgramId,
     Schedule,
     Scheduling,
-    SegmentPlan,
     Shape,
-    SubmeshPlan,
     pairs,
 )
 from dflop_jax.schedule import (  # noqa: E402
@@ -107,15 +104,8 @@ PAIR_S = 3.5 * PAIR_FLOPS / FLOPS_PER_S  # backward of a flash kernel takes 2.5 
 
 def plan_of(buckets: Sequence[Bucket], ranks: int) -> Plan:
     """The LLM alone on its data ranks, with the work that a step of 1 s hides."""
-    return Plan(
-        "dflop",
-        Layout(
-            (SubmeshPlan("llm", 0, 1, ranks, 1),),
-            (SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True),),
-            tuple(buckets),
-        ),
-        Scheduling(work_budget=int(STEP_S * WORK_PER_S)),
-    )
+    layout = replace(whole_modules({"llm": ranks}), buckets=tuple(buckets))
+    return Plan("dflop", layout, Scheduling(work_budget=int(STEP_S * WORK_PER_S)))
 
 
 def prices_of(plan: Plan) -> Prices:

@@ -14,7 +14,7 @@ from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import POLICY, layouts, with_sub_microbatches
 from dflop_jax.plan.estimate import Rules, Segments, segment_costs
 from dflop_jax.plan.structure import Structure, structure_of
-from dflop_jax.plan.volume import ROOM, group_content, least_groups, packed_rows, piece_rows
+from dflop_jax.plan.volume import ROOM, group_content, least_groups
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Layout, Plan, Shape, SubmeshPlan
 from dflop_jax.tasks.graph import in_flight_limit
@@ -64,15 +64,8 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
 def _buckets(rules: Rules, rank: SubmeshPlan, cuts: np.ndarray) -> tuple[Bucket, ...]:
     """Of every cut the shapes that cut a mean batch into so many groups of every module."""
     shapes: dict[str, list[Shape | None]] = {}
-    for m, volume in rules.volumes.items():
-        if m in rules.profile.piece_tokens:
-            rows = piece_rows(volume, cuts, rank.data)
-            tokens = np.full(rows.shape, rules.profile.piece_tokens[m])
-        else:
-            multiple = rules.token_multiple
-            rows, tokens = packed_rows(
-                volume, cuts, rank.data, rules.costs, m, rank.model, multiple
-            )
+    for m in rules.volumes:
+        rows, tokens = rules.row_sizes(m, cuts, rank.data, rank.model)
         each = zip(rows.tolist(), tokens.tolist(), strict=True)
         shapes[m] = [Shape(n, length) if n else None for n, length in each]
     return tuple(Bucket.of({m: s[i] for m, s in shapes.items()}) for i in range(len(cuts)))
@@ -83,15 +76,10 @@ def _parts(rules: Rules, cut: int, layout: Layout) -> dict[str, int]:
     parts = dict.fromkeys(rules.n_layers, 1)
     for m in layout.divided:
         if shape := layout.buckets[0].shape(m):
-            room = _room(rules, m, shape) * layout.data_ranks(m)
+            room = rules.room(m, shape.rows, shape.tokens) * layout.data_ranks(m)
             share = rules.volumes[m].mean * ROOM / (cut * room)
             parts[m] = min(max(1, math.ceil(share - 1e-9)), layout.fan_in)
     return parts
-
-
-def _room(rules: Rules, module: str, shape: Shape) -> int:
-    """What a group holds on one data rank, in the units of `Volume`."""
-    return shape.rows if module in rules.profile.piece_tokens else shape.size
 
 
 def _table(
@@ -109,7 +97,6 @@ def _table(
     rows = np.array([[s.rows if s else 0 for s in shapes]])
     tokens = np.array([[s.tokens if s else 0 for s in shapes]])
     most = [one.fan_in if module in one.divided else 1 for one in at_cut]
-    rooms = [_room(rules, module, s) if s else 0 for s in shapes]
     together = np.array([[n[module] for n in parts]])
     sizes, content = rows * tokens, group_content(volume, cuts * together, np.array(rank.data))
     data: Array = np.array([[rank.data]])
@@ -123,7 +110,7 @@ def _table(
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         content,
-        least_groups(volume, np.array([rooms]) * most * rank.data),
+        least_groups(volume, rules.room(module, rows, tokens) * most * rank.data),
         segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )
 

@@ -125,6 +125,22 @@ class Rules:
         longest = max(1, self.volumes[module].longest)
         return -(-longest // self.token_multiple) * self.token_multiple
 
+    def row_sizes(
+        self, module: str, microbatches: Array, data: Array, model: int
+    ) -> tuple[Array, Array]:
+        """(rows, tokens of a row) of a rank where a mean batch has so many microbatches."""
+        volume = self.volumes[module]
+        if module in self.profile.piece_tokens:
+            rows = piece_rows(volume, microbatches, data)
+            return rows, np.full(rows.shape, self.profile.piece_tokens[module])
+        return packed_rows(
+            volume, microbatches, data, self.costs, module, model, self.token_multiple
+        )
+
+    def room(self, module: str, rows: Array, tokens: Array) -> Array:
+        """What such rows hold, in the units of `Volume`."""
+        return rows if module in self.profile.piece_tokens else rows * tokens
+
     @cached_property
     def ends_in_layers(self) -> Ends:
         return ends_in_layers(self.profile)
@@ -195,15 +211,8 @@ def module_table(
     costs, volume = rules.costs, rules.volumes[module]
     data: Array = np.array(degrees)[:, None]
     cuts, mesh = rules.cuts(group_size), replace(form.mesh, data=data)
-    microbatches = cuts * group_size
-    if module in rules.profile.piece_tokens:
-        rows = piece_rows(volume, microbatches, data)
-        tokens = np.full(rows.shape, rules.profile.piece_tokens[module])
-        room = rows * data * group_size
-    else:
-        multiple = rules.token_multiple
-        rows, tokens = packed_rows(volume, microbatches, data, costs, module, mesh.model, multiple)
-        room = rows * tokens * data * group_size
+    rows, tokens = rules.row_sizes(module, cuts * group_size, data, mesh.model)
+    room = rules.room(module, rows, tokens) * data * group_size
     sizes, content = rows * tokens, group_content(volume, cuts, data)
     figures = costs.at(module, mesh.model, rows, tokens)
 

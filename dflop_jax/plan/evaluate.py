@@ -144,8 +144,8 @@ class Evaluator:
         """Groups of the largest shapes that hold a mean batch."""
         most = 1.0
         for m in layout.modules:
-            counts_pieces = m in self.rules.profile.piece_tokens
-            room = max((s.rows if counts_pieces else s.size for s in layout.shapes(m)), default=0)
+            rooms = (self.rules.room(m, s.rows, s.tokens) for s in layout.shapes(m))
+            room = max(rooms, default=0)
             room *= layout.data_ranks(m) * layout.group_size
             room *= layout.fan_in if m in layout.divided else 1
             most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
@@ -199,11 +199,8 @@ class Evaluator:
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
         # Where groups share out what memory is left, the lookahead is chosen already.
-        for lookahead in (
-            LOOKAHEADS
-            if plan.scheduling.grouping == "balanced" and not plan.scheduling.kept
-            else ()
-        ):
+        is_open = plan.scheduling.grouping == "balanced" and not plan.scheduling.kept
+        for lookahead in LOOKAHEADS if is_open else ():
             longer = plan.with_scheduling(lookahead=lookahead)
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
             if _busiest_s(plan.layout, traces) >= worth_s or not self.fits(longer):

@@ -174,18 +174,15 @@ class Ranking:
         layout = bounds.space.layout(p)
         if not all(map(self.allowed, layout.submeshes)):
             return []
-        bucket, content, cut = (
-            bounds.space.bucket(p, c),
-            bounds.space.content(p, c),
-            int(bounds.space.cuts[c]),
-        )
+        space = bounds.space
+        bucket, content, cut = space.bucket(p, c), space.content(p, c), int(space.cuts[c])
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
         found = []
         for choice in bounds.choices(p, c):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
-            plan = plan.with_layout(fan_in=bounds.space.fan_in(c))
+            plan = plan.with_layout(fan_in=space.fan_in(c))
             most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
-            uniform = self.evaluator.uniform(plan, content, bounds.space.parts(c))
+            uniform = self.evaluator.uniform(plan, content, space.parts(c))
             found.append(
                 Candidate(
                     plan,

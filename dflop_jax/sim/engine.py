@@ -1,9 +1,10 @@
-"""A deterministic event loop: jobs that wait for each other and queue at resources.
+"""Runs jobs that wait for each other and queue at resources.
 
-Time moves from one end of a job to the next, so a run takes as many turns as there are distinct
-ends, and ties break by the jobs' numbers. Where devices share cores, computing jobs slow each other
-down in proportion to the devices they use: they then run on a second clock that stands for work
-done, and only that clock's speed changes when one begins or ends.
+Where every device has its own cores, each job's start is read off the ends of those before it.
+Where devices share cores, computing jobs slow each other down in proportion to the devices they
+use. Time then moves from one end of a job to the next, in as many turns as there are distinct ends;
+these jobs run on a second clock that stands for work done, and only that clock's speed changes when
+one begins or ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """When each job began and ended, in seconds, and in how many turns of the loop."""
+    """When each job began and ended, in seconds, and in how many turns of a loop."""
 
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
@@ -40,10 +41,29 @@ class Run:
 
 def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
     """Run jobs to their ends; `concurrency` devices really compute at once."""
+    devices: dict[Hashable, int] = {}
+    for job in jobs:
+        devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
+    if sum(devices.values()) > concurrency:
+        return _on_shared_cores(jobs, concurrency)
+    start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
+    free_s: dict[Hashable, float] = {}  # when each resource's last job ends
+    for i, job in enumerate(jobs):
+        begin_s = free_s.get(job.resource, 0.0)
+        for before in job.waits_for:
+            assert before < i, "a job waits for a later one"
+            if end_s[before] > begin_s:
+                begin_s = end_s[before]
+        start_s[i] = begin_s
+        free_s[job.resource] = end_s[i] = begin_s + job.seconds
+    return Run(tuple(start_s), tuple(end_s), len(jobs))
+
+
+def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> Run:
+    """The same where jobs that compute may slow each other down."""
     blocked = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
     followers: list[list[int]] = [[] for _ in jobs]
     last: dict[Hashable, int] = {}
-    devices: dict[Hashable, int] = {}
     for i, job in enumerate(jobs):
         before = {*job.waits_for, *([last[job.resource]] if job.resource in last else [])}
         assert all(0 <= d < i for d in before), "a job waits for a later one"
@@ -51,9 +71,6 @@ def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
         for d in before:
             followers[d].append(i)
         last[job.resource] = i
-        devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
-    scarce = sum(devices.values()) > concurrency
-
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
     wall: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
     work: list[tuple[float, int]] = []  # (end, job) by the clock of work done
@@ -62,7 +79,7 @@ def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
     while ready or wall or work:
         for i in ready:
             job, start_s[i] = jobs[i], now
-            if scarce and job.devices:
+            if job.devices:
                 computing += job.devices
                 alone = min(1.0, concurrency / job.devices)
                 heapq.heappush(work, (done + job.seconds * alone, i))

@@ -1,11 +1,12 @@
 """The event loop against the longest path over its edges, found by relaxing them all."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
-from dflop_jax.sim.engine import Job, Run, run
+from dflop_jax.sim.engine import Job, Run, _on_shared_cores, run
 
 
 def longest_paths(jobs):
@@ -44,7 +45,9 @@ def test_ends_are_the_longest_paths(n):
         start, end = longest_paths(jobs)
         assert got.start_s == tuple(start)  # to the last bit: the same additions
         assert got.end_s == tuple(end)
-        assert got.turns <= n
+        loop = _on_shared_cores(jobs, math.inf)
+        assert loop.end_s == pytest.approx(end)
+        assert loop.turns <= n
 
 
 def test_nothing_takes_no_turn():
@@ -54,8 +57,8 @@ def test_nothing_takes_no_turn():
 
 
 def test_ends_at_one_time_are_one_turn():
-    jobs = [Job(i, 1.0) for i in range(50)] + [Job(i, 2.0) for i in range(50)]
-    assert run(jobs).turns == 2
+    jobs = [Job(i, s, devices=1) for s in (1.0, 2.0) for i in range(50)]
+    assert run(jobs, concurrency=25.0).turns == 2
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

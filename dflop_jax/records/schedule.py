@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,7 @@ BACKWARD: Direction = "backward"
 REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
+Maker = Literal["arrival", "greedy", "local", "integer"]  # what found the groups of a schedule
 NO_GROUP = -1  # the group of a task that runs once a step
 
 
@@ -66,7 +68,9 @@ class Schedule:
 
     Without an `order` the runtime makes one by list scheduling. Times are seconds; `makespan_s` is
     the simulator's, and no schedule of this batch under the same plan can be faster than
-    `lower_bound_s`. `work` counts what the solver did, in the unit of `Plan.work_budget`.
+    `lower_bound_s`, a part of which an integer program may have proved (`integer_bound_s`; 0: it
+    was not asked). `made_by` is what found the groups, and `work` counts what the solvers did, in
+    the unit of `Plan.work_budget`.
     """
 
     step: int
@@ -74,7 +78,9 @@ class Schedule:
     order: tuple[Task, ...] = ()
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
+    integer_bound_s: float = 0.0
     status: Status = "greedy"
+    made_by: Maker = "greedy"
     work: int = 0
     elapsed_s: float = 0.0
 
@@ -89,6 +95,11 @@ class Schedule:
                 len(fed) == len(g.feeds) == len(set(fed)) and g.module not in fed,
                 f"group {i} feeds {g.feeds}; it may feed one group of each other module",
             )
+
+    @property
+    def gap(self) -> float:
+        """How much longer than its proved bound the step is, relative; nan where none is known."""
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
     def fed_by(self, group: int, module: str) -> tuple[int, ...]:
         """Groups of `module` that feed a group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +34,7 @@ _Row = msgspec.defstruct(
         *((n, float | None, None) for n in SCALARS if n not in ("step", "step_s")),
         *((n, dict[str, float | None] | None, None) for n in KEYED),
         ("skipped", SkippedUpdate | None, None),
+        ("made_by", str | None, None),
     ],
 )
 _ROWS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Row)
@@ -46,7 +48,8 @@ class Columns:
     run that is no longer), float64, NaN where a step has none; of a run of more than MEDIAN_STEPS
     steps those of as many, drawn. `sums` are of all steps, `warm_up_sums` of the first ones.
     `curve` are steps and losses, of more than CURVE_POINTS steps the lowest and the highest loss
-    of as many stretches as are drawn apart.
+    of as many stretches as are drawn apart. `made_by` counts the schedules by what found them,
+    `n_integer` those of which an integer program proved something.
     """
 
     n_steps: int = 0
@@ -55,6 +58,8 @@ class Columns:
     loss_first: float = math.nan
     loss_last: float = math.nan
     n_skipped: int = 0
+    n_integer: int = 0
+    made_by: Counter[str] = field(default_factory=Counter)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ADDED_UP, 0.0))
     warm_up_sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ADDED_UP, 0.0))
     values: dict[str | tuple[str, str], np.ndarray] = field(default_factory=dict)
@@ -102,6 +107,8 @@ def _read(path: Path, size: int, changed_ns: int) -> Columns:
         else:
             steady.add(row)
         columns.n_skipped += row.skipped is not None
+        columns.n_integer += (row.integer_bound_s or 0) > 0
+        columns.made_by[row.made_by or "unknown"] += 1
         columns.n_steps = n
     if not columns.n_steps:
         raise no_step(path)

@@ -59,8 +59,11 @@ class StepMetrics(StepFigures):
     the parts that train (`learning_rate` that of parts without one of their own). `busy_fraction`
     is per submesh, `groups` counts the groups of each module and shape (MODULE:ROWSxTOKENS).
     `compiles` counts programs compiled during this step. `schedule_wait_s` is what the step waited
-    for its schedule, `save_wait_s` what it waited for a checkpoint; `lower_bound_s` is the
-    schedule's. `n_bad` counts samples of this batch that could not be decoded and were replaced.
+    for its schedule, `save_wait_s` what it waited for a checkpoint. `made_by` says what found the
+    schedule, `lower_bound_s` what no other undercuts, `schedule_gap` how much longer it is,
+    `integer_bound_s` what an integer program proved of that (0: it was not asked), `schedule_work`
+    the units of work that it took. `n_bad` counts samples of this batch that could not be decoded
+    and were replaced.
     `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
     sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample. `slowness`
     is how many times longer a process takes than it should (median of the last steps, by process;
@@ -79,6 +82,10 @@ class StepMetrics(StepFigures):
     compiles: int = 0
     schedule_wait_s: float = 0.0
     lower_bound_s: float = 0.0
+    made_by: str = ""
+    schedule_gap: float = math.nan
+    integer_bound_s: float = 0.0
+    schedule_work: int = 0
     n_bad: int = 0
     save_wait_s: float = 0.0
     correction: Mapping[str, float] = field(default_factory=dict)

@@ -37,9 +37,11 @@ class RunSummary(StepFigures):
 
     `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
     `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
-    `busy_measured` the run's, per submesh. `makespan_over_bound` is the median over steps of the
-    schedule's makespan over its lower bound. `held_out` are loss and token accuracy of the last
-    evaluation: by "" of all held-out samples, and by the name of each dataset of a mixture.
+    `busy_measured` the run's, per submesh. `schedule_gap` is the median over steps of how much
+    longer the schedule is than its proved bound; `made_by` counts schedules by what found them,
+    `n_integer` those of which an integer program proved a bound. `held_out` are loss and token
+    accuracy of the last evaluation: by "" of all held-out samples, and by the name of each dataset
+    of a mixture.
     `steps_lost` are steps between the first and the last whose row found no room on the disk.
     """
 
@@ -53,7 +55,9 @@ class RunSummary(StepFigures):
     busy_measured: dict[str, float]
     makespan_chosen_by_s: float
     makespan_predicted_s: float
-    makespan_over_bound: float
+    schedule_gap: float
+    made_by: dict[str, int]
+    n_integer: int
     compiles_after_warmup: int
     schedule_wait_s: float
     loss_first: float
@@ -84,7 +88,6 @@ def summarise(folder: str | Path) -> RunSummary:
         name: medians(name) if name in KEYED else spread(rows.column(name)).median
         for name in (f.name for f in fields(StepFigures))
     }
-    pairs = zip(rows.column("makespan_s"), rows.column("lower_bound_s"))
     return RunSummary(
         name=path.resolve().name,
         folder=str(path),
@@ -96,7 +99,9 @@ def summarise(folder: str | Path) -> RunSummary:
         busy_measured=medians("busy_fraction"),
         makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
         makespan_predicted_s=plan.predicted.makespan_s or math.nan,
-        makespan_over_bound=spread(m / b for m, b in pairs if b > 0).median,
+        schedule_gap=spread(rows.column("schedule_gap")).median,
+        made_by=dict(rows.made_by.most_common()),
+        n_integer=rows.n_integer,
         compiles_after_warmup=int(after_warm_up("compiles")),
         # A run that is no longer than its warm-up has all figures of that.
         schedule_wait_s=after_warm_up("schedule_wait_s")
@@ -203,7 +208,9 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("step predicted, chosen by", f"{number(s.makespan_chosen_by_s * ms)} ms"),
         ("step predicted, own programs", f"{number(s.makespan_predicted_s * ms)} ms"),
         ("makespan, scheduled", f"{number(s.makespan_s * ms)} ms"),
-        ("makespan / lower bound", number(s.makespan_over_bound, digits=4)),
+        ("schedule over its proved bound", percent(s.schedule_gap)),
+        ("schedules found by", ", ".join(f"{k} {n}" for k, n in s.made_by.items())),
+        ("integer program solved", f"in {s.n_integer} of {s.n_steps} steps"),
         ("compiles after warm-up", str(s.compiles_after_warmup)),
         ("schedule solved in", f"{number(s.schedule_s * ms)} ms"),
         ("schedule waited for, total", f"{number(s.schedule_wait_s * ms)} ms"),

@@ -11,10 +11,12 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from dflop_jax.records import Load, Plan, Prices, Schedule, Status
+from dflop_jax.records import Load, Maker, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.counts.program import CountProgram
+from dflop_jax.schedule.counts.solve import by_counts
 from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.dispatch.nodes import rename_ranks
 from dflop_jax.schedule.dispatch.swaps import bring_home
@@ -31,12 +33,11 @@ from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.schedule.sub_microbatches import most_buckets, widened
 from dflop_jax.sim.pipeline import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 DEFAULT_WORK = 4_000
-_MOST_BUCKETS = 10  # among which a set is searched, those without a module included
 _ORDER_SHARE = 0.25  # of the work, for the order of tasks
 _MEMORY_SHARE = 0.05  # for the groups that keep more, where some may
 _PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
@@ -44,12 +45,15 @@ _PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
 
 @dataclass(frozen=True)
 class Solution:
-    """Samples in groups, their schedule with its makespan, and the units of work that it took."""
+    """Samples in groups, their schedule with its makespan, who made it, what no other undercuts as
+    far as an integer program tells, and the units of work that it took."""
 
     room: Room
     answer: Sequence[Together]
     schedule: Schedule
-    work: float
+    made_by: Maker
+    bound_s: float = 0.0
+    work: float = 0.0
 
 
 def schedule_batch(
@@ -59,6 +63,7 @@ def schedule_batch(
     trainable: Collection[str],
     *,
     step: int = 0,
+    program: CountProgram | None = None,
     work: int | None = None,
     seed: int = 0,
 ) -> Schedule:
@@ -73,6 +78,8 @@ def schedule_batch(
 
     Args:
       trainable: names of the segments that train.
+      program: the integer program of the plan's counts (`counts.program.canonical`), None: it is
+        not asked. It is asked where work is.
       work: units that the solver may spend (`solver.budget`); 0 gives the greedy answer, None the
         plan's `work_budget`, or `DEFAULT_WORK` where it has none.
 
@@ -93,7 +100,7 @@ def schedule_batch(
     if plan.scheduling.kept:
         memory_budget = Budget(_MEMORY_SHARE * work)
     rest = work - order_budget.left - memory_budget.left
-    solution = solve(batch, plan, prices, trainable, rest, seed)
+    solution = solve(batch, plan, prices, trainable, rest, seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
@@ -105,13 +112,16 @@ def schedule_batch(
             schedule = with_memory_plan(plan, schedule, prices, trainable, memory_budget)
     makespan_s = schedule.makespan_s
     bound_s = lower_bound_s(batch, wide.layout, capacity_of(plan.layout), wide_prices, trainable)
+    bound_s = max(bound_s, solution.bound_s)
     status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
     return replace(
         schedule,
         lower_bound_s=min(bound_s, makespan_s),
+        integer_bound_s=min(solution.bound_s, makespan_s),
         status=status,
+        made_by=solution.made_by,
         work=round(solution.work + order_budget.spent + memory_budget.spent),
         elapsed_s=time.perf_counter() - start_s,
     )
@@ -124,36 +134,46 @@ def solve(
     trainable: Collection[str],
     work: float,
     seed: int,
+    program: CountProgram | None = None,
 ) -> Solution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
     wide, wide_prices = widened(plan, prices)
     capacity, costs = capacity_of(plan.layout), group_costs(wide.layout, wide_prices, trainable)
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
-    most = _MOST_BUCKETS + len(wide.layout.buckets) - len(plan.layout.buckets)
-    buckets = variants(wide.layout.buckets, batch, most) if balanced else plan.layout.buckets
+    buckets = plan.layout.buckets
+    if balanced:
+        buckets = variants(wide.layout.buckets, batch, most_buckets(plan.layout))
     weights = {m: costs.weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
     room = Room(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
+    bound_s = 0.0
+    answers: list[tuple[Maker, list[Together]]]
     if not balanced:
-        answers = [arrival_answer(room)]
+        answers = [("arrival", arrival_answer(room))]
     else:
-        answers = [greedy_answer(room, len(wide.layout.buckets))]
+        greedy = greedy_answer(room, len(wide.layout.buckets))
+        answers = [("greedy", greedy)]
         if work > 0:
-            better = improved(room, answers[0], budget.part(work * _PACKING_SHARE), seed)
-            alike = [t.bucket for t in better] == [t.bucket for t in answers[0]]
-            answers = [better] if alike and not room.priced else [better, *answers]
+            better = improved(room, greedy, budget.part(work * _PACKING_SHARE), seed)
             if dealt := dealt_answer(room, better, budget):
-                answers[0] = min(
-                    better, dealt, key=lambda a: even_content(room, a, Budget(0), seed)
+                better = min(better, dealt, key=lambda a: even_content(room, a, Budget(0), seed))
+            alike = [t.bucket for t in better] == [t.bucket for t in greedy]
+            answers = [("local", better), *(answers if room.priced or not alike else [])]
+            if program:
+                counts = by_counts(
+                    program, room, wide.layout, wide_prices, trainable, better, budget
                 )
+                bound_s = counts.bound_s
+                answers += [("integer", counts.answer)] if counts.answer else []
     best: Solution | None = None
-    for place, answer in enumerate(answers):
-        alike = room.cost(answer) == room.cost(answers[0])  # else there is little hope
-        share = budget.left / (len(answers) - place) if alike and balanced else 0
+    for place, (made_by, answer) in enumerate(answers):
+        # A dearer answer has little hope, unless the integer program asked for it.
+        hopeful = made_by == "integer" or room.cost(answer) == room.cost(answers[0][1])
+        share = budget.left / (len(answers) - place) if hopeful and balanced else 0
         even_content(room, answer, budget.part(share), seed)
         groups = schedule_groups(room, answer, plan.layout)
         schedule, _ = with_order(plan, Schedule(0, groups), prices, trainable)
         if best is None or schedule.makespan_s < best.schedule.makespan_s * (1 - ROUNDING):
-            best = Solution(room, answer, schedule, 0.0)
+            best = Solution(room, answer, schedule, made_by)
     assert best is not None, "there is at least the greedy answer"
-    return replace(best, work=budget.spent)
+    return replace(best, bound_s=bound_s, work=budget.spent)

@@ -35,14 +35,14 @@ def improved(room: Room, greedy: Sequence[Together], budget: Budget, seed: int) 
     while packed - failed > 1 and not budget.done:
         found = packed < len(choices)
         place = (failed + packed) // 2 if found else min(failed + step, packed - 1)
-        answer = _packed(room, choices[place], budget.part(_ATTEMPT_WORK), rng)
+        answer = packed_into(room, choices[place], budget.part(_ATTEMPT_WORK), rng)
         if answer is None:
             failed, step = place, 2 * step
         else:
             best, packed = answer, place
     if greedy and packed == len(choices) and room.batch.anchor in room.priced:
         same = tuple(t.bucket for t in greedy)
-        best = _packed(room, same, budget.part(_ATTEMPT_WORK), rng) or best
+        best = packed_into(room, same, budget.part(_ATTEMPT_WORK), rng) or best
     return room.in_order([room.shrunk(t, budget) for t in best])
 
 
@@ -73,13 +73,24 @@ def _textbook(layout: Layout, bucket: Bucket, module: str) -> int:
     return parts if layout.targets(module) else 2
 
 
-def _packed(
-    room: Room, chosen: Sequence[int], budget: Budget, rng: np.random.Generator
+def packed_into(
+    room: Room,
+    chosen: Sequence[int],
+    budget: Budget,
+    rng: np.random.Generator,
+    home_N: Ints | None = None,
 ) -> list[Together] | None:
-    """The batch in these buckets, one group of each; None if no packing was found."""
+    """The batch in these buckets, one group of each; None if no packing was found.
+
+    Args:
+      home_N: the bucket of each sample at first; None: it goes to whichever it fills least.
+    """
     size = room.capacity.group_size
     buckets = [room.buckets[b] for b in chosen for _ in range(size)]
-    packed = pack(room.batch, buckets, room.capacity, budget, rng)
+    if home_N is not None:
+        first = {b: size * chosen.index(b) for b in set(chosen)}
+        home_N = np.array([first.get(b, 0) for b in home_N.tolist()])
+    packed = pack(room.batch, buckets, room.capacity, budget, rng, home_N)
     if packed is None:
         return None
     answer = []

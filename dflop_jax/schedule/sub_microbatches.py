@@ -14,6 +14,8 @@ import numpy as np
 
 from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Prices, Shape
 
+_WITH_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
+
 
 def times(shape: Shape, parts: int) -> Shape:
     """The shape of so many parts together."""
@@ -62,6 +64,13 @@ def wide_buckets(layout: Layout) -> tuple[Bucket, ...]:
     if not modules:
         return layout.buckets
     return tuple(dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in layout.buckets))
+
+
+def most_buckets(layout: Layout) -> int:
+    """How many buckets a batch may choose from: those of `wide_buckets`, and of the plan's some
+    without modules that samples lack."""
+    n_wide, n_own = len(wide_buckets(layout)), len(layout.buckets)
+    return n_wide + max(0, _WITH_VARIANTS - n_own)
 
 
 def _divided(layout: Layout) -> list[str]:

@@ -33,7 +33,7 @@ class ScheduleWorker:
 
     Args:
       loads_of: step -> the loads of its global batch; called in the parent, in order.
-      setup: the plan, what trains, and the work of a solve.
+      setup: the plan, what trains, and the work and integer program of a solve.
       prices: as for `schedule_batch`.
       changes: other prices by the first step that they hold for.
       first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.

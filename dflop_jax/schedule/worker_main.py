@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dflop_jax.children import begin, ignore_signals
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.correction import predicted_gain_s
+from dflop_jax.schedule.counts.program import CountProgram
 from dflop_jax.schedule.online import schedule_batch
 
 
@@ -21,6 +22,7 @@ class Setup:
     plan: Plan
     trainable: tuple[str, ...]
     work: int | None = None
+    program: CountProgram | None = None
     seed: int = 0
 
 
@@ -60,6 +62,7 @@ def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
             prices,
             setup.trainable,
             step=request.step,
+            program=setup.program,
             work=setup.work,
             seed=setup.seed,
         )

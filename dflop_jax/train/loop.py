@@ -15,6 +15,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
+from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -134,10 +135,17 @@ class Loop:
             learnt = take_up(prices, kept, samples, start)
         else:
             samples.keep(lambda sample: sample.step < start)
+        plan = self.ex.plan
+        setup = Setup(
+            plan,
+            tuple(self.ex.trainable),
+            self.config.schedule.work or None,
+            None if plan.scheduling.grouping == "arrival" else canonical(sizes_of(plan.layout)),
+        )
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,
-                Setup(self.ex.plan, tuple(self.ex.trainable), self.config.schedule.work or None),
+                setup,
                 prices,
                 changes=price_changes(prices, learnt) if learnt else None,
                 first_step=start,
@@ -147,7 +155,7 @@ class Loop:
         )
         if learnt:
             self._corrector = Corrector(
-                self.ex.plan,
+                plan,
                 prices,
                 self.ex.trainable,
                 worker,

@@ -75,5 +75,8 @@ def make_row(step: int, **changes) -> StepMetrics:
         "padding_fraction": {"vision": 0.1, "llm": 0.05},
         "makespan_s": 0.42,
         "lower_bound_s": 0.4,
+        "made_by": "local",
+        "schedule_gap": 0.05,
+        "integer_bound_s": 0.39,
     }
     return StepMetrics(**(values | changes))

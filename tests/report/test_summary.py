@@ -34,7 +34,8 @@ def test_figures_leave_the_warm_up_out(make_run):
     assert s.step_s.median == pytest.approx(statistics.median(times))
     assert s.step_s.p10 < s.step_s.median < s.step_s.p90
     assert s.compiles_after_warmup == 0  # the 7 of step 0 are warm-up
-    assert s.makespan_over_bound == pytest.approx(0.42 / 0.4)
+    assert s.schedule_gap == pytest.approx(0.05)
+    assert (s.made_by, s.n_integer) == ({"local": 12}, 12)
     assert s.busy_predicted == {"enc": 0.7, "llm": 0.9}
     assert s.busy_measured == {"enc": 0.6, "llm": 0.8}
     assert s.padding_fraction == {"vision": 0.1, "llm": 0.05}
@@ -65,10 +66,12 @@ def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
     with RunFolder(tmp_path / "r") as run:
         run.write_plan(make_plan())
         for i in range(4):
-            row = make_row(i, loss=math.nan, lower_bound_s=0.0, busy_fraction={})
+            row = make_row(i, loss=math.nan, schedule_gap=math.nan, busy_fraction={})
             run.append(row)
     cells = dict(figures(summarise(tmp_path / "r")))
-    assert cells["makespan / lower bound"] == "-"
+    assert cells["schedule over its proved bound"] == "-"
+    assert cells["schedules found by"] == "local 4"
+    assert cells["integer program solved"] == "in 4 of 4 steps"
     assert cells["loss, first -> last step"] == "- -> -"
     assert cells["busy enc, predicted / measured"] == "70.0% / -"
     assert compare_json([tmp_path / "r"])["runs"][0]["loss_last"] is None

@@ -22,6 +22,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule.costs import directions
+from dflop_jax.schedule.counts.program import canonical, sizes_of
 from tests.rows import rows_of
 
 TILE = 16  # tokens of a piece of module "a" where it takes one a row
@@ -118,6 +119,11 @@ def check(schedule, loads, plan):
                 assert len(fed) == len(targets) == 1
                 assert place < fed[0]
     assert schedule.lower_bound_s <= schedule.makespan_s * (1 + 1e-9)
+
+
+def program_of(plan):
+    """The integer program of a plan's counts."""
+    return canonical(sizes_of(plan.layout))
 
 
 @pytest.fixture

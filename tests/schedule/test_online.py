@@ -25,7 +25,15 @@ from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
 from tests.rows import group_of_rows, rows_of
-from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
+from tests.schedule.conftest import (
+    TILE,
+    bucket,
+    check,
+    make_batch,
+    make_plan,
+    make_prices,
+    program_of,
+)
 
 
 def solve(loads, plan, prices=None, **options):
@@ -335,7 +343,7 @@ def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
         for t, k in zip(rng.integers(0, 3, 4), rng.integers(5, 32, 4))
     ]
     best_s = fastest_by_hand(loads, plan, prices)
-    got = solve(loads, plan, prices, work=1000)
+    got = solve(loads, plan, prices, work=1000, program=program_of(plan))
     check(got, loads, plan)
     bound_s = lower_bound_s(
         Batch(loads, plan.layout.modules),
@@ -345,7 +353,9 @@ def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
         plan.layout.modules,
     )
     assert 0 < bound_s <= best_s * (1 + 1e-9)
-    assert got.lower_bound_s == pytest.approx(min(bound_s, got.makespan_s))
+    assert 0 < got.integer_bound_s <= best_s * (1 + 1e-9)
+    proved_s = max(bound_s, got.integer_bound_s)
+    assert got.lower_bound_s == pytest.approx(min(proved_s, got.makespan_s))
     assert got.makespan_s <= best_s * 1.15
     if got.status == "optimal":
         assert got.makespan_s <= best_s * (1 + 1e-6)

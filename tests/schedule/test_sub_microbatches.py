@@ -15,7 +15,15 @@ from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
 from tests.rows import group_of_rows
-from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
+from tests.schedule.conftest import (
+    TILE,
+    bucket,
+    check,
+    make_batch,
+    make_plan,
+    make_prices,
+    program_of,
+)
 
 
 def divided_plan(parts, fan_in, *, ranks=None, shared=("a", "b"), tokens=(256, 128)):
@@ -74,7 +82,7 @@ def test_no_random_schedule_beats_the_bound(seed):
     prices = make_prices(plan)
     loads = [Load({"a": (TILE,) * int(t), "b": (int(n),)} if t else {"b": (int(n),)})
              for t, n in zip(rng.integers(0, 4, 5), rng.integers(20, 90, 5))]  # fmt: skip
-    got = solve(loads, plan, work=1000)
+    got = solve(loads, plan, work=1000, program=program_of(plan))
     wide, wide_prices = widened(plan, prices)
     bound_s = lower_bound_s(
         Batch(loads, plan.layout.modules),
@@ -84,13 +92,15 @@ def test_no_random_schedule_beats_the_bound(seed):
         plan.layout.modules,
     )
     assert 0 < bound_s <= got.makespan_s * (1 + 1e-9)
-    assert got.lower_bound_s == pytest.approx(min(bound_s, got.makespan_s))
+    proved_s = max(bound_s, got.integer_bound_s)
+    assert got.integer_bound_s > 0
+    assert got.lower_bound_s == pytest.approx(min(proved_s, got.makespan_s))
     for _ in range(40):
         other = by_hand(rng, loads, plan)
         if other is not None:
             check(other, loads, plan)
             made_s = simulate_step(plan, other, prices, plan.layout.modules).makespan_s
-            assert bound_s <= made_s * (1 + 1e-9)
+            assert proved_s <= made_s * (1 + 1e-9)
             assert got.makespan_s <= made_s * 1.1
 
 

@@ -93,6 +93,20 @@ def test_the_summary_shows_it(run):
     assert set(cells) >= {"model FLOP / s", "model FLOP / s, vision", "MFU, llm", "MFU, vision"}
 
 
+def test_every_step_asked_the_integer_program(run):
+    rows = read_metrics(run)
+    for row in rows:
+        assert row["made_by"] in ("greedy", "local", "integer")
+        assert 0 < row["integer_bound_s"] <= row["lower_bound_s"] <= row["makespan_s"]
+        assert row["schedule_gap"] == row["makespan_s"] / row["lower_bound_s"] - 1
+        assert row["schedule_work"] > 0
+    cells = dict(figures(summarise(run)))
+    assert cells["integer program solved"] == f"in {STEPS} of {STEPS} steps"
+    counts = {cell.split()[0]: int(cell.split()[1])
+              for cell in cells["schedules found by"].split(", ")}  # fmt: skip
+    assert sum(counts.values()) == STEPS
+
+
 def traced(run, process=0) -> list[Path]:
     return sorted(Path(run).glob(f"xprof/process-{process:05d}/plugins/profile/*/*.xplane.pb"))
 

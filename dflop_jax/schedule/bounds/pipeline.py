@@ -59,12 +59,24 @@ def step_s(
       reduce_R, update_R: of the step's end, of all its segments.
       awaited_R: whether reductions wait for all its tasks; None: they do.
     """
-    update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
     least: Array = 0.0
-    for r, work_s in enumerate(work_R):
-        tail_s = np.maximum(reduce_R[r], after_R[r]) + update_s
-        if awaited_R is not None:
-            alone_s = np.maximum(reduce_R[r] + update_R[r], after_R[r])
-            tail_s = np.where(awaited_R[r], tail_s, alone_s)
-        least = np.maximum(least, before_R[r] + work_s + tail_s)
+    tails = tails_s(after_R, reduce_R, update_R, awaited_R)
+    for before_s, work_s, tail_s in zip(before_R, work_R, tails, strict=True):
+        least = np.maximum(least, before_s + work_s + tail_s)
     return least
+
+
+def tails_s(
+    after_R: Rows, reduce_R: Rows, update_R: Rows, awaited_R: Rows | None = None
+) -> list[Array]:
+    """Seconds from the end of every resource's last backward to the end of the step, at least;
+    arguments as `step_s`."""
+    update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
+    tails = []
+    for r, after_s in enumerate(after_R):
+        tail_s = np.maximum(reduce_R[r], after_s) + update_s
+        if awaited_R is not None:
+            alone_s = np.maximum(reduce_R[r] + update_R[r], after_s)
+            tail_s = np.where(awaited_R[r], tail_s, alone_s)
+        tails.append(tail_s)
+    return tails

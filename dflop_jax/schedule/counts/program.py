@@ -1,0 +1,181 @@
+"""The integer program of a batch: how many groups of each bucket run, and how many samples of each
+size class go to them. Written in cvxpy once for a plan; its numbers are a batch's.
+
+This is DFLOP's per-batch program (arXiv 2603.25120, Online Microbatch Scheduler) in counts instead
+of samples, so that groups of one bucket are one integer and no two answers are the same but for
+names. Its optimum is also a bound: every schedule of the batch meets its conditions.
+
+Shape suffixes: C buckets, K size classes, M modules, R resources, D conditions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dflop_jax.records import Layout
+from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.sub_microbatches import most_buckets
+from dflop_jax.tasks.graph import resources
+
+CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
+CONDITIONS = 64  # on volumes, the tightest of a batch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a plan's program is."""
+
+    buckets: int
+    modules: int
+    resources: int
+    classes: int = CLASSES
+    conditions: int = CONDITIONS
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that a batch fills in, by name: see `canonical`."""
+        c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
+        return {
+            "most": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
+            "work": (r, c), "rest": (r,), "before": (r, c), "after": (r, c), "there": (r, c),
+            "busy": (r,), "room": (d, c), "need": (d,),
+            "holds": (m, c), "least": (m, k), "count": (k,), "able": (k, c),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CountProgram:
+    """A plan's program in canonical form, min costs @ x with G x + h = 0 in the first `equal` rows
+    and >= 0 in the others, its numbers still to be filled in.
+
+    Each of `numbers` is (place, parameter, factor): the factor times that parameter is added at a
+    place. Parameters are those of `sizes`, flat and one after another, and 1 behind them; places
+    count the costs [columns], then h [rows], then `entries` (row, column) of G. `buckets` and
+    `dealt` are the first columns of the groups of each bucket, integers, and of the samples [K, C]
+    in column order.
+    """
+
+    sizes: Sizes
+    columns: int
+    rows: int
+    equal: int
+    buckets: int
+    dealt: int
+    entries: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, int, float], ...]
+
+    def filled(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
+        """(costs [columns], h [rows], values of the entries of G) of a batch."""
+        flat = [np.ravel(values[name]) for name in self.sizes.parameters]
+        parameters = np.concatenate([*flat, np.ones(1)])
+        place, parameter, factor = (np.array(column) for column in zip(*self.numbers, strict=True))
+        n = self.columns + self.rows + len(self.entries)
+        added = factor * parameters[parameter.astype(int)]
+        numbers = np.bincount(place.astype(int), added, n).astype(np.float64)
+        behind_h = self.columns + self.rows
+        return numbers[: self.columns], numbers[self.columns : behind_h], numbers[behind_h:]
+
+
+def sizes_of(layout: Layout) -> Sizes:
+    """Of the program of a plan with this layout."""
+    return Sizes(
+        buckets=most_buckets(layout),
+        modules=len(layout.modules),
+        resources=len(set(resources(layout).values())),
+    )
+
+
+@lru_cache
+def canonical(sizes: Sizes) -> CountProgram:
+    """The program, written and canonicalised by cvxpy. With y[c] groups of a bucket (integers) and
+    x[k, c] samples of a class that go to them:
+
+    min  T + price @ y
+    s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
+           (the first and the last of its groups have others before and after them),
+         T >= shared @ y + shared_rest (cores that devices share),
+         room @ y >= need (volumes: `cover.demand`),
+         sum_c x[k, c] = count[k], x[k, c] <= able[k, c],
+         sum_k least[m, k] x[k, c] <= holds[m, c] y[c] for each module (least tokens of a sample),
+         sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= there[r, c] y[c],
+         y <= most.
+    """
+    import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
+
+    p = {name: cp.Parameter(shape, name=name) for name, shape in sizes.parameters.items()}
+    y, makespan = cp.Variable(sizes.buckets, integer=True), cp.Variable()
+    x = cp.Variable((sizes.classes, sizes.buckets))
+    first = cp.Variable((sizes.resources, sizes.buckets))
+    last = cp.Variable((sizes.resources, sizes.buckets))
+
+    def every(n: int) -> cp.Expression:
+        """[n, C]: the groups of each bucket, n times."""
+        return np.ones((n, 1)) @ cp.reshape(y, (1, sizes.buckets), order="C")
+
+    ends = cp.sum(cp.multiply(p["before"], first) + cp.multiply(p["after"], last), axis=1)
+    limits = [
+        y >= 0,
+        y <= p["most"],
+        makespan >= p["work"] @ y + p["rest"] + ends,
+        makespan >= p["shared"] @ y + p["shared_rest"],
+        p["room"] @ y >= p["need"],
+        x >= 0,
+        x <= p["able"],
+        cp.sum(x, axis=1) == p["count"],
+        p["least"] @ x <= cp.multiply(p["holds"], every(sizes.modules)),
+    ]
+    for end in (first, last):
+        limits += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
+        limits += [end <= cp.multiply(p["there"], every(sizes.resources))]
+    program = cp.Problem(cp.Minimize(makespan + p["price"] @ y), limits)
+    for parameter in p.values():
+        parameter.value = np.ones(parameter.shape)  # canonicalising asks for some
+    data, _, _ = program.get_problem_data(cp.HIGHS, enforce_dpp=True)
+    stuffed = data["param_prob"]
+    # cvxpy flattens arrays by columns; ours are flat by rows.
+    place_of = np.full(stuffed.total_param_size + 1, -1)
+    n_before = 0
+    for name, shape in sizes.parameters.items():
+        ours = n_before + np.arange(math.prod(shape)).reshape(shape)
+        first_theirs = stuffed.param_id_to_col[p[name].id]
+        place_of[first_theirs : first_theirs + ours.size] = ours.ravel(order="F")
+        n_before += ours.size
+    place_of[-1] = n_before
+    columns, rows = stuffed.x.size, stuffed.constr_size
+    costs, matrix = stuffed.q.tocoo(), stuffed.A.tocoo()
+    is_cost = costs.row < columns  # the row behind them is the objective's constant
+    at_row, at_column = matrix.row % rows, matrix.row // rows
+    inside = at_column < columns
+    entries, entry = np.unique(
+        np.stack([at_row[inside], at_column[inside]]), axis=1, return_inverse=True
+    )
+    places = [
+        (costs.row[is_cost], costs.col[is_cost], costs.data[is_cost]),
+        (columns + at_row[~inside], matrix.col[~inside], matrix.data[~inside]),
+        (columns + rows + entry.ravel(), matrix.col[inside], matrix.data[inside]),
+    ]
+    place, theirs, factor = map(np.concatenate, zip(*places, strict=True))
+    numbers = zip(place.tolist(), place_of[theirs].tolist(), factor.tolist(), strict=True)
+    return CountProgram(
+        sizes,
+        columns,
+        rows,
+        equal=stuffed.cone_dims.zero,
+        buckets=stuffed.var_id_to_col[y.id],
+        dealt=stuffed.var_id_to_col[x.id],
+        entries=tuple(map(tuple, entries.T.tolist())),
+        numbers=tuple(numbers),
+    )
+
+
+def dealt_counts(program: CountProgram, solution: Floats) -> tuple[Ints, Floats]:
+    """(groups of each bucket [C], samples of each class in them [K, C]) of a solution."""
+    k, c = program.sizes.classes, program.sizes.buckets
+    groups_C = np.rint(solution[program.buckets : program.buckets + c]).astype(np.int64)
+    dealt = solution[program.dealt : program.dealt + k * c]
+    return groups_C, dealt.reshape(k, c, order="F")

@@ -1,0 +1,185 @@
+"""The integer program of a batch's counts, against the same program written by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from dflop_jax.records import Load, from_json, to_json
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.batch import Batch, capacity_of, variants
+from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.counts import solve
+from dflop_jax.schedule.counts.numbers import counts_of, numbers_of, size_classes
+from dflop_jax.schedule.counts.program import CountProgram, Sizes, sizes_of
+from dflop_jax.schedule.groups import Room, greedy_answer
+from dflop_jax.schedule.solver.budget import Budget
+from tests.schedule.conftest import (
+    TILE,
+    bucket,
+    check,
+    make_batch,
+    make_plan,
+    make_prices,
+    program_of,
+)
+
+PLAN = make_plan(
+    [bucket(8, (1, 256)), bucket(2, (1, 256)), bucket(4, (1, 128)), bucket(0, (1, 96))]
+)
+
+
+def room_of(loads, plan, prices):
+    batch = Batch(loads, plan.layout.modules)
+    buckets = variants(plan.layout.buckets, batch, 10)
+    costs = group_costs(plan.layout, prices, plan.layout.modules)
+    return Room(batch, buckets, capacity_of(plan.layout), ticks_of(costs, buckets))
+
+
+def numbers_for(loads, plan=PLAN):
+    prices = make_prices(plan)
+    room = room_of(loads, plan, prices)
+    known_C = counts_of([t.bucket for t in greedy_answer(room, 4)], len(room.buckets))
+    sizes = sizes_of(plan.layout)
+    return numbers_of(room, plan.layout, prices, plan.layout.modules, sizes, known_C), room, known_C
+
+
+def by_hand(v, sizes):
+    """Least objective of the program with these values: variables y, x by rows, first, last, T."""
+    c, k, r = sizes.buckets, sizes.classes, sizes.resources
+    y, x, first = slice(0, c), slice(c, c + k * c), slice(c + k * c, c + (k + r) * c)
+    last, n = slice(first.stop, first.stop + r * c), first.stop + r * c + 1
+    where = {"y": y, "x": x, "first": first, "last": last, "T": slice(n - 1, n)}
+    rows, lows, highs = [], [], []
+
+    def row(low, high, **parts):
+        one = np.zeros(n)
+        for place, values in parts.items():
+            one[where[place]] += values
+        rows.append(one)
+        lows.append(low)
+        highs.append(high)
+
+    def at(shape, *place, values=1.0):
+        array = np.zeros(shape)
+        array[place] = values
+        return array.ravel()
+
+    for i in range(r):
+        row(-np.inf, -v["rest"][i], y=v["work"][i], first=at((r, c), i, values=v["before"][i]),
+            last=at((r, c), i, values=v["after"][i]), T=-1.0)  # fmt: skip
+        for end in ("first", "last"):
+            row(v["busy"][i], v["busy"][i], **{end: at((r, c), i)})
+            for j in range(c):
+                row(-np.inf, 0, y=-at(c, j) * v["there"][i, j], **{end: at((r, c), i, j)})
+    row(-np.inf, -v["shared_rest"][0], y=v["shared"], T=-1.0)
+    for need, of_room in zip(v["need"], v["room"]):
+        row(need, np.inf, y=of_room)
+    for i in range(k):
+        row(v["count"][i], v["count"][i], x=at((k, c), i))
+    for m in range(sizes.modules):
+        for j in range(c):
+            least = at((k, c), slice(None), j, values=v["least"][m])
+            row(-np.inf, 0, x=least, y=-at(c, j) * v["holds"][m, j])
+    upper = np.concatenate([v["most"], v["able"].ravel(), np.full(2 * r * c + 1, np.inf)])
+    lower = np.zeros(n)
+    lower[-1] = -np.inf
+    costs = np.concatenate([v["price"], np.zeros(n - c - 1), [1.0]])
+    whole = np.zeros(n)
+    whole[y] = 1
+    got = milp(costs, constraints=LinearConstraint(np.array(rows), lows, highs),
+               bounds=Bounds(lower, upper), integrality=whole)  # fmt: skip
+    return got.fun
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_canonical_form_is_the_program_written_by_hand(seed):
+    rng = np.random.default_rng(seed)
+    numbers, _, known_C = numbers_for(make_batch(rng, [1, 2, 5, 12, 40, 80][seed]))
+    sizes, program = sizes_of(PLAN.layout), program_of(PLAN)
+    start_C = np.pad(known_C, (0, sizes.buckets - len(known_C)))
+    solved, least_s = solve._solved(program, numbers, start_C, Budget(1e6))
+    least = by_hand(numbers.values, sizes)
+    assert least_s == pytest.approx(least * numbers.unit_s, rel=2e-3)
+    assert least_s <= least * numbers.unit_s
+    v, y = numbers.values, solved.groups_C
+    assert (v["room"] @ y >= v["need"] - 1e-6).all()
+    assert (y <= v["most"]).all()
+    assert solved.dealt_KC.sum(axis=1) == pytest.approx(v["count"], abs=1e-5)
+    assert numbers.least_s(y) == pytest.approx(least * numbers.unit_s, rel=3e-3)
+    assert numbers.least_s(start_C) >= least_s
+
+
+def test_it_travels_to_another_process_whole():
+    program = program_of(PLAN)
+    assert from_json(to_json(program), CountProgram) == program
+
+
+def images_and_clips(rng, n):
+    """Samples of a few images, or of many frames with a quarter of the tokens for each."""
+    shares = [0.13, 0.38, 0.16, 0.08, 0.08, 0.06, 0.05, 0.03, 0.03]
+    frames = rng.choice([0, 2, 3, 4, 5, 7, 9, 24, 32], n, p=shares).tolist()
+    extra = rng.integers(1, 4, n).tolist()
+    return [
+        Load({"a": (TILE,) * f, "b": ((4 if f > 9 else 16) * f + k,)})
+        for f, k in zip(frames, extra, strict=True)
+    ]
+
+
+def test_the_answer_is_no_slower_and_may_be_much_faster():
+    """Counts that the local search does not manage to pack are packed from what the program deals
+    to them."""
+    plan = make_plan([bucket(99, (1, 163)), bucket(50, (1, 82))], {"a": 1, "b": 7})
+    prices = make_prices(plan, factor=lambda p: 0.5 if p.segment == "a" else 5.0)
+    ratios = {}
+    for seed in (5, 6, 7):
+        loads = images_and_clips(np.random.default_rng(seed), 128)
+        plain, got = (
+            schedule_batch(loads, plan, prices, plan.layout.modules, work=800, program=program)
+            for program in (None, program_of(plan))
+        )
+        check(got, loads, plan)
+        assert plain.integer_bound_s == 0 < got.integer_bound_s <= got.makespan_s
+        assert got.lower_bound_s >= plain.lower_bound_s
+        ratios[got.made_by] = got.makespan_s / plain.makespan_s
+    assert ratios["integer"] < 0.9
+    assert ratios["local"] <= 1.002  # less work is left for the rest
+
+
+def test_without_work_or_balanced_groups_it_is_not_asked():
+    loads = make_batch(np.random.default_rng(0), 12, most_tiles=8)
+    options = {"program": program_of(PLAN), "trainable": PLAN.layout.modules}
+    greedy = schedule_batch(loads, PLAN, make_prices(PLAN), work=0, **options)
+    assert (greedy.made_by, greedy.integer_bound_s) == ("greedy", 0)
+    blind = replace(PLAN, scheduling=replace(PLAN.scheduling, grouping="arrival"))
+    arrived = schedule_batch(loads, blind, make_prices(PLAN), **options)
+    assert (arrived.made_by, arrived.integer_bound_s) == ("arrival", 0)
+    nothing = schedule_batch([], PLAN, make_prices(PLAN), **options)
+    assert (nothing.groups, nothing.integer_bound_s) == ((), 0)
+
+
+def test_a_batch_of_more_buckets_than_the_program_has_is_not_asked():
+    loads = make_batch(np.random.default_rng(0), 12)
+    prices = make_prices(PLAN)
+    room = room_of(loads, PLAN, prices)
+    few = Sizes(buckets=len(room.buckets) - 1, modules=2, resources=2)
+    known_C = np.ones(len(room.buckets), int)
+    assert numbers_of(room, PLAN.layout, prices, PLAN.layout.modules, few, known_C) is None
+
+
+@pytest.mark.parametrize("n, most", [(1, 1), (1, 16), (7, 3), (60, 16), (60, 1)])
+def test_classes_hold_samples_of_the_same_buckets(n, most):
+    batch = Batch(make_batch(np.random.default_rng(n), n), ("a", "b"))
+    capacity = capacity_of(PLAN.layout)
+    able_CN = np.array([batch.able(b, capacity) for b in PLAN.layout.buckets])
+    class_N = size_classes(batch, able_CN, most)
+    assert sorted(set(class_N.tolist())) == list(range(class_N.max() + 1))
+    assert class_N.max() < most
+    kinds = len(np.unique(able_CN, axis=1).T)
+    if kinds < most:
+        for k in range(class_N.max() + 1):
+            assert len(np.unique(able_CN[:, class_N == k], axis=1).T) == 1
+    alike = Batch([Load({"a": (), "b": (5,)})] * n, ("a", "b"))
+    every = np.ones((1, n), bool)
+    assert (size_classes(alike, every, most) == 0).all()

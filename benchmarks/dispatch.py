@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from dflop_jax.records import crossing, traffic  # noqa: E402
 from dflop_jax.schedule.bounds.bins import lower_bound  # noqa: E402
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept  # noqa: E402
+from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying  # noqa: E402
 from dflop_jax.schedule.solver.balance import balance  # noqa: E402
 from dflop_jax.schedule.solver.problem import make_problem  # noqa: E402
 
@@ -109,7 +109,7 @@ def shares_crossing(
     sample = np.arange(len(lengths))
     moved = traffic(sample, bins, lengths, sample, where, (n_ranks, n_ranks))
     devices, total = Devices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
-    names, node_V = best_names(kept(moved, devices, devices)), devices.of_rank // NODE
+    names, node_V = best_names(staying(moved, devices, devices)), devices.of_rank // NODE
     near, naive = (crossing(m, node_V).across_nodes / total for m in (moved[names], moved))
     return near, naive
 

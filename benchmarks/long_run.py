@@ -100,7 +100,7 @@ def make_folder(folder: Path, steps: int) -> None:
     with (folder / SAMPLES).open("wb") as file:
         for step in range(0, steps, SAMPLED):
             ratios = dict.fromkeys(programs, 0.01)
-            sample = learnt.Sample(step, step + 5, PRICES, ratios, 0.1, 0.01)
+            sample = learnt.StepSample(step, step + 5, PRICES, ratios, 0.1, 0.01)
             file.write(encoder.encode(sample) + b"\n")
     with (folder / EVALUATIONS).open("wb") as file:
         for step in range(EVALUATED, steps, EVALUATED):

@@ -25,7 +25,7 @@ from json_rows import Rows, add_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dflop_jax.schedule.memory_plan import Device, Item, chosen, devices_of, greedy
+from dflop_jax.schedule.memory_plan import DeviceRoom, KeepingGroup, chosen, devices_of, greedy
 from dflop_jax.schedule.solver.budget import Budget
 from experiments.paper.answers import answer
 from experiments.paper.costs import prices_of
@@ -46,7 +46,7 @@ class Row:
     elapsed_s: float
 
 
-def random_device(seed: int, n: int = 200) -> Device:
+def random_device(seed: int, n: int = 200) -> DeviceRoom:
     """Groups of a pipeline: each is held for some of the moments of a step, in one of two sizes."""
     rng = np.random.default_rng(seed)
     items = []
@@ -54,12 +54,14 @@ def random_device(seed: int, n: int = 200) -> Device:
         first = int(rng.integers(0, n))
         stop = first + int(rng.integers(1, 24))
         size = (0.4, 1.1)[int(rng.integers(0, 2))] * GIB
-        items.append(Item("s", i, float(rng.uniform(0.5, 2) * size / GIB), size, first, stop))
+        items.append(
+            KeepingGroup("s", i, float(rng.uniform(0.5, 2) * size / GIB), size, first, stop)
+        )
     room = tuple(float(x) * GIB for x in rng.uniform(1, 8, n + 24))
-    return Device(tuple(items), room)
+    return DeviceRoom(tuple(items), room)
 
 
-def rows_of(instance: str, devices: Sequence[Device]) -> Iterator[Row]:
+def rows_of(instance: str, devices: Sequence[DeviceRoom]) -> Iterator[Row]:
     bound_s = sum(chosen(d, Budget(1e9)).bound_s for d in devices)
     for method in ("greedy", "run"):
         started = time.perf_counter()

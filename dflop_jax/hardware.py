@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-GB = 1e9
+GB, GIB = 1e9, 2**30  # bytes
 # Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
 # libraries'.
 USABLE_MEMORY = 0.92

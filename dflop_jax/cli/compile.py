@@ -21,7 +21,7 @@ from dflop_jax.cli.experiment import (
     profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
-from dflop_jax.gpu_compile.reports import GIB
+from dflop_jax.hardware import GIB
 
 if TYPE_CHECKING:
     from dflop_jax.config import Config

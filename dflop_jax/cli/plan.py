@@ -20,14 +20,13 @@ from dflop_jax.cli.experiment import (
     profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.hardware import GIB
 
 if TYPE_CHECKING:
     from dflop_jax.plan.explain import Saving
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.room import Most, SampleRoom
-
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def ranking(result: SearchResult, explain: bool) -> Table:
     best = result.candidates[0]
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), f"{1e3 * c.makespan_s:.1f}"]
-        row.append(f"{c.peak_bytes / _GIB:.2f}")
+        row.append(f"{c.peak_bytes / GIB:.2f}")
         table.add_row(*row, *([c.saving, why_it_lost(c, best)] if explain else []))
     return table
 
@@ -153,7 +152,7 @@ def savings(found: Sequence[Saving]) -> Table:
                   title="What memory costs", title_justify="left")  # fmt: skip
     for s in found:
         other = s.cheaper if s.fits else f"{s.cheaper} (does not fit)"
-        less, ms = f"{s.saved_bytes / _GIB:.2f}", f"{1e3 * s.paid_s:.1f}"
+        less, ms = f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}"
         table.add_row(s.module, s.chosen, other, less, ms)
     return table
 

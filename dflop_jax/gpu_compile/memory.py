@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dflop_jax.gpu_compile.reports import GIB, DeviceMemory, ProgramReport, SegmentState
+from dflop_jax.gpu_compile.reports import DeviceMemory, ProgramReport, SegmentState
+from dflop_jax.hardware import GIB
 from dflop_jax.records import FORWARD, REDUCE, UPDATE
 from dflop_jax.sim.memory import Need, peaks_of
 
@@ -25,7 +26,7 @@ def device_memory(
         shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
 
     handed = {s.segment: _handed_bytes(s.segment, programs) for s in states}
-    kept = {s.segment: s.input_bytes + handed[s.segment] for s in states}
+    kept_bytes = {s.segment: s.input_bytes + handed[s.segment] for s in states}
 
     def work(p: ProgramReport) -> float:
         if p.kind == FORWARD:  # what backward is given counts as kept
@@ -33,19 +34,19 @@ def device_memory(
         return _work_bytes(p, shards[resource[p.segment]])
 
     def need(s: SegmentState) -> Need:
-        most = max((work(p) for p in programs if p.segment == s.segment), default=0.0)
-        return s.resource, s.state_bytes + kept[s.segment] * s.in_flight, most
+        work_bytes = max((work(p) for p in programs if p.segment == s.segment), default=0.0)
+        return s.resource, s.state_bytes + kept_bytes[s.segment] * s.in_flight, work_bytes
 
     peaks = peaks_of(map(need, states))
-    found = []
+    by_device = []
     for r, peak in peaks.items():
         here = [s for s in states if s.resource == r]
-        in_flight = sum(kept[s.segment] * s.in_flight for s in here)
+        in_flight = sum(kept_bytes[s.segment] * s.in_flight for s in here)
         state = sum(s.state_bytes for s in here)
         on_it = [p for p in programs if resource[p.segment] == r]
         largest = max(on_it, key=work, default=None)
         names = dict.fromkeys(s.submesh for s in here)
-        found.append(
+        by_device.append(
             DeviceMemory(
                 submesh=", ".join(names),
                 state_bytes=state,
@@ -55,14 +56,14 @@ def device_memory(
                 planned_bytes=max(planned.get(name, 0.0) for name in names),
             )
         )
-    return tuple(found)
+    return tuple(by_device)
 
 
 def _handed_bytes(segment: str, programs: Sequence[ProgramReport]) -> float:
     """What a forward task leaves for its backward task, of the largest shape, under the segment's
     own recompute policy."""
-    own = (p.handed_bytes for p in programs if p.segment == segment and not p.keeping)
-    return max(own, default=0.0)
+    handed = (p.handed_bytes for p in programs if p.segment == segment and not p.keeping)
+    return max(handed, default=0.0)
 
 
 def _work_bytes(program: ProgramReport, shard_bytes: float) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Sent:

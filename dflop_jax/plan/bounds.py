@@ -28,7 +28,7 @@ from dflop_jax.records import Bucket, Layout
 
 
 @dataclass(frozen=True)
-class Choice:
+class OptionChoice:
     """An option for every module of a candidate that fits, and what no schedule of each sampled
     batch undercuts."""
 
@@ -140,14 +140,14 @@ class Bounds:
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
-    def choices(self, p: int, c: int) -> list[Choice]:
+    def choices(self, p: int, c: int) -> list[OptionChoice]:
         """The options of a candidate that fit and that no others undercut in everything; where
         groups are divided those of the least bound."""
         space = self.space
         by_block = []
         for block in space.structure.blocks:
-            found = combinations(space.members_at(block, p, c), space.rules.memory_bytes)
-            by_block.append([dict(zip(block, o.tolist(), strict=True)) for o in found])
+            fitting = combinations(space.members_at(block, p, c), space.rules.memory_bytes)
+            by_block.append([dict(zip(block, o.tolist(), strict=True)) for o in fitting])
         chosen = [
             {m: o for block in combination for m, o in block.items()}
             for combination in product(*by_block)
@@ -169,7 +169,7 @@ class Bounds:
             _parts(space.divided, slice(c, c + 1)),
         )[..., 0]
         choices = [
-            Choice({m: space.tables[m].options[o] for m, o in options.items()}, tuple(each))
+            OptionChoice({m: space.tables[m].options[o] for m, o in options.items()}, tuple(each))
             for options, each in zip(chosen, bounds_s.T.tolist(), strict=True)
         ]
         if space.divided:  # simulating is dear, and the others differ by little

@@ -18,7 +18,7 @@ from dflop_jax.records import REMAT, Bucket, Plan, Predicted
 class Candidate:
     """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
 
-    bound_s: its mean makespan is at least that. most: the largest bucket that memory holds with its
+    bound_s: its mean makespan is at least that. largest: the bucket that memory holds with its
     options; None: any. uniform: simulates its groups; None: a baseline, whose batches were
     scheduled. groups: of each sampled batch, at least. bounds_s: of each batch's makespan. steps:
     taken towards exactness. The first ones simulate each batch with the least number of groups, the
@@ -28,7 +28,7 @@ class Candidate:
     plan: Plan
     cut: int
     bound_s: float
-    most: Bucket | None = None
+    largest: Bucket | None = None
     uniform: Uniform | None = field(default=None, compare=False, repr=False)
     groups: tuple[int, ...] = ()
     bounds_s: tuple[float, ...] = ()

@@ -16,9 +16,8 @@ import numpy as np
 from dflop_jax.plan.estimate import Segments
 from dflop_jax.plan.options import Option
 from dflop_jax.profile.state import Array
+from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.memory import Need, need_of, peaks_of
-
-_TIE = 1e-12  # relative: prices that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,8 @@ def combinations(members: Sequence[Member], memory_bytes: float) -> Iterator[np.
     seconds = np.concatenate([p[i] for p, i in zip(prices, chosen.T, strict=True)], axis=1)
     while len(chosen):
         first = int(seconds.sum(axis=1).argmin())
-        ahead = (seconds[:first] <= seconds[first] * (1 + _TIE)).all(axis=1)
+        ahead = (seconds[:first] <= seconds[first] * (1 + ROUNDING)).all(axis=1)
         first = int(ahead.argmax()) if ahead.any() else first  # an equal one, but simpler
         yield chosen[first]
-        undercut = (seconds >= seconds[first] * (1 - _TIE)).all(axis=1)
+        undercut = (seconds >= seconds[first] * (1 - ROUNDING)).all(axis=1)
         chosen, seconds = chosen[~undercut], seconds[~undercut]

@@ -50,7 +50,9 @@ from dflop_jax.records import (
     content_s,
 )
 
-_BEYOND = 2.0  # times the largest timed shape of a module that prices are believed
+# Times the largest timed shape of a module up to which prices by timings are believed; twice as
+# much admits fewer and larger groups, priced by a fit that nothing near them was timed for.
+_TRUSTED_GROWTH = 2.0
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,12 @@ class Rules:
         if self.hardware:
             return np.inf
         timed = (t.shape.size for t in self.profile.timings if t.module == module)
-        return _BEYOND * max(timed)
+        return _TRUSTED_GROWTH * max(timed)
 
     def cuts(self, group_size: int) -> np.ndarray:
         """Groups that a mean batch may be cut into."""
-        most = max(1, self.max_microbatches // group_size)
-        return np.array([*(c for c in CUTS if c < most), most])
+        finest = max(1, self.max_microbatches // group_size)
+        return np.array([*(c for c in CUTS if c < finest), finest])
 
     def ends(self, module: str, model: int) -> tuple[float, float]:
         """What a module's entry and exit cost at a tensor-parallel degree, in layers."""
@@ -160,7 +162,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SegmentCosts:
     """What a segment takes, by option: seconds of a group, 0 where it does not run them, and of the
     step's end; bytes of its devices."""
 
@@ -192,7 +194,7 @@ class Segments:
     trusted: Array
     content: tuple[Array, ...]
     groups: Array
-    costs: list[Costs]
+    costs: list[SegmentCosts]
 
     def shape(self, form: int, cut: int) -> Shape | None:
         rows, tokens = int(self.rows[form, cut]), int(self.tokens[form, cut])
@@ -237,16 +239,16 @@ def segment_costs(
     group_size: int,
     figures: Figures,
     content: Sequence[Array],
-) -> list[Costs]:
+) -> list[SegmentCosts]:
     """What each of a module's segments takes, of which most are alike; `tasks` are each one's."""
-    known: dict[tuple[object, ...], Costs] = {}
-    found = []
+    known: dict[tuple[object, ...], SegmentCosts] = {}
+    costs = []
     for s, has in zip(segments, tasks, strict=True):
         key = rules.costs.kind(s), tuple(has), rules.trains(s)
         if key not in known:
             known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
-        found.append(known[key])
-    return found
+        costs.append(known[key])
+    return costs
 
 
 def _costs(
@@ -257,7 +259,7 @@ def _costs(
     figures: Figures,
     content: Sequence[Array],
     tasks: Collection[str],
-) -> Costs:
+) -> SegmentCosts:
     """What a segment takes with every option of its module."""
     costs, trains = rules.costs, rules.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
@@ -272,13 +274,13 @@ def _costs(
     def each(of: Callable[[SegmentPlan], Array], *names: str) -> Array:
         """A quantity by option, asked once for options that differ in nothing of these names."""
         known: dict[tuple[object, ...], Array] = {}
-        found = []
+        by_option = []
         for option in options:
             key = tuple(getattr(option, n) for n in names)
             if key not in known:
                 known[key] = np.broadcast_to(of(option), figures.is_there.shape)
-            found.append(known[key])
-        return np.stack(found)
+            by_option.append(known[key])
+        return np.stack(by_option)
 
     none = np.zeros((len(options), *figures.is_there.shape))
     backward = BACKWARD in tasks
@@ -290,7 +292,7 @@ def _costs(
     def held_bytes(name: str) -> Array:
         return each(lambda o: getattr(held[o], name), "remat", "zero")
 
-    return Costs(
+    return SegmentCosts(
         each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
         each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
         each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,

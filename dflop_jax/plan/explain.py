@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.hardware import HARDWARE
+from dflop_jax.hardware import GIB, HARDWARE
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import TIE, Evaluator
@@ -14,8 +14,9 @@ from dflop_jax.plan.ranking import searched
 from dflop_jax.records import Plan
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
-_GIB = 2**30
-_MOST_TIMES = 64  # as many devices
+# Times the devices at hand up to which a message says how many would hold a plan; twice as much is
+# one more look at a space, only where nothing fits.
+_LARGEST_MULTIPLE = 64
 
 
 def why_it_lost(candidate: Candidate, best: Candidate) -> str:
@@ -24,15 +25,15 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
         return ""
     busy_s, step_s, best_s = candidate.busy_s, candidate.makespan_s, best.makespan_s
     behind = f"+{step_s / best_s - 1:.1%}: "
-    most, least = (f(busy_s, key=busy_s.__getitem__) for f in (max, min))
-    busiest_s = busy_s[most]
+    busiest, idlest = (f(busy_s, key=busy_s.__getitem__) for f in (max, min))
+    busiest_s = busy_s[busiest]
     if busiest_s >= best_s:
-        return f"{behind}{most} alone computes {1e3 * busiest_s:.1f} ms"
+        return f"{behind}{busiest} alone computes {1e3 * busiest_s:.1f} ms"
     waits = 1 - busiest_s / step_s
     if best.busy_s and busiest_s > max(best.busy_s.values()):
-        idle = 1 - busy_s[least] / step_s
-        return f"{behind}{most} computes {1e3 * busiest_s:.1f} ms, {least} waits {idle:.0%}"
-    return f"{behind}even {most}, the busiest, waits {waits:.0%}"
+        idle = 1 - busy_s[idlest] / step_s
+        return f"{behind}{busiest} computes {1e3 * busiest_s:.1f} ms, {idlest} waits {idle:.0%}"
+    return f"{behind}even {busiest}, the busiest, waits {waits:.0%}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Saving:
 
 def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
     """What each module of a plan that saves memory gets and pays for it."""
-    found = []
+    bought = []
     for module, option in options_of(plan.layout).items():
         each = {o: with_options(plan, {module: o}) for o in evaluator.rules.options(module)}
         busy_s = {o: evaluator.busy_s(p.layout) for o, p in each.items()}
@@ -69,8 +70,8 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
         words = option.words or "none", other.words or "none"
         if held[0] < held[1]:
             fits = evaluator.fits(each[other])
-            found.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
-    return found
+            bought.append(Saving(module, *words, held[1] - held[0], step_s[0] - step_s[1], fits))
+    return bought
 
 
 def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
@@ -85,7 +86,7 @@ def why_nothing_fits(
     """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
     if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
         return NO_SUBMESHES
-    over = (least_bytes - rules.memory_bytes) / _GIB
+    over = (least_bytes - rules.memory_bytes) / GIB
     more = _devices_that_fit(rules, n_devices, config)
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
@@ -94,7 +95,7 @@ def why_nothing_fits(
         ways.append(f"so would {known}" if more else f"{known} would do")
     ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
     return (
-        f"no plan fits into {rules.memory_bytes / _GIB:.2f} GiB per device: the smallest "
+        f"no plan fits into {rules.memory_bytes / GIB:.2f} GiB per device: the smallest "
         f"({nearest}) needs {over:.2f} GiB more; {', '.join(ways)}"
     )
 
@@ -102,7 +103,7 @@ def why_nothing_fits(
 def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int | None:
     """The least doubling of the devices that holds a plan."""
     times = 2
-    while times <= _MOST_TIMES:
+    while times <= _LARGEST_MULTIPLE:
         tables = searched(rules, times * n_devices, config)
         if any(bounds.fits.any() for _, bounds in tables):
             return times * n_devices

@@ -14,14 +14,19 @@ from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
 from dflop_jax.schedule.shapes.spare import beyond
 
-FINALISTS = 3  # placements whose buckets are chosen
-FINER = (0.6, 1.0, 1.6)  # microbatches of chosen buckets at most, over those of the one bucket
+SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time
+# Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
+# is a choice of buckets more, and with effort "quick" the finest alone is tried.
+_GRANULARITIES = (0.6, 1.0, 1.6)
 # Makespans over the best one's, up to which a plan is looked at closely, since that may change
 # their order: of plans at a glance, and of the first one of another policy, whose glance misses
-# other things, at a glance and by one bucket.
-CLOSE_TO_BEST, OTHER_AT_A_GLANCE, OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
-SMALL_SHARE = 0.5  # of a bucket: the one beside it that takes what is too much
-MOST_GROUPS = 1.2  # of shorter rows, over groups of longer ones
+# other things, at a glance and by one bucket. Larger ones cost planning time and miss less.
+_CLOSE_TO_BEST, _OTHER_AT_A_GLANCE, _OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
+# Of a bucket's rows or tokens: the one beside it that takes what is too much. Twice as much is the
+# bucket itself.
+_SMALL_BUCKET_SHARE = 0.5
+# Groups of plans with shorter rows, over those with longer ones, up to which the plan is judged.
+_MOST_MORE_GROUPS = 1.2
 
 Finish = Callable[[Plan], Plan]
 
@@ -52,9 +57,9 @@ def fastest_of(judged: Sequence[Finalist]) -> Finalist:
 def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
     """About the best of every policy that `best` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
-    others = sorted(ranking.policies - {r.policy for r in best[:FINALISTS]})
-    found = (ranking.about_best(p, OTHER_BY_ONE_BUCKET * best[0].bound_s) for p in others)
-    return [r for r in found if r]
+    others = sorted(ranking.policies - {r.policy for r in best[:SIZED_PLACEMENTS]})
+    nearly_best = (ranking.about_best(p, _OTHER_BY_ONE_BUCKET * best[0].bound_s) for p in others)
+    return [r for r in nearly_best if r]
 
 
 def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish) -> list[Plan]:
@@ -65,18 +70,20 @@ def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finis
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         return [finish(r.plan) for r in ranked[:n]]
-    best = [*ranked[:FINALISTS], *_others(ranking, ranked)]
+    best = [*ranked[:SIZED_PLACEMENTS], *_others(ranking, ranked)]
     quick = evaluator.config.effort == "quick"
     by_policy = {r.policy: r for r in reversed(best)}
     close = [
         r for r in best
-        if r is by_policy[r.policy] or (not quick and r.bound_s <= CLOSE_TO_BEST * first.bound_s)
+        if r is by_policy[r.policy] or (not quick and r.bound_s <= _CLOSE_TO_BEST * first.bound_s)
     ]  # fmt: skip
     tried: list[Finalist] = []
     for candidate in close:
         cut = candidate.cut * candidate.plan.layout.group_size
-        most = evaluator.config.max_microbatches
-        finest = sorted({max(1, min(most, round(x * cut))) for x in FINER}, reverse=True)
+        max_microbatches = evaluator.config.max_microbatches
+        finest = sorted(
+            {max(1, min(max_microbatches, round(x * cut))) for x in _GRANULARITIES}, reverse=True
+        )
         for at_most in finest[:1] if quick else finest:
             tried += _with_buckets(evaluator, candidate, at_most, "quick")
         if candidate in by_policy.values():
@@ -109,7 +116,7 @@ def _judged(
         one, policy = plans[i], plans[i].plan.policy
         alike = sum(j.plan.policy == policy for j in judged)
         wanted = n if not judged or policy == judged[0].plan.policy else 0
-        near = CLOSE_TO_BEST if alike else OTHER_AT_A_GLANCE
+        near = _CLOSE_TO_BEST if alike else _OTHER_AT_A_GLANCE
         if alike < wanted or glances_s[i] <= near * min(glances_s):
             assert one.of is not None
             plan = finish(evaluator.evaluate(one.plan, one.of.bound_s))
@@ -130,9 +137,9 @@ def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     rules, (bucket,) = evaluator.rules, plan.layout.buckets
     shapes: dict[str, Shape | None] = {}
     for m, shape in bucket.shapes:
-        rows, tokens = max(1, round(SMALL_SHARE * shape.rows)), shape.tokens
+        rows, tokens = max(1, round(_SMALL_BUCKET_SHARE * shape.rows)), shape.tokens
         if shape.rows == 1 and m not in rules.profile.piece_tokens:
-            tokens = _up(SMALL_SHARE * tokens, rules.token_multiple)
+            tokens = _up(_SMALL_BUCKET_SHARE * tokens, rules.token_multiple)
         shapes[m] = shape if m in plan.layout.divided else Shape(rows, tokens)
     small = Bucket.of(shapes)
     if small == bucket or evaluator.config.buckets < 2:
@@ -157,7 +164,7 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     if buckets == plan.layout.buckets or beyond(evaluator.loads, shorter):
         return []
     before, after = (_groups(evaluator, p) for p in (plan, shorter))
-    return [shorter] if after <= MOST_GROUPS * before else []
+    return [shorter] if after <= _MOST_MORE_GROUPS * before else []
 
 
 def _groups(evaluator: Evaluator, plan: Plan) -> int:
@@ -175,7 +182,7 @@ def _with_buckets(
 ) -> list[Finalist]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan = with_buckets(evaluator, ranked.plan, ranked.most, finest, effort)
+        plan = with_buckets(evaluator, ranked.plan, ranked.largest, finest, effort)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)

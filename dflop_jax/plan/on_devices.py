@@ -12,7 +12,8 @@ from dflop_jax.records import Plan, Prices
 
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]
-_UNKNOWN_SHARE = 0.1  # of the memory that plans fill: what to take off where no shortage is known
+# Of the memory that plans fill: what a message says to plan without where no shortage is known.
+_GUESSED_SHORTAGE = 0.1
 
 
 class PlanTooLarge(ValueError):
@@ -111,7 +112,7 @@ class _Devices:
         """One line: what was tried, and what to plan with."""
         limit = self._evaluator.rules.memory_bytes
         if limit and not self._short_bytes:
-            limit *= 1 - _UNKNOWN_SHARE
+            limit *= 1 - _GUESSED_SHORTAGE
         remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
         last = self._refused[-1].what if self._refused else "none was tried"
         return (

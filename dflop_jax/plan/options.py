@@ -46,6 +46,6 @@ def saving_words(layout: Layout) -> str:
     words = []
     for m, option in options_of(layout).items():
         less = next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None)
-        own = option.words.replace(option.remat, f"{option.remat} or {less}", 1)
-        words += [f"{m} {own if less else option.words}"] * bool(option.words)
+        both_policies = option.words.replace(option.remat, f"{option.remat} or {less}", 1)
+        words += [f"{m} {both_policies if less else option.words}"] * bool(option.words)
     return ", ".join(words) or "none"

@@ -122,9 +122,9 @@ def split_layers(
     return list(pairwise(cuts))
 
 
-def factors(n: int, most: int) -> list[int]:
-    """Divisors of n up to `most`."""
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+def factors(n: int, limit: int) -> list[int]:
+    """Divisors of n up to `limit`."""
+    return [d for d in range(1, min(n, limit) + 1) if n % d == 0]
 
 
 def ends_in_layers(profile: ModelProfile) -> Ends:

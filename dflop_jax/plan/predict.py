@@ -21,7 +21,8 @@ from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.sim.pipeline import Noise, simulate_schedules
 
-_REHEARSED = 4  # sampled batches, of whose schedules the fullest is taken
+# Sampled batches of whose schedules the fullest is taken; twice as many find a fuller one or none.
+_REHEARSED_BATCHES = 4
 
 
 def simulate(
@@ -84,7 +85,7 @@ def fullest_schedule(
     Raises:
       ValueError: the plan's shapes hold no sample.
     """
-    batches = sample_batches(held_loads(plan, loads), global_batch, _REHEARSED)
+    batches = sample_batches(held_loads(plan, loads), global_batch, _REHEARSED_BATCHES)
     return max(schedule_batches(plan, batches, prices, trainable), key=_most_held_tokens)
 
 
@@ -93,7 +94,7 @@ def _most_held_tokens(schedule: Schedule) -> int:
     most."""
     returns = {(t.segment, t.group) for t in schedule.order if t.direction == BACKWARD}
     waiting: set[tuple[str, int]] = set()
-    held = most = 0
+    held = peak = 0
     for task in schedule.order:
         place = task.segment, task.group
         if task.direction == FORWARD and place in returns:
@@ -101,5 +102,5 @@ def _most_held_tokens(schedule: Schedule) -> int:
             held += schedule.groups[task.group].shape.size
         elif task.direction == BACKWARD and place in waiting:
             held -= schedule.groups[task.group].shape.size
-        most = max(most, held)
-    return most
+        peak = max(peak, held)
+    return peak

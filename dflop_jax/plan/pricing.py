@@ -38,7 +38,9 @@ from dflop_jax.records import (
 from dflop_jax.tasks.graph import links, tied_ends
 
 Collective = Callable[..., float]
-_UPDATE_PASSES = 7  # float32 arrays that AdamW reads and writes: 4 and 3
+# Float32 arrays that AdamW reads (parameters, gradients, two moments) and writes (all but
+# gradients); the price of an update is in proportion.
+_UPDATE_PASSES = 4 + 3
 
 
 def plan_prices(layout: Layout, profile: ModelProfile, hardware: Hardware | None = None) -> Prices:

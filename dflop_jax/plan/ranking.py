@@ -29,12 +29,14 @@ from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import Layout, SubmeshPlan
 
-ARRIVAL_CUTS = (4, 8, 16, 32, 64)
-# Steps towards exact candidates: of a whole search, where memory is tight and many combinations of
-# options differ by little, and of a look at one policy, which also ends after so many in a row that
-# find nothing fast enough.
-_ENOUGH, _A_FEW, _HOPELESS = 1_500, 100, 30
-_NEAREST = 5  # of least bounds then
+# Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
+_ARRIVAL_CUTS = (4, 8, 16, 32, 64)
+# Steps (a simulated batch each) towards exact candidates, after which what is near is taken: of a
+# whole search, where memory is tight and many combinations of options differ by little, and of a
+# look at one policy, which also ends after so many in a row that find nothing fast enough. Twice as
+# many cost up to twice the time, where they are reached.
+_MOST_STEPS, _MOST_LOOK_STEPS, _MOST_SLOW_STEPS = 1_500, 100, 30
+_NEAREST = 5  # candidates of least bounds that are made exact then; each simulates all batches
 
 
 # What no schedule of a candidate undercuts, and what makes it, with each choice of options.
@@ -51,10 +53,10 @@ def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple
     for policy, space in families(rules.facts, n_devices, node, config).items():
         yield from ((policy, bounds) for bounds in all_bounds(space, rules))
     if config.policy in (DIP, "auto"):
-        found = dip_bounds(rules, n_devices, config)
-        if not found and config.policy == DIP:
+        of_dip = dip_bounds(rules, n_devices, config)
+        if not of_dip and config.policy == DIP:
             raise ValueError(why_none(n_devices, config, rules.n_layers))
-        yield from ((DIP, bounds) for bounds in found)
+        yield from ((DIP, bounds) for bounds in of_dip)
 
 
 class Ranking:
@@ -81,7 +83,7 @@ class Ranking:
         """The best choice of each of the `n` best placements, exact, best first; fewer, and the
         best of what was looked at, where that takes too many steps."""
         best: dict[tuple[str, str], Candidate] = {}
-        for ranked in self._in_order(_ENOUGH):
+        for ranked in self._in_order(_MOST_STEPS):
             name = ranked.policy, ranked.name
             if name not in best:
                 best[name] = ranked
@@ -101,7 +103,7 @@ class Ranking:
         those that seem best then; None where none fits or takes at most `most_s` seconds."""
         tables = [t for t in self._tables if t[0] == policy]
         alone = Ranking(self.evaluator, tables, (), self.allowed, n_batches=1)
-        best = next(alone._in_order(_A_FEW, most_s), None)
+        best = next(alone._in_order(_MOST_LOOK_STEPS, most_s), None)
         return best if best and best.bound_s <= most_s else None
 
     def _in_order(
@@ -137,7 +139,7 @@ class Ranking:
             ranked = ranked.refined(self.evaluator)
             n_steps += 1
             n_slow = n_slow + 1 if ranked.bound_s > most_s else 0
-            if n_steps >= most_steps or n_slow == _HOPELESS:
+            if n_steps >= most_steps or n_slow == _MOST_SLOW_STEPS:
                 nearest = [ranked, *(r for *_, r in heapq.nsmallest(_NEAREST - 1, heap))]
                 exact += [self._made_exact(r) for r in nearest]
                 heap, upcoming = [], None
@@ -164,9 +166,9 @@ class Ranking:
         for i in np.argsort(bounds, kind="stable").tolist():
             if not np.isfinite(bounds[i]):
                 return
-            policy, found = self._tables[table[i]]
-            p, c = divmod(int(place[i]), len(found.space.cuts))
-            yield float(bounds[i]), partial(self._first_known, policy, found, p, c)
+            policy, of_space = self._tables[table[i]]
+            p, c = divmod(int(place[i]), len(of_space.space.cuts))
+            yield float(bounds[i]), partial(self._first_known, policy, of_space, p, c)
 
     def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
@@ -177,24 +179,24 @@ class Ranking:
         space = bounds.space
         bucket, content, cut = space.bucket(p, c), space.content(p, c), int(space.cuts[c])
         groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
-        found = []
+        candidates = []
         for choice in bounds.choices(p, c):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=space.fan_in(c))
-            most = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
+            largest = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
             uniform = self.evaluator.uniform(plan, content, space.parts(c))
-            found.append(
+            candidates.append(
                 Candidate(
                     plan,
                     cut,
                     float(np.mean(choice.bounds_s[: self._n_batches])),
-                    most,
+                    largest,
                     uniform,
                     groups[: self._n_batches],
                     choice.bounds_s[: self._n_batches],
                 )
             )
-        return found
+        return candidates
 
     def nearest(self) -> tuple[float, str]:
         """(bytes of the device that needs most, placement and options) of what needs least."""
@@ -222,12 +224,12 @@ class Ranking:
 
     def _arrivals(self, layouts: Sequence[Layout]) -> list[Candidate]:
         """A baseline's, few enough to be scheduled and simulated all."""
-        policy, most = self.evaluator.config.policy, self.evaluator.config.max_microbatches
-        found = []
+        policy, finest = self.evaluator.config.policy, self.evaluator.config.max_microbatches
+        candidates = []
         for layout in layouts:
             if not all(map(self.allowed, layout.submeshes)):
                 continue
-            for cap in [*(c for c in ARRIVAL_CUTS if c < most), most]:
+            for cap in [*(c for c in _ARRIVAL_CUTS if c < finest), finest]:
                 self.n_candidates += 1
                 buckets = arrival_plan(self.evaluator, layout, policy, cap).layout.buckets
                 plans = [
@@ -242,8 +244,8 @@ class Ranking:
                     plan = min(plans, key=lambda p: self.evaluator.busy_s(p.layout))
                     plan = self.evaluator.evaluate(plan, 0.0)
                     makespan_s = plan.predicted.makespan_s
-                    found.append(Candidate(plan, cap, makespan_s))
-        return found
+                    candidates.append(Candidate(plan, cap, makespan_s))
+        return candidates
 
     def _alike(self) -> list[dict[str, Option]]:
         """The options that all modules can have alike, as frameworks of one setting for all do."""

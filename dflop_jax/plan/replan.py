@@ -31,7 +31,8 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule.shapes.spare import beyond
 
-_NICENESS = 10  # of the child: on hosts whose cores are the devices these go first
+# Added to the child's niceness (0 to 19): on hosts whose cores are the devices these go first.
+_NICENESS = 10
 
 
 @dataclass(frozen=True)

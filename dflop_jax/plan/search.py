@@ -19,7 +19,7 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
-from dflop_jax.plan.finalists import FINALISTS, refined
+from dflop_jax.plan.finalists import SIZED_PLACEMENTS, refined
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
@@ -37,9 +37,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Zero,
 )
-from dflop_jax.schedule.sample import sample_batches
-
-_LARGE_BATCH = 512  # samples; of larger batches fewer are simulated, since they differ less
+from dflop_jax.schedule.sample import LARGE_BATCH, sample_batches
 
 
 def _always(_: object) -> bool:
@@ -77,7 +75,7 @@ class SearchSpec:
     token_multiple: int = 32
     trains: Callable[[SegmentPlan], bool] = _always
     allowed: Callable[[SubmeshPlan], bool] = _always
-    shown: int = FINALISTS
+    shown: int = SIZED_PLACEMENTS
     refine: bool = True
 
     def __post_init__(self) -> None:
@@ -90,7 +88,7 @@ class SearchSpec:
     @property
     def n_batches(self) -> int:
         """Global batches that are sampled."""
-        share = min(1.0, _LARGE_BATCH / self.global_batch)
+        share = min(1.0, LARGE_BATCH / self.global_batch)
         return max(1, round(self.config.sampled_batches * share))
 
 
@@ -142,7 +140,7 @@ def search_plan(
     node = rules.node(spec.n_devices)
     placements = baseline(rules.facts, spec.n_devices, node, spec.config)
     ranking = Ranking(evaluator, tables, placements, spec.allowed)
-    n = max(spec.shown, FINALISTS) if spec.refine else spec.shown
+    n = max(spec.shown, SIZED_PLACEMENTS) if spec.refine else spec.shown
     best = ranking.ranked(n, on_progress)
     if not best:
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))

@@ -11,7 +11,9 @@ from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
 from dflop_jax.sim.memory import kept_bytes
 from dflop_jax.tasks.graph import with_backward
 
-_WORTH = 0.005  # share of the step that it must save: it doubles the programs to be compiled
+# Share of the step that second policies must save, since they double the programs to be compiled;
+# twice as much leaves some of them out.
+_WORTH_PROGRAMS = 0.005
 
 
 def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
@@ -21,7 +23,7 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
     if not candidates:
         return plan
     glance_s = evaluator.glance_s(plan)
-    best, least_s = plan, (1 - _WORTH) * evaluator.judged_s(plan)
+    best, least_s = plan, (1 - _WORTH_PROGRAMS) * evaluator.judged_s(plan)
     for candidate in candidates:
         if evaluator.glance_s(candidate) >= glance_s * (1 - TIE):
             continue
@@ -36,7 +38,7 @@ def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     if not evaluator.rules.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
     backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
-    found = []
+    candidates = []
     for less in get_args(Remat):
         segments = tuple(
             replace(s, remat_less=less) if _may(s, less, backward, evaluator) else s
@@ -44,8 +46,8 @@ def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
         )
         second = plan.with_layout(segments=segments)
         if second != plan and evaluator.fits(second):
-            found.append(_with_room(second, backward, evaluator))
-    return found
+            candidates.append(_with_room(second, backward, evaluator))
+    return candidates
 
 
 def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) -> bool:
@@ -59,12 +61,14 @@ def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) 
 def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
     """The plan with what its groups keep, and what of every device's memory is left."""
     costs = evaluator.rules.costs
-    kept = []
+    kept_by_shape = []
     for s in plan.layout.segments:
         for shape in plan.layout.shapes(s.module) if s.name in backward else ():
-            own = kept_bytes(plan.layout, costs, s, shape)
+            n_bytes = kept_bytes(plan.layout, costs, s, shape)
             less = s if s.remat_less is None else s.keeping
-            kept.append(Kept(s.name, shape, own, kept_bytes(plan.layout, costs, less, shape) - own))
+            kept_by_shape.append(
+                Kept(s.name, shape, n_bytes, kept_bytes(plan.layout, costs, less, shape) - n_bytes)
+            )
     peaks = evaluator.most_by_submesh(plan)
     free = {name: evaluator.rules.memory_bytes - peak for name, peak in peaks.items()}
-    return plan.with_scheduling(kept=tuple(kept), free_bytes=free)
+    return plan.with_scheduling(kept=tuple(kept_by_shape), free_bytes=free)

@@ -30,26 +30,27 @@ def arrival_plan(evaluator: Evaluator, layout: Layout, policy: str, cap: int) ->
 
 
 def with_buckets(
-    evaluator: Evaluator, plan: Plan, most: Bucket | None, finest: int, effort: str
+    evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: int, effort: str
 ) -> Plan:
-    """The plan with the buckets that suit it best, none larger than `most` or than its one bucket
-    where prices are not believed, cutting an average batch into at most `finest` microbatches.
+    """The plan with the buckets that suit it best, none larger than `largest` or than its one
+    bucket where prices are not believed, cutting an average batch into at most `finest`
+    microbatches.
 
     Raises:
       ValueError: the largest sample needs a larger one.
     """
-    problem = _problem(evaluator, plan, most, finest)
+    problem = _problem(evaluator, plan, largest, finest)
     choice = choose_buckets(evaluator.loads, problem, effort=effort)
     return problem.with_buckets(choice.buckets)
 
 
-def _problem(evaluator: Evaluator, plan: Plan, most: Bucket | None, finest: int) -> ShapeProblem:
+def _problem(evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: int) -> ShapeProblem:
     rules, layout = evaluator.rules, replace(plan.layout, fan_in=1)
     limits = {
         m: max(rules.trusted_tokens(m), max((s.size for s in layout.shapes(m)), default=0))
         for m in layout.modules
     }
-    for m, shape in most.shapes if most else ():
+    for m, shape in largest.shapes if largest else ():
         limits[m] = min(limits[m], shape.size)
 
     def as_run(chosen: Layout) -> Plan:

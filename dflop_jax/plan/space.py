@@ -20,8 +20,12 @@ from dflop_jax.plan.placement import Ends, Form, ModelFacts, lay_out
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Layout, MeshShape
 
-_FEW_BLOCKS = 2  # up to here every split of the devices and every pair of pipelines is tried
-_GRAINS = 16  # at least, into which the devices are divided for more blocks
+# Blocks up to which every split of the devices and every pair of pipelines is tried. Twice as many
+# make spaces of three modules many times as large.
+_FINELY_SPLIT_BLOCKS = 2
+# Parts that devices are divided into for more blocks, at least; twice as many are four times as
+# many splits into three blocks.
+_LEAST_GRAINS = 16
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def separate(
             else _forms(n, n_devices, models[m], 1, False)
             for (m, n), b in zip(n_layers.items(), blocks, strict=True)
         ]
-        most_pipelines = len(n_layers) if n_blocks <= _FEW_BLOCKS else 1
+        most_pipelines = len(n_layers) if n_blocks <= _FINELY_SPLIT_BLOCKS else 1
         for chosen in product(*forms):
             if sum(f.n_segments * f.mesh.stage > 1 for f in chosen) <= most_pipelines:
                 yield from _family(chosen, blocks, sizes)
@@ -127,9 +131,9 @@ def _partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
     """Devices of every block, [n_splits, n_blocks]. For many blocks, cuts lie on multiples of a
-    power of two of which the devices hold 16 at least."""
+    power of two of which the devices hold `_LEAST_GRAINS`."""
     grain = 1
-    while n_blocks > _FEW_BLOCKS and 2 * grain * _GRAINS <= n_devices:
+    while n_blocks > _FINELY_SPLIT_BLOCKS and 2 * grain * _LEAST_GRAINS <= n_devices:
         grain *= 2
     cuts = combinations(range(grain, n_devices, grain), n_blocks - 1)
     ends = np.array([(0, *c, n_devices) for c in cuts]).reshape(-1, n_blocks + 1)
@@ -154,15 +158,15 @@ def _forms(
 def _family(forms: Sequence[Form], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
     """The family of these forms on the splits that they divide, unless it is empty or no group of
     microbatches can be one of every segment's."""
-    most = max(f.mesh.stage for f in forms)
-    if any(most % f.mesh.stage for f in forms):
+    group_size = max(f.mesh.stage for f in forms)
+    if any(group_size % f.mesh.stage for f in forms):
         return
-    own = sizes[:, list(blocks)]
+    n_devices = sizes[:, list(blocks)]
     unit = np.array([f.n_devices for f in forms])
-    fits = (own % unit == 0).all(axis=1)
+    fits = (n_devices % unit == 0).all(axis=1)
     if fits.any():
         firsts = (np.cumsum(sizes, axis=1) - sizes)[:, list(blocks)]
-        yield Family(tuple(forms), blocks, (own // unit)[fits], firsts[fits])
+        yield Family(tuple(forms), blocks, (n_devices // unit)[fits], firsts[fits])
 
 
 def in_nodes(first: Array, n_devices: Array, model: int, node: int) -> Array:
@@ -189,7 +193,7 @@ def families(
     for policy in searched:
         if policy not in SPACES:
             continue
-        kept = spaces.setdefault(policy, [])
+        of_policy = spaces.setdefault(policy, [])
         for family in SPACES[policy](
             n_devices, facts.n_layers, max_model=max_model, max_stage=config.max_stage,
             unstaged=facts.unstaged, degrees=degrees,
@@ -199,7 +203,7 @@ def families(
                 for form, data, first in zip(family.forms, family.data.T, family.first.T)
             ]
             if (keep := np.all(inside, axis=0)).any():
-                kept.append(family.rows(keep))
+                of_policy.append(family.rows(keep))
     if spaces and not any(spaces.values()):
         raise ValueError(_none(config, n_devices))
     return spaces
@@ -227,10 +231,10 @@ def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -
         max_model=min(config.max_model, node),
         max_stage=config.max_stage,
     )
-    kept = [p for p in every if lies_well(p)]
-    if not kept:
+    layouts = [p for p in every if lies_well(p)]
+    if not layouts:
         raise ValueError(_none(config, n_devices))
-    return kept
+    return layouts
 
 
 def _none(config: PlanConfig, n_devices: int) -> str:

@@ -14,11 +14,14 @@ import numpy as np
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Load, content_of, piece_tokens
+from dflop_jax.schedule.shapes.sizes import ROW_COUNTS
+from dflop_jax.schedule.solver.problem import ROUNDING
 
+# Groups that a mean batch is cut into; every one is priced for every placement.
 CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
-# Over a mean batch's even share: batches differ, and samples do not pack without gaps.
+# Room of the groups over a mean batch's volume: batches differ, and samples do not pack without
+# gaps. Twice the 5% makes groups dearer, and fewer batches need one more than was thought.
 ROOM = 1.05
-ROWS = (1, 2, 4, 8)  # that a rank's tokens may be cut into, where a row holds several pieces
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,13 @@ def packed_rows(
     best_rows: Array = np.zeros(np.shape(share), int)
     best_tokens: Array = np.zeros(np.shape(share), int)
     best_price: Array = np.inf
-    for rows in ROWS if volume.largest else ():
+    for rows in ROW_COUNTS if volume.largest else ():
         shortest = _up(_shortest(volume, rows * data), multiple)
         tokens = np.maximum(_up(share / rows, multiple), shortest).astype(int)
         price = costs.fits.predict(module, model, rows, tokens, "layer_backward") / (rows * tokens)
         # More rows than the share fills would only pad.
         useful = (rows == 1) | (share > (rows - 0.5) * shortest)
-        better = useful & (price < best_price * (1 - 1e-9))
+        better = useful & (price < best_price * (1 - ROUNDING))
         best_rows = np.where(better, rows, best_rows)
         best_tokens = np.where(better, tokens, best_tokens)
         best_price = np.where(better, price, best_price)
@@ -126,4 +129,4 @@ def _up(x: Array, multiple: int) -> Array:
 
 
 def _ceil(x: Array) -> Array:
-    return np.ceil(x - 1e-9)
+    return np.ceil(x - ROUNDING)

@@ -150,14 +150,14 @@ class Batch:
         return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
-def variants(buckets: Sequence[Bucket], batch: Batch, most: int) -> tuple[Bucket, ...]:
+def variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tuple[Bucket, ...]:
     """The buckets, and what is left of them without modules of which some samples have no piece: a
-    module without pieces has no group. At most `most` in all."""
+    module without pieces has no group. At most `limit` in all."""
     every = dict.fromkeys(buckets)
     for lacks in batch.absences:
         for b in buckets:
             left = {m: s for m, s in b.shapes if m not in lacks}
-            if left and len(every) < most:
+            if left and len(every) < limit:
                 every[Bucket.of(left)] = None
     return tuple(every)
 

@@ -30,8 +30,11 @@ from dflop_jax.schedule.online import solve
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import resources
 
-_MEMORY = 9  # sampled steps that a factor remembers
-_DOUBT = 2  # steps in which a prediction was right, imagined before the first sample
+# Sampled steps whose median is a factor; twice as many follow a change half as fast.
+_REMEMBERED_STEPS = 9
+# Steps in which a prediction was right, imagined before the first sample: so many plus one like
+# samples outweigh a prediction.
+_IMAGINED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,10 @@ class Correction:
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def log_factor(self, program: str) -> float:
-        """Median over the last steps and `_DOUBT` imagined ones in which the prediction was right:
+        """Median over the last steps and `_IMAGINED_STEPS` more in which the prediction was right:
         three like samples outweigh a prediction, one hiccup does not."""
         seen = self.logs.get(program, ())
-        return median((*seen, *[0.0] * _DOUBT)) if seen else 0.0
+        return median((*seen, *[0.0] * _IMAGINED_STEPS)) if seen else 0.0
 
     def factor(self, program: str) -> float:
         return exp(self.log_factor(program))
@@ -88,20 +91,20 @@ def log_ratios(
       predicted: uncorrected seconds of the same.
     """
     segments = {s.name for s in layout.segments}
-    found: dict[str, float] = {}
+    by_program: dict[str, float] = {}
     for program, runs in observed.items():
         predicted_s = predicted.get(program, 0.0)
         ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]
         if ratios and program.segment in segments:
-            found[name_of(program)] = median(ratios)
-    return found
+            by_program[name_of(program)] = median(ratios)
+    return by_program
 
 
 def with_ratios(state: Correction, ratios: Mapping[str, float]) -> Correction:
     """The state after one more sampled step, which counts once for each program that it ran."""
     logs = dict(state.logs)
     for name, ratio in ratios.items():
-        logs[name] = (*logs.get(name, ()), ratio)[-_MEMORY:]
+        logs[name] = (*logs.get(name, ()), ratio)[-_REMEMBERED_STEPS:]
     return Correction(logs)
 
 

@@ -26,7 +26,9 @@ from dflop_jax.records import (
 from dflop_jax.schedule.solver.problem import Floats, Ints
 from dflop_jax.tasks.graph import links, resources, with_backward
 
-_TICKS = 10_000_000  # whole units into which the dearest bucket's seconds are rounded
+# Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that
+# differ by less than a ten-millionth, which is rounding.
+_TICKS_OF_DEAREST = 10_000_000
 
 
 def directions(layout: Layout, trainable: Collection[str]) -> dict[str, tuple[Direction, ...]]:
@@ -114,7 +116,7 @@ class Ticks:
 
 def ticks_of(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
     seconds_CR = np.array([costs.bucket_s(b) for b in buckets])
-    unit = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS
+    unit = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS_OF_DEAREST
     ticks_CR = np.maximum(1, np.rint(seconds_CR / unit)).astype(np.int64)
     ticks_CR[seconds_CR <= 0] = 0
     dearest_C = ticks_CR.max(axis=1)

@@ -19,11 +19,13 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_MAX_VECTORS = 20_000  # listed, of up to so many buckets; of more fewer, as each adds a level
-_FEW_BUCKETS = 4
-_UNREACHABLE = 1e200
-_VOLUME_STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
-_SHARES = (0.5, 0.95)
+# Count vectors that a level keeps, with so many buckets; with more fewer, as each adds a level.
+# Twice as many cost twice the time where they are reached, and leave out fewer sets.
+_MAX_VECTORS, _BUCKETS_OF_MOST_VECTORS = 20_000, 4
+_UNREACHABLE_COST = 1e200  # stands for infinity, which times a need of 0 is no number
+# Conditions: shares of the volume at which sizes are taken whose multiples are counted, and shares
+# of such a size from which on what is left counts. Each pair is a condition more for every module.
+_UNIT_QUANTILES, _COUNTED_FROM = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def demand(
                 large_N, able_C = size_N > limit, bin_C > limit
                 rows += [room_MC[m] * able_C for m in modules]
                 needs += [float(batch.tokens[m][large_N].sum()) for m in modules]
-            for unit, share in product(_common_sizes(packed), _SHARES):
+            for unit, share in product(_common_sizes(packed), _COUNTED_FROM):
                 rows.append(_superadditive(bin_C, unit, share) * bins_C)
                 needs.append(float(_superadditive(packed, unit, share).sum()))
     need_D = np.array(needs) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
@@ -78,7 +80,7 @@ def _common_sizes(size_N: Ints) -> Floats:
     if len(ordered) == 0:
         return ordered
     share = np.cumsum(ordered) / ordered.sum()
-    return np.unique(ordered[np.searchsorted(share, _VOLUME_STEPS)])
+    return np.unique(ordered[np.searchsorted(share, _UNIT_QUANTILES)])
 
 
 def _superadditive(size: Floats | Ints, unit: float, share: float) -> Floats:
@@ -105,7 +107,7 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
     what is left would pass the ceiling.
     """
     room_DC, need_D = wanted.room_DC, wanted.need_D
-    most = int(_MAX_VECTORS * min(1.0, _FEW_BUCKETS / max(1, len(cost_C))) ** 2)
+    max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
     cost_X = np.zeros(1)
     complete = True
@@ -120,9 +122,9 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
         left_XD = np.maximum(0.0, need_D - counts_XC @ room_DC.T)
         promise_X = cost_X + _cheapest(left_XD, room_DC[:, c + 1 :], cost_C[c + 1 :])
         keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
-        if len(keep) > most:
+        if len(keep) > max_vectors:
             share_X = np.round(promise_X[keep] / max(ceiling, 1e-30), 9)
-            keep = keep[np.argsort(share_X, kind="stable")[:most]]
+            keep = keep[np.argsort(share_X, kind="stable")[:max_vectors]]
             complete = False
         counts_XC, cost_X = counts_XC[keep], cost_X[keep]
     room_X = np.round((counts_XC @ room_DC.T).sum(axis=1), 3)
@@ -145,8 +147,8 @@ def _cheapest(left_XD: Floats, room_DC: Floats, cost_C: Floats) -> Floats:
     """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
     ceiling if none of them can."""
     reach_DC = room_DC > 0
-    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, room_DC, 1.0), _UNREACHABLE)
-    return (left_XD * price_DC.min(axis=1, initial=_UNREACHABLE)).max(axis=1, initial=0.0)
+    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, room_DC, 1.0), _UNREACHABLE_COST)
+    return (left_XD * price_DC.min(axis=1, initial=_UNREACHABLE_COST)).max(axis=1, initial=0.0)
 
 
 def fractional_cost(wanted: Demand, cost_C: Floats) -> float:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.packing import Packed
 from dflop_jax.schedule.solver.budget import Budget
 
 
-def dealt_answer(room: Room, answer: Sequence[Together], budget: Budget) -> list[Together] | None:
+def dealt_answer(
+    room: PackingSpace, answer: Sequence[BucketRun], budget: Budget
+) -> list[BucketRun] | None:
     """The same groups with the samples dealt out, longest first, each to a row of the rank that has
     least content in the step so far; None where the anchor's content costs nothing, nothing is
     packed, or samples find no room in this order."""

@@ -15,7 +15,7 @@ from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
 from dflop_jax.schedule.placing import (
-    Content,
+    GroupContents,
     balance_content,
     place,
     rank_content,
@@ -27,7 +27,7 @@ from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
 
 
 @dataclass
-class Together:
+class BucketRun:
     """One group of each of a bucket's modules, for the same samples. `bucket` is a place in the
     list of buckets at hand; `placed` has every module with pieces."""
 
@@ -37,7 +37,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Room:
+class PackingSpace:
     """What a batch is packed into: buckets with their costs, times ranks and group size; `priced`
     are the modules whose programs cost something by their content."""
 
@@ -47,13 +47,13 @@ class Room:
     ticks: Ticks
     priced: frozenset[str] = frozenset()
 
-    def cost(self, answer: Sequence[Together]) -> int:
+    def cost(self, answer: Sequence[BucketRun]) -> int:
         return self.ticks.pipeline([t.bucket for t in answer])
 
-    def in_order(self, answer: Sequence[Together]) -> list[Together]:
+    def in_order(self, answer: Sequence[BucketRun]) -> list[BucketRun]:
         return [answer[i] for i in running_order([t.bucket for t in answer], self.ticks)]
 
-    def together(self, bucket: int, microbatches: Packed, budget: Budget) -> Together | None:
+    def together(self, bucket: int, microbatches: Packed, budget: Budget) -> BucketRun | None:
         """The groups of these microbatches, padded with empty ones; None if some pieces fit no
         row."""
         width = width_of(self.buckets[bucket], self.batch, self.capacity)
@@ -67,9 +67,9 @@ class Room:
                 return None
             if len(places):
                 placed[module] = places
-        return Together(bucket, padded, placed)
+        return BucketRun(bucket, padded, placed)
 
-    def shrunk(self, answer: Together, budget: Budget) -> Together:
+    def shrunk(self, answer: BucketRun, budget: Budget) -> BucketRun:
         """The same microbatches in the cheapest bucket that holds them."""
         width = len(answer.microbatches[0])
         for b in self.by_cost:
@@ -107,21 +107,21 @@ class Room:
         return True
 
 
-def greedy_answer(room: Room, mains: int) -> list[Together]:
+def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:
     """First fit, fullest first, into one main bucket (what it cannot hold into the cheapest other
     one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
     buckets as the main one."""
     budget = Budget(0)
     able_BN = np.array([room.batch.able(b, room.capacity) for b in room.buckets])
     cheapest_N = np.array(room.by_cost)[able_BN[room.by_cost].argmax(axis=0)]
-    best: list[Together] | None = None
+    best: list[BucketRun] | None = None
     tried: set[bytes] = set()
     for main in range(mains):
         home_N = np.where(able_BN[main], main, cheapest_N)
         if home_N.tobytes() in tried:
             continue
         tried.add(home_N.tobytes())
-        answer: list[Together] = []
+        answer: list[BucketRun] = []
         for b in np.unique(home_N).tolist():
             answer += _first_fitted(room, b, np.flatnonzero(home_N == b).tolist(), budget)
         if best is None or room.cost(answer) < room.cost(best):
@@ -129,7 +129,9 @@ def greedy_answer(room: Room, mains: int) -> list[Together]:
     return room.in_order(best or [])
 
 
-def _first_fitted(room: Room, b: int, members: Sequence[int], budget: Budget) -> list[Together]:
+def _first_fitted(
+    room: PackingSpace, b: int, members: Sequence[int], budget: Budget
+) -> list[BucketRun]:
     """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
     then fit no row are packed again."""
     batch, capacity, bucket = room.batch, room.capacity, room.buckets[b]
@@ -155,7 +157,7 @@ def _first_fitted(room: Room, b: int, members: Sequence[int], budget: Budget) ->
     return answer
 
 
-def _taken_out(room: Room, b: int, microbatch: Microbatch, budget: Budget) -> list[int]:
+def _taken_out(room: PackingSpace, b: int, microbatch: Microbatch, budget: Budget) -> list[int]:
     """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
     out: list[int] = []
     modules = [m for m in room.batch.modules if m != room.batch.anchor]
@@ -166,14 +168,16 @@ def _taken_out(room: Room, b: int, microbatch: Microbatch, budget: Budget) -> li
     return sorted(out)
 
 
-def _fits(room: Room, bucket: Bucket, microbatch: Microbatch, module: str, budget: Budget) -> bool:
+def _fits(
+    room: PackingSpace, bucket: Bucket, microbatch: Microbatch, module: str, budget: Budget
+) -> bool:
     """Whether the module's pieces of a microbatch fit its rows."""
     pieces = room.batch.pieces(module, [i for row in microbatch for i in row])
     slots = slots_of(room.batch, bucket, microbatch, pieces, module, room.capacity, budget)
     return slots is not None
 
 
-def arrival_answer(room: Room) -> list[Together]:
+def arrival_answer(room: PackingSpace) -> list[BucketRun]:
     """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds,
     on each rank, the pieces of that rank's own samples.
 
@@ -192,7 +196,7 @@ def arrival_answer(room: Room) -> list[Together]:
     shape = room.buckets[0].shape(last)
     per_rank = shape.rows if shape else 1
     width = per_rank * ranks[last]
-    answer: list[Together] = []
+    answer: list[BucketRun] = []
     start = 0
     while start < batch.n:
         for count in range(min(width * room.capacity.group_size, batch.n - start), 0, -1):
@@ -205,7 +209,7 @@ def arrival_answer(room: Room) -> list[Together]:
     return answer
 
 
-def _in_arrival(room: Room, samples: range, per_rank: int) -> Together | None:
+def _in_arrival(room: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
     """The cheapest groups for samples in order; None if no bucket holds them so."""
     last, n_ranks = room.batch.modules[-1], next(iter(room.capacity.ranks.values()))
     width, size = per_rank * n_ranks, room.capacity.group_size
@@ -227,7 +231,7 @@ def _in_arrival(room: Room, samples: range, per_rank: int) -> Together | None:
                 placed[m] = places
         else:
             rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
-            return Together(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], placed)
+            return BucketRun(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], placed)
     return None
 
 
@@ -256,7 +260,9 @@ def _on_own_ranks(
     return PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
 
 
-def schedule_groups(room: Room, answer: Sequence[Together], layout: Layout) -> tuple[Group, ...]:
+def schedule_groups(
+    room: PackingSpace, answer: Sequence[BucketRun], layout: Layout
+) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
     each feeding those of the same run that read it; divided modules in several groups."""
     groups: list[Group] = []
@@ -277,7 +283,7 @@ def schedule_groups(room: Room, answer: Sequence[Together], layout: Layout) -> t
 
 
 def _parts(
-    room: Room, together: Together, layout: Layout, module: str
+    room: PackingSpace, together: BucketRun, layout: Layout, module: str
 ) -> tuple[Shape, list[PiecePlaces]]:
     """The shape of a module's groups in a run, and the pieces of each group."""
     shape, places = room.buckets[together.bucket].shape(module), together.placed[module]
@@ -288,7 +294,9 @@ def _parts(
     return part, parts_of(places, part)
 
 
-def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: int) -> float:
+def even_content(
+    room: PackingSpace, answer: Sequence[BucketRun], budget: Budget, seed: int
+) -> float:
     """Even out the content of the modules whose programs it costs something, in place; returns what
     was lowered (`placing.uneven`), of all of them."""
     uneven_content = 0.0
@@ -296,7 +304,7 @@ def even_content(room: Room, answer: Sequence[Together], budget: Budget, seed: i
     for left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in answer if m in t.placed]
         shapes = [room.buckets[t.bucket].shape(m) for t in runs]
-        content = Content(
+        content = GroupContents(
             room.batch.lengths[m],
             room.batch.content[m],
             room.capacity.ranks[m],

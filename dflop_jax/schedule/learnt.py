@@ -1,6 +1,6 @@
 """What a run has learnt of its prices, as records from which another takes the same decisions.
 
-A sampled step leaves a `Sample`: what was measured of it, and the first step whose batch was
+A sampled step leaves a `StepSample`: what was measured of it, and the first step whose batch was
 scheduled with it. All else follows by pure functions, so a run that reads the samples of another
 under the same prices schedules every batch alike, without measuring anything.
 """
@@ -28,11 +28,12 @@ from dflop_jax.schedule.correction import (
 
 # Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
 # they take up to twice as long, and the shapes that they happen to run would look slow ever after.
-_WARMUP = 2
+# Twice as many delay the first correction by as many steps.
+_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """What was measured in a sampled step.
 
     Attributes:
@@ -57,7 +58,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Change:
+class CorrectionChange:
     """From step `first` on, batches are scheduled by prices with this correction."""
 
     first: int
@@ -71,9 +72,9 @@ class Learnt:
 
     prices: str
     state: Correction = field(default_factory=Correction)
-    monitor: Monitor = field(default_factory=lambda: Monitor(on=False, next_step=_WARMUP))
+    monitor: Monitor = field(default_factory=lambda: Monitor(on=False, next_step=_WARMUP_STEPS))
     last: int = -1
-    changes: tuple[Change, ...] = ()
+    changes: tuple[CorrectionChange, ...] = ()
 
 
 def digest(prices: Prices) -> str:
@@ -89,13 +90,13 @@ def digest(prices: Prices) -> str:
     return hashlib.sha256(b"\n".join(b"".join(part) for part in parts)).hexdigest()[:16]
 
 
-def learn(learnt: Learnt, sample: Sample) -> Learnt:
+def learn(learnt: Learnt, sample: StepSample) -> Learnt:
     """The state after a sampled step. One that opens a window also tells what was decided after
     the window before."""
     if is_full(learnt.monitor):
         learnt = decided(learnt, sample.gain_s, sample.overhead_s)
     state = with_ratios(learnt.state, sample.ratios)
-    changes = (*learnt.changes, Change(sample.first, state))
+    changes = (*learnt.changes, CorrectionChange(sample.first, state))
     return Learnt(learnt.prices, state, with_step(learnt.monitor), sample.step, changes)
 
 
@@ -107,7 +108,7 @@ def decided(learnt: Learnt, gain_s: float, overhead_s: float) -> Learnt:
     return replace(learnt, monitor=monitor)
 
 
-def replay(learnt: Learnt, samples: Iterable[Sample], step: int = 0) -> Learnt:
+def replay(learnt: Learnt, samples: Iterable[StepSample], step: int = 0) -> Learnt:
     """The state after those of the samples that are new to it and of its prices, as far as steps
     from `step` on need it."""
     for sample in samples:
@@ -118,19 +119,19 @@ def replay(learnt: Learnt, samples: Iterable[Sample], step: int = 0) -> Learnt:
 
 def needed_from(learnt: Learnt, step: int) -> Learnt:
     """The same without the changes that no step from this one on is scheduled by."""
-    kept: list[Change] = []
+    needed: list[CorrectionChange] = []
     for change in reversed(learnt.changes):
-        kept.append(change)
+        needed.append(change)
         if change.first <= step:
             break
-    return replace(learnt, changes=tuple(reversed(kept)))
+    return replace(learnt, changes=tuple(reversed(needed)))
 
 
 def price_changes(prices: Prices, learnt: Learnt) -> dict[int, Prices]:
     """The prices of later steps by the first step that they hold for; where steps have several,
     what was learnt last holds."""
-    found: dict[int, Prices] = {}
+    by_step: dict[int, Prices] = {}
     for change in learnt.changes:
-        found = {first: p for first, p in found.items() if first < change.first}
-        found[change.first] = corrected(prices, change.state)
-    return found
+        by_step = {first: p for first, p in by_step.items() if first < change.first}
+        by_step[change.first] = corrected(prices, change.state)
+    return by_step

@@ -22,17 +22,19 @@ from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import simulate_order
 from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
 
-_GAIN = 1e-3  # of the seconds saved: what the MILP must add to the greedy choice
-_GRAIN = 2.0**16  # bytes; needs are rounded up to whole grains, room down
-_TICKS = 1e6  # of what saves most
-_MOST_VARIABLES = 2_000
+# Share of the seconds saved that the MILP must add to the greedy choice; twice as much keeps that
+# more often.
+_LEAST_GAIN = 1e-3
+_GRAIN_BYTES = 2.0**16  # needs are rounded up to it, room down: twice as much wastes twice as much
+_TICKS_OF_MOST = 1e6  # whole units that the most seconds saved are rounded to
+_MAX_VARIABLES = 2_000  # groups of a device up to which a MILP is solved; else greedy alone
 # Units of work, measured: a variable's, and an iteration's of the simplex.
 _VARIABLE_WORK, _ITERATION_WORK = 0.5, 0.5
-_NODES = 50
+_MAX_NODES = 50  # of a device's branch and bound, which then ends with the best answer so far
 
 
 @dataclass(frozen=True)
-class Item:
+class KeepingGroup:
     """A group of a segment that may keep more: what it then saves, and takes while it is held, at
     the moments [first, stop)."""
 
@@ -45,10 +47,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRoom:
     """The items of one resource, and the bytes that are free for them at each moment."""
 
-    items: tuple[Item, ...]
+    items: tuple[KeepingGroup, ...]
     room_bytes: tuple[float, ...]
 
     def fits(self, chosen: Sequence[int]) -> bool:
@@ -63,7 +65,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeepingChoice:
     """Items of a device that keep more, and what no choice saves more than."""
 
     items: tuple[int, ...]
@@ -94,14 +96,14 @@ def with_memory_plan(
     return replace(planned, makespan_s=makespan_s)
 
 
-def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
+def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[DeviceRoom]:
     """What every resource with anything to choose may keep more of, in the schedule's order.
 
     The moments are those at which a resource holds most: the last forward before a backward. Beside
     the groups that it holds then, a segment is taken to hold the input of one more, which waits.
     """
-    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
+    usual_bytes = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
+    more_bytes = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
     largest: dict[str, float] = {}
     for k in plan.scheduling.kept:
         largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
@@ -120,12 +122,12 @@ def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
         tasks = [t for t in schedule.order if t.segment in names and (t.segment, t.group) in both]
         held = dict.fromkeys(names, 0.0)
         begun: dict[tuple[str, int], int] = {}
-        items: list[Item] = []
+        items: list[KeepingGroup] = []
         room: list[float] = []
         opened = False
         for t in tasks:
             group, key = schedule.groups[t.group], (t.segment, t.group)
-            n_bytes = own[t.segment, group.shape]
+            n_bytes = usual_bytes[t.segment, group.shape]
             if t.direction == FORWARD:
                 held[t.segment] += n_bytes
                 begun[key] = len(room)
@@ -138,30 +140,30 @@ def devices_of(plan: Plan, schedule: Schedule, prices: Prices) -> list[Device]:
             held[t.segment] -= n_bytes
             saved_s = _saved_s(schedule, t, prices)
             if saved_s > 0:
-                extra = max(0.0, more[t.segment, group.shape])
-                items.append(Item(*key, saved_s, extra, begun[key], len(room)))
-        devices.append(Device(tuple(items), tuple(room)))
+                extra = max(0.0, more_bytes[t.segment, group.shape])
+                items.append(KeepingGroup(*key, saved_s, extra, begun[key], len(room)))
+        devices.append(DeviceRoom(tuple(items), tuple(room)))
     return devices
 
 
 def held_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
     """Most bytes that groups between forward and backward take at once on each resource, under the
     recompute policies that they run under."""
-    kept = {(k.segment, k.shape): k for k in plan.scheduling.kept}
+    by_shape = {(k.segment, k.shape): k for k in plan.scheduling.kept}
     both = _forward_and_backward(schedule.order)
     of = resources(plan.layout)
     where = {s.name: of[s.submesh] for s in plan.layout.segments}
     held = dict.fromkeys(where.values(), 0.0)
-    most = dict(held)
+    peak_bytes = dict(held)
     for t in schedule.order:
         if (t.segment, t.group) in both:
             group = schedule.groups[t.group]
-            here = kept[t.segment, group.shape]
+            here = by_shape[t.segment, group.shape]
             n_bytes = here.n_bytes + here.more_bytes * (t.segment in group.remat_less)
             r = where[t.segment]
             held[r] += n_bytes if t.direction == FORWARD else -n_bytes
-            most[r] = max(most[r], held[r])
-    return most
+            peak_bytes[r] = max(peak_bytes[r], held[r])
+    return peak_bytes
 
 
 def _forward_and_backward(order: Sequence[Task]) -> set[tuple[str, int]]:
@@ -177,18 +179,19 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
     group = schedule.groups[backward.group]
     saved_s = 0.0
     for direction in (FORWARD, BACKWARD):
-        own = ProgramId(backward.segment, group.shape, direction)
-        less = replace(own, remat_less=True)
-        if own not in prices.programs or less not in prices.programs:
+        usual = ProgramId(backward.segment, group.shape, direction)
+        less = replace(usual, remat_less=True)
+        if usual not in prices.programs or less not in prices.programs:
             return 0.0
-        saved_s += prices.programs[own].of(group.content) - prices.programs[less].of(group.content)
+        usual_s, less_s = (prices.programs[p].of(group.content) for p in (usual, less))
+        saved_s += usual_s - less_s
     return saved_s
 
 
-def greedy(device: Device) -> list[int]:
+def greedy(device: DeviceRoom) -> list[int]:
     """Items that fit, those first that save most for what they take and how long."""
     room = np.array(device.room_bytes)
-    found = []
+    picked = []
 
     def worth(i: int) -> tuple[float, int]:
         item = device.items[i]
@@ -200,46 +203,46 @@ def greedy(device: Device) -> list[int]:
         span = slice(item.first, item.stop)
         if (room[span] >= item.more_bytes).all():
             room[span] -= item.more_bytes
-            found.append(i)
-    return sorted(found)
+            picked.append(i)
+    return sorted(picked)
 
 
-def chosen(device: Device, budget: Budget) -> Choice:
+def chosen(device: DeviceRoom, budget: Budget) -> KeepingChoice:
     """The items that save most: the greedy choice, or a MILP's where that is better."""
     first = greedy(device)
     everything = device.saved_s(range(len(device.items)))
-    if len(first) == len(device.items) or len(device.items) > _MOST_VARIABLES or budget.done:
-        return Choice(tuple(first), everything)
+    if len(first) == len(device.items) or len(device.items) > _MAX_VARIABLES or budget.done:
+        return KeepingChoice(tuple(first), everything)
     solver = _model(device)
     solver.run()
     info = solver.getInfo()
     iterations = max(0, info.simplex_iteration_count)
     budget.spend(_VARIABLE_WORK * len(device.items) + _ITERATION_WORK * iterations)
-    tick_s = max(i.saved_s for i in device.items) / _TICKS
+    tick_s = max(i.saved_s for i in device.items) / _TICKS_OF_MOST
     bound_s = min(everything, max(device.saved_s(first), -info.mip_dual_bound * tick_s))
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return Choice(tuple(first), everything)
+        return KeepingChoice(tuple(first), everything)
     values = solver.getSolution().col_value
-    found = [i for i, x in enumerate(values) if x > 0.5]
-    gain = device.saved_s(found) > device.saved_s(first) * (1 + _GAIN)
-    return Choice(tuple(found if gain and device.fits(found) else first), bound_s)
+    second = [i for i, x in enumerate(values) if x > 0.5]
+    gain = device.saved_s(second) > device.saved_s(first) * (1 + _LEAST_GAIN)
+    return KeepingChoice(tuple(second if gain and device.fits(second) else first), bound_s)
 
 
-def _model(device: Device) -> Highs:
+def _model(device: DeviceRoom) -> Highs:
     """One binary for every item; a row for every moment. Equal choices are told apart by a share of
     a tick, so that the answer is one."""
     n = len(device.items)
     saved = np.array([i.saved_s for i in device.items])
-    ticks = np.rint(saved / saved.max() * _TICKS) + (n - np.arange(n)) / n**2
-    needs = np.ceil(np.array([i.more_bytes for i in device.items]) / _GRAIN)
-    room = np.floor(np.array(device.room_bytes) / _GRAIN)
-    solver = Highs(mip_max_nodes=_NODES)
+    ticks = np.rint(saved / saved.max() * _TICKS_OF_MOST) + (n - np.arange(n)) / n**2
+    needs = np.ceil(np.array([i.more_bytes for i in device.items]) / _GRAIN_BYTES)
+    room = np.floor(np.array(device.room_bytes) / _GRAIN_BYTES)
+    solver = Highs(mip_max_nodes=_MAX_NODES)
     solver.addVars(n, np.zeros(n), np.ones(n))
     columns = np.arange(n, dtype=np.int32)
     solver.changeColsIntegrality(n, columns, np.full(n, highspy.HighsVarType.kInteger))
     solver.changeColsCost(n, columns, -ticks)
-    for moment, most in enumerate(room):
+    for moment, room_grains in enumerate(room):
         here = [i for i, x in enumerate(device.items) if x.first <= moment < x.stop]
-        if needs[here].sum() > most:
-            solver.addRow(-np.inf, most, len(here), np.array(here, np.int32), needs[here])
+        if needs[here].sum() > room_grains:
+            solver.addRow(-np.inf, room_grains, len(here), np.array(here, np.int32), needs[here])
     return solver

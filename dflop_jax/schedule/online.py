@@ -21,8 +21,8 @@ from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.dispatch.nodes import rename_ranks
 from dflop_jax.schedule.dispatch.swaps import bring_home
 from dflop_jax.schedule.groups import (
-    Room,
-    Together,
+    BucketRun,
+    PackingSpace,
     arrival_answer,
     even_content,
     greedy_answer,
@@ -37,6 +37,7 @@ from dflop_jax.schedule.sub_microbatches import most_buckets, widened
 from dflop_jax.sim.pipeline import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
+# Units for a batch of a plan that has no work budget; twice as many take up to twice as long.
 DEFAULT_WORK = 4_000
 _ORDER_SHARE = 0.25  # of the work, for the order of tasks
 _MEMORY_SHARE = 0.05  # for the groups that keep more, where some may
@@ -48,8 +49,8 @@ class Solution:
     """Samples in groups, their schedule with its makespan, who made it, what no other undercuts as
     far as an integer program tells, and the units of work that it took."""
 
-    room: Room
-    answer: Sequence[Together]
+    room: PackingSpace
+    answer: Sequence[BucketRun]
     schedule: Schedule
     made_by: Maker
     bound_s: float = 0.0

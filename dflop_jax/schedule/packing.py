@@ -19,7 +19,7 @@ from dflop_jax.schedule.solver.improve import Improver
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
-_NO_ROOM = 1e-6  # stands for a capacity of 0, so that fills stay finite
+_ZERO_CAPACITY = 1e-6  # tokens that stand for none, so that fills stay finite
 
 Microbatch = list[list[int]]  # samples of each row of the anchor
 Packed = list[Microbatch]
@@ -57,9 +57,9 @@ def pack(
     rows = [sorted(samples.tolist()) for samples in search.state.members]
     packed = []
     for m, n in enumerate(widths):
-        own, spare = rows[m * width : m * width + n], rows[m * width + n : (m + 1) * width]
+        usable, spare = rows[m * width : m * width + n], rows[m * width + n : (m + 1) * width]
         # A row without room may hold samples that take none of it; any row serves these.
-        packed.append([[*own[0], *(i for row in spare for i in row)], *own[1:]])
+        packed.append([[*usable[0], *(i for row in spare for i in row)], *usable[1:]])
     return packed
 
 
@@ -94,7 +94,7 @@ def _fill_problem(
         n_bins=width * len(buckets),
         group=width,
         grouped_R=tuple(m != batch.anchor for m in order),
-        scale_RB=1 / np.maximum(np.stack(room), _NO_ROOM),
+        scale_RB=1 / np.maximum(np.stack(room), _ZERO_CAPACITY),
     )
 
 
@@ -102,7 +102,7 @@ def _mean_scale(problem: Problem) -> Floats:
     """[R, 1]: about what one unit fills of a bin, to order samples by."""
     assert problem.scale_RB is not None
     room_R = (1 / problem.scale_RB).mean(axis=1, keepdims=True)
-    return 1 / np.maximum(room_R, _NO_ROOM)
+    return 1 / np.maximum(room_R, _ZERO_CAPACITY)
 
 
 def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packed:

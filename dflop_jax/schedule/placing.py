@@ -26,9 +26,15 @@ from dflop_jax.schedule.solver.improve import Improver
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import Ints, Problem, make_problem
 
-_RISE = 0.25  # of what the step's busiest rank sheds for each that a group's takes on, at least
-_TURNS = 4  # of matching every list of ranks to the others
-_REPAIR_WORK = 100  # units that making the pieces of a microbatch fit its rows may take
+# What the groups' busiest ranks count beside the step's. A group's may take on up to four of
+# content for each that the step's sheds; with twice the weight, two.
+_GROUP_WEIGHT = 0.25
+_MAX_MATCHINGS = 4  # of every list of ranks to the others, which ends before when nothing is gained
+# Turns over all microbatches, among which the work is shared; the first raises no group.
+_EVENING_TURNS = 4
+# Units that making the pieces of a microbatch fit its rows may take; where they do not suffice, the
+# microbatch counts as not to be packed.
+_REPAIR_WORK = 100
 
 
 def place(
@@ -161,7 +167,7 @@ def matched(content_KD: Ints) -> Ints:
     order = np.argsort(-(content_KD.max(axis=1) - content_KD.min(axis=1)), kind="stable")
     placed_KD = np.zeros_like(content_KD)
     best, best_KD = None, ranks_KD
-    for _ in range(_TURNS):
+    for _ in range(_MAX_MATCHINGS):
         for k in order:
             others_D = placed_KD.sum(axis=0) - placed_KD[k]
             ranks_KD[k, np.argsort(others_D, kind="stable")] = np.argsort(
@@ -189,7 +195,7 @@ def content_bound(content_P: Ints, ranks: int) -> int:
 
 
 @dataclass
-class Content:
+class GroupContents:
     """Groups of one module in a step: their shapes, and what their `microbatches` hold.
     `length_P` and `content_P` have all pieces of the batch."""
 
@@ -210,7 +216,7 @@ class Content:
         return np.array(sums, np.int64).reshape(-1, self.ranks)
 
 
-def balance_content(content: Content, budget: Budget, seed: int) -> None:
+def balance_content(content: GroupContents, budget: Budget, seed: int) -> None:
     """Even out the content of a module's groups, in place: between the ranks of a group's
     microbatches and of all groups, then of the whole step, one microbatch after another, at first
     without making a group's busiest rank busier."""
@@ -218,21 +224,21 @@ def balance_content(content: Content, budget: Budget, seed: int) -> None:
     _match_ranks(content)
     content_GD = content.content_GD()
     bound = content_bound(content.content_P, content.ranks)
-    for turn in range(_TURNS):
+    for turn in range(_EVENING_TURNS):
         for left, (g, m) in zip(range(len(each), 0, -1), each):
-            part = budget.part(budget.left / left / (_TURNS - turn))
+            part = budget.part(budget.left / left / (_EVENING_TURNS - turn))
             _even_step(content, content_GD, g, m, bound, part, seed, may_rise=turn > 0)
 
 
-def uneven(content: Content) -> float:
+def uneven(content: GroupContents) -> float:
     """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
     if not content.groups:
         return 0.0
     content_GD = content.content_GD()
-    return float(content_GD.sum(axis=0).max() + _RISE * content_GD.max(axis=1).sum())
+    return float(content_GD.sum(axis=0).max() + _GROUP_WEIGHT * content_GD.max(axis=1).sum())
 
 
-def _match_ranks(content: Content) -> None:
+def _match_ranks(content: GroupContents) -> None:
     """Move what microbatches hold to other ranks, in place, so that heavy meets light."""
     if not content.groups:
         return
@@ -244,7 +250,7 @@ def _match_ranks(content: Content) -> None:
 
 
 def _even_step(
-    content: Content,
+    content: GroupContents,
     content_GD: Ints,
     g: int,
     m: int,
@@ -262,7 +268,7 @@ def _even_step(
     if budget.done or len(here) == 0 or total_max <= bound:
         return
     alone_D = content.content_KD(g)[m]
-    limit = group_max + ((total_max - bound) / _RISE if may_rise else 0)
+    limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
     pieces = places.piece[here]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
     others_D, group_others_D = total_D - alone_D, group_D - alone_D
@@ -272,7 +278,8 @@ def _even_step(
     search = Improver(state, float(bound), 0.0, budget, np.random.default_rng(seed))
     search.run()
     after_RD = problem.loads(search.state.bins)[:, :: shape.rows]
-    if after_RD[0].max() + _RISE * after_RD[2].max() < total_max + _RISE * group_max:
+    after = after_RD[0].max() + _GROUP_WEIGHT * after_RD[2].max()
+    if after < total_max + _GROUP_WEIGHT * group_max:
         rank, row = places.rank.copy(), places.row.copy()
         rank[here], row[here] = np.divmod(search.state.bins, shape.rows)
         content.groups[g] = places.moved(rank, row)

@@ -11,18 +11,20 @@ from dflop_jax.records import Bucket, Layout
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
-from dflop_jax.schedule.groups import Room, Together, greedy_answer
+from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import Floats, Ints
 from dflop_jax.schedule.sub_microbatches import wide_buckets
 
-_ATTEMPT_WORK = 400  # of one set of buckets that is tried
-_COVER_WORK = 300  # vectors listed for a unit of work
-_MOST_WITHOUT = 10  # buckets without some modules, for samples that have none of them
+_ATTEMPT_WORK = 400  # units for packing one set of buckets; twice as many try half as many sets
+_VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
+_MAX_PARTIAL_BUCKETS = 10  # without some modules, for samples that have none of them
 
 
-def improved(room: Room, greedy: Sequence[Together], budget: Budget, seed: int) -> list[Together]:
+def improved(
+    room: PackingSpace, greedy: Sequence[BucketRun], budget: Budget, seed: int
+) -> list[BucketRun]:
     """An answer that costs no more than the greedy one, in running order.
 
     Of the sets of buckets that could hold the batch, each dearer and roomier than the one before,
@@ -55,10 +57,10 @@ def fewest_groups(batch: Batch, layout: Layout, work: float) -> int:
     """
     capacity, wide = capacity_of(layout), wide_buckets(layout)
     check_fits(batch, wide, capacity)
-    every = variants(wide, batch, len(wide) + _MOST_WITHOUT)
+    every = variants(wide, batch, len(wide) + _MAX_PARTIAL_BUCKETS)
     costs_CM = np.array([[_textbook(layout, b, m) for m in layout.modules] for b in every])
     dearest_C = costs_CM.max(axis=1)
-    room = Room(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
+    room = PackingSpace(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
     greedy = greedy_answer(room, len(wide))
     answers = greedy, improved(room, greedy, Budget(work), 0)
     return min(max(Counter(m for t in a for m in t.placed).values()) for a in answers)
@@ -103,7 +105,9 @@ def packed_into(
     return answer
 
 
-def _choices(room: Room, greedy: Sequence[Together], budget: Budget) -> list[tuple[int, ...]]:
+def _choices(
+    room: PackingSpace, greedy: Sequence[BucketRun], budget: Budget
+) -> list[tuple[int, ...]]:
     """Buckets of the groups, in running order, of sets that cost less than the greedy answer: the
     cheapest first, and only those with more room than any cheaper one (no other is worth packing).
     """
@@ -112,7 +116,7 @@ def _choices(room: Room, greedy: Sequence[Together], budget: Budget) -> list[tup
     ceiling = float(greedy_cost - ticks.rest_C.min())
     wanted = demand(room.batch, room.buckets, room.capacity)
     counts_XC, _ = cheap_covers(wanted, ticks.dearest_C.astype(float), ceiling)
-    budget.spend(1 + len(counts_XC) / _COVER_WORK)
+    budget.spend(1 + len(counts_XC) / _VECTORS_PER_WORK)
     used_XC = counts_XC > 0
     rest_X = np.where(used_XC, ticks.rest_C, np.iinfo(np.int64).max).min(axis=1)
     cost_X = counts_XC @ ticks.dearest_C + np.where(used_XC.any(axis=1), rest_X, 0)

@@ -25,7 +25,9 @@ from dflop_jax.records import Load, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
 
 _log = logging.getLogger(__name__)
-_MAX_STILLBORN = 3  # deaths in a row without one schedule, after which it is not started again
+# Deaths in a row without one schedule, after which the process is not started again; twice as many
+# delay the message by as many starts.
+_MAX_STILLBORN = 3
 
 
 class ScheduleWorker:

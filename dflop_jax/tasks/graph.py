@@ -50,26 +50,26 @@ class StepGraph:
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
         """By number, the tasks that wait for each task."""
-        found: list[list[int]] = [[] for _ in self.tasks]
+        waiting: list[list[int]] = [[] for _ in self.tasks]
         for i, t in enumerate(self.tasks):
             for before in self.waits_for[t]:
-                found[self.place[before]].append(i)
-        return tuple(map(tuple, found))
+                waiting[self.place[before]].append(i)
+        return tuple(map(tuple, waiting))
 
 
 def links(layout: Layout) -> tuple[Link, ...]:
     """Everything that segments send each other, in the order of the receiving segments."""
-    found: list[Link] = []
+    all_links: list[Link] = []
     for s in layout.segments:
         parts = layout.segments_of(s.module)
         place = parts.index(s)
         if place > 0:
-            found.append(Link(parts[place - 1].name, s.name))
+            all_links.append(Link(parts[place - 1].name, s.name))
         for edge in layout.edges:
             if s.reads(edge):
                 source = next(u for u in layout.segments_of(edge.source) if u.sends(edge))
-                found.append(Link(source.name, s.name, edge))
-    return tuple(found)
+                all_links.append(Link(source.name, s.name, edge))
+    return tuple(all_links)
 
 
 def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
@@ -83,12 +83,12 @@ def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
 
 def tied_ends(layout: Layout) -> dict[str, str]:
     """Segment that reads the entry's parameters of its module from another one -> that one."""
-    found = {}
+    owner_of = {}
     for module in layout.tied:
         parts = layout.segments_of(module)
         if len(parts) > 1:
-            found[parts[-1].name] = parts[0].name
-    return found
+            owner_of[parts[-1].name] = parts[0].name
+    return owner_of
 
 
 def with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
@@ -160,16 +160,16 @@ def _step_end(
     for t in waits:
         if t.direction == BACKWARD and t.segment in by_segment:
             by_segment[t.segment].append(t)
-    found: dict[Task, tuple[Task, ...]] = {}
+    waits_for: dict[Task, tuple[Task, ...]] = {}
     for n in names:
         more = [Task(readers[n], NO_GROUP, REDUCE)] if n in readers else []
-        found[Task(n, NO_GROUP, REDUCE)] = (*by_segment[n], *more)
-    reductions = tuple(found)
+        waits_for[Task(n, NO_GROUP, REDUCE)] = (*by_segment[n], *more)
+    reductions = tuple(waits_for)
     for n in names:
         owner = owner_of.get(n)
         more = [Task(owner, NO_GROUP, UPDATE)] if owner in by_segment else []
-        found[Task(n, NO_GROUP, UPDATE)] = (*reductions, *more)
-    return found
+        waits_for[Task(n, NO_GROUP, UPDATE)] = (*reductions, *more)
+    return waits_for
 
 
 def resources(layout: Layout) -> dict[str, int]:
@@ -203,8 +203,8 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     for s in reversed(plan.layout.segments):
         after = out_of.get(s.name, [])
         depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
-        most = plan.layout.fan_in if s.module in plan.layout.divided and not groups else 1
-        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=most)
+        fan_in = plan.layout.fan_in if s.module in plan.layout.divided and not groups else 1
+        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=fan_in)
         beyond = max((times[t] for t in after if module[t] != s.module), default=1)
         times[s.name] = widest * beyond
     return {

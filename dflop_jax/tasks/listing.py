@@ -89,11 +89,11 @@ class _Queues:
 
     def take(self, resource: int, full: bool) -> int | None:
         """The task that a resource runs next; `full` passes the limits of segments."""
-        limit, kept = self._problem.limit, self._kept
+        limit, n_kept = self._problem.limit, self._kept
         best: list[tuple[int, int]] = []
         for s in self._segments[resource]:
             queue = self._opens[s]
-            if queue and (full or kept[s] < limit[s]) and (not best or queue[0] < best[0]):
+            if queue and (full or n_kept[s] < limit[s]) and (not best or queue[0] < best[0]):
                 best = queue
         others = self._others[resource]
         if others and best:
@@ -106,7 +106,7 @@ class _Queues:
         task = heapq.heappop(best)[1]
         keeps = self._problem.keeps[task]
         self._opened_last[resource] = keeps > 0
-        kept[self._problem.segment[task]] += keeps
+        n_kept[self._problem.segment[task]] += keeps
         return task
 
 
@@ -122,7 +122,7 @@ def sequenced(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
     Where all of these would open a group in a full segment, a limit is passed.
     """
     segment, keeps, limit = problem.segment, problem.keeps, problem.limit
-    waits, kept = list(problem.n_waits), [0] * len(limit)
+    waits, n_kept = list(problem.n_waits), [0] * len(limit)
     ready = [(keys[t], t) for t in range(problem.n) if not waits[t]]
     heapq.heapify(ready)
     blocked: list[list[tuple[int, int]]] = [[] for _ in limit]
@@ -133,11 +133,11 @@ def sequenced(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
         s = segment[t]
         if full:
             blocked[s].remove((key, t))
-        elif keeps[t] > 0 and kept[s] >= limit[s]:
+        elif keeps[t] > 0 and n_kept[s] >= limit[s]:
             blocked[s].append((key, t))
             continue
         order.append(t)
-        kept[s] += keeps[t]
+        n_kept[s] += keeps[t]
         if keeps[t] < 0:
             for task in blocked[s]:
                 heapq.heappush(ready, task)

@@ -21,8 +21,10 @@ import numpy as np
 from dflop_jax.records import BACKWARD, FORWARD, Group, Plan, Task
 from dflop_jax.tasks.graph import StepGraph, in_flight_limit, resources
 
-NO_LINK = -1
-_TICKS = 100_000_000_000  # of all tasks and sends together
+NO_LINK = -1  # the link of what reaches a task without any
+# Whole units that all seconds of a step together are rounded to: sums of them are exact, and even
+# of 100,000 tasks each is rounded by less than a millionth.
+_TICKS_OF_STEP = 100_000_000_000
 Out = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
 Sent = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
 
@@ -98,7 +100,7 @@ def number_tasks(
     task_s = [seconds(t) for t in graph.tasks]
     sent = sent or {}
     total_s = sum(task_s) + sum(s for to in sent.values() for _, s in to.values())
-    tick_s = tick_s or (total_s or 1.0) / _TICKS
+    tick_s = tick_s or (total_s or 1.0) / _TICKS_OF_STEP
     links: dict[object, int] = {}
     out = [tuple((f, NO_LINK, 0) for f in followers) for followers in graph.followers]
     for task, to in sent.items():
@@ -130,12 +132,12 @@ def number_tasks(
 
 def most_kept(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
     """Most groups that each segment keeps at once."""
-    now, most = [0] * len(tasks.limit), [0] * len(tasks.limit)
+    now, peak = [0] * len(tasks.limit), [0] * len(tasks.limit)
     for t in order:
         s = tasks.segment[t]
         now[s] += tasks.keeps[t]
-        most[s] = max(most[s], now[s])
-    return most
+        peak[s] = max(peak[s], now[s])
+    return peak
 
 
 def starts_of(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:

@@ -99,13 +99,13 @@ def most_in_flight(order: Sequence[Task]) -> dict[str, int]:
     """Most groups that a segment holds at once from forward to backward, read off an order."""
     backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
     held: dict[str, set[int]] = {}
-    most: dict[str, int] = {}
+    peak: dict[str, int] = {}
     for t in order:
         groups = held.setdefault(t.segment, set())
         if t.direction == FORWARD and (t.segment, t.group) in backward:
             groups.add(t.group)
         elif t.direction == BACKWARD:
-            most[t.segment] = max(most.get(t.segment, 0), len(groups | {t.group}))
+            peak[t.segment] = max(peak.get(t.segment, 0), len(groups | {t.group}))
             groups.discard(t.group)
-        most[t.segment] = max(most.get(t.segment, 0), len(groups))
-    return most
+        peak[t.segment] = max(peak.get(t.segment, 0), len(groups))
+    return peak

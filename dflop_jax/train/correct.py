@@ -16,7 +16,15 @@ from dflop_jax.schedule.correction import (
     task_times,
     with_ratios,
 )
-from dflop_jax.schedule.learnt import Learnt, Sample, decided, digest, learn, needed_from, replay
+from dflop_jax.schedule.learnt import (
+    Learnt,
+    StepSample,
+    decided,
+    digest,
+    learn,
+    needed_from,
+    replay,
+)
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.sample_file import SampleFile
@@ -101,7 +109,7 @@ class Corrector:
         state = with_ratios(before.state, ratios)
         first = self._worker.update_prices(corrected(prices, state))
         self._spent_s += time.perf_counter() - started_s
-        sample = Sample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
+        sample = StepSample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
         self._samples.append(sample)
         self._learnt = learn(needed_from(before, step), sample)
 

@@ -9,7 +9,7 @@ from typing import Any
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
 from dflop_jax.data import Source
-from dflop_jax.hardware import PLANNED_SHARE, hardware_like
+from dflop_jax.hardware import GIB, PLANNED_SHARE, hardware_like
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.parts import STACKED, parts_of
 from dflop_jax.plan import search
@@ -33,7 +33,6 @@ from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import OnProgress, tensor_degrees
 
 SHOWN = 10  # placements that an explanation compares
-GIB = 2**30
 MASTER_BYTES = 4  # of a parameter in float32
 TRAINED_BYTES = 4 * MASTER_BYTES  # with its gradient and both moments of AdamW
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from dflop_jax.report.row_file import RowFile, RowKey, whole_lines
-from dflop_jax.schedule.learnt import Sample
+from dflop_jax.schedule.learnt import StepSample
 
 
 class SampleFile:
@@ -23,18 +23,18 @@ class SampleFile:
         for _ in self.read():
             pass
 
-    def read(self) -> Iterator[Sample]:
+    def read(self) -> Iterator[StepSample]:
         """Every sample, in the order in which they were added."""
         for n, line in enumerate(whole_lines(self._rows.path), 1):
             try:
-                yield msgspec.json.decode(line, type=Sample)
+                yield msgspec.json.decode(line, type=StepSample)
             except msgspec.DecodeError as e:
                 raise ValueError(
                     f"{self._rows.path}:{n}: not a sampled step ({e}); remove the line, and "
                     "schedules of steps that are run anew follow new times"
                 ) from None
 
-    def append(self, sample: Sample) -> None:
+    def append(self, sample: StepSample) -> None:
         """Add a row; it is on its way to disk when this returns, or held back (see `RowFile`)."""
         self._rows.append(sample)
 

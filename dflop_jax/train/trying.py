@@ -11,13 +11,13 @@ import jax
 import msgspec
 
 from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.out_of_memory import ran_out, short_bytes
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import Plan
 
 T = TypeVar("T")
 Sync = Callable[[], None]
-_GIB = 2**30
 
 
 class Shortage(msgspec.Struct):
@@ -101,7 +101,7 @@ def _shortage(peers: Peers, error: RuntimeError) -> Shortage | None:
 
 
 def _line(plan: Plan, what: str, shortage: Shortage) -> str:
-    by = f", {shortage.short_bytes / _GIB:.2f} GiB short" if shortage.short_bytes else ""
+    by = f", {shortage.short_bytes / GIB:.2f} GiB short" if shortage.short_bytes else ""
     return (
         f"plan {plan_words(plan)}: does not fit into memory, process {shortage.process} ran out of "
         f"it {what}{by}"

@@ -431,7 +431,7 @@ def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     monkeypatch.setattr(Candidate, "refined", counted)
     assert ranking.about_best("dflop", 0.999 * best.bound_s) is None
     needed = len(steps)
-    monkeypatch.setattr(ranking_module, "_HOPELESS", 2)
+    monkeypatch.setattr(ranking_module, "_MOST_SLOW_STEPS", 2)
     for most_s in (0.999 * best.bound_s, 1.05 * best.bound_s):
         steps.clear()
         found = ranking.about_best("dflop", most_s)

@@ -6,7 +6,7 @@ import pytest
 from dflop_jax.schedule.correction import corrected, name_of, sampling
 from dflop_jax.schedule.learnt import (
     Learnt,
-    Sample,
+    StepSample,
     decided,
     digest,
     learn,
@@ -22,12 +22,12 @@ KEY = digest(PRICES)
 PROGRAMS = [name_of(p) for p in PRICES.programs]
 
 
-def samples_of(seed: int, n: int = 20) -> list[Sample]:
+def samples_of(seed: int, n: int = 20) -> list[StepSample]:
     """Steps are asked for 1 to 6 ahead, by a resumed run fewer than by the one before it."""
     rng = np.random.default_rng(seed)
     steps = np.cumsum(rng.integers(1, 3, n))
     return [
-        Sample(
+        StepSample(
             int(step),
             int(step + rng.integers(1, 7)),
             KEY,
@@ -72,7 +72,7 @@ def test_every_step_has_the_prices_that_it_had(seed):
 
 
 def test_the_monitor_follows_from_the_samples_alone():
-    quiet = [Sample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
+    quiet = [StepSample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
     full = replay(Learnt(KEY), quiet)
     assert full == learn(replay(Learnt(KEY), quiet[:7]), quiet[7])
     assert not sampling(full.monitor, 1000)  # what it gained is not known
@@ -80,7 +80,7 @@ def test_the_monitor_follows_from_the_samples_alone():
     assert [sampling(nothing_gained.monitor, k) for k in (8, 56, 57)] == [False, False, True]
     # The next sample, of whichever run, tells what was decided, once.
     for next_step, gain_s in ((57, 0.0), (9, 1.0)):
-        sample = Sample(next_step, next_step + 1, KEY, {PROGRAMS[0]: 0.1}, gain_s, 1e-3)
+        sample = StepSample(next_step, next_step + 1, KEY, {PROGRAMS[0]: 0.1}, gain_s, 1e-3)
         after = learn(full, sample)
         assert after == learn(decided(full, gain_s, 1e-3), sample)
         assert (after.monitor.on, after.monitor.steps) == (True, 1)
@@ -96,4 +96,4 @@ def test_nothing_is_learnt_of_other_prices():
 def test_a_sample_checks_itself(wrong):
     step, first, ratio = wrong
     with pytest.raises(ValueError, match="a sample"):
-        Sample(step, first, KEY, {"a": ratio}, 0.0, 0.0)
+        StepSample(step, first, KEY, {"a": ratio}, 0.0, 0.0)

@@ -8,8 +8,8 @@ import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, Kept, Price, Prices, ProgramId, Schedule
 from dflop_jax.schedule.memory_plan import (
-    Device,
-    Item,
+    DeviceRoom,
+    KeepingGroup,
     chosen,
     greedy,
     held_bytes,
@@ -30,9 +30,11 @@ def random_device(rng, n):
     for i in range(n):
         first, stop = sorted(int(x) for x in rng.choice(7, 2, replace=False))
         items.append(
-            Item("s", i, float(rng.exponential()), float(rng.integers(0, 6)) * MIB, first, stop)
+            KeepingGroup(
+                "s", i, float(rng.exponential()), float(rng.integers(0, 6)) * MIB, first, stop
+            )
         )
-    return Device(tuple(items), room)
+    return DeviceRoom(tuple(items), room)
 
 
 def most_saved(device):

@@ -17,7 +17,7 @@ from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.dealing import dealt_answer
-from dflop_jax.schedule.groups import Room, greedy_answer, schedule_groups
+from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
@@ -135,7 +135,7 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
     ticks = ticks_of(
         group_costs(plan.layout, make_prices(plan, pair_s=1e-6), ("b",)), plan.layout.buckets
     )
-    room = Room(batch, plan.layout.buckets, capacity, ticks, frozenset({"b"}))
+    room = PackingSpace(batch, plan.layout.buckets, capacity, ticks, frozenset({"b"}))
     packed = greedy_answer(room, 1)
     dealt = dealt_answer(room, packed, Budget(100))
     assert dealt_answer(replace(room, priced=frozenset()), packed, Budget(100)) is None

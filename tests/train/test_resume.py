@@ -23,7 +23,7 @@ from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.correction import Monitor
-from dflop_jax.schedule.learnt import Sample
+from dflop_jax.schedule.learnt import StepSample
 from dflop_jax.schedule.worker_main import Request
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.trainer import Trainer
@@ -213,9 +213,9 @@ def prices_by_step(monkeypatch) -> dict[int, list[PriceList]]:
     return asked
 
 
-def samples(folder) -> list[Sample]:
+def samples(folder) -> list[StepSample]:
     lines = (Path(folder) / SAMPLES).read_bytes().splitlines()
-    return [msgspec.json.decode(line, type=Sample) for line in lines]
+    return [msgspec.json.decode(line, type=StepSample) for line in lines]
 
 
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):

@@ -152,10 +152,10 @@ def _cheapest(prices: Prices) -> Prices:
     programs = dict(prices.programs)
     for less, price in prices.programs.items():
         if less.remat_less:
-            own = replace(less, remat_less=False)
-            static_s = min(price.static_s, programs[own].static_s)
-            content_s = map(min, price.content_s, programs[own].content_s)
-            programs[own] = Price(static_s, tuple(content_s))
+            usual = replace(less, remat_less=False)
+            static_s = min(price.static_s, programs[usual].static_s)
+            content_s = map(min, price.content_s, programs[usual].content_s)
+            programs[usual] = Price(static_s, tuple(content_s))
     return replace(prices, programs=programs)
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from dflop_jax.records import Edge, Plan, homes
 from dflop_jax.schedule.dispatch.traffic import read_between
-from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.placing import moved_to
-from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_TURNS = 4  # of all modules, at most
+_MAX_PASSES = 4  # over all modules; it ends before when nothing moves less
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Devices:
     node: int
 
 
-def kept(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
+def staying(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
     """[R, P]: what would not cross nodes, and second what would not move at all, if what rank R
     holds lay at place P; `moved_RQ` is between it and the ranks of another module."""
     total = float(moved_RQ.sum())
@@ -51,28 +51,28 @@ def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
     return sums.reshape(-1, len(labels))[:, np.searchsorted(labels, wanted_P)]
 
 
-def best_names(kept_RP: Floats) -> Ints:
-    """[P]: the rank whose content goes to each place so that most is kept; as they are where that
+def best_names(staying_RP: Floats) -> Ints:
+    """[P]: the rank whose content goes to each place so that most stays; as they are where that
     is no worse."""
     from scipy.optimize import linear_sum_assignment  # takes half a second; few runs have nodes
 
-    same = np.arange(len(kept_RP))
-    rank, place = linear_sum_assignment(kept_RP, maximize=True)
-    if kept_RP[rank, place].sum() <= kept_RP[same, same].sum() * (1 + 1e-12):
+    same = np.arange(len(staying_RP))
+    rank, place = linear_sum_assignment(staying_RP, maximize=True)
+    if staying_RP[rank, place].sum() <= staying_RP[same, same].sum() * (1 + ROUNDING):
         return same
     names = np.empty_like(same)
     names[place] = rank
     return names
 
 
-def rename_ranks(room: Room, answer: Sequence[Together], plan: Plan) -> None:
+def rename_ranks(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) -> None:
     """Move what ranks hold to other ranks, in place, so that least crosses nodes and then devices.
 
     Every microbatch has names of its own, but of a module whose programs cost something by their
     content: there ranks were matched over the step, and all microbatches have the same.
     """
     names = _Names(room, plan)
-    for _ in range(_TURNS):
+    for _ in range(_MAX_PASSES):
         changed = False
         for module in plan.layout.modules:
             if room.capacity.ranks[module] > 1:
@@ -82,15 +82,15 @@ def rename_ranks(room: Room, answer: Sequence[Together], plan: Plan) -> None:
             break
 
 
-Place = tuple[Together, int]  # a microbatch
+Place = tuple[BucketRun, int]  # a microbatch
 
 
 @dataclass(frozen=True, eq=False)
 class _Names:
-    room: Room
+    room: PackingSpace
     plan: Plan
 
-    def alike(self, answer: Sequence[Together], module: str) -> Iterator[list[Place]]:
+    def alike(self, answer: Sequence[BucketRun], module: str) -> Iterator[list[Place]]:
         """Microbatches whose ranks have the same names."""
         size = self.room.capacity.group_size
         every = [(t, k) for t in answer if module in t.placed for k in range(size)]
@@ -102,17 +102,17 @@ class _Names:
     def rename(self, module: str, together: Sequence[Place]) -> bool:
         """Give the ranks of a module the best names; whether any changed."""
         n = self.room.capacity.ranks[module]
-        kept_RP = np.zeros((n, n))
+        staying_RP = np.zeros((n, n))
         for edge in self.plan.layout.edges:
             if module in (edge.source, edge.target):
                 moved = sum((self._moved(edge, *place) for place in together),
                             np.zeros(self._ranks(edge), np.int64))  # fmt: skip
                 source, home = self._devices(edge)
                 if module == edge.source:
-                    kept_RP += kept(moved, source, home)
+                    staying_RP += staying(moved, source, home)
                 else:
-                    kept_RP += kept(moved.T, home, source)
-        names = best_names(kept_RP)
+                    staying_RP += staying(moved.T, home, source)
+        names = best_names(staying_RP)
         if (names == np.arange(n)).all():
             return False
         for t, k in together:
@@ -131,7 +131,7 @@ class _Names:
         node = self.plan.scheduling.node or self.plan.layout.n_devices
         return Devices(of_rank, node), Devices(of_rank[homes(*self._ranks(edge))], node)
 
-    def _moved(self, edge: Edge, together: Together, k: int) -> Ints:
+    def _moved(self, edge: Edge, together: BucketRun, k: int) -> Ints:
         if edge.source not in together.placed or edge.target not in together.placed:
             return np.zeros(self._ranks(edge), np.int64)
         source, target = (

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop_jax.records import Plan, homes, rank_nodes
-from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.solver.problem import Ints
 
 
-def bring_home(room: Room, answer: Sequence[Together], plan: Plan) -> None:
+def bring_home(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) -> None:
     """Let equal pieces of a module change places within a microbatch, in place, so that least goes
     to the ranks of the module that reads it; of several that read it the first."""
     batch, ranks = room.batch, room.capacity.ranks

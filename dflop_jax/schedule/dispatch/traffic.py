@@ -22,8 +22,10 @@ from dflop_jax.records import (
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.solver.problem import Ints
 
-_LEAST = 1 / 32  # of a rank's features: room of a round, whatever the batches that were seen move
-_ROUND = 0.3  # of a rank's features: what a round costs beside its room
+# Shares of a rank's features. The least room of a round, whatever the batches that were seen move:
+# twice as much sends more padding, and fewer groups of later batches need a second round. And what
+# a round costs beside its room: twice as much gives larger rooms and fewer rounds.
+_LEAST_ROOM, _ROUND_COST = 1 / 32, 0.3
 
 
 def read_between(
@@ -54,14 +56,14 @@ def exchange_rooms(
                     both = source.module, target.module
                     read = read_between(both, source.pieces, target.pieces, batch, n)
                     moved = crossing(read, np.zeros(n[0], np.int64))
-                    own = source.microbatches * source.shape.size
+                    held_tokens = source.microbatches * source.shape.size
                     key = *both, source.shape, target.shape
-                    shares.setdefault(key, []).append(moved.most / own)
+                    shares.setdefault(key, []).append(moved.most / held_tokens)
     return tuple(ExchangeRoom(*key, _best_share(np.array(needs))) for key, needs in shares.items())
 
 
 def _best_share(needs: np.ndarray) -> float:
     """Of the shares that groups need, the one under which all their rounds together take least."""
-    rooms = np.unique(np.clip(needs, _LEAST, 1.0))
+    rooms = np.unique(np.clip(needs, _LEAST_ROOM, 1.0))
     rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
-    return float(rooms[np.argmin((rounds * (rooms + _ROUND)).sum(axis=0))])
+    return float(rooms[np.argmin((rounds * (rooms + _ROUND_COST)).sum(axis=0))])

@@ -32,8 +32,8 @@ def with_searched_order(
         return schedule
     graph = step_graph(plan.layout, schedule.groups, trainable)
     problem = problem_of(plan, schedule, graph, prices, schedule.order)
-    found = searched(problem, [graph.place[t] for t in schedule.order], budget, seed)
-    order = tuple(graph.tasks[t] for t in found.order)
+    best = searched(problem, [graph.place[t] for t in schedule.order], budget, seed)
+    order = tuple(graph.tasks[t] for t in best.order)
     if order == schedule.order:
         return schedule
     trace = simulate_order(plan.layout, schedule, graph, order, prices)

@@ -31,8 +31,8 @@ def problem_of(
         for task, to in sends_of(plan.layout, schedule, graph, prices).items()
     }
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
-    most = most_kept(tasks, [graph.place[t] for t in order])
-    limit = tuple(map(max, tasks.limit, most))
+    kept_by_order = most_kept(tasks, [graph.place[t] for t in order])
+    limit = tuple(map(max, tasks.limit, kept_by_order))
     return replace(tasks, limit=limit, alike=_alike(schedule, graph))
 
 

@@ -14,16 +14,16 @@ from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.tasks.listing import listed, sequenced, turned
 from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
-_LISTED_PER_WORK = 16  # tasks of one list scheduling
-_PATIENCE = 10  # moves of a local search without a better answer
-_MOST_EXCHANGES = 3  # between two units of tasks
-_TURNS = 3  # of list scheduling to and fro, at most
+_LISTED_PER_WORK = 16  # tasks that list scheduling places for a unit of work
+_PATIENCE = 10  # swaps without a better order, after which another start is tried
+_MOST_EXCHANGES = 3  # pairs of units of tasks that change places in one start
+_MAX_ROUND_TRIPS = 3  # of list scheduling to and fro, which ends before when nothing is gained
 
 Answer = tuple[list[int], int]  # an order and its makespan in ticks
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchedOrder:
     """An order of task numbers, its makespan, and what no order can beat, in ticks."""
 
     order: tuple[int, ...]
@@ -31,7 +31,9 @@ class Found:
     bound: int
 
 
-def searched(problem: NumberedTasks, order: Sequence[int], budget: Budget, seed: int) -> Found:
+def searched(
+    problem: NumberedTasks, order: Sequence[int], budget: Budget, seed: int
+) -> SearchedOrder:
     """The fastest order that was found, its tasks by their start; `order` where none is faster.
 
     No segment keeps more groups than its limit. The answer depends on the arguments alone.
@@ -48,9 +50,11 @@ def searched(problem: NumberedTasks, order: Sequence[int], budget: Budget, seed:
             answers = [*_disturbed(problem, best, budget, bound, rng), best]
             best = min(answers, key=_makespan)  # of equals the new one, to move on
     if best[1] == first[1]:
-        return Found(tuple(order), first[1], min(bound, first[1]))
+        return SearchedOrder(tuple(order), first[1], min(bound, first[1]))
     starts, makespan = starts_of(problem, best[0])
-    return Found(tuple(sorted(best[0], key=starts.__getitem__)), makespan, min(bound, makespan))
+    return SearchedOrder(
+        tuple(sorted(best[0], key=starts.__getitem__)), makespan, min(bound, makespan)
+    )
 
 
 def first_work(n: int) -> float:
@@ -105,11 +109,11 @@ def _to_and_fro(problem: NumberedTasks, order: list[int], budget: Budget) -> Ite
     """An order, then list scheduling back in time by its ends and forth by the starts of that, for
     as long as it gains."""
     makespan = starts_of(problem, order)[1]
-    for turn in range(_TURNS + 1):
+    for turn in range(_MAX_ROUND_TRIPS + 1):
         if not problem.allows(order):
             return
         yield order, makespan
-        if turn == _TURNS or budget.done:
+        if turn == _MAX_ROUND_TRIPS or budget.done:
             return
         order = turned(problem, turned(problem.mirrored, order))
         budget.spend(2 * problem.n / _LISTED_PER_WORK)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
-TASKS_PER_WORK = 30  # of one move
-_FORBIDDEN = 8  # moves for which one is not undone, and up to as many more
-_IMPOSSIBLE = 100  # moves after which one that was impossible is tried again
+_TASKS_PER_WORK = 30  # tasks of a step in which a swap costs a unit of work
+# Moves for which one is not undone, and up to as many more; twice as many lead further away from an
+# order before its neighbours are looked at again.
+_TABU_MOVES = 8
+_IMPOSSIBLE_MOVES = 100  # after which one that was impossible is tried again
 
 Move = tuple[int, int, int]  # estimated makespan, a task, the next one of its resource
 
@@ -28,7 +30,7 @@ def with_swaps(
     until: dict[tuple[int, int], int] = {}  # the turn to which a move is forbidden
     turn, last_gain = 0, 0
     while turn - last_gain < patience and best_makespan > bound and not budget.done:
-        budget.spend(problem.n / TASKS_PER_WORK)
+        budget.spend(problem.n / _TASKS_PER_WORK)
         turn += 1
         moves = _moves(problem, now, starts, makespan)
         if not moves:
@@ -37,9 +39,9 @@ def with_swaps(
         _, u, v = min(free) if free else min(moves, key=lambda m: (until[m[1:]], m))
         after = swapped(problem, now, u, v)
         if after is None:
-            until[u, v] = turn + _IMPOSSIBLE
+            until[u, v] = turn + _IMPOSSIBLE_MOVES
             continue
-        until[v, u] = turn + _FORBIDDEN + (7 * turn + u + v) % _FORBIDDEN
+        until[v, u] = turn + _TABU_MOVES + (7 * turn + u + v) % _TABU_MOVES
         now = after
         starts, makespan = starts_of(problem, now)
         if makespan < best_makespan:
@@ -52,7 +54,7 @@ def _moves(
 ) -> list[Move]:
     """All pairs that follow each other on a critical path and may change places."""
     ticks, keeps, segment, out = problem.ticks, problem.keeps, problem.segment, problem.out
-    before, after, kept = _neighbours(problem, order)
+    before, after, n_kept = _neighbours(problem, order)
     inputs, rest, tail = _times(problem, order, starts, after)
     moves = []
     for u in order:
@@ -60,7 +62,7 @@ def _moves(
         if v < 0 or starts[v] + tail[v] < makespan or starts[v] > starts[u] + ticks[u]:
             continue
         full = keeps[v] > 0 > keeps[u] and segment[u] == segment[v]
-        if full and kept[v] + 1 > problem.limit[segment[v]]:
+        if full and n_kept[v] + 1 > problem.limit[segment[v]]:
             continue
         if any(reader == v for reader, _, _ in out[u]):
             continue
@@ -78,7 +80,7 @@ def _neighbours(
 ) -> tuple[list[int], list[int], list[int]]:
     """By task: the one before and the one after it on its resource (-1: none), and how many groups
     its segment keeps with it."""
-    before, after, kept = [-1] * problem.n, [-1] * problem.n, [0] * problem.n
+    before, after, n_kept = [-1] * problem.n, [-1] * problem.n, [0] * problem.n
     last, now = [-1] * problem.n_resources, [0] * len(problem.limit)
     for t in order:
         r, s = problem.resource[t], problem.segment[t]
@@ -87,8 +89,8 @@ def _neighbours(
             after[last[r]] = t
         last[r] = t
         now[s] += problem.keeps[t]
-        kept[t] = now[s]
-    return before, after, kept
+        n_kept[t] = now[s]
+    return before, after, n_kept
 
 
 def _times(

@@ -15,8 +15,8 @@ import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
-from dflop_jax.schedule.sample import drifted_batches, sample_batches
-from dflop_jax.schedule.shapes.evaluate import Evaluator, first_least, roomiest_first
+from dflop_jax.schedule.sample import LARGE_BATCH, drifted_batches, sample_batches
+from dflop_jax.schedule.shapes.evaluate import BucketEvaluator, first_least, roomiest_first
 from dflop_jax.schedule.shapes.milp import solve_choices
 from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 from dflop_jax.schedule.shapes.sizes import (
@@ -28,17 +28,19 @@ from dflop_jax.schedule.shapes.sizes import (
     sizes_of,
 )
 
-_ARRIVAL_DRAWS = 512  # microbatches drawn to see what arrival order needs
+# Microbatches drawn to see what arrival order needs; twice as many move a baseline's quantiles by
+# less than a step of its shapes, usually.
+_ARRIVAL_DRAWS = 512
 # Of the MILP's candidates: cuts of a batch over the finest that is sensible, and lengths of packed
 # rows (or, where a row takes one piece, numbers of rows) in the last module and in the others.
+# Twice as many make the MILP that much larger, solved in the same number of nodes.
 _CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 2
-# Samples; of larger batches fewer are scheduled, since they take longer and differ less.
-_USUAL_BATCH, _LARGE_BATCH = 100, 512
-_EVALUATE_WORK = 2000
-_MILP_BATCHES = 4  # at most
+_USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
+_JUDGING_WORK = 2000  # units for a batch of buckets that are judged
+_MILP_BATCHES = 4  # batches whose groups the MILP chooses, at most: its size is in proportion
 _MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
-_STEPS = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity
-_CUTS = (2.0, 0.5)  # factors of packed rows
+_SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
+_ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def choose_buckets(
     few = max(1, round(work.first * share))
     batches = _drawn(loads, problem, work.batches, seed)
     budget = round(work.budget * max(0.3, share))
-    evaluator = Evaluator(batches, problem, work=work.work, budget=budget)
+    evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
     chained = chains(sizes, problem)[: work.starts]
     starts = [_holding(start, front, sizes, problem.capacity) for start in chained]
     best = _best_start(starts, evaluator, few, work.finalists)
@@ -131,13 +133,13 @@ def evaluate_buckets(
     batches: Sequence[Sequence[Load]],
     problem: ShapeProblem,
     *,
-    work: int = _EVALUATE_WORK,
+    work: int = _JUDGING_WORK,
 ) -> BucketChoice:
     """Schedule and simulate the batches with these buckets: what they really cost and pad."""
-    return _choice(tuple(buckets), Evaluator(batches, problem, work=work, budget=0))
+    return _choice(tuple(buckets), BucketEvaluator(batches, problem, work=work, budget=0))
 
 
-def _choice(buckets: Buckets, evaluator: Evaluator) -> BucketChoice:
+def _choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
     n = len(evaluator.batches)
     expected_s = evaluator.mean_s(buckets, n)
     padding = {}
@@ -150,7 +152,7 @@ def _choice(buckets: Buckets, evaluator: Evaluator) -> BucketChoice:
 
 def _drawn(loads: Sequence[Load], problem: ShapeProblem, usual: int, seed: int) -> list[list[Load]]:
     """Global batches drawn from the loads, every second one drifted."""
-    least = max(2, round(4 * min(1.0, _LARGE_BATCH / problem.global_batch)))
+    least = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
     n = max(least, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
     plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
     modules = tuple(problem.ranks)
@@ -176,7 +178,9 @@ def _holding(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -
     return (first, *rest)
 
 
-def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_final: int) -> Buckets:
+def _best_start(
+    starts: Sequence[Buckets], evaluator: BucketEvaluator, few: int, n_final: int
+) -> Buckets:
     """The fastest start on all batches of the `n_final` that are fastest on the first `few`."""
     tried: list[Buckets] = []
     for start in starts:
@@ -192,18 +196,18 @@ def _best_start(starts: Sequence[Buckets], evaluator: Evaluator, few: int, n_fin
 
 
 def _refined(
-    best: Buckets, sizes: Sizes, evaluator: Evaluator, front: Batch, problem: ShapeProblem
+    best: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch, problem: ShapeProblem
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
     every = tuple(sizes)
     packed = tuple(m for m in every if not sizes[m].piece)
     parts = [every, *((m,) for m in every if len(every) > 1)]
-    moves = [Move(i, part, f) for f, i, part in product(_STEPS, range(len(best)), parts)]
+    moves = [Move(i, part, f) for f, i, part in product(_SCALES, range(len(best)), parts)]
     if len(every) > 1:
         moves += [Move(i, (m,), 0.0) for i in range(len(best)) for m in every[:-1]]
     if any(s.rows > 1 for b in best for m, s in b.shapes if m in packed):
-        moves += [Move(i, packed, cut=c) for c, i in product(_CUTS, range(len(best)))]
+        moves += [Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best)))]
     untried = len(moves)
     while untried > 0 and not evaluator.spent:
         move = moves.pop(0)
@@ -221,15 +225,15 @@ def _refined(
 def _candidates(starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
     that cut an average batch into a few numbers of microbatches with rows of several lengths."""
-    found = dict.fromkeys(b for start in starts for b in start)
-    found[bucket_of(sizes, {}, holds_all=True)] = None
+    candidates = dict.fromkeys(b for start in starts for b in start)
+    candidates[bucket_of(sizes, {}, holds_all=True)] = None
     *others, last = sizes
     for cut in _CANDIDATE_CUTS:
         tokens = {m: s.volume / (cut * finest(sizes, problem)) for m, s in sizes.items()}
         options = [sizes[m].choices(tokens[m], _OTHER_LENGTHS) for m in others]
         for shapes in product(*options, sizes[last].choices(tokens[last], _LAST_LENGTHS)):
-            found[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
-    return list(found)
+            candidates[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
+    return list(candidates)
 
 
 def arrival_buckets(
@@ -283,7 +287,7 @@ def arrival_buckets(
         bucket({m: int(np.quantile(drawn, q, method="higher")) for m, (drawn, _) in needs.items()})
         for q in quantiles
     }
-    chosen.add(bucket({m: most for m, (_, most) in needs.items()}))
+    chosen.add(bucket({m: needed for m, (_, needed) in needs.items()}))
     return roomiest_first(list(chosen))
 
 

@@ -10,13 +10,15 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.online import solve
 from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 
-_SAME = 1e-6  # relative: makespans that differ by less are equal
-_WORSE = 1.01  # a set that is this much behind after some batches is given up
+# Relative: makespans that differ by less are equal, since the last bits of a fit differ from
+# machine to machine.
+TIE = 1e-6
+_HOPELESS = 1.01  # a set that takes so many times as long on the first batches is given up
 
 
 def less(a: float, b: float) -> bool:
     """Whether a is less than b by more than rounding, a fit's last bits included."""
-    return a < b * (1 - _SAME)
+    return a < b * (1 - TIE)
 
 
 def first_least(values: Sequence[float]) -> int:
@@ -28,7 +30,7 @@ def first_least(values: Sequence[float]) -> int:
     return best
 
 
-class Evaluator:
+class BucketEvaluator:
     """Seconds of sampled batches under bucket sets, each batch scheduled once per set, until the
     budget of scheduled batches is spent."""
 
@@ -77,12 +79,12 @@ class Evaluator:
 
     def beats(self, buckets: Buckets, best: Buckets) -> bool:
         """Whether a set is faster than `best` on all batches; given up early when far behind."""
-        own = other = 0.0
+        set_s = best_s = 0.0
         for i in range(len(self.batches)):
-            own, other = own + self.span_s(buckets, i), other + self.span_s(best, i)
-            if less(other * (_WORSE if i + 1 < len(self.batches) else 1), own):
+            set_s, best_s = set_s + self.span_s(buckets, i), best_s + self.span_s(best, i)
+            if less(best_s * (_HOPELESS if i + 1 < len(self.batches) else 1), set_s):
                 return False
-        return less(own, other)
+        return less(set_s, best_s)
 
 
 def roomiest_first(buckets: Sequence[Bucket]) -> Buckets:

@@ -16,9 +16,11 @@ from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 from dflop_jax.schedule.solver.highs import silent_for_others
 from dflop_jax.schedule.solver.problem import Floats
 
-SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need
-_GAP = 0.004  # relative, at which the MILP counts as solved
-_IDLE_PRICE = 0.2  # of a second on devices that are not the slowest: padding there is not free
+SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
+_MILP_GAP = 0.004  # relative, at which the MILP counts as solved
+# Price of a second on devices that are not the slowest, over one on these: padding is not free
+# there either. Twice as much gives buckets that pad them less and fill the slowest less well.
+_IDLE_PRICE = 0.2
 
 
 def group_price(problem: ShapeProblem, bucket: Bucket) -> tuple[float, float]:
@@ -70,7 +72,7 @@ def solve_choices(
     columns = list(parents)
     prices = np.array([group_price(problem, b) for b in columns])
     price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
-    of_VC = np.array([[c in found for c in range(len(candidates))] for found in parents.values()])
+    of_VC = np.array([[c in whole for c in range(len(candidates))] for whole in parents.values()])
     wanted = [demand(batch, columns, capacity) for batch in batches]
     able_CN = np.array([must_hold.able(b, capacity) for b in candidates], float)
     n = cp.Variable((len(batches), len(columns)), integer=True)
@@ -95,7 +97,9 @@ def solve_choices(
         with silent_for_others(), warnings.catch_warnings():
             # The best answer within the nodes is what is asked for.
             warnings.filterwarnings("ignore", message="Solution may be inaccurate")
-            program.solve(solver=cp.HIGHS, threads=1, mip_rel_gap=_GAP, mip_max_nodes=max_nodes)
+            program.solve(
+                solver=cp.HIGHS, threads=1, mip_rel_gap=_MILP_GAP, mip_max_nodes=max_nodes
+            )
         on_C = np.zeros(len(candidates)) if z.value is None else z.value
         chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
         if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes

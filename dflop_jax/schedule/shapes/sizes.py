@@ -19,10 +19,14 @@ from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 
 # Chains, the most promising first (by held-out makespans of five data sets and meshes): cuts of a
 # batch over the finest that is sensible, and how far below the main size the smallest lies.
-_TOPS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
-_BEND = 1.3  # sizes of a chain are denser near the main one
-_ROWS = (1, 2, 4, 8)  # of a chain's buckets
-_CHEAPER = 0.97  # than with fewer rows, or a chain of so many is not worth trying
+_MAIN_CUTS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
+# Power of even steps from the main size to the smallest; above 1, sizes are denser near the main
+# one.
+_SPACING_POWER = 1.3
+# Rows that a rank's tokens are cut into, where a row holds several pieces.
+ROW_COUNTS = (1, 2, 4, 8)
+# Price of a token over that with fewer rows, up to which a chain of more rows is tried.
+_WORTH_MORE_ROWS = 0.97
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class ModuleSizes:
     """What a module's shapes may be. `volume` are the tokens of an average batch on one rank;
     `piece` are those of a row that takes one piece (0: rows are packed), and `multiple` what packed
     rows are a multiple of; `longest` is the longest piece, `mean` the mean one, `sample` the tokens
-    per rank of the sample with most; `most` is what memory allows."""
+    per rank of the sample with most; `limit` is what memory allows."""
 
     piece: int
     multiple: int
@@ -38,7 +42,7 @@ class ModuleSizes:
     longest: int
     mean: float
     sample: int
-    most: float = math.inf
+    limit: float = math.inf
 
     @property
     def least(self) -> int:
@@ -53,30 +57,30 @@ class ModuleSizes:
         else:
             lengths = np.geomspace(min(self.mean, self.longest), self.longest, n)
             units = [_round_up(x, self.multiple) for x in lengths.tolist()]
-            most = min(tokens, self.most)
-            shapes = [Shape(max(1, round(most / u)), u) for u in units]
-        kept = [s for s in shapes if s is not None and s.size <= self.most]
-        return list(dict.fromkeys(kept))
+            wanted = min(tokens, self.limit)
+            shapes = [Shape(max(1, round(wanted / u)), u) for u in units]
+        within = [s for s in shapes if s is not None and s.size <= self.limit]
+        return list(dict.fromkeys(within))
 
     def shape(self, tokens: float, rows: int = 1, holds_all: bool = False) -> Shape | None:
         """The shape of about so many tokens on a rank, in about so many rows if these are packed;
         `holds_all` makes room for the largest sample. None: no tokens."""
         if self.volume <= 0 or (tokens <= 0 and not holds_all):
             return None
-        tokens = min(tokens, self.most)
+        tokens = min(tokens, self.limit)
         if self.piece:
             n = math.ceil(tokens / self.piece - 1e-9)
             n = max(n, -(-self.sample // self.piece)) if holds_all else n
-            return Shape(max(1, min(n, int(min(self.most, 1e15)) // self.piece)), self.piece)
+            return Shape(max(1, min(n, int(min(self.limit, 1e15)) // self.piece)), self.piece)
         longest = _round_up(self.longest, self.multiple)
         if holds_all:
             tokens = max(tokens, self.sample)
             rows = min(rows, max(1, round(tokens / longest)))
         length = self.multiple * max(1, math.ceil(tokens / rows / self.multiple - 1e-9))
         length = max(length, longest) if holds_all else length
-        if self.most < math.inf:
-            length = min(length, int(self.most) // self.multiple * self.multiple)
-            rows = min(rows, max(1, int(self.most) // length))
+        if self.limit < math.inf:
+            length = min(length, int(self.limit) // self.multiple * self.multiple)
+            rows = min(rows, max(1, int(self.limit) // length))
         return Shape(rows, length)
 
 
@@ -90,7 +94,7 @@ def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSi
       ValueError: a sample that no bucket within the limits can hold.
     """
     scale = problem.global_batch / len(loads)
-    found: dict[str, ModuleSizes] = {}
+    by_module: dict[str, ModuleSizes] = {}
     for m, ranks in problem.ranks.items():
         lengths = [n for load in loads for n in load.lengths(m)]
         if not lengths:
@@ -103,28 +107,28 @@ def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSi
             longest=max(lengths),
             mean=sum(lengths) / len(lengths),
             sample=_sample_tokens(loads, m, ranks, piece or problem.token_multiple),
-            most=problem.max_tokens.get(m, math.inf),
+            limit=problem.max_tokens.get(m, math.inf),
         )
-        usable = sizes.most // (piece or sizes.multiple) * (piece or sizes.multiple)
+        usable = sizes.limit // (piece or sizes.multiple) * (piece or sizes.multiple)
         if sizes.least > usable:
             raise ValueError(
                 f"the largest sample needs a capacity of {sizes.least} tokens of {m}, memory "
-                f"allows {int(sizes.most)}: drop or truncate such samples, or use more ranks"
+                f"allows {int(sizes.limit)}: drop or truncate such samples, or use more ranks"
             )
-        found[m] = sizes
-    return found
+        by_module[m] = sizes
+    return by_module
 
 
 def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) -> int:
     """Tokens on one rank that the sample with most of them needs, its pieces whole."""
-    most = 0
+    needed = 0
     for load in loads:
         lengths = load.lengths(module)
         if len(lengths) > 1:
-            most = max(most, -(-len(lengths) // ranks) * _round_up(max(lengths), unit))
+            needed = max(needed, -(-len(lengths) // ranks) * _round_up(max(lengths), unit))
         elif lengths:
-            most = max(most, _round_up(lengths[0], unit))
-    return most
+            needed = max(needed, _round_up(lengths[0], unit))
+    return needed
 
 
 def bucket_of(
@@ -142,14 +146,14 @@ def finest(sizes: Sizes, problem: ShapeProblem) -> float:
 def chains(sizes: Sizes, problem: ShapeProblem) -> list[Buckets]:
     """Starts of at most K sizes below each of a few main sizes, the most promising first: each
     with one row and with as many as make packed tokens cheaper."""
-    below_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _BEND
+    below_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _SPACING_POWER
     packed = [m for m, s in sizes.items() if not s.piece]
-    found: dict[Buckets, None] = {}
-    for top, depth in product(_TOPS, _DEPTHS):
+    starts: dict[Buckets, None] = {}
+    for top, depth in product(_MAIN_CUTS, _DEPTHS):
         cut = max(1.0, finest(sizes, problem) * top)
         tokens = {m: s.volume / cut for m, s in sizes.items()}
         least = math.inf
-        for rows in _ROWS:
+        for rows in ROW_COUNTS:
             if rows > 1 and not any(tokens[m] / rows >= sizes[m].mean for m in packed):
                 break
             whole = bucket_of(sizes, tokens, rows)
@@ -157,15 +161,15 @@ def chains(sizes: Sizes, problem: ShapeProblem) -> list[Buckets]:
             price = sum(
                 float(static_s[m, s].max()) / s.size for m, s in whole.shapes if m in packed
             )
-            if price > least * _CHEAPER:
+            if price > least * _WORTH_MORE_ROWS:
                 break
             least = price
             chain = [
                 bucket_of(sizes, {m: share * n for m, n in tokens.items()}, rows, place == 0)
                 for place, share in enumerate((1 - depth * below_K).tolist())
             ]
-            found[tuple(dict.fromkeys(chain))] = None
-    return list(found)
+            starts[tuple(dict.fromkeys(chain))] = None
+    return list(starts)
 
 
 @dataclass(frozen=True)

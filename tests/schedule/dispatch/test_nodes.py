@@ -25,7 +25,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, kept
+from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying
 from dflop_jax.schedule.dispatch.swaps import nearest_places
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms, read_between
 
@@ -50,7 +50,7 @@ def test_names_are_the_best_of_all_permutations(seed):
     moved = rng.integers(0, 9, (low, high)) * (rng.random((low, high)) < 0.6)
     here = Devices(np.arange(low), node)
     there = Devices(rng.integers(0, low, high), node)
-    names = best_names(kept(moved, here, there))
+    names = best_names(staying(moved, here, there))
     assert sorted(names) == list(range(low))
     every = [crossed_by_loops(moved, p, here, there) for p in permutations(range(low))]
     assert crossed_by_loops(moved, names, here, there) == min(every)
@@ -59,7 +59,7 @@ def test_names_are_the_best_of_all_permutations(seed):
 def test_names_stay_where_no_other_is_better():
     moved = np.zeros((4, 4), int)
     devices = Devices(np.arange(4), 2)
-    assert best_names(kept(moved, devices, devices)).tolist() == [0, 1, 2, 3]
+    assert best_names(staying(moved, devices, devices)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,7 +19,7 @@ from dflop_jax.schedule.cover import demand
 from dflop_jax.schedule.shapes.choose import _EFFORTS, largest
 from dflop_jax.schedule.shapes.evaluate import first_least
 from dflop_jax.schedule.shapes.milp import (
-    _GAP,
+    _MILP_GAP,
     SLACKS,
     group_price,
     solve_choices,
@@ -93,7 +93,7 @@ def test_milp_equals_exhaustive_choice(seed, shared):
     for slack in SLACKS:
         best = exhaustive_objective(candidates, batches, problem, front, slack)
         total = min(objective(candidates, chosen, batches, problem, slack) for chosen in answers)
-        assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
+        assert best * (1 - 1e-6) <= total <= best * (1 + _MILP_GAP)
 
 
 def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch):

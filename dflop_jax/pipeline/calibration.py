@@ -133,10 +133,10 @@ def calibrate(
             into = timed if repeat else Calibration()
             call = _tried(programs, state, (), (), {})
             for task in order_tasks(plan, graph, ()):
-                kept = _set_aside(state, programs, task)
+                originals = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
-                if kept:
-                    _put_back(state, task.segment, kept)
+                if originals:
+                    _put_back(state, task.segment, originals)
         for reader in programs.owner_of:  # what was sent came from the copies
             share_tied(programs, state, reader)
     else:
@@ -206,13 +206,13 @@ def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, ...] 
     name = task.segment
     if task.direction != UPDATE or name not in programs.local:
         return None
-    kept = state.params[name], state.masters[name], state.opt_state[name]
-    _put_back(state, name, jax.block_until_ready(jax.tree.map(jnp.copy, kept)))
-    return kept
+    originals = state.params[name], state.masters[name], state.opt_state[name]
+    _put_back(state, name, jax.block_until_ready(jax.tree.map(jnp.copy, originals)))
+    return originals
 
 
-def _put_back(state: State, name: str, kept: tuple[Any, ...]) -> None:
-    state.params[name], state.masters[name], state.opt_state[name] = kept
+def _put_back(state: State, name: str, originals: tuple[Any, ...]) -> None:
+    state.params[name], state.masters[name], state.opt_state[name] = originals
 
 
 def _send_norms(programs: Programs) -> None:

@@ -93,15 +93,15 @@ def jobs(programs: Programs) -> dict[Any, Job]:
 
 
 def _jobs_of(programs: Programs, name: str) -> dict[Any, Job]:
-    found: dict[Any, Job] = {}
+    jobs: dict[Any, Job] = {}
     for shape in programs.layout.shapes(programs.segments[name].plan.module):
         for kind in kinds(programs, name):
-            found[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
+            jobs[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
         if keeping := programs.keeping.get(name):
             for kind in (FORWARD, BACKWARD):
-                found[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
+                jobs[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
         for struct in _summed(programs, name, shape):
-            found[name, "sum", struct] = partial(_lower_sum, struct)
+            jobs[name, "sum", struct] = partial(_lower_sum, struct)
     for link in programs.out_of[name]:
         if link.edge is None:
             continue
@@ -109,11 +109,11 @@ def _jobs_of(programs: Programs, name: str) -> dict[Any, Job]:
             exchange = programs.exchange(link, low, high)
             for backward in (False, True) if name in programs.backward else (False,):
                 lower = partial(exchange.lower, backward=backward)
-                found[name, link, low, high, backward] = lower
+                jobs[name, link, low, high, backward] = lower
     if update := programs.updates.get(name):
-        found[name, REDUCE] = update.lower_reduce
-        found[name, UPDATE] = partial(update.lower_update, len(programs.updates))
-    return found
+        jobs[name, REDUCE] = update.lower_reduce
+        jobs[name, UPDATE] = partial(update.lower_update, len(programs.updates))
+    return jobs
 
 
 def _forward_of(programs: Programs, key: Any) -> Any:

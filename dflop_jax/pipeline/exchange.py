@@ -63,9 +63,9 @@ class Exchange:
         m, rows, tokens, _ = self.features.shape
         stages, low = self._source.shape["stage"], self._source.shape["data"]
         per_microbatch = rows // low * tokens
-        own = m // stages * per_microbatch
+        per_rank = m // stages * per_microbatch
         share = _SPARE / low if self.room is None else self.room
-        capacity = max(1, min(ceil(share * own - 1e-6), own))
+        capacity = max(1, min(ceil(share * per_rank - 1e-6), per_rank))
         high = self.placed.sharding.mesh.shape["data"]
         return Routes(low, high, stages, m, per_microbatch, capacity)
 
@@ -126,12 +126,12 @@ class Exchange:
         out = self.block_structs
         if backward:
             first, out = self.block_structs, self.gradient_structs
-        own = P("stage", "data")
+        split = P("stage", "data")
         program = jax.shard_map(
             self._scatter if backward else self._gather,
             mesh=self._source,
-            in_specs=own,
-            out_specs=own,
+            in_specs=split,
+            out_specs=split,
             check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
         )
         shardings = tuple(struct.sharding for struct in out)
@@ -166,7 +166,7 @@ class Exchange:
             came = self._moved(dtable[: r.received], asked, wanted)
             like = jax.ShapeDtypeStruct((1, 1, r.own_features, width), dtype)
             index = wanted.reshape(1, 1, -1, 1)
-            more = scatter_gradient(like, came[None, None], index, most=r.high)[0, 0]
+            more = scatter_gradient(like, came[None, None], index, max_readers=r.high)[0, 0]
             total = (total.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
         m, n, tokens, _ = self.features.shape
         done = jnp.zeros((1, 1), jnp.float32)
@@ -276,10 +276,10 @@ def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
 
 def _by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
     """Devices of each data rank."""
-    found: dict[int, list[jax.Device]] = {}
+    by_rank: dict[int, list[jax.Device]] = {}
     for device, rank in _data_ranks(mesh):
-        found.setdefault(rank, []).append(device)
-    return found
+        by_rank.setdefault(rank, []).append(device)
+    return by_rank
 
 
 def _swapped(lists: Array) -> Array:

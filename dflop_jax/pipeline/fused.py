@@ -121,8 +121,8 @@ def scatter(
             continue
         chunks = [_chunks(arrays[i], dims[i], ways) for i in part]
         flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
-        own = jax.lax.psum_scatter(flat, "data")
-        for i, piece in zip(part, _cut(own, [c.shape[1:] for c in chunks])):
+        reduced = jax.lax.psum_scatter(flat, "data")
+        for i, piece in zip(part, _cut(reduced, [c.shape[1:] for c in chunks])):
             arrays[i] = piece
 
 
@@ -136,13 +136,13 @@ def data_dim(spec: P) -> int:
     return next((i for i, dim in enumerate(spec) if "data" in axes_of(dim)), -1)
 
 
-def _parts(which: Iterable[int], arrays: Sequence[Array], most: int) -> Iterator[list[int]]:
+def _parts(which: Iterable[int], arrays: Sequence[Array], max_elements: int) -> Iterator[list[int]]:
     """Indices of arrays of one dtype that travel together, of at most so many elements."""
     part: list[int] = []
     size = 0
     for i in sorted(which, key=lambda i: str(arrays[i].dtype)):
         new_dtype = part and arrays[i].dtype != arrays[part[0]].dtype
-        if part and (new_dtype or size + arrays[i].size > most):
+        if part and (new_dtype or size + arrays[i].size > max_elements):
             yield part
             part, size = [], 0
         part.append(i)

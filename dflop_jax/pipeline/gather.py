@@ -23,11 +23,11 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
     flat = features.reshape(features.shape[0], -1, features.shape[-1])
     parts: list[Array] = []
     for k in range(index.shape[-1]):
-        at = index[..., k]
-        rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, at)
+        place = index[..., k]
+        rows = jax.vmap(lambda f, i: jnp.take(f, jnp.maximum(i, 0), axis=0))(flat, place)
         if weight is not None:
             rows = rows * weight[..., k, None].astype(rows.dtype)
-        parts.append(jnp.where((at >= 0)[..., None], rows, jnp.zeros_like(rows)))
+        parts.append(jnp.where((place >= 0)[..., None], rows, jnp.zeros_like(rows)))
     return reduce(jnp.add, parts)
 
 
@@ -37,13 +37,13 @@ def scatter_gradient(
     index: Array,
     weight: Array | None = None,
     *,
-    most: int | None = None,
+    max_readers: int | None = None,
 ) -> Array:
     """Transpose of `gather_features` for features of shape `like`, summed in float32.
 
     The same to the bit in every run: a scatter would add in the order in which a GPU's threads
-    come. What a place reads with weight 0 gets nothing from it. `most`: places that may read a
-    feature, None: all.
+    come. What a place reads with weight 0 gets nothing from it. `max_readers`: places that may
+    read a feature, None: all.
     """
     m, rows, tokens, width = like.shape
     n, sources = rows * tokens, index.shape[-1]
@@ -58,10 +58,10 @@ def scatter_gradient(
         read = read[order]
         # Who reads nothing stands at the end, for features that do not exist.
         first = jnp.searchsorted(read, jnp.arange(n))
-        found = read.at[first].get(mode="clip") == jnp.arange(n)
-        sums = _run_sums(read, terms, most or read.shape[0]).astype(like.dtype)
+        is_read = read.at[first].get(mode="clip") == jnp.arange(n)
+        sums = _run_sums(read, terms, max_readers or read.shape[0]).astype(like.dtype)
         sums = sums.at[first].get(mode="clip")
-        return jnp.where(found[:, None], sums, jnp.zeros_like(sums))
+        return jnp.where(is_read[:, None], sums, jnp.zeros_like(sums))
 
     flat = index.reshape(m, -1), None if weight is None else weight.reshape(m, -1)
     return jax.vmap(of_microbatch)(dplaced.reshape(m, -1, width), *flat).reshape(like.shape)

@@ -110,22 +110,29 @@ class Pieces:
         return shards.gather(self.segment.mesh, {part: specs[part] for part in layer}, layer)
 
     def _over_layers(
-        self, visit: Any, carry: Any, params: Params, run: Run, kept: Any, *, reverse: bool = False
+        self,
+        visit: Any,
+        carry: Any,
+        params: Params,
+        run: Run,
+        residuals: Any,
+        *,
+        reverse: bool = False,
     ) -> tuple[Any, Any]:
         """Visit a run's layers by `visit(carry, a layer's whole parameters, (its place, what is
-        kept of it))`: (carry, what the visits gave). That and `kept` are lists by layer where
+        kept of it))`: (carry, what the visits gave). That and `residuals` are lists by layer where
         layers are unrolled, else stacked as `lax.scan` does it."""
         places, stacks = range(run.start, run.stop), _stacks(params)
         if self.unrolled:
             given: dict[int, Any] = {}
             for i in reversed(places) if reverse else places:
-                own = None if kept is None else kept[i - run.start]
+                of_layer = None if residuals is None else residuals[i - run.start]
                 # Else the compiler would begin early what a later layer needs, such as what is to
                 # be computed again, and merge that with what forward computed.
-                carry, own, stacks = lax.optimization_barrier((carry, own, stacks))
-                carry, given[i] = visit(carry, self._layer(stacks, i), (i, own))
+                carry, of_layer, stacks = lax.optimization_barrier((carry, of_layer, stacks))
+                carry, given[i] = visit(carry, self._layer(stacks, i), (i, of_layer))
             return carry, [given[i] for i in places]
-        xs = jnp.arange(run.start, run.stop), kept
+        xs = jnp.arange(run.start, run.stop), residuals
         if self.segment.plan.zero == 3:
             layers = jax.tree.map(lambda a: a[run.start : run.stop], stacks)
             return shards.scan_layers(self._whole_layer, visit, carry, layers, xs, reverse=reverse)
@@ -136,8 +143,8 @@ class Pieces:
 
     def _layer(self, stacks: Params, i: int | Array) -> Params:
         """The whole parameters of a layer of the stage."""
-        own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacks)
-        return self._whole_layer(own)
+        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacks)
+        return self._whole_layer(layer)
 
     def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
@@ -173,11 +180,11 @@ class Pieces:
         reads = {"layer": STACKED, "exit": {"exit", "entry"} if self.segment.module.tied else
                  {"exit"}}.get(name, {name})  # fmt: skip
         inputs = self.segment.entry_inputs if name == "entry" else (name,)
-        own = {k: v for k, v in params.items() if k in reads}
+        read = {k: v for k, v in params.items() if k in reads}
         here = {k: v for k, v in x.items() if k in inputs}
-        free = {k: v for k, v in own.items() if k in self.segment.trainable}
+        free = {k: v for k, v in read.items() if k in self.segment.trainable}
         placed = {k: v for k, v in here.items() if k in self.segment.wants_gradient}
-        frozen = {k: v for k, v in own.items() if k not in free}
+        frozen = {k: v for k, v in read.items() if k not in free}
         return free, placed, (frozen, {k: v for k, v in here.items() if k not in placed}, fields)
 
     # ---- forward ----
@@ -196,66 +203,70 @@ class Pieces:
     ) -> tuple[Array, dict[str, Array], Tree]:
         """The segment's layers: (hidden states, outputs of its taps, what backward needs)."""
         tapped: dict[str, Array] = {}
-        kept: dict[str, Any] = {}
+        residuals: dict[str, Any] = {}
         for run in self.runs:
 
             def one(h: Array, layer: Params, _: Any) -> tuple[Array, list[Array]]:
                 return self.forward("layer", layer, h, {}, fields)
 
             if run.stop > run.start:
-                h, kept[f"layers {run.start}"] = self._over_layers(one, h, params, run, None)
+                h, residuals[f"layers {run.start}"] = self._over_layers(one, h, params, run, None)
             for name in run.taps:
-                tapped[name], kept[name] = self.forward(name, params, h, x, fields)
+                tapped[name], residuals[name] = self.forward(name, params, h, x, fields)
             for name in run.inlets:
-                h, kept[name] = self.forward(name, params, h, x, fields)
-        return h, tapped, kept
+                h, residuals[name] = self.forward(name, params, h, x, fields)
+        return h, tapped, residuals
 
     # ---- backward ----
 
     def backward(
-        self, name: str, kept: list[Array], params: Params, x: Tree, fields: Tree, dout: Tree,
+        self, name: str, residuals: list[Array], params: Params, x: Tree, fields: Tree, dout: Tree,
         grads: Tree,
     ) -> tuple[Array | None, Tree, Tree]:  # fmt: skip
         """The gradient of one piece but a layer: (of hidden states, of inputs, grads + its own)."""
         args = self._split(name, params, x, fields)
-        dfree, dh, dplaced = self._recorded[name].backward(kept, *args, dout)
+        dfree, dh, dplaced = self._recorded[name].backward(residuals, *args, dout)
         return dh, dplaced, {**grads, **added(self.segment, {k: grads[k] for k in dfree}, dfree)}
 
     def run_layers_back(
-        self, kept: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
+        self, residuals: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
         grads: Tree,
     ) -> tuple[Array, Tree, Tree]:  # fmt: skip
         """The gradient of `run_layers`: (of hidden states, of inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
         for run in reversed(self.runs):
             for name in reversed(run.inlets):
-                more, dplaced, grads = self.backward(name, kept[name], params, x, fields, dh, grads)
+                more, dplaced, grads = self.backward(
+                    name, residuals[name], params, x, fields, dh, grads
+                )
                 dx |= dplaced
                 dh = dh if more is None else more
             for name in run.taps:
                 more, _, grads = self.backward(
-                    name, kept[name], params, x, fields, dtapped[name], grads
+                    name, residuals[name], params, x, fields, dtapped[name], grads
                 )
                 dh = dh if more is None else dh + more
             if run.stop > run.start and self._recorded["layer"].has_gradient:
-                layers = kept[f"layers {run.start}"]
+                layers = residuals[f"layers {run.start}"]
                 dh, grads = self._layers_back(layers, params, fields, dh, grads, run)
         return dh, dx, grads
 
     def _layers_back(
-        self, kept: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: Run
+        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: Run
     ) -> tuple[Array, Tree]:
         trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
 
         def one(
             carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, list[Array]]
         ) -> tuple[tuple[Array, Tree], None]:
-            (dh, totals), (i, own) = carry, now
+            (dh, totals), (i, of_layer) = carry, now
             args = self._split("layer", layer, {}, fields)
-            dfree, dh, _ = self._recorded["layer"].backward(own, *args, dh)
+            dfree, dh, _ = self._recorded["layer"].backward(of_layer, *args, dh)
             return (dh, _added_at(self.segment, totals, i, dfree)), None
 
-        (dh, totals), _ = self._over_layers(one, (dh, trained), params, run, kept, reverse=True)
+        (dh, totals), _ = self._over_layers(
+            one, (dh, trained), params, run, residuals, reverse=True
+        )
         return dh, {**grads, **totals}
 
 

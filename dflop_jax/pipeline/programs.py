@@ -31,12 +31,12 @@ KEEPING = "keeping more"  # in the key of a program under its segment's second r
 class GroupArrays:
     """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and by the place in the
     schedule of every group that feeds it where its outputs stand, `places[group]`: index, or index
-    and weight, [M, ranks * rows, tokens, sources]. `most[group]` is what `Routes.route` asks for
-    where not all ranks' places are here."""
+    and weight, [M, ranks * rows, tokens, sources]. `max_asked[group]` is what `Routes.route` asks
+    for where not all ranks' places are here."""
 
     fields: Mapping[str, np.ndarray]
     places: Mapping[int, tuple[np.ndarray, ...]]
-    most: Mapping[int, int] = field(default_factory=dict)
+    max_asked: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

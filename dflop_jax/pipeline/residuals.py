@@ -117,11 +117,11 @@ class Recorded:
         if not self.has_gradient:
             return self._piece(free, h, placed, given), []
         outputs = self._run(*jax.tree.leaves((h, free, placed, given)))
-        kept = [outputs[i].astype(dtype) for i, dtype in self._kept]
-        return jax.tree.unflatten(self._out, outputs[: self._n_out]), kept
+        residuals = [outputs[i].astype(dtype) for i, dtype in self._kept]
+        return jax.tree.unflatten(self._out, outputs[: self._n_out]), residuals
 
     def backward(
-        self, kept: list[Array], free: Tree, placed: Tree, given: Tree, dout: Tree
+        self, residuals: list[Array], free: Tree, placed: Tree, given: Tree, dout: Tree
     ) -> tuple[Tree, Tree, Tree]:
         """The gradients of (free, h, placed) for the output's cotangent; None for hidden states
         whose gradient is not wanted."""
@@ -131,7 +131,7 @@ class Recorded:
         used = [a for a, u in zip(at_hand, self._used[self._n_hidden :], strict=True) if u]
         others = iter(self._free_leaves(*used))
         leaves = [
-            kept[self._place[i]].astype(dtype) if i in self._place else next(others)
+            residuals[self._place[i]].astype(dtype) if i in self._place else next(others)
             for i, dtype in enumerate(self._dtypes)
         ]
         dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
@@ -140,11 +140,11 @@ class Recorded:
 
 def _following(jaxpr: Any, inputs: list[Any]) -> set[Any]:
     """Inputs of a jaxpr, and every variable that is computed from them."""
-    found = set(inputs)
+    following = set(inputs)
     for eqn in jaxpr.eqns:
-        if any(v in found for v in eqn.invars if not isinstance(v, Literal)):
-            found.update(eqn.outvars)
-    return found
+        if any(v in following for v in eqn.invars if not isinstance(v, Literal)):
+            following.update(eqn.outvars)
+    return following
 
 
 def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:

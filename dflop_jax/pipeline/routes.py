@@ -56,15 +56,15 @@ class Routes:
     def table_rows(self) -> int:
         return self.received + self.own_features
 
-    def route(self, places: Sequence[np.ndarray], most: int | None = None) -> list[Arrays]:
+    def route(self, places: Sequence[np.ndarray], max_asked: int | None = None) -> list[Arrays]:
         """What each round asks for and where it stands: (requests, slots) or, with weights,
         (requests, slots, weights); without requests where the source has one rank.
 
         Args:
           places: index int32 [M, D*R, L, K] into the features of a microbatch, counted over all
             ranks, -1 where nothing is read; and weights of the same shape if K > 1.
-          most: features that any rank of the target reads from one rank that is not its home, on
-            all processes; None: the index has all ranks, so it says.
+          max_asked: features that any rank of the target reads from one rank that is not its home,
+            on all processes; None: the index has all ranks, so it says.
 
         Returns:
           requests: int32 [S, D, V*C], what each rank of the target asks of each of the source, as
@@ -73,9 +73,9 @@ class Routes:
         """
         index, *weight = places
         asked = [_Asked.of(self, index, rank) for rank in range(self.high)]
-        if most is None:
-            most = max((a.most for a in asked), default=0)
-        n_rounds = max(1, -(-most // self.capacity)) if self.received else 1
+        if max_asked is None:
+            max_asked = max((a.n_asked for a in asked), default=0)
+        n_rounds = max(1, -(-max_asked // self.capacity)) if self.received else 1
         rounds: list[Arrays] = []
         for number in range(n_rounds):
             slots = np.full(index.shape, -1, np.int32)
@@ -117,11 +117,11 @@ class _Asked:
 
     @classmethod
     def of(cls, routes: Routes, index: np.ndarray, rank: int) -> _Asked:
-        own = _part(index, rank, routes)
-        reads = own >= 0
+        wanted = _part(index, rank, routes)
+        reads = wanted >= 0
         microbatch, *_ = np.nonzero(reads)
         stage, turn = np.divmod(microbatch, routes.microbatches // routes.stages)
-        source, inside = np.divmod(own[reads].astype(np.int64), routes.per_microbatch)
+        source, inside = np.divmod(wanted[reads].astype(np.int64), routes.per_microbatch)
         place = turn * routes.per_microbatch + inside
         away = source != home_rank(rank, routes.low, routes.high)
         lists = stage * routes.low + source  # of features asked of a rank on a stage
@@ -139,7 +139,7 @@ class _Asked:
         return cls(rank, reads, round_n, slot_n, features)
 
     @property
-    def most(self) -> int:
+    def n_asked(self) -> int:
         """Features asked of one rank, on the stage where they are most."""
         return int(self.features[-1].max(initial=-1)) + 1
 

@@ -62,13 +62,13 @@ def _on_tensor_ranks(
         collective(local, dims, ways)
         return jax.tree.unflatten(tree, local)
 
-    def own(moved: list[Array]) -> list[Array]:
+    def on_tensor_rank(moved: list[Array]) -> list[Array]:
         collective(moved, dict(enumerate(dims.values())), ways, together=False)
         return moved
 
     named = jax.tree.leaves(specs)
     parts = [_over_model(named[i], local[i].ndim) for i in dims]
-    moved = jax.shard_map(own, in_specs=(parts,), out_specs=parts, axis_names={"model"})
+    moved = jax.shard_map(on_tensor_rank, in_specs=(parts,), out_specs=parts, axis_names={"model"})
     for i, array in zip(dims, moved([local[i] for i in dims]), strict=True):
         local[i] = array
     return jax.tree.unflatten(tree, local)
@@ -104,8 +104,8 @@ def scan_layers(
     step, first, last = (-1, n_layers - 1, 0) if reverse else (1, 0, n_layers - 1)
 
     def whole(i: Array) -> Tree:
-        own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), layers)
-        return gather_layer(own)
+        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), layers)
+        return gather_layer(layer)
 
     def visit_next(state: tuple[Any, Tree], now: tuple[Array, Any]) -> tuple[Any, Any]:
         (carry, params), (i, x) = state, now

@@ -36,18 +36,18 @@ def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, 
     """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
     taps M; `sums` says whether the loss's sums [M / S, 1] are wanted, and no residuals."""
     loop = _Loop(segment, params, x, fields, records=segment.hands_over and not sums)
-    y, outs, kept = loop.run()
+    y, outs, residuals = loop.run()
     if not segment.plan.last:
         y["next"] = outs
     elif not segment.has_loss:
-        y["exit"], kept["exit"] = loop.run_exit(outs)
+        y["exit"], residuals["exit"] = loop.run_exit(outs)
     elif sums:
         ends = loop.run_exit(outs)[0]
         y["sums"] = jax.tree.map(lambda a: a[:, None], ends)
     else:
-        kept["outs"] = outs
+        residuals["outs"] = outs
     if segment.hands_over and not sums:
-        y["residuals"] = jax.tree.map(lambda a: a[None, None], kept)
+        y["residuals"] = jax.tree.map(lambda a: a[None, None], residuals)
     return y
 
 
@@ -62,24 +62,24 @@ def backward_program(
     """
     loop = _Loop(segment, params, x, fields, records=True)
     if segment.hands_over:
-        kept = jax.tree.map(lambda a: a[0, 0], residuals)
+        held = jax.tree.map(lambda a: a[0, 0], residuals)
     else:
-        _, outs, kept = loop.run()
+        _, outs, held = loop.run()
         if segment.has_loss:
-            kept["outs"] = outs
+            held["outs"] = outs
         elif segment.plan.last:
-            kept["exit"] = loop.run_exit(outs)[1]
+            held["exit"] = loop.run_exit(outs)[1]
     sums: Tree = {}
     if segment.has_loss:
         scale = _varying(dy["sums"], "stage", "data")
-        sums, douts, grads = loop.run_loss_back(kept["outs"], scale, grads)
+        sums, douts, grads = loop.run_loss_back(held["outs"], scale, grads)
     elif segment.plan.last:
-        douts, grads = loop.run_exit_back(kept["exit"], dy["exit"], grads)
+        douts, grads = loop.run_exit_back(held["exit"], dy["exit"], grads)
     else:
         douts = dy["next"]
     dx: Tree = {}
     if loop.pieces.active or segment.taps:
-        dx, grads = loop.run_back(kept["ticks"], douts, dy.get("taps", {}), grads)
+        dx, grads = loop.run_back(held["ticks"], douts, dy.get("taps", {}), grads)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
     dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
@@ -113,9 +113,9 @@ class _Loop:
         """Up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...], {"ticks":
         what backward needs [ticks, ...]})."""
         start = self.no_hidden if self.s > 1 else None
-        _, (hs, tapped, kept) = _ticks(self._tick, start, jnp.arange(self.m + self.s - 1))
+        _, (hs, tapped, residuals) = _ticks(self._tick, start, jnp.arange(self.m + self.s - 1))
         y = {"taps": tapped} if self.segment.taps else {}
-        return y, self._scatter_over_stages(hs[self.s - 1 :]), {"ticks": kept}
+        return y, self._scatter_over_stages(hs[self.s - 1 :]), {"ticks": residuals}
 
     def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree, Tree]]:
         x, fields = self._now(t)
@@ -126,28 +126,30 @@ class _Loop:
             h = x["hidden"]
         if carry is not None:
             h = jnp.where(self.stage == 0, h, carry)
-        h, tapped, kept = self.pieces.run_layers(self.params, h, x, fields)
+        h, tapped, residuals = self.pieces.run_layers(self.params, h, x, fields)
         if carry is not None:
             carry = lax.ppermute(h, "stage", [(j, j + 1) for j in range(self.s - 1)])
-        return carry, (h, tapped, {"entry": of_entry, **kept})
+        return carry, (h, tapped, {"entry": of_entry, **residuals})
 
-    def run_back(self, kept: Tree, douts: Array, dtapped: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    def run_back(
+        self, residuals: Tree, douts: Array, dtapped: Tree, grads: Tree
+    ) -> tuple[Tree, Tree]:
         """The gradient of `run`: (of x [M, ...], grads + parameters')."""
         dhs = self._gather_from_stages(douts)
         dhs = jnp.concatenate([jnp.zeros_like(dhs[: self.s - 1]), dhs]) if self.s > 1 else dhs
-        now = (jnp.arange(self.m + self.s - 1), kept, dhs, dtapped)
+        now = (jnp.arange(self.m + self.s - 1), residuals, dhs, dtapped)
         start = self.no_hidden if self.s > 1 else None
         (_, grads), dx = _ticks(self._tick_back, (start, grads), now, reverse=True)
         # Stage 0 works on microbatch t at tick t.
         return jax.tree.map(lambda a: a[: self.m], dx), grads
 
     def _tick_back(self, carry: tuple[Array | None, Tree], now: Tree) -> tuple[Tree, Tree]:
-        (passed, grads), (t, kept, dh, dtapped) = carry, now
+        (passed, grads), (t, residuals, dh, dtapped) = carry, now
         x, fields = self._now(t)
         if passed is not None:
             dh = dh + lax.ppermute(passed, "stage", [(j + 1, j) for j in range(self.s - 1)])
         dh, dx, grads = self.pieces.run_layers_back(
-            kept, self.params, x, fields, dh, dtapped, grads
+            residuals, self.params, x, fields, dh, dtapped, grads
         )
         if passed is not None:
             nothing = jnp.zeros_like(dh)
@@ -155,7 +157,7 @@ class _Loop:
             dh, passed = jnp.where(first, dh, nothing), jnp.where(first, nothing, dh)
         if self.segment.plan.first:
             _, dplaced, grads = self.pieces.backward(
-                "entry", kept["entry"], self.params, x, fields, dh, grads
+                "entry", residuals["entry"], self.params, x, fields, dh, grads
             )
             dx |= dplaced
         elif "hidden" in self.segment.wants_gradient:
@@ -178,15 +180,17 @@ class _Loop:
 
         return lax.scan(visit, None, (outs, self._own_share()))[1]
 
-    def run_exit_back(self, kept: Tree, dexit: Array, grads: Tree) -> tuple[Array, Tree]:
+    def run_exit_back(self, residuals: Tree, dexit: Array, grads: Tree) -> tuple[Array, Tree]:
         """(the gradient of `run_exit`'s hidden states, grads + parameters')."""
 
         def visit(grads: Tree, now: Tree) -> tuple[Tree, Array]:
-            own, fields, dout = now
-            dh, _, grads = self.pieces.backward("exit", own, self.params, {}, fields, dout, grads)
+            of_microbatch, fields, dout = now
+            dh, _, grads = self.pieces.backward(
+                "exit", of_microbatch, self.params, {}, fields, dout, grads
+            )
             return grads, self.no_hidden if dh is None else dh
 
-        grads, douts = lax.scan(visit, grads, (kept, self._own_share(), dexit))
+        grads, douts = lax.scan(visit, grads, (residuals, self._own_share(), dexit))
         return douts, grads
 
     def run_loss_back(self, outs: Array, scale: Array, grads: Tree) -> tuple[Tree, Array, Tree]:

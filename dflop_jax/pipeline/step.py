@@ -66,7 +66,7 @@ def collect(call: StepCall, name: str, g: int) -> None:
             exchange.collect_sources(
                 [place(host, s.sharding) for host, s in zip(one, structs, strict=True)]
             )
-            for one in exchange.routes.route(arrays.places[g], arrays.most.get(g))
+            for one in exchange.routes.route(arrays.places[g], arrays.max_asked.get(g))
         ]
 
 
@@ -77,7 +77,7 @@ def _forward(call: StepCall, name: str, g: int) -> Outputs:
     y = programs.of_segment(name, group, kind)(call.state.program_params(name), x, fields)
     residuals = y.pop("residuals", {})
     if name in programs.backward and not call.evaluate:
-        call.under_way.kept[name, g] = (x, fields, residuals)
+        call.under_way.for_backward[name, g] = (x, fields, residuals)
     _add_sums(call, name, y.pop("sums", None))
     collect(call, name, g)
     sent: list[Any] = []
@@ -106,8 +106,8 @@ def _deliver(call: StepCall, name: str, g: int, kind: str, array: jax.Array) -> 
 
 def _backward(call: StepCall, name: str, g: int) -> Outputs:
     state = call.state
-    kept = call.under_way.kept.pop((name, g), None)
-    x, fields, residuals = (*_inputs(call, name, g), {}) if kept is None else kept
+    inputs = call.under_way.for_backward.pop((name, g), None)
+    x, fields, residuals = (*_inputs(call, name, g), {}) if inputs is None else inputs
     program = call.programs.of_segment(name, call.groups[g], BACKWARD)
     dy, received = _gradient_of_output(call, name, g)
     sums, dx, grads, done = program(

@@ -26,7 +26,7 @@ class UnderWay:
     Attributes:
       inbox: (segment, group, input) -> parts that have arrived.
       returned: (link, source group) -> the gradient that came back.
-      kept: (segment, group) -> inputs and residuals kept for backward.
+      for_backward: (segment, group) -> inputs and residuals kept for backward.
       places: (segment, reading segment, group) -> the packer's places there, by round.
       reduced: by segment, reduced gradients and the sum of their squares.
       sums: of losses, by name.
@@ -35,7 +35,7 @@ class UnderWay:
 
     inbox: dict[tuple[str, int, str], list[jax.Array]] = field(default_factory=dict)
     returned: dict[tuple[Link, int], Tree] = field(default_factory=dict)
-    kept: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = field(default_factory=dict)
+    for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = field(default_factory=dict)
     places: dict[tuple[str, str, int], list[Tree]] = field(default_factory=dict)
     reduced: dict[str, tuple[Tree, jax.Array]] = field(default_factory=dict)
     sums: list[dict[str, jax.Array]] = field(default_factory=list)
@@ -89,6 +89,6 @@ def step_call(
 def settle(call: StepCall) -> None:
     """Wait until everything in flight is there."""
     way = call.under_way
-    flying = (way.inbox, way.returned, way.kept, way.places)
+    flying = (way.inbox, way.returned, way.for_backward, way.places)
     jax.block_until_ready([[*by_key.values()] for by_key in flying])
     jax.block_until_ready((call.state.grads, call.state.shared))

@@ -41,10 +41,10 @@ def update_parameters(call: StepCall, name: str) -> Tree:
     here = segment.sharding()
     squares = tuple(send(sq, here) for _, sq in call.under_way.reduced.values())
     params = state.params[name]
-    own = [p for p in segment.own_parts if p in segment.trainable]
-    grads = {p: call.under_way.reduced[name][0][p] for p in own}
-    if own:
-        held = {p: params[p] for p in own}, state.masters[name], state.opt_state[name]
+    updated = [p for p in segment.own_parts if p in segment.trainable]
+    grads = {p: call.under_way.reduced[name][0][p] for p in updated}
+    if updated:
+        held = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
         update_program = call.programs.of_update(name, UPDATE)
         limit = place(call.limit, here)
         new, *rest, total = update_program(*held, grads, squares, limit)
@@ -55,4 +55,4 @@ def update_parameters(call: StepCall, name: str) -> Tree:
     call.under_way.reduced[name] = ({}, call.under_way.reduced[name][1])
     if update.shared:
         share_tied(call.programs, state, name)
-    return state.shared[name] if not own else total
+    return state.shared[name] if not updated else total

@@ -69,9 +69,9 @@ class SegmentUpdate:
         self._trained = {p: structs[p] for p in trained}
         self._params = self._own(self._trained)
         self._split = {p: split[p] for p in trained}
-        own = self._own(initial_structs(segment))
-        self.master_structs = own if has_masters(segment) else {}
-        self.state_structs = self._state_structs(own)
+        initial = self._own(initial_structs(segment))
+        self.master_structs = initial if has_masters(segment) else {}
+        self.state_structs = self._state_structs(initial)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ class SegmentUpdate:
         return tuple(p for p in self._trained if p not in self._params)
 
     def _own(self, by_part: Tree) -> Tree:
-        own = self.segment.own_parts
-        return {p: tree for p, tree in by_part.items() if p in self._trained and p in own}
+        own_parts = self.segment.own_parts
+        return {p: tree for p, tree in by_part.items() if p in self._trained and p in own_parts}
 
     def _state_structs(self, params: Tree) -> Tree:
         everywhere = self.segment.sharding()

@@ -82,8 +82,8 @@ def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: in
     """A small and a large shape, of up to twice or four times the largest sample: powers of two, so
     that other data ask for the same ones."""
     if module in model.piece_tokens:
-        most = max(len(load.lengths(module)) for load in data.loads)
-        rows = 2 * _power_of_two(most)
+        most_pieces = max(len(load.lengths(module)) for load in data.loads)
+        rows = 2 * _power_of_two(most_pieces)
         return [Shape(max(1, rows // _SPREAD), model.piece_tokens[module]),
                 Shape(rows, model.piece_tokens[module])]  # fmt: skip
     tokens = 2 * _power_of_two(max(load.tokens(module) for load in data.loads))
@@ -118,14 +118,14 @@ def profile_at(
         for small, large in [shapes[module]]
     ]
     asked = [p for ladder in ladders for p in ladder.probes]
-    found = compiled_probes(config, model, asked, on_progress)
-    kept = _that_compile(ladders, found, hardware)
-    costs = _costs(found, hardware)
-    hidden = {(k, p.shape): found[p].hidden_bytes for k in kept for p in k.probes}
+    results = compiled_probes(config, model, asked, on_progress)
+    compiling = _that_compile(ladders, results, hardware)
+    costs = _costs(results, hardware)
+    hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
     by_key = {(t.module, t.model, t.shape): t for t in traced.timings}
     timings = [
         ladder.timing(by_key[ladder.module, ladder.ways, shape], costs, hidden[ladder, shape])
-        for ladder in kept
+        for ladder in compiling
         for shape in ladder.shapes
     ]
     facts = [traced.key, *(sorted(map(repr, costs.items())))]
@@ -139,26 +139,26 @@ def profile_at(
 
 
 def _that_compile(
-    ladders: Sequence[Ladder], found: Mapping[Probe, Found], hardware: Hardware
+    ladders: Sequence[Ladder], results: Mapping[Probe, Found], hardware: Hardware
 ) -> list[Ladder]:
     """Those whose programs all compile; ValueError where a module has none."""
     errors = {
-        ladder: next((found[p].error for p in ladder.probes if found[p].error), "")
+        ladder: next((results[p].error for p in ladder.probes if results[p].error), "")
         for ladder in ladders
     }
-    kept = [ladder for ladder, error in errors.items() if not error]
+    compiling = [ladder for ladder, error in errors.items() if not error]
     for ladder, error in errors.items():
-        if not any(k.module == ladder.module for k in kept):
+        if not any(k.module == ladder.module for k in compiling):
             raise ValueError(f"{ladder.module} cannot be compiled for {hardware.name}: {error}")
-    return kept
+    return compiling
 
 
 _Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
 
 
-def _costs(found: Mapping[Probe, Found], hardware: Hardware) -> dict[Probe, _Cost]:
+def _costs(results: Mapping[Probe, Found], hardware: Hardware) -> dict[Probe, _Cost]:
     """What every probe that compiles costs."""
-    good = {p: f for p, f in found.items() if f.backward}
+    good = {p: f for p, f in results.items() if f.backward}
     programs = [
         (p.ways, program.kernels if program else ())
         for p, f in good.items()
@@ -252,8 +252,8 @@ class Ladder:
         if self.has_loss:
             whole_bytes = ends[_WORK] + self.depths[1] * layer[_WORK]
             layer, ends = self._split(costs, shape, remat, ends=False)
-            kept = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
-            loss_bytes = whole_bytes - kept
+            kept_bytes = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
+            loss_bytes = whole_bytes - kept_bytes
         figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
         layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
         return Recompute(layer_s, ends_s, content_s, *held)

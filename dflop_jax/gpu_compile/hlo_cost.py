@@ -119,14 +119,14 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
         computation = module.computations.get(name, {})
         total = HloCost(attention_gathers=_attention_gathers(module, computation))
         for instruction in computation.values():
-            own = _own_cost(computation, instruction, seen_pairs)
+            cost = _own_cost(computation, instruction, seen_pairs)
             times, unknown = runs(instruction)
             inside = [of(c) for c in bodies(instruction)]
             if instruction.opcode == "conditional" and inside:
                 inside = [max(inside, key=lambda c: c.flops)]
-            for cost in inside:
-                own = own.plus(cost, times)
-            total = total.plus(own).plus(HloCost(unknown_loops=int(unknown)))
+            for each in inside:
+                cost = cost.plus(each, times)
+            total = total.plus(cost).plus(HloCost(unknown_loops=int(unknown)))
         return total
 
     return of(module.entry)
@@ -153,8 +153,8 @@ def runs(instruction: Instruction) -> tuple[float, bool]:
     """How often an instruction's computations run, and whether that is a guess."""
     if instruction.opcode != "while":
         return 1.0, False
-    found = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', instruction.attributes)
-    return (float(found.group(1)), False) if found else (1.0, True)
+    trip_count = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', instruction.attributes)
+    return (float(trip_count.group(1)), False) if trip_count else (1.0, True)
 
 
 def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: float) -> HloCost:
@@ -186,11 +186,11 @@ def product_flops(
     if target.startswith("__cudnn$fmha"):
         # Scores of all pairs, and of them the products: two, and in backward five with the scores
         # made again. Of causal attention cuDNN computes the half that counts.
-        found = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
+        scores = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
                           instruction.attributes)  # fmt: skip
-        if found is None:
+        if scores is None:
             return None
-        n_pairs = prod(int(n) for n in re.findall(r"\d+", found.group(1)))
+        n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
         head_dim = operands(computation, instruction)[0].shape[-1]
         seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) else 1.0
         products = 5.0 if "Backward" in target else 2.0
@@ -204,17 +204,17 @@ def product_flops(
 
 def operands(computation: Computation, instruction: Instruction) -> list[ArrayType]:
     """Arrays that an instruction reads, the first of each operand."""
-    found = (computation[name].arrays for name in instruction.operands if name in computation)
-    return [arrays[0] for arrays in found if arrays]
+    by_operand = (computation[name].arrays for name in instruction.operands if name in computation)
+    return [arrays[0] for arrays in by_operand if arrays]
 
 
 def dims(instruction: Instruction, kind: str) -> list[int]:
     """Dims of the left side of a product: "contracting" or "batch"."""
     text = instruction.attributes
-    found = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
+    numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
         rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text
     )
-    return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
+    return [int(n) for n in re.findall(r"\d+", numbers.group(1))] if numbers else []
 
 
 def moved_bytes(computation: Computation, instruction: Instruction) -> float:

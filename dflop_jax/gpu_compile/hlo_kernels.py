@@ -65,7 +65,7 @@ def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> 
     @cache
     def of(name: str) -> Counter[Kernel]:
         computation = module.computations.get(name, {})
-        found: Counter[Kernel] = Counter()
+        kernels: Counter[Kernel] = Counter()
         for instruction in computation.values():
             if instruction.opcode in _RUNS_OTHERS:
                 times, _ = hlo_cost.runs(instruction)
@@ -73,11 +73,11 @@ def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> 
                 names = instruction.called.get("body") or tuple(hlo_cost.bodies(instruction))
                 one = instruction.opcode == "conditional"
                 for c in names[:1] if one else names:
-                    found.update({k: round(n * times) for k, n in of(c).items()})
+                    kernels.update({k: round(n * times) for k, n in of(c).items()})
             elif kernel := _kernel(module, computation, instruction, seen_pairs):
                 bare = kernel.kind in (ATTENTION, ATTENTION_BACK) and not content
-                found[replace(kernel, flops=0.0) if bare else kernel] += 1
-        return found
+                kernels[replace(kernel, flops=0.0) if bare else kernel] += 1
+        return kernels
 
     return tuple(replace(k, repeats=n) for k, n in of(module.entry).items())
 
@@ -211,17 +211,17 @@ def _group(i: Instruction) -> tuple[int, int]:
     if i.opcode.startswith("collective-permute"):
         return 2, 1
     text = i.attributes
-    if found := _MESH.search(text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
-        mine = re.findall(r"'(\w+)'", found.group(2))
+    if match := _MESH.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
+        mine = re.findall(r"'(\w+)'", match.group(2))
         last = list(sizes).index(mine[-1])
         return prod(sizes[name] for name in mine), prod(list(sizes.values())[last + 1 :])
-    if found := _IOTA.search(text):
-        shape, tiles, order = (_numbers(found.group(n) or "") for n in (1, 2, 3))
+    if match := _IOTA.search(text):
+        shape, tiles, order = (_numbers(match.group(n) or "") for n in (1, 2, 3))
         ids = np.arange(prod(tiles)).reshape(tiles)
         first = (ids.transpose(order) if order else ids).reshape(shape)[0].tolist()
-    elif found := _LIST.search(text):
-        first = _numbers(found.group(1))
+    elif match := _LIST.search(text):
+        first = _numbers(match.group(1))
     else:
         return 1, 1
     return len(first), max(1, first[1] - first[0]) if len(first) > 1 else 1

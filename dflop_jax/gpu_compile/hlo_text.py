@@ -62,13 +62,13 @@ class Instruction:
     @cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the computations that it runs, by the attribute that names them."""
-        found = _CALLED.findall(self.attributes.split(", metadata={", 1)[0])
-        return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in found}
+        named = _CALLED.findall(self.attributes.split(", metadata={", 1)[0])
+        return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in named}
 
     @property
     def custom_call_target(self) -> str:
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        target = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return target.group(1) if target else ""
 
 
 Computation = Mapping[str, Instruction]  # by name, in the order of the text
@@ -139,9 +139,9 @@ def _closing(text: str, start: int) -> int:
 
 def _arrays(text: str) -> tuple[ArrayType, ...]:
     """Arrays of a type's text, layouts left out; a dynamic size counts as its bound."""
-    found = []
+    arrays = []
     for match in _ARRAY.finditer(text):
         dtype = match.group(1) or match.group(3)
         sizes = (match.group(2) or "").replace("<=", "")
-        found.append(ArrayType(dtype, tuple(int(n) for n in sizes.split(",") if n)))
-    return tuple(found)
+        arrays.append(ArrayType(dtype, tuple(int(n) for n in sizes.split(",") if n)))
+    return tuple(arrays)

@@ -78,8 +78,8 @@ def main() -> None:
     assert place.hardware is not None, "plan.hardware is checked before a process is started"
     devices = absent_devices(place.hardware.name, place.hardware, setting.most_ways)
     for line in lines:
-        found = compiled_probe(place.model, msgspec.json.decode(line, type=Probe), devices)
-        out.write(msgspec.json.encode(found) + b"\n")
+        result = compiled_probe(place.model, msgspec.json.decode(line, type=Probe), devices)
+        out.write(msgspec.json.encode(result) + b"\n")
         out.flush()
 
 

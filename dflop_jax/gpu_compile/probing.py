@@ -45,24 +45,24 @@ def compiled_probes(
     folder = Path(config.cache_dir) / "compiled"
     base = {m: _content(config, model, m) for m in {p.module for p in probes}}
     files = {p: folder / f"{_name(base[p.module], p)}.json" for p in dict.fromkeys(probes)}
-    found: dict[Probe, Found] = {}
+    results: dict[Probe, Found] = {}
     for probe, file in files.items():
         with suppress(ValueError):  # not known yet, or of another version
-            found[probe] = load(Found, file)
-    left = [p for p in files if p not in found]
+            results[probe] = load(Found, file)
+    left = [p for p in files if p not in results]
     if not left:
-        return found
+        return results
     folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(config, max(p.ways for p in left))
     # The dearest first, so that no process is left alone with one at the end.
     left.sort(key=lambda p: (-p.ways, -p.depth, p.module, p.shape))
     for probe, one in _in_processes(setting, left, compiler_environment()):
-        found[probe] = one
+        results[probe] = one
         if not one.died:  # what memory or a disk was short of may be there next time
             save(one, files[probe])
         if on_progress:
-            on_progress(len(found), len(files))
-    return found
+            on_progress(len(results), len(files))
+    return results
 
 
 def _content(config: Config, model: MultimodalModel, module: str) -> bytes:

@@ -199,8 +199,10 @@ class CostModel:
             each = self.segment_bytes(
                 segment, mesh, group_size, rows, tokens, trained=trained, backward=backward
             )
-            kept, temporaries = (float(v.max(initial=0.0)) for v in (each.kept, each.temporaries))
-            self._largest[key] = SegmentBytes(float(each.state), kept, temporaries)
+            kept_bytes, temporaries = (
+                float(v.max(initial=0.0)) for v in (each.kept, each.temporaries)
+            )
+            self._largest[key] = SegmentBytes(float(each.state), kept_bytes, temporaries)
         return self._largest[key]
 
     def bytes_of(

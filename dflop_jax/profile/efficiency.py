@@ -112,11 +112,11 @@ class Table:
     def terms(self, e: Efficiency) -> dict[str, np.ndarray]:
         """Those seconds by what takes them, [n_rows] each."""
         work_s, launch_s = self._work_s(e) * self.repeats, self._launch_s(e) * self.repeats
-        found = {
+        by_kernels = {
             name: np.bincount(self.row, np.where(np.isin(self.kind, kinds), work_s, 0), self.n_rows)
             for name, kinds in _TERMS.items()
         }
-        return {**found, "launches": np.bincount(self.row, launch_s, self.n_rows)}
+        return {**by_kernels, "launches": np.bincount(self.row, launch_s, self.n_rows)}
 
     def _launch_s(self, e: Efficiency) -> np.ndarray:
         return np.where(np.isin(self.kind, _COLLECTIVES), 0.0, e.launch_s)

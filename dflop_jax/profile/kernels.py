@@ -47,23 +47,23 @@ class Kernel:
 
 def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
     """Kernels that a region launches, each `repeats` times."""
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     for op in region.ops:
         if op.body is not None:
-            found += kernels_of(op.body, repeats * op.repeats)
+            kernels += kernels_of(op.body, repeats * op.repeats)
         elif op.name == "dot_general":
-            found.append(_product(op, repeats))
+            kernels.append(_product(op, repeats))
         elif op.name == "conv_general_dilated":
-            found.append(_convolution(op, repeats))
+            kernels.append(_convolution(op, repeats))
         elif op.name in _OPAQUE:
             n_bytes = sum(v.n_bytes for v in (*op.ins, *op.outs))
             dtype = str(op.outs[0].dtype)
-            found.append(Kernel(ATTENTION, 0.0, n_bytes, dtype=dtype, repeats=repeats))
+            kernels.append(Kernel(ATTENTION, 0.0, n_bytes, dtype=dtype, repeats=repeats))
         elif op.name in _LOOKUPS:
             moved = op.outs[0] if op.name == "gather" else op.ins[-1]
-            found.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))
-    found += [Kernel(REDUCE, 0.0, v.n_bytes, repeats=repeats) for v in region.reduced]
-    return found + _fused(region, repeats)
+            kernels.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))
+    kernels += [Kernel(REDUCE, 0.0, v.n_bytes, repeats=repeats) for v in region.reduced]
+    return kernels + _fused(region, repeats)
 
 
 def _product(op: Op, repeats: int) -> Kernel:
@@ -121,18 +121,18 @@ def is_anchor(op: Op) -> bool:
 
 
 def _fused(region: Region, repeats: int) -> list[Kernel]:
-    found = []
+    kernels = []
     for fusion in fusions(region):
         n_bytes = sum(v.n_bytes for v in fusion.read | fusion.written)
         if n_bytes > 0 and not fusion.is_layout:
-            found.append(Kernel(ELEMENTWISE, 0.0, n_bytes, repeats=repeats))
-    return found
+            kernels.append(Kernel(ELEMENTWISE, 0.0, n_bytes, repeats=repeats))
+    return kernels
 
 
 def fusions(region: Region) -> list[Fusion]:
     """Connected elementwise operations of one level (products passed on the way), each as one."""
-    level: dict[Value, int] = {}
-    at: dict[Op, int] = {}
+    level_after: dict[Value, int] = {}
+    level_of: dict[Op, int] = {}
     parent: dict[Op, Op] = {}
     maker: dict[Value, Op] = {}
     readers: dict[Value, list[Op]] = {}
@@ -144,8 +144,8 @@ def fusions(region: Region) -> list[Fusion]:
         return op
 
     for op in region.ops:
-        at[op] = max((level.get(v, 0) for v in op.ins), default=0)
-        level |= {v: at[op] + (is_anchor(op) or v in reduced) for v in op.outs}
+        level_of[op] = max((level_after.get(v, 0) for v in op.ins), default=0)
+        level_after |= {v: level_of[op] + (is_anchor(op) or v in reduced) for v in op.outs}
         for v in op.ins:
             readers.setdefault(v, []).append(op)
         if is_anchor(op):
@@ -153,20 +153,20 @@ def fusions(region: Region) -> list[Fusion]:
         parent[op] = op
         maker |= dict.fromkeys(op.outs, op)
         for v in op.ins:
-            if v in maker and at[maker[v]] == at[op] and v not in reduced:
+            if v in maker and level_of[maker[v]] == level_of[op] and v not in reduced:
                 parent[root(maker[v])] = root(op)
     groups: dict[Op, list[Op]] = {}
     for op in parent:
         groups.setdefault(root(op), []).append(op)
-    found = []
+    fused = []
     for group in groups.values():
         inside, made = set(group), {v for op in group for v in op.outs}
         read = {v for op in group for v in op.ins if v not in made}
         written = {
             v for v in made if v in leaves or any(r not in inside for r in readers.get(v, []))
         }
-        found.append(Fusion(group, read, written))
-    return found
+        fused.append(Fusion(group, read, written))
+    return fused
 
 
 def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
@@ -200,15 +200,15 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     for v in made:
         begin.setdefault(born[v], []).append(size(v))
         end.setdefault(dies[v], []).append(size(v))
-    now = most = 0.0
+    now = peak = 0.0
     for i, op in enumerate(region.ops):
         added, freed = begin.get(i, []), end.get(i, [])
         now += sum(added)
         reused = 0.0 if is_anchor(op) else _matched(added, freed)
         inner = working_bytes(op.body, size) if op.body else 0.0
-        most = max(most, now - reused + inner)
+        peak = max(peak, now - reused + inner)
         now -= sum(freed)
-    return most
+    return peak
 
 
 def _matched(added: Sequence[float], freed: Sequence[float]) -> float:

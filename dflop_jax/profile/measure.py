@@ -335,7 +335,7 @@ def _with_policies(
     model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
 ) -> list[LayerTiming]:
     """Timings with what every recompute policy adds to them."""
-    found = []
+    with_policies = []
     for module, tp in dict.fromkeys((t.module, t.model) for t in timings):
         predictor = Predictor(
             on_chip(model.modules[module], chip_of(device)),
@@ -345,8 +345,10 @@ def _with_policies(
             Efficiency(),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
-        found += predictor.beside([t for t in timings if (t.module, t.model) == (module, tp)])
-    return found
+        with_policies += predictor.beside(
+            [t for t in timings if (t.module, t.model) == (module, tp)]
+        )
+    return with_policies
 
 
 def _content(shape: Shape, pieces: int) -> np.ndarray:

@@ -31,10 +31,10 @@ def kept_bytes(
         programs of XLA's CPU compiler.
       loss: whether the exit gives a loss, whose gradient is computed at once.
     """
-    kept = partial(part_kept, module, shape=shape, ways=ways, half_bytes=half_bytes, remat=remat)
+    of_part = partial(part_kept, module, shape=shape, ways=ways, half_bytes=half_bytes, remat=remat)
     ends = [p for p in end_names(module) if not (loss and p == "exit")]
-    both = sum(kept(p, placed=placed if p == "entry" else ()) for p in ends)
-    return kept("layers"), both
+    both = sum(of_part(p, placed=placed if p == "entry" else ()) for p in ends)
+    return of_part("layers"), both
 
 
 def temporaries(

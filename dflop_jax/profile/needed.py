@@ -77,7 +77,7 @@ def needed_flops(
       frozen: freeze groups that do not train.
     """
     reached: dict[tuple[str, str], bool] = {}  # (module, tap): whether its outputs need a gradient
-    found = {}
+    by_module = {}
     for name, module in model.modules.items():
         if name in row_tokens:
             into = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
@@ -85,9 +85,9 @@ def needed_flops(
             trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
             shape = Shape(1, row_tokens[name])
             count, outputs = _count_module(module, shape, trains, enters)
-            found[name] = count
+            by_module[name] = count
             reached |= {(name, tap): needs for tap, needs in outputs.items()}
-    return found
+    return by_module
 
 
 def _count_module(

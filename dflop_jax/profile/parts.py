@@ -100,15 +100,17 @@ def _traced_backward(
 ) -> core.ClosedJaxpr:
     """Jaxpr of a part's gradient and of its sum into the accumulators, which are its last inputs;
     its first inputs are its parameters, the next what was kept."""
-    recorded, args, _, (out, kept) = _recorded(module, part, shape, placed, remat)
+    recorded, args, _, (out, residuals) = _recorded(module, part, shape, placed, remat)
     params, _, x, fields = args
 
-    def backward(params: Tree, kept: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree) -> Tree:
-        dparams, dh, dx = recorded.backward(kept, params, x, fields, dy)
+    def backward(
+        params: Tree, residuals: Tree, x: Tree, fields: Tree, dy: Tree, grads: Tree
+    ) -> Tree:
+        dparams, dh, dx = recorded.backward(residuals, params, x, fields, dy)
         return dh, dx, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
 
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
-    return jax.make_jaxpr(backward)(params, kept, x, fields, out, grads)
+    return jax.make_jaxpr(backward)(params, residuals, x, fields, out, grads)
 
 
 @lru_cache(maxsize=1024)
@@ -141,9 +143,9 @@ def _region(
     split = _param_dims(module, part, shape, placed, ways)
     if direction != BACKWARD:
         return _on_device(_traced_forward(module, part, shape, placed), split, (), ways)
-    kept = [v.dim for v in _kept_region(module, part, shape, placed, ways, remat).outs]
+    residual_dims = [v.dim for v in _kept_region(module, part, shape, placed, ways, remat).outs]
     closed = _traced_backward(module, part, shape, placed, remat)
-    return _on_device(closed, (*split, *kept), split, ways)
+    return _on_device(closed, (*split, *residual_dims), split, ways)
 
 
 @lru_cache(maxsize=1024)
@@ -174,8 +176,8 @@ def _arguments(
         return {"entry": init("entry")}, x, fields
     hidden = jax.eval_shape(module.entry, init("entry"), read("entry"))
     if part in taps_of(module):
-        own = {part: init(part)} if part in module.inputs else {}
-        return own, {"hidden": hidden}, {**read("entry"), **read("layers"), **fields}
+        params = {part: init(part)} if part in module.inputs else {}
+        return params, {"hidden": hidden}, {**read("entry"), **read("layers"), **fields}
     parts = ("entry", "exit") if part == "exit" and module.tied else (part,)
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
@@ -228,8 +230,8 @@ def part_kept(
 ) -> float:
     """Bytes on one device that forward of a part keeps for backward, as the runtime hands them on:
     nothing that follows from parameters and fields alone; `half_bytes` as in `value_bytes`."""
-    kept = dict.fromkeys(_kept_region(module, part, shape, placed, ways, remat).outs)
-    return sum(value_bytes(v, half_bytes) for v in kept)
+    residuals = dict.fromkeys(_kept_region(module, part, shape, placed, ways, remat).outs)
+    return sum(value_bytes(v, half_bytes) for v in residuals)
 
 
 @lru_cache(maxsize=4096)

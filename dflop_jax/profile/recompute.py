@@ -107,14 +107,14 @@ class Predictor:
         told = _told(shapes)
         traced = {s: {r: self._recompute(s, r) for r in POLICIES} for s in told}
         known = _features(told)[:, : len(told)]
-        found = {}
+        by_shape = {}
         for s in shapes:
             wanted = _features([s])[0, : len(told)]
             weights = np.linalg.lstsq(known.T, wanted, rcond=None)[0]
-            found[s] = traced.get(s) or {
+            by_shape[s] = traced.get(s) or {
                 r: _mixed([traced[t][r] for t in told], weights) for r in POLICIES
             }
-        return found
+        return by_shape
 
     def beside(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
         """Timings of programs that recompute nothing with every policy's cost: of forward's seconds
@@ -125,7 +125,7 @@ class Predictor:
         again = {r: self._again_s("layers", largest, r) / layer_s for r in POLICIES}
         ends_again = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
         content_again = {r: self.attention_again(largest, r) for r in POLICIES}
-        found = []
+        with_policies = []
         for t in timings:
             costs = traced[t.shape]
             base = t.recompute["none"].temp_bytes - costs["none"].temp_bytes
@@ -139,8 +139,8 @@ class Predictor:
                 )
                 for r, cost in costs.items()
             }
-            found.append(replace(t, recompute=recompute))
-        return found
+            with_policies.append(replace(t, recompute=recompute))
+        return with_policies
 
 
 def _told(shapes: Sequence[Shape]) -> list[Shape]:

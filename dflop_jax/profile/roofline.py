@@ -102,7 +102,7 @@ _CONTENT_BACKWARD = 2.5
 def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -> list[LayerTiming]:
     """What measuring a module at shapes would give. `alone` says whether a row is one piece: what
     pads rows then costs as much, so attention is in the layers' seconds."""
-    costs, found = p.at(shapes), []
+    costs, timings = p.at(shapes), []
     again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
     back = _CONTENT_BACKWARD * p.efficiency.attention / p.efficiency.attention_back
     for shape in shapes:
@@ -118,7 +118,7 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
             )
             for remat, cost in costs[shape].items()
         }
-        found.append(
+        timings.append(
             LayerTiming(
                 module=name,
                 model=p.ways,
@@ -133,7 +133,7 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
                 recompute=recompute,
             )
         )
-    return found
+    return timings
 
 
 def _content_s(p: Predictor, shape: Shape) -> dict[str, float]:

@@ -112,8 +112,8 @@ def _walk(jaxpr: Any, ins: Sequence[Value], ways: int) -> Region:
 
 def _inner(params: dict[str, Any]) -> Any:
     """The jaxpr of a call; of a choice between branches the last."""
-    found = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    return getattr(found, "jaxpr", found)
+    jaxpr = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _scan(eqn: Any, args: list[Value], ways: int) -> Op:
@@ -128,8 +128,8 @@ def _scan(eqn: Any, args: list[Value], ways: int) -> Op:
     inside = [Value(v.shape, v.dtype, ways, v.dim) for v in carry]
     for _ in range(2):  # the second time with the carries' dims of the first
         body = _walk(jaxpr, [*fixed, *inside, *slices], ways)
-        for at, out in zip(inside, body.outs):
-            at.dim = out.dim if at.dim is None else at.dim
+        for value, out in zip(inside, body.outs):
+            value.dim = out.dim if value.dim is None else value.dim
     _settle(body)
     body = _without_dead(body)
     stacked = [
@@ -227,12 +227,12 @@ def _settle(region: Region) -> None:
 
 def _without_dead(region: Region) -> Region:
     """The region without operations whose results nothing reads."""
-    alive, kept = set(region.outs), []
+    alive, reversed_ops = set(region.outs), []
     for op in reversed(region.ops):
         if any(out in alive for out in op.outs):
             alive.update(op.ins)
-            kept.append(op)
-    ops = kept[::-1]
+            reversed_ops.append(op)
+    ops = reversed_ops[::-1]
     return Region(region.ins, ops, region.outs, _reduced(ops, region.outs))
 
 
@@ -240,12 +240,12 @@ def _reduced(ops: Sequence[Op], outs: Sequence[Value]) -> list[Value]:
     """Values that the group has to add up. Terms are added before that, as XLA does
     (AllReduceReassociate), so three products of one sum cost one reduction."""
     open_: dict[Value, None] = {}
-    found: dict[Value, None] = {}
+    summed: dict[Value, None] = {}
     for op in ops:
         terms = [v for v in op.ins if v in open_]
         adds = op.name in ("add", "add_any") and len(terms) == len(op.ins)
         if op.partial or adds or (terms and op.name in LAYOUT):
             open_ |= dict.fromkeys(op.outs)
         else:
-            found |= dict.fromkeys(terms)
-    return list(found | {v: None for v in outs if v in open_})
+            summed |= dict.fromkeys(terms)
+    return list(summed | {v: None for v in outs if v in open_})

@@ -103,13 +103,13 @@ def state_bytes(
 ) -> Array:
     """Bytes of parameters, gradients and AdamW's moments on one device; of masters too where the
     parameters are not float32. `trained`: whether the segment has trainable parameters."""
-    size, own = parameter_bytes(segment, mesh, profile), sum(split_bytes(segment, mesh, profile))
+    size, shard = parameter_bytes(segment, mesh, profile), sum(split_bytes(segment, mesh, profile))
     working = profile.working_share(segment.module)
-    state = working * (own if segment.zero == 3 else size)
+    state = working * (shard if segment.zero == 3 else size)
     if not trained:
-        return state + np.zeros_like(own)
-    gradients = own if segment.zero >= 2 else size
-    return state + gradients + own * (2 + (working < 1.0))
+        return state + np.zeros_like(shard)
+    gradients = shard if segment.zero >= 2 else size
+    return state + gradients + shard * (2 + (working < 1.0))
 
 
 def whole_bytes(
@@ -144,7 +144,7 @@ _REDUCED, _UPDATED = 1.7, 2.0
 def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes beside its state while a trained segment is reduced or updated: the rank's own reduced
     gradients with what is made of them, and all new parameters where ranks gather them."""
-    own = sum(split_bytes(segment, mesh, profile))
+    shard = sum(split_bytes(segment, mesh, profile))
     gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
     gathers = (np.asarray(mesh.data) > 1) & (segment.zero < 3)
-    return np.where(gathers, _UPDATED * own + gathered, _REDUCED * own)
+    return np.where(gathers, _UPDATED * shard + gathered, _REDUCED * shard)

@@ -129,8 +129,8 @@ def _mixture(
     else:
         settings = _digest(config.tokenizer)
     kinds = made.spec.kinds
-    own = [kind.name for kind in kinds if kind not in BUILT_IN]
-    place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *own])
+    extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
+    place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(

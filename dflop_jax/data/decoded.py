@@ -70,6 +70,6 @@ def decoded_pieces(
         tokens = slice(*starts[index][order : order + 2])
         n = tokens.stop - tokens.start
         assert n <= limit, f"sample {index} of the batch is larger than its load"
-        at = (microbatch, row_of_all), slice(begin, begin + n), segment, rank
-        pieces.append(DecodedPiece(samples[index], index, order, tokens, *at))
+        where = (microbatch, row_of_all), slice(begin, begin + n), segment, rank
+        pieces.append(DecodedPiece(samples[index], index, order, tokens, *where))
     return pieces

@@ -112,10 +112,10 @@ def _facts(data: bytes) -> tuple[int, int, int]:
     return kind, body, struct.unpack_from("<q", data, batch[0])[0] if batch[0] else 0
 
 
-def _table(data: bytes, at: int) -> list[int]:
-    """Places of the first four fields of a flatbuffer's table whose offset stands at `at`; 0 for
+def _table(data: bytes, start: int) -> list[int]:
+    """Places of the first four fields of a flatbuffer's table whose offset stands at `start`; 0 for
     one that it lacks."""
-    table = at + struct.unpack_from("<I", data, at)[0]
+    table = start + struct.unpack_from("<I", data, start)[0]
     fields = table - struct.unpack_from("<i", data, table)[0]
     length = struct.unpack_from("<H", data, fields)[0]
     places = []

@@ -26,7 +26,7 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int
     if len(raw) > MAX_TURNS:
         raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns: list[tuple[str, str]] = []
-    own: dict[int, Any] = {}
+    media: dict[int, Any] = {}
     n_tags = 0
     for k, message in enumerate(raw):
         if not isinstance(message, dict):
@@ -41,14 +41,14 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int
         for part in [content] if isinstance(content, str) else content:
             text, medium = _part(part, kinds, k)
             if medium is not None:
-                own[n_tags] = medium
+                media[n_tags] = medium
             n_tags += _tags(text, kinds)
             texts.append(text)
         whole = "".join(texts)
         if _tags(whole, kinds) != sum(_tags(text, kinds) for text in texts):
             raise ValueError(f"message {k} spells a tag across its parts")
         turns.append((SPEAKERS[role], whole))
-    return tuple(turns), own
+    return tuple(turns), media
 
 
 def _tags(text: str, kinds: tuple[str, ...]) -> int:

@@ -77,9 +77,9 @@ class ClipFiles:
                 values = np.load(clip.file, allow_pickle=False)
             if values.shape != clip.shape:
                 raise ValueError(f"it now has shape {list(values.shape)}")
-            if not np.isfinite(found := np.asarray(values, np.float32)).all():
+            if not np.isfinite(latents := np.asarray(values, np.float32)).all():
                 raise ValueError("values that are not finite")
-        return found
+        return latents
 
 
 def _clip(place: str, record: Mapping[str, Any], find: Any) -> _Clip:
@@ -107,5 +107,5 @@ def _header(file: Path) -> tuple[str, tuple[int, ...], str]:
         tensor = TENSOR if TENSOR in names else names[0] if len(names) == 1 else ""
         if not tensor:
             raise ValueError(f"{file} has no tensor {TENSOR!r} and not one alone")
-        found = opened.get_slice(tensor)
-        return tensor, tuple(found.get_shape()), str(found.get_dtype())
+        values = opened.get_slice(tensor)
+        return tensor, tuple(values.get_shape()), str(values.get_dtype())

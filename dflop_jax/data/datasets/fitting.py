@@ -58,7 +58,7 @@ def fit(
     first of the ways that will do."""
     truncate = limits.oversize == "truncate"
     counts = counts_under(ways[0])
-    kept, fits = fit_text(counts, prompt_tokens, limits.max_tokens, truncate=truncate)
+    text_tokens, fits = fit_text(counts, prompt_tokens, limits.max_tokens, truncate=truncate)
     taken = np.zeros(len(counts), np.int64)
     for way, how in enumerate(ways[1:], 1):
         if fits.all():
@@ -66,9 +66,9 @@ def fit(
         less = counts_under(how)
         text, now = fit_text(less, prompt_tokens, limits.max_tokens, truncate=truncate)
         moved = now & ~fits
-        kept, taken = np.where(moved, text, kept), np.where(moved, way, taken)
+        text_tokens, taken = np.where(moved, text, text_tokens), np.where(moved, way, taken)
         counts, fits = counts.where(~moved, less), fits | moved
-    return Fitted(counts, kept, taken, fits)
+    return Fitted(counts, text_tokens, taken, fits)
 
 
 def fit_text(

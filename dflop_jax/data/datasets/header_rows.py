@@ -54,7 +54,7 @@ class Here:
         self._headers = _Headers(kinds)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
-        return [self._row(self._readers[dataset], at) for at in places]
+        return [self._row(self._readers[dataset], located) for located in places]
 
     def answer(self, line: bytes, _: object) -> Reply:
         """Reply to a request of `Apart`."""
@@ -65,13 +65,13 @@ class Here:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _row(self, reader: Reader, at: Located) -> Row | BadSample:
+    def _row(self, reader: Reader, located: Located) -> Row | BadSample:
         try:
-            record = reader.read(at)
+            record = reader.read(located)
         except (ValueError, OSError, MemoryError) as e:
-            return BadSample(str(e) or f"{at.place}: {one_line(e)}")
+            return BadSample(str(e) or f"{located.place}: {one_line(e)}")
         try:
-            fields = _fields(at, record, self._to_pieces(record.turns))
+            fields = _fields(located, record, self._to_pieces(record.turns))
             return fields, tuple(self._headers(*medium) for medium in record.media)
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}")
@@ -99,8 +99,10 @@ class Apart:
         )
         if not isinstance(rows, BadSample):
             return rows
+        if n == 1:
+            return [rows]
         # one of them hurts: each alone
-        return [rows] if n == 1 else [row for at in places for row in self.rows(dataset, [at])]
+        return [row for located in places for row in self.rows(dataset, [located])]
 
     def close(self) -> None:
         self._workers.close()
@@ -110,7 +112,7 @@ def _rows(n: int, kinds: Kinds, reply: Reply, _: object) -> list[Row | BadSample
     """What a process says of n records; ValueError for what none of ours says."""
     if len(reply.rows) != n:
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
-    of_record, of_medium = _most(kinds)
+    of_record, of_medium = _largest_numbers(kinds)
     for row in reply.rows:
         if not isinstance(row, str):
             _check(row[0], of_record)
@@ -120,24 +122,31 @@ def _rows(n: int, kinds: Kinds, reply: Reply, _: object) -> list[Row | BadSample
 
 
 @lru_cache
-def _most(kinds: Kinds) -> tuple[dict[str, int], dict[str, int]]:
+def _largest_numbers(kinds: Kinds) -> tuple[dict[str, int], dict[str, int]]:
     """Return the largest number that each column of a record, and of a medium, can hold."""
 
-    def most(columns: Mapping[str, type]) -> dict[str, int]:
+    def largest_of(columns: Mapping[str, type]) -> dict[str, int]:
         return {name: int(np.iinfo(np.dtype(dtype).name).max) for name, dtype in columns.items()}
 
-    return most(RECORDS), most(media_columns(kinds))
+    return largest_of(RECORDS), largest_of(media_columns(kinds))
 
 
-def _check(numbers: Mapping[str, int], most: Mapping[str, int]) -> None:
-    if numbers.keys() != most.keys() or any(not 0 <= v <= most[k] for k, v in numbers.items()):
+def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
+    if numbers.keys() != largest.keys() or any(
+        not 0 <= v <= largest[k] for k, v in numbers.items()
+    ):
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(at: Located, record: Record, pieces: Sequence[Piece]) -> dict[str, int]:
+def _fields(located: Located, record: Record, pieces: Sequence[Piece]) -> dict[str, int]:
     """The columns of a record."""
-    place = {"number": at.number, "file": at.file, "offset": at.offset, "size_bytes": at.size_bytes}
-    return {**place, "lot": lot(record.name, at.place), **text_counts(pieces)}
+    place = {
+        "number": located.number,
+        "file": located.file,
+        "offset": located.offset,
+        "size_bytes": located.size_bytes,
+    }
+    return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
 
 
 class _Headers:

@@ -74,9 +74,9 @@ def _times(ids: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """How often each id is among the numbers, int64 [ids]."""
     order = np.argsort(ids)
     place = np.searchsorted(ids, numbers, sorter=order)
-    found, place = place < len(ids), place.clip(max=len(ids) - 1)
+    is_inside, place = place < len(ids), place.clip(max=len(ids) - 1)
     place = order[place]
-    return np.bincount(place[found & (ids[place] == numbers)], minlength=len(ids))
+    return np.bincount(place[is_inside & (ids[place] == numbers)], minlength=len(ids))
 
 
 def _candidates(lots: Sequence[np.ndarray], wanted: Sequence[int], seed: int) -> np.ndarray:

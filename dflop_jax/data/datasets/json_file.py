@@ -57,12 +57,14 @@ class FileReader:
         if number < 0:
             raise ValueError(f"{file}: holds no records")
 
-    def read(self, at: Located) -> Record:
+    def read(self, located: Located) -> Record:
         try:
-            raw = parse_json(Blob(self.files[at.file], at.offset, at.size_bytes, at.place).read())
+            file = self.files[located.file]
+            blob = Blob(file, located.offset, located.size_bytes, located.place)
+            raw = parse_json(blob.read())
         except (ValueError, OSError) as e:
-            raise ValueError(f"{at.place}: {e}") from None
-        return parse_record(at.place, raw, self._roots.find, self._records)
+            raise ValueError(f"{located.place}: {e}") from None
+        return parse_record(located.place, raw, self._roots.find, self._records)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:

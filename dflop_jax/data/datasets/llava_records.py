@@ -70,12 +70,12 @@ class RecordFormat:
             if column not in names:
                 raise ValueError(f"no column {column!r}; there are {', '.join(map(str, names))}")
         chosen = dict(self.columns)
-        for name, own in self.names.items():
+        for name, spellings in self.names.items():
             if name in TEXTS and any(text in self.columns for text in TEXTS):
                 continue
-            found = [column for column in own if column in names]
-            if found:
-                chosen.setdefault(name, found[0])
+            present = [column for column in spellings if column in names]
+            if present:
+                chosen.setdefault(name, present[0])
         return chosen
 
 
@@ -104,35 +104,35 @@ def parse_record(
             raise ValueError("not a JSON object")
         fields = {field: raw[c] for field, c in records.chosen(raw).items()}
         name = record_name(place, fields)
-        turns, own = _turns(fields, records.kinds)
+        turns, inline = _turns(fields, records.kinds)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
-        if len(own) < len(tags) and not any(media.values()):
+        if len(inline) < len(tags) and not any(media.values()):
             media |= beside
-        if sum(map(len, media.values())) + len(own) > MAX_MEDIA:
+        if sum(map(len, media.values())) + len(inline) > MAX_MEDIA:
             raise ValueError(f"more than {MAX_MEDIA} media in one record")
-        if media["video"] and not media["image"] and "video" not in tags and not own:
+        if media["video"] and not media["image"] and "video" not in tags and not inline:
             # as LLaVA-NeXT writes videos
             tags = ["video" if t == "image" else t for t in tags]
             turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
         for kind, values in media.items():
-            wanted = sum(tag == kind and k not in own for k, tag in enumerate(tags))
+            wanted = sum(tag == kind and k not in inline for k, tag in enumerate(tags))
             if wanted != len(values):
                 raise ValueError(f"{wanted} <{kind}> tags for {len(values)} {kind}s")
         queues = {kind: iter(values) for kind, values in media.items()}
-        given = [own[k] if k in own else next(queues[tag]) for k, tag in enumerate(tags)]
-        found = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
-        return Record(name, turns, tuple(zip(tags, found, strict=True)))
+        given = [inline[k] if k in inline else next(queues[tag]) for k, tag in enumerate(tags)]
+        opened = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
+        return Record(name, turns, tuple(zip(tags, opened, strict=True)))
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from None
 
 
 def record_name(place: str, raw: Any) -> str:
     """Return its place (FILE:LINE or FILE[INDEX]), and the record's id if it has one."""
-    found = raw.get("id") if isinstance(raw, dict) else None
-    if not isinstance(found, str | int | float) or found == "":
+    record_id = raw.get("id") if isinstance(raw, dict) else None
+    if not isinstance(record_id, str | int | float) or record_id == "":
         return place
-    return f"{place} id={str(found)[:MAX_ID]}"
+    return f"{place} id={str(record_id)[:MAX_ID]}"
 
 
 def lot(name: str, place: str) -> int:
@@ -152,12 +152,12 @@ def check_split(split: str, n_held_out: int) -> None:
 def _turns(fields: Mapping[str, Any], kinds: Kinds) -> tuple[Turns, dict[int, Any]]:
     """Turns, and media that the text itself names by the number of their tag."""
     texts = {text: fields.get(text) for text in TEXTS}
-    found = next((text for text, raw in texts.items() if raw), "")
-    raw, own = texts.get(found), dict[int, Any]()
+    field = next((text for text, raw in texts.items() if raw), "")
+    raw, inline = texts.get(field), dict[int, Any]()
     if isinstance(raw, str):  # a column of JSON
         raw = parse_json(raw.encode())
-    if found == "messages":
-        turns, own = turns_of_messages(raw, tuple(kind.name for kind in kinds))
+    if field == "messages":
+        turns, inline = turns_of_messages(raw, tuple(kind.name for kind in kinds))
     else:
         turns = _conversation(raw)
     talk = turns[1:] if turns[0][0] == "system" else turns
@@ -167,7 +167,7 @@ def _turns(fields: Mapping[str, Any], kinds: Kinds) -> tuple[Turns, dict[int, An
         raise ValueError("turns do not alternate human, gpt up to an answer")
     if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
-    return turns, own
+    return turns, inline
 
 
 def _conversation(raw: Any) -> Turns:

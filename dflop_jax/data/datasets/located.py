@@ -44,6 +44,6 @@ class Reader(Protocol):
         """How messages call a record without reading it."""
         ...
 
-    def read(self, at: Located) -> Record:
+    def read(self, located: Located) -> Record:
         """Return a usable record. ValueError: its name and the reason why it is not usable."""
         ...

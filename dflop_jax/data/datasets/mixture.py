@@ -105,16 +105,16 @@ def subset_size(rule: str, n: int) -> int:
     """How many of `n` records a subset rule takes. ValueError for an unknown rule."""
     if rule == "all":
         return n
-    found = RULE.fullmatch(rule)
-    if not found:
+    match = RULE.fullmatch(rule)
+    if not match:
         raise ValueError(f"subset {rule!r} is not all, first:N, end:N or random:N (N or N%)")
-    amount = float(found[2])
-    if found[3]:
+    amount = float(match[2])
+    if match[3]:
         if amount > 100:
             raise ValueError(f"subset {rule!r} takes more than 100%")
         return ceil(amount * n / 100)
     if not amount.is_integer():
-        raise ValueError(f"subset {rule!r}: {found[2]} is no whole number; add % for a share")
+        raise ValueError(f"subset {rule!r}: {match[2]} is no whole number; add % for a share")
     return int(min(amount, n))
 
 
@@ -182,15 +182,15 @@ def short_names(parts: Sequence[Part]) -> list[str]:
     """Each part's name for people: its file's or folder's, with as many folders before it as tell
     it from the others; parts of one path are numbered."""
     steps = [PurePath(part.path).parts for part in parts]
-    found = []
-    for own in steps:
-        others = [s for s in steps if s != own]
-        n = next((k for k in range(1, len(own)) if all(s[-k:] != own[-k:] for s in others)), 0)
-        found.append("/".join(own[-n:]) if n else str(PurePath(*own)))
-    times = Counter(found)
+    names = []
+    for path in steps:
+        others = [s for s in steps if s != path]
+        n = next((k for k in range(1, len(path)) if all(s[-k:] != path[-k:] for s in others)), 0)
+        names.append("/".join(path[-n:]) if n else str(PurePath(*path)))
+    times = Counter(names)
     seen: Counter[str] = Counter()
-    for k, name in enumerate(found):
+    for k, name in enumerate(names):
         seen[name] += 1
         if times[name] > 1:
-            found[k] = f"{name} ({seen[name]})"
-    return found
+            names[k] = f"{name} ({seen[name]})"
+    return names

@@ -49,8 +49,8 @@ class ParquetFile:
             facts = self._file.metadata
             groups = [facts.row_group(g) for g in range(facts.num_row_groups)]
             sizes = [group.num_rows for group in groups]
-            most = min(8 * file.stat().st_size, MAX_ROWS)  # a bit each at least
-            if min(sizes, default=0) < 0 or sum(sizes) != facts.num_rows or facts.num_rows > most:
+            max_rows = min(8 * file.stat().st_size, MAX_ROWS)  # a bit each at least
+            if min(sizes, default=0) < 0 or not sum(sizes) == facts.num_rows <= max_rows:
                 raise ValueError(f"it claims {facts.num_rows:,} rows in groups of {sizes[:3]}")
             self._columns = choose(self._file.schema_arrow.names)
         self._starts = [0, *accumulate(sizes)]
@@ -72,13 +72,13 @@ class ParquetFile:
         if not 0 <= number < len(self):
             raise ValueError(f"there are {len(self):,} rows now; delete the index")
         group = bisect_right(self._starts, number) - 1
-        window, at = divmod(number - self._starts[group], self._at_once[group])
+        window, place = divmod(number - self._starts[group], self._at_once[group])
         with named("its row group cannot be decoded"):
             with self._one_at_a_time:
-                found = self._window(group, window)
-            if at >= found.num_rows:
+                rows = self._window(group, window)
+            if place >= rows.num_rows:
                 raise ValueError(f"it ends before row {number}")
-            values = found.slice(at, 1).to_pylist()[0]
+            values = rows.slice(place, 1).to_pylist()[0]
         return {field: values[column] for field, column in self._columns.items()}
 
     def _window(self, group: int, window: int) -> Any:

@@ -107,9 +107,9 @@ class _Pen:
     def __init__(self, rng: np.random.Generator, tile_px: int, limits: Limits) -> None:
         self.rng, self.px, self.limits = rng, tile_px, limits
 
-    def size(self, most: int = 9) -> tuple[int, int]:
-        """(width, height) that AnyRes gives 1, 3, 4, ... `most` + 1 tiles, few tiles more often."""
-        tiles = [1, *range(2, min(most, self.limits.max_tiles) + 1)]
+    def size(self, max_tiles: int = 9) -> tuple[int, int]:
+        """(width, height) that AnyRes gives 1, 3, 4, ... `max_tiles` + 1 tiles, few more often."""
+        tiles = [1, *range(2, min(max_tiles, self.limits.max_tiles) + 1)]
         n = _pick(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
         rows = _pick(self.rng, [r for r in tiles if n % r == 0])
         width, height = (
@@ -146,9 +146,9 @@ class _Pen:
         ]
         return self.canvas(size, *shapes)
 
-    def length(self, least: int, most: int) -> int:
-        """A heavy-tailed whole number: density falls as n^-2 from `least`, cut at `most`."""
-        return int(min(most, least / (1.0 - self.rng.random())))
+    def length(self, least: int, longest: int) -> int:
+        """A heavy-tailed whole number: density falls as n^-2 from `least`, cut at `longest`."""
+        return int(min(longest, least / (1.0 - self.rng.random())))
 
 
 def _colour(pen: _Pen) -> Scene:
@@ -194,12 +194,12 @@ def _same(pen: _Pen) -> Scene:
 
 def _which(pen: _Pen) -> Scene:
     n = pen.length(2, 8)
-    target, at = pen.colour(), int(pen.rng.integers(n))
+    target, which = pen.colour(), int(pen.rng.integers(n))
     pictures = tuple(
-        pen.one(pen.size(4), target if k == at else pen.colour(target), pen.kind())
+        pen.one(pen.size(4), target if k == which else pen.colour(target), pen.kind())
         for k in range(n)
     )
-    return Scene("which", pictures, f"Which picture is {target}?", str(at + 1))
+    return Scene("which", pictures, f"Which picture is {target}?", str(which + 1))
 
 
 def _direction(pen: _Pen) -> Scene:

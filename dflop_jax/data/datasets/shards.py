@@ -79,13 +79,13 @@ class ShardReader:
                 yield Located(f"{shard.name}:{name}", number, k, start, size)
                 number += 1
 
-    def read(self, at: Located) -> Record:
-        shard = self.files[at.file]
+    def read(self, located: Located) -> Record:
+        shard = self.files[located.file]
         members = {
             m.name: Blob(shard, m.offset_data, m.size, m.name)
-            for m in _members(shard, at.offset, at.offset + at.size_bytes)
+            for m in _members(shard, located.offset, located.offset + located.size_bytes)
         }
-        return _shard_record(at.place, members, self._records)
+        return _shard_record(located.place, members, self._records)
 
 
 class _Headers:

@@ -44,20 +44,20 @@ class TableReader:
         return f"{self.files[file].name}[{number}]"
 
     def locate(self) -> Iterator[Located]:
-        found = False
+        any_row = False
         for k in range(len(self.files)):
             for number in range(len(self._open(k))):
-                found = True
+                any_row = True
                 yield Located(self.place(k, number), number, k, 0, 0)
-        if not found:
+        if not any_row:
             raise ValueError(f"{self.name}: holds no rows")
 
-    def read(self, at: Located) -> Record:
+    def read(self, located: Located) -> Record:
         try:
-            row = self._opened(at.file).row(at.number)
+            row = self._opened(located.file).row(located.number)
         except (ValueError, OSError) as e:
-            raise ValueError(f"{at.place}: {e}") from None
-        return parse_record(at.place, row, self._roots.find, self._renamed)
+            raise ValueError(f"{located.place}: {e}") from None
+        return parse_record(located.place, row, self._roots.find, self._renamed)
 
     def _open(self, file: int) -> ParquetFile | ArrowFile:
         path = self.files[file]

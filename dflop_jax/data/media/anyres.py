@@ -196,14 +196,16 @@ def _best(widths: np.ndarray, heights: np.ndarray, spec: AnyRes) -> np.ndarray:
         raise ValueError("a picture of 0 pixels has nothing to tile")
     w, h = widths[:, None], heights[:, None]
     grid_h, grid_w = np.array(spec.pinpoints).T
-    kept = _kept(w, h, spec)
-    most = kept.max(1, keepdims=True)
-    if len(most) and most.min() < 1:
-        k = int(most[:, 0].argmin())
+    kept_pixels = _kept(w, h, spec)
+    most_kept = kept_pixels.max(1, keepdims=True)
+    if len(most_kept) and most_kept.min() < 1:
+        k = int(most_kept[:, 0].argmin())
         raise ValueError(
             f"a picture of {widths[k]}x{heights[k]} pixels is too thin for any grid; crop it"
         )
-    wasted = np.where(kept == most, grid_h * grid_w - kept, np.iinfo(np.int64).max)
+    wasted = np.where(
+        kept_pixels == most_kept, grid_h * grid_w - kept_pixels, np.iinfo(np.int64).max
+    )
     return np.array(spec.pinpoints)[wasted.argmin(1)]
 
 

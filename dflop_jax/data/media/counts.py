@@ -118,13 +118,13 @@ def described(table: ShapeTable, row: int) -> str:
     return ", ".join(kind.described(header) for kind, header in table.headers(row))
 
 
-def most_demanding(asks: np.ndarray, most: int) -> list[int]:
+def most_demanding(asks: np.ndarray, limit: int) -> list[int]:
     """Rows of int [n, kinds] such that every row asks for no more of any kind than one of them;
-    the `most` greatest of them at most."""
+    the `limit` greatest of them at most."""
     scaled = asks / np.maximum(asks.max(axis=0, initial=0), 1)
     left = np.arange(len(asks))
     chosen: list[int] = []
-    while len(left) and len(chosen) < most:
+    while len(left) and len(chosen) < limit:
         top = int(left[scaled[left].sum(axis=1).argmax()])
         chosen.append(top)
         left = left[(asks[left] > asks[top]).any(axis=1)]

@@ -99,9 +99,9 @@ def cut_tiles(image: Image.Image, spec: DynamicTiling) -> np.ndarray:
 
 def _arrangements(spec: DynamicTiling) -> list[tuple[int, int]]:
     """(cols, rows) in the order in which ties are broken."""
-    most = range(1, spec.max_tiles + 1)
-    found = [(c, r) for c in most for r in most if spec.min_tiles <= c * r <= spec.max_tiles]
-    return sorted(found, key=lambda g: g[0] * g[1])
+    sides = range(1, spec.max_tiles + 1)
+    grids = [(c, r) for c in sides for r in sides if spec.min_tiles <= c * r <= spec.max_tiles]
+    return sorted(grids, key=lambda g: g[0] * g[1])
 
 
 def _layout(tile_px: int, tokens_per_tile: int, max_tiles: int) -> DynamicTiling:

@@ -310,8 +310,11 @@ class NativeMedium(Medium):
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         n = self.native
         if kind == IMAGE.name:
-            least, most = ceil(sqrt(n.min_pixels) / n.block_px), isqrt(n.max_pixels) // n.block_px
-            sides = n.block_px * np.array([*range(least, most), most])
+            smallest, largest = (
+                ceil(sqrt(n.min_pixels) / n.block_px),
+                isqrt(n.max_pixels) // n.block_px,
+            )
+            sides = n.block_px * np.array([*range(smallest, largest), largest])
             return {"width": sides, "height": sides}
         totals = np.arange(n.frames, n.max_frames + 1, n.frames)
         facts = (*FRAME, 0, round(1000 * n.frames_per_s), 1000)

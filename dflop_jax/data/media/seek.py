@@ -134,9 +134,9 @@ def _closed(stream: VideoStream, packet: Packet) -> bool:
     if head[:1] != b"\x01":  # start codes between the units
         units = (part[:1] for part in data.split(b"\x00\x00\x01")[1:])
         return any(u and u[0] & 31 == H264_IDR for u in units)
-    width, at = (head[4] & 3) + 1, 0
-    while at + width < len(data):
-        if data[at + width] & 31 == H264_IDR:
+    width, offset = (head[4] & 3) + 1, 0
+    while offset + width < len(data):
+        if data[offset + width] & 31 == H264_IDR:
             return True
-        at += width + int.from_bytes(data[at : at + width], "big")
+        offset += width + int.from_bytes(data[offset : offset + width], "big")
     return False

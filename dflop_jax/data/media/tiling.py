@@ -45,8 +45,8 @@ def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[
             if rows * cols == 1:  # would only repeat the base tile
                 continue
             w, h = fit(width, height, cols * tile_px, rows * tile_px)
-            kept = min(w * h, width * height)
-            key = (kept, kept - rows * cols * tile_px**2)
+            kept_pixels = min(w * h, width * height)
+            key = (kept_pixels, kept_pixels - rows * cols * tile_px**2)
             if key > best_key:
                 best, best_key = (rows, cols), key
     return best

@@ -93,9 +93,9 @@ def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
     )
 
 
-def with_text(tokens: TokenSources, at: np.ndarray) -> TokenSources:
-    """The tokens with room for text: one token that has no source before each place of `at`."""
-    return TokenSources(*(np.insert(a, at, 0, axis=0) for a in _arrays(tokens)))
+def with_text(tokens: TokenSources, places: np.ndarray) -> TokenSources:
+    """The tokens with room for text: one token that has no source before each place of `places`."""
+    return TokenSources(*(np.insert(a, places, 0, axis=0) for a in _arrays(tokens)))
 
 
 def with_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
@@ -115,8 +115,8 @@ def _arrays(tokens: TokenSources) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(lower, upper, weight of the upper) of each output; float32 as the reference computes it."""
     scale = np.float32(n_in) / np.float32(max(n_out, 1))
-    at = np.maximum(
+    centre = np.maximum(
         scale * (np.arange(n_out, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0
     )
-    lower = np.minimum(at.astype(np.int64), n_in - 1)
-    return lower, np.minimum(lower + 1, n_in - 1), (at - lower).astype(np.float32)
+    lower = np.minimum(centre.astype(np.int64), n_in - 1)
+    return lower, np.minimum(lower + 1, n_in - 1), (centre - lower).astype(np.float32)

@@ -61,20 +61,20 @@ def read_numbered(
     sought_ones = _sought_tiles(path, numbered(numbers), lambda f: convert(f.to_image()))
     if sought_ones is not None:
         return np.stack(sought_ones)
-    found: list[np.ndarray] = []
+    frames: list[np.ndarray] = []
     reason = "it has fewer frames than it states"
     with opened(path, "video") as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         try:
             for number, frame in enumerate(container.decode(stream)):
-                if times := sum(n == number for n in numbers[len(found) :]):
-                    found += [convert(frame.to_image())] * times
-                if len(found) == len(numbers):
+                if times := sum(n == number for n in numbers[len(frames) :]):
+                    frames += [convert(frame.to_image())] * times
+                if len(frames) == len(numbers):
                     break
         except av.FFmpegError as e:
             reason = one_line(e)
-    return _filled(path, found, len(numbers), reason)
+    return _filled(path, frames, len(numbers), reason)
 
 
 def read_frames(

@@ -117,8 +117,8 @@ class ChatTokenizer:
         text, spans = self._template.render(messages)
         if not spans:
             spans = tuple(self._answer_spans(messages, text))
-        ids, at = self._encode_rendered(text)
-        begins, ends = at.T
+        ids, characters = self._encode_rendered(text)
+        begins, ends = characters.T
         supervised = np.zeros(len(ids), bool)
         for begin, end in spans:
             inside = np.flatnonzero((ends > begin) & (begins < end))
@@ -150,11 +150,11 @@ class ChatTokenizer:
         queues = {i: iter(ks) for i, ks in places.items()}
         pieces: list[Piece] = []
         start = 0
-        for at in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
-            pieces += _runs(ids[start:at], supervised[start:at])
-            start = at + 1
-            if at < len(ids):
-                medium = next(queues[int(ids[at])], -1)
+        for place in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
+            pieces += _runs(ids[start:place], supervised[start:place])
+            start = place + 1
+            if place < len(ids):
+                medium = next(queues[int(ids[place])], -1)
                 if medium < 0:
                     raise ValueError(f"{self.folder}: chat template repeats a medium")
                 stands = Piece(medium=medium)
@@ -207,7 +207,7 @@ class ChatTokenizer:
     def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [t] and the characters each stands for, int [t, 2]."""
         ids: list[int] = []
-        at: list[Span] = []
+        characters: list[Span] = []
         start = 0
         for match in [*self._special.finditer(text), None]:
             segment = text[start : match.start() if match else len(text)]
@@ -218,44 +218,48 @@ class ChatTokenizer:
                     "lacks; take both files from one model"
                 )
             # places of the characters that stay, and the end of the segment
-            kept: Sequence[int] = range(start, start + len(segment))
+            staying: Sequence[int] = range(start, start + len(segment))
             if BREAK in segment:
-                kept = [k for k, c in zip(kept, segment, strict=True) if c != BREAK]
+                staying = [k for k, c in zip(staying, segment, strict=True) if c != BREAK]
             encoding = encoded(self._tokenizer, segment.replace(BREAK, ""))
             ids += encoding.ids
-            at += [(kept[b], kept[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets]
+            characters += [
+                (staying[b], staying[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets
+            ]
             if match:
                 assert match.lastindex is not None
                 ids.append(self._special_ids[match.lastindex - 1])
-                at.append(match.span(match.lastindex))
+                characters.append(match.span(match.lastindex))
                 start = match.end()
-        return np.array(ids, np.int32), np.array(at, np.int64).reshape(-1, 2)
+        return np.array(ids, np.int32), np.array(characters, np.int64).reshape(-1, 2)
 
     def _collect_special(self) -> None:
         """Patterns of the special tokens: as encoding finds them, and as text spells them."""
         placeholders = {t for t in self._tokens.values() if t}
-        found = [
+        special = [
             (i, token)
             for i, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.content and (token.special or token.content in placeholders)
         ]
-        found.sort(key=lambda item: -len(item[1].content))  # the longest that matches
-        self._special_ids = [i for i, _ in found]
+        special.sort(key=lambda item: -len(item[1].content))  # the longest that matches
+        self._special_ids = [i for i, _ in special]
         space = {True: r"\s*", False: ""}
-        patterns = (f"{space[t.lstrip]}({re.escape(t.content)}){space[t.rstrip]}" for _, t in found)
+        patterns = (
+            f"{space[t.lstrip]}({re.escape(t.content)}){space[t.rstrip]}" for _, t in special
+        )
         self._special = re.compile("|".join(patterns) or "(?!)")
-        spelled = [re.escape(t.content) for _, t in found]
+        spelled = [re.escape(t.content) for _, t in special]
         self._spelled = re.compile("|".join([*spelled, LOOKS_SPECIAL.pattern]))
 
     def _placeholder(self, kind: str, named: Mapping[str, str]) -> str | None:
-        own = named.get(f"context_{kind}_token") or named.get(f"{kind}_token")
-        candidates = (own,) if own else self._kinds[kind].placeholders
+        configured = named.get(f"context_{kind}_token") or named.get(f"{kind}_token")
+        candidates = (configured,) if configured else self._kinds[kind].placeholders
         return next((t for t in candidates if self._tokenizer.token_to_id(t) is not None), None)
 
     def _id(self, token: str) -> int:
-        found = self._tokenizer.token_to_id(token)
-        assert found is not None, token
-        return found
+        number = self._tokenizer.token_to_id(token)
+        assert number is not None, token
+        return number
 
 
 def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:

@@ -68,8 +68,8 @@ class FileTokenizer:
         self._tokenizer = load_tokenizer(path)
         ids = {}
         for name, names in SPECIAL_TOKENS.items():
-            found = (self._tokenizer.token_to_id(n) for n in names)
-            ids[name] = next((i for i in found if i is not None), -1)
+            known = (self._tokenizer.token_to_id(n) for n in names)
+            ids[name] = next((i for i in known if i is not None), -1)
             if ids[name] < 0:
                 raise ValueError(
                     f"{path}: lacks {' or '.join(names)}; add it to added_tokens as a special one"

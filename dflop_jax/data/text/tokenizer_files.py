@@ -19,13 +19,13 @@ def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
     ValueError when it is something else.
     """
     with named(f"{file}: not a tokenizer.json"):
-        found = tokenizers.Tokenizer.from_buffer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
-        found.encode_special_tokens = True
-        found.no_truncation()
-        found.no_padding()
-        if not found.get_vocab_size(with_added_tokens=True):
+        tokenizer = tokenizers.Tokenizer.from_buffer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if not tokenizer.get_vocab_size(with_added_tokens=True):
             raise ValueError("it has no tokens")
-    return found
+    return tokenizer
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
@@ -64,23 +64,23 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the special tokens that a tokenizer_config.json gives."""
     extra = config.get("extra_special_tokens")
     everything = {**config, **extra} if isinstance(extra, dict) else config
-    found = {}
+    tokens = {}
     for name, value in everything.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str) and text:
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 def listed_tokens(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(field, text) of the special tokens that a tokenizer_config.json gives no names."""
-    found = []
+    tokens = []
     for field in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(field)
         for value in listed if isinstance(listed, list) else []:
             text = value.get("content") if isinstance(value, dict) else value
-            found += [(field, text)] if isinstance(text, str) else []
-    return found
+            tokens += [(field, text)] if isinstance(text, str) else []
+    return tokens
 
 
 def template_source(folder: Path, config: Mapping[str, Any]) -> str:
@@ -92,15 +92,15 @@ def template_source(folder: Path, config: Mapping[str, Any]) -> str:
     if file.is_file():
         with named(f"{file}: not a template"):
             return read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
-    found = config.get("chat_template") or read_json(folder / "chat_template.json").get(
+    template = config.get("chat_template") or read_json(folder / "chat_template.json").get(
         "chat_template"
     )
-    if isinstance(found, list):  # several named ones
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    if not isinstance(found, str):
+    if isinstance(template, list):  # several named ones
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
         raise ValueError(
             f"{folder}: no chat template; put the model's chat_template.jinja beside tokenizer.json"
         )
-    return found
+    return template

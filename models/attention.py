@@ -62,8 +62,8 @@ def attention(
     chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=segment_ids is not None)
     if chosen != "xla" and q_BTNH.size:
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
-        found = Kernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
-        return attend(found, q_BTNH, k_BSKH, v_BSKH, segment_ids)
+        chosen_kernel = Kernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
+        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids)
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
         out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)

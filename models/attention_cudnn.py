@@ -48,7 +48,7 @@ def _binding() -> _Binding | None:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
         lowering = inspect.signature(cudnn._dot_product_attention_fwd_cuda_lowering).parameters
-        found = cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p
+        primitives = cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p
         layout = cudnn.AttentionLayout.BTNH.value
         masks = cudnn.MaskType
     except (ImportError, AttributeError):
@@ -64,7 +64,9 @@ def _binding() -> _Binding | None:
         return None
     if not {m.name for m in masks} >= {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}:
         return None
-    return _Binding(*found, masks, constant | {name: newer[name] for name in options & {*newer}})
+    return _Binding(
+        *primitives, masks, constant | {name: newer[name] for name in options & {*newer}}
+    )
 
 
 _BINDING = _binding()

@@ -87,10 +87,10 @@ def forward_kernel(
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, total = carry
-        at = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if q_ids is None else (q_ids, ids_ref[at])
+        block = pl.ds(j * blocks.visited, blocks.visited)
+        ids = None if q_ids is None else (q_ids, ids_ref[block])
         scores, mask = _scores(
-            q, k_ref[at, :], scale, first, j * blocks.visited, ids, causal=causal
+            q, k_ref[block, :], scale, first, j * blocks.visited, ids, causal=causal
         )
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
@@ -99,7 +99,7 @@ def forward_kernel(
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
         shrink = jnp.exp2(peak - higher)
-        v = v_ref[at, :]
+        v = v_ref[block, :]
         out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
@@ -141,17 +141,17 @@ def kv_kernel(
 
     def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
-        at = pl.ds(i * blocks.visited, blocks.visited)
-        ids = None if k_ids is None else (k_ids, ids_ref[at])
-        q, dout = q_ref[at, g, :], dout_ref[at, g, :]
+        block = pl.ds(i * blocks.visited, blocks.visited)
+        ids = None if k_ids is None else (k_ids, ids_ref[block])
+        q, dout = q_ref[block, g, :], dout_ref[block, g, :]
         scores, mask = _scores(
             k, q, scale, first, i * blocks.visited, ids, causal=causal, keys=True
         )
-        weights = jnp.exp2(scores - log_sum_ref[g, at][None, :])
+        weights = jnp.exp2(scores - log_sum_ref[g, block][None, :])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
         dv = dv + _dot(weights.astype(dout.dtype), dout)
-        dscores = weights * (_dot(v, dout.T) - own_ref[g, at][None, :])
+        dscores = weights * (_dot(v, dout.T) - own_ref[g, block][None, :])
         return dk + _dot(dscores.astype(q.dtype), q), dv
 
     def head(g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -183,18 +183,18 @@ def q_kernel(
     i = pl.program_id(0)
     first = i * blocks.held
     q, dout = q_ref[...], dout_ref[...]
-    log_sum, own = log_sum_ref[...], own_ref[...]
+    log_sum, weighted = log_sum_ref[...], own_ref[...]
     q_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
 
     def visit(j: Array, dq: Array) -> Array:
-        at = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if q_ids is None else (q_ids, ids_ref[at])
-        k, v = k_ref[at, :], v_ref[at, :]
+        block = pl.ds(j * blocks.visited, blocks.visited)
+        ids = None if q_ids is None else (q_ids, ids_ref[block])
+        k, v = k_ref[block, :], v_ref[block, :]
         scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, causal=causal)
         weights = jnp.exp2(scores - log_sum[:, None])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
-        dscores = weights * (_dot(dout, v.T) - own[:, None])
+        dscores = weights * (_dot(dout, v.T) - weighted[:, None])
         return dq + _dot(dscores.astype(k.dtype), k)
 
     dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, jnp.zeros(q.shape, jnp.float32))

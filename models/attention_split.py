@@ -68,23 +68,23 @@ def _forward(
     run: Callable[..., tuple[Array, Tree]] = alone
     if split.ways > 1:
 
-        def own(q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Tree]:
+        def on_rank(q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Tree]:
             return alone(q, split.pick(k), split.pick(v), _varying(ids))
 
-        run = _opaque(own, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
+        run = _opaque(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
     out, saved = checkpoint_name(run(q, k, v, ids), SAVED)
     return out, (q, k, v, ids, out, saved)
 
 
 def _backward(
-    kernel: Kernel, kept: tuple[Tree, ...], dout: Array
+    kernel: Kernel, residuals: tuple[Tree, ...], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    split = _Split.of(*kept[:2])
+    split = _Split.of(*residuals[:2])
     alone = partial(kernel.backward, **kernel.options)
     run: Callable[..., tuple[Array, Array, Array]] = alone
     if split.ways > 1:
 
-        def own(
+        def on_rank(
             q: Array, k: Array, v: Array, ids: Array | None, out: Array, saved: Tree, dout: Array
         ) -> tuple[Array, Array, Array]:
             k, v = split.pick(k), split.pick(v)
@@ -92,8 +92,8 @@ def _backward(
             return dq, split.put_back(dk), split.put_back(dv)
 
         kv = split.spec
-        run = _opaque(own, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv))
-    return (*run(*kept, dout), None)
+        run = _opaque(on_rank, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv))
+    return (*run(*residuals, dout), None)
 
 
 attend.defvjp(_forward, _backward)

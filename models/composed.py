@@ -40,14 +40,14 @@ class Composed:
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
         """In topological order; the LLM has a line end where pictures are laid out in lines."""
         s, kernel = self.size, self.attention_kernel
-        found: dict[str, VisionModule | AudioModule | DecoderModule] = {}
+        modules: dict[str, VisionModule | AudioModule | DecoderModule] = {}
         if s.vision:
-            found["vision"] = VisionModule(s.vision, s.decoder.width, self.dtype, kernel)
+            modules["vision"] = VisionModule(s.vision, s.decoder.width, self.dtype, kernel)
         if s.audio:
-            found["audio"] = AudioModule(s.audio, s.decoder.width, self.dtype, kernel)
+            modules["audio"] = AudioModule(s.audio, s.decoder.width, self.dtype, kernel)
         newline = s.layout == "anyres"
-        found["llm"] = DecoderModule(s.decoder, self.dtype, self.lora, newline, kernel)
-        return found
+        modules["llm"] = DecoderModule(s.decoder, self.dtype, self.lora, newline, kernel)
+        return modules
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -123,9 +123,9 @@ def made(
     Raises:
       ValueError: unknown size, dtype or kernel; the message lists the known ones.
     """
-    found = (folder_size(size, family.kind) if family.kind else None) or family.find(size)
+    model_size = (folder_size(size, family.kind) if family.kind else None) or family.find(size)
     kernel = known_kernel(attention_kernel)
-    return cls(found, known_dtype(dtype), attention_kernel=kernel)
+    return cls(model_size, known_dtype(dtype), attention_kernel=kernel)
 
 
 def known_dtype(name: str) -> jnp.dtype:

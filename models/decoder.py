@@ -228,11 +228,11 @@ class DecoderModule:
         """One layer, by `attend` in place of the module's own attention where it is given; `params`
         may hold its "adapter" beside the parameters of "layers"."""
         fields = [batch[name] for name in self.inputs["layers"]]
-        own = {name: tree for name, tree in params.items() if name != "adapter"}
+        main = {name: tree for name, tree in params.items() if name != "adapter"}
         adapter = params.get("adapter")
         lora = None if adapter is None else self.lora
         block = Block(self.size, self.dtype, lora, attend or self.attend)
-        return apply(block, own, x, *fields, adapter=adapter)
+        return apply(block, main, x, *fields, adapter=adapter)
 
     @property
     def inlets(self) -> Mapping[str, int]:

@@ -26,8 +26,8 @@ def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
     return embed(table, tokens), (table[:, :0], tokens)
 
 
-def _backward(kept: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
-    like, tokens = kept
+def _backward(residuals: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
+    like, tokens = residuals
     vocab, width = like.shape[0], dx.shape[-1]
     tokens = jnp.clip(tokens.reshape(-1), 0, vocab - 1)
     order = jnp.argsort(tokens)

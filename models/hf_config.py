@@ -184,8 +184,8 @@ class ConfigRules:
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
         """(key, value of `config`, value of `ours`) of every key that disagrees."""
-        found, mine = self.read(config), self.read(ours)
-        return [(k, found[k], mine[k]) for k in found if not _equal(found[k], mine[k])]
+        theirs, mine = self.read(config), self.read(ours)
+        return [(k, theirs[k], mine[k]) for k in theirs if not _equal(theirs[k], mine[k])]
 
 
 def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -223,5 +223,5 @@ def rules(kind: str, *, wraps: str | None = None, **below: str) -> ConfigRules:
 
 def without(rules: ConfigRules, key: str) -> ConfigRules:
     """The same rules, but a key is not compared."""
-    kept = {k: v for k, v in rules.defaults.items() if k != key}
-    return replace(rules, defaults=kept)
+    defaults = {k: v for k, v in rules.defaults.items() if k != key}
+    return replace(rules, defaults=defaults)

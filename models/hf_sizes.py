@@ -106,10 +106,10 @@ def audio_config(s: AudioSize) -> dict[str, Any]:
 
 
 def _numbers(c: Config, key: str) -> tuple[int, ...]:
-    found = c[key]
-    if not isinstance(found, list) or not all(type(n) is int for n in found):
-        raise ValueError(f"{key} is {found!r}; it must be a list of whole numbers")
-    return tuple(found)
+    numbers = c[key]
+    if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+        raise ValueError(f"{key} is {numbers!r}; it must be a list of whole numbers")
+    return tuple(numbers)
 
 
 def _decoder(c: Config) -> DecoderSize:
@@ -244,11 +244,11 @@ def folder_size(folder: str, kind: str) -> ModelSize | Qwen3VLSize | None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{file}: not JSON ({e}); download it again") from None
-    found = config.get("model_type") if isinstance(config, dict) else None
-    if found != kind:
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type != kind:
         raise ValueError(
-            f"{file}: model_type is {found!r}, this model's is {kind!r}; choose the factory of "
-            "that kind in models/"
+            f"{file}: model_type is {model_type!r}, this model's is {kind!r}; choose the factory "
+            "of that kind in models/"
         )
     try:
         return READERS[kind](config)

@@ -166,7 +166,7 @@ class Rule:
 def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[Tensor]:
     """The tensors of a module of the contract, called `key` in its model."""
     shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
-    found = []
+    tensors = []
     for rule in rules:
         path = tuple(rule.path.split("/"))
         shape = shapes[rule.part].get(path)
@@ -176,8 +176,8 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
         layers = range(module.n_layers) if rule.part == "layers" else (None,)
         for layer in layers:
             name = prefix + rule.name.format(layer)
-            found.append(Tensor(name, key, rule.part, path, layer, layout))
-    return found
+            tensors.append(Tensor(name, key, rule.part, path, layer, layout))
+    return tensors
 
 
 def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Reshaping:

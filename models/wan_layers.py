@@ -60,12 +60,12 @@ def of_piece(x_BTW: Array, segment_ids: Array, first: int, n: int) -> Array:
     does not change.
     """
     B, T, W = x_BTW.shape
-    most = max(1, T // LEAST_PIECE)
-    own_BTS = segment_ids[..., None] == jnp.arange(1, most + 1)[None, None]
+    max_pieces = max(1, T // LEAST_PIECE)
+    own_BTS = segment_ids[..., None] == jnp.arange(1, max_pieces + 1)[None, None]
     start_BS = jnp.argmax(own_BTS, axis=1)
     place = (start_BS[..., None] + first + jnp.arange(n)[None, None]).reshape(B, -1, 1)
     values = jnp.take_along_axis(x_BTW, jnp.minimum(place, T - 1), axis=1)
-    values = values.reshape(B, most, n, W).astype(jnp.float32)
+    values = values.reshape(B, max_pieces, n, W).astype(jnp.float32)
     share = own_BTS.astype(jnp.float32)
     return jnp.einsum("BTS,BSnW->BTnW", share, values, precision=jax.lax.Precision.HIGHEST)
 
@@ -118,8 +118,8 @@ class Entry(nn.Module):
         )
         moment = linear(s.width, width, "time_out")(jax.nn.silu(moment))
         shifts = linear(s.width, (SHIFTS, s.width), "shifts", None, "embed")(jax.nn.silu(moment))
-        own = role[..., None] == jnp.arange(1, SHIFTS + 1)[None, None]
-        x = jnp.sum(jnp.where(own[..., None], shifts, jnp.zeros_like(shifts)), axis=2)
+        has_role = role[..., None] == jnp.arange(1, SHIFTS + 1)[None, None]
+        x = jnp.sum(jnp.where(has_role[..., None], shifts, jnp.zeros_like(shifts)), axis=2)
         for kind, values in ((TIME_TOKENS, moment), (TEXT, words), (CLIP, clip)):
             x = jnp.where((role == kind)[..., None], values, x)
         return x

@@ -130,17 +130,17 @@ def read_config(config: Mapping[str, Any]) -> WanSize:
     Raises:
       ValueError: a transformer of another form, such as one that pictures condition.
     """
-    found = CONFIG_RULES.read(config)
+    values = CONFIG_RULES.read(config)
     size = WanSize(
-        found["num_attention_heads"],
-        found["attention_head_dim"],
-        found["num_layers"],
-        found["ffn_dim"],
-        channels=found["in_channels"],
-        patch=tuple(found["patch_size"]),
-        text_width=found["text_dim"],
-        freq_dim=found["freq_dim"],
-        norm_eps=found["eps"],
+        values["num_attention_heads"],
+        values["attention_head_dim"],
+        values["num_layers"],
+        values["ffn_dim"],
+        channels=values["in_channels"],
+        patch=tuple(values["patch_size"]),
+        text_width=values["text_dim"],
+        freq_dim=values["freq_dim"],
+        norm_eps=values["eps"],
     )
     if wrong := CONFIG_RULES.mismatches(config, wan_config(size)):
         key, theirs, ours = wrong[0]

@@ -217,7 +217,7 @@ def data_factory_of(model: MultimodalModel) -> str:
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
     """The model's edges as records; ValueError when one names no module or tap of it."""
-    found = []
+    edges = []
     for facts in model.edges:
         source = model.modules.get(facts["source"])
         tap = facts.get("tap", "")
@@ -226,8 +226,8 @@ def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
         if tap and tap not in taps_of(source):
             raise ValueError(f"edge {dict(facts)}: {facts['source']!r} has no tap {tap!r}")
         leaves = {"leaves": taps_of(source)[tap]} if tap else {}
-        found.append(Edge(**{**facts, **leaves}))
-    return tuple(found)
+        edges.append(Edge(**{**facts, **leaves}))
+    return tuple(edges)
 
 
 # Logical axis names that tensor parallelism splits over the mesh axis "model".

@@ -195,7 +195,7 @@ def find_hardware(name: str) -> Hardware:
     Raises:
       ValueError: no such row; the message lists the known ones.
     """
-    found = HARDWARE.get(name.strip().lower())
-    if found is None:
+    hardware = HARDWARE.get(name.strip().lower())
+    if hardware is None:
         raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}")
-    return found
+    return hardware

@@ -34,10 +34,10 @@ def load(kind: type[T], path: str | Path) -> T:
         raise ValueError(f"{path}: {(e.strerror or str(e)).lower()}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
-    found = raw.get("record") if isinstance(raw, dict) else None
-    if found != kind.__name__:
-        raise ValueError(f"{path}: holds {found or 'no record'}, expected {kind.__name__}")
-    if (version := raw.get("version")) != (ours := _version(found)):
+    name = raw.get("record") if isinstance(raw, dict) else None
+    if name != kind.__name__:
+        raise ValueError(f"{path}: holds {name or 'no record'}, expected {kind.__name__}")
+    if (version := raw.get("version")) != (ours := _version(name)):
         raise ValueError(f"{path}: version {version}, this program reads {ours}; make it again")
     try:
         return from_plain(raw.get("value"), kind)

@@ -77,7 +77,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
 
     What all segments of a module hold alike (the optimizer's count) is listed with the first.
     """
-    found: list[StateArray] = []
+    arrays: list[StateArray] = []
     names: set[str] = set()
     for name, segment in ex.programs.segments.items():
         s = segment.plan
@@ -97,8 +97,8 @@ def state_arrays(ex: Executor) -> list[StateArray]:
                 layers = n if stacked else None
                 saves = stacked or array not in names
                 names.add(array)
-                found.append(StateArray(array, name, kind, i, struct, s.start, layers, saves))
-    return found
+                arrays.append(StateArray(array, name, kind, i, struct, s.start, layers, saves))
+    return arrays
 
 
 def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
@@ -225,10 +225,10 @@ class Checkpointer:
             part = self._store.write(step, list(self._specs.values()), pieces, self._peers.process)
         except OSError as e:
             trouble = str(e)
-        found = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
+        written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
         if not self._peers.is_hub:
             return None
-        parts = [msgspec.json.decode(v, type=tuple[Part | None, str]) for v in found]
+        parts = [msgspec.json.decode(v, type=tuple[Part | None, str]) for v in written]
         known = meta.result()
         try:
             if all(p for p, _ in parts):
@@ -276,10 +276,10 @@ class Checkpointer:
         self._ex.share_tied()
 
     def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
-        found: dict[tuple[str, str], list[StateArray]] = {}
+        by_tree: dict[tuple[str, str], list[StateArray]] = {}
         for a in self._arrays:
-            found.setdefault((a.segment, a.kind), []).append(a)
-        return found
+            by_tree.setdefault((a.segment, a.kind), []).append(a)
+        return by_tree
 
     @staticmethod
     def _read(reader: Reader, a: StateArray) -> jax.Array:

@@ -185,11 +185,11 @@ def by_name(specs: Iterable[ArraySpec]) -> dict[str, ArraySpec]:
     Raises:
       ValueError: two of one name.
     """
-    found: dict[str, ArraySpec] = {}
+    named: dict[str, ArraySpec] = {}
     for spec in sorted(specs, key=lambda s: s.name):
-        require(spec.name not in found, f"array {spec.name}: two specs have this name")
-        found[spec.name] = spec
-    return found
+        require(spec.name not in named, f"array {spec.name}: two specs have this name")
+        named[spec.name] = spec
+    return named
 
 
 def digest_specs(specs: Mapping[str, ArraySpec], names: Iterable[str]) -> str:

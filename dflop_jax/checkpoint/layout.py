@@ -73,21 +73,21 @@ def intersect(
 
 
 def split_box(
-    start: Index, shape: Index, strides: Sequence[int], most: int
+    start: Index, shape: Index, strides: Sequence[int], max_span: int
 ) -> Iterator[tuple[Index, Index]]:
-    """Cut a box, halving its first dims first, until each part spans at most `most` in memory.
+    """Cut a box, halving its first dims first, until each part spans at most `max_span` in memory.
 
     `strides` are those of C order; a single element is never cut.
     """
     span = sum((n - 1) * s for n, s in zip(shape, strides))
     wide = next((d for d, n in enumerate(shape) if n > 1), None)
-    if span < most or wide is None:
+    if span < max_span or wide is None:
         yield start, shape
         return
     half = shape[wide] // 2
     for low, n in ((start[wide], half), (start[wide] + half, shape[wide] - half)):
         there = (*start[:wide], low, *start[wide + 1 :])
-        yield from split_box(there, (*shape[:wide], n, *shape[wide + 1 :]), strides, most)
+        yield from split_box(there, (*shape[:wide], n, *shape[wide + 1 :]), strides, max_span)
 
 
 def check_whole(specs: Mapping[str, ArraySpec], parts: Sequence[Part]) -> None:
@@ -115,7 +115,7 @@ def _check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
     """Count the pieces that cover each cell of the grid that all their edges make."""
     edges = []
     for d, n in enumerate(spec.shape):
-        inner = (at for p in pieces for at in (p.start[d], p.start[d] + p.shape[d]))
+        inner = (edge for p in pieces for edge in (p.start[d], p.start[d] + p.shape[d]))
         edges.append(np.unique([0, n, *inner]))
     count = np.zeros([len(e) - 1 for e in edges], np.int32)
     for p in pieces:

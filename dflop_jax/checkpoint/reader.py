@@ -91,8 +91,8 @@ class Reader:
         data = np.empty(n_bytes, np.uint8)
         done = 0
         while done < n_bytes:
-            block, at = divmod(offset + done, BLOCK_BYTES)
-            part = self._block(process, block)[at : at + n_bytes - done]
+            block, start = divmod(offset + done, BLOCK_BYTES)
+            part = self._block(process, block)[start : start + n_bytes - done]
             data[done : done + len(part)] = np.frombuffer(part, np.uint8)
             done += len(part)
         return data

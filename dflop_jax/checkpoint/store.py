@@ -218,9 +218,9 @@ class CheckpointStore:
         return [(s, (self.folder(s) / MARKER).exists()) for s in sorted(steps, reverse=True)]
 
     def _prune(self, step: int) -> None:
-        found = self._found()
-        others = [s for s, committed in found if committed and s != step]
-        leftovers = [s for s, committed in found if not committed and s < step]
+        steps = self._found()
+        others = [s for s, committed in steps if committed and s != step]
+        leftovers = [s for s, committed in steps if not committed and s < step]
         for old in others[self.keep - 1 :] + leftovers:
             _remove(self.folder(old))
         for name in os.listdir(self.root):

@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> Any:
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     # Mistakes show before a model is loaded.
     tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
-    own = args.experiment if Path(args.experiment).is_dir() else config.run_dir
+    folder = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
-    generator = Generator(config, args.checkpoint or own)
+    generator = Generator(config, args.checkpoint or folder)
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")

@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> Any:
 def plain(result: SearchResult) -> dict[str, object]:
     """What `--json` prints of a search: of a candidate its figures alone."""
     figures = ("policy", "name", "microbatches", "saving", "makespan_s", "busy_s", "peak_bytes")
-    found: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
-    found["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
-    return found
+    values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
+    values["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
+    return values
 
 
 def ranking(result: SearchResult, explain: bool) -> Table:
@@ -137,32 +137,32 @@ def what_fits(rooms: Sequence[SampleRoom]) -> Table:
     return table
 
 
-def _in_words(most: Most | None) -> str:
-    if most is None or most.unlimited:
-        return "any" if most else "-"
-    if most.clip_frames:
-        return f"{most.clip_s:g} s ({most.clip_frames} frames)"
-    width, height = most.picture
+def _in_words(largest: Most | None) -> str:
+    if largest is None or largest.unlimited:
+        return "any" if largest else "-"
+    if largest.clip_frames:
+        return f"{largest.clip_s:g} s ({largest.clip_frames} frames)"
+    width, height = largest.picture
     return f"{width} x {height} pixels" if width else "none"
 
 
-def savings(found: Sequence[Saving]) -> Table:
+def savings(rows: Sequence[Saving]) -> Table:
     """What each module that saves memory pays for it, against the next cheaper way."""
     table = Table("module", "saves memory by", "instead of", "GiB less", "ms a step",
                   title="What memory costs", title_justify="left")  # fmt: skip
-    for s in found:
+    for s in rows:
         other = s.cheaper if s.fits else f"{s.cheaper} (does not fit)"
         less, ms = f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}"
         table.add_row(s.module, s.chosen, other, less, ms)
     return table
 
 
-def what_ifs(found: Sequence[WhatIf]) -> Table:
+def what_ifs(changes: Sequence[WhatIf]) -> Table:
     """Seconds for the same samples after each change, every time with the best plan for it."""
     table = Table("what if", "step ms", "times as fast", title="What would help (one bucket each)",
                   title_justify="left")  # fmt: skip
-    now = found[0].makespan_s
-    for w in found:
+    now = changes[0].makespan_s
+    for w in changes:
         if w.makespan_s is None or now is None:
             table.add_row(w.change, "-", "nothing fits")
         else:

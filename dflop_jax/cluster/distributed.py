@@ -84,14 +84,14 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     """
     global _joined
     prepare()
-    found = find_processes(config)
-    each = devices_each(found, plan_devices)
-    if found.number == 1:
-        if found.devices_each and not jax_has_started():
-            limit_devices(found, each)
+    processes = find_processes(config)
+    each = devices_each(processes, plan_devices)
+    if processes.number == 1:
+        if processes.devices_each and not jax_has_started():
+            limit_devices(processes, each)
         return Membership()
     if _joined is not None:
-        if (_joined.processes, _joined.devices_each) != (found, each):
+        if (_joined.processes, _joined.devices_each) != (processes, each):
             raise ValueError("this program has joined a run of other processes or devices already")
         return _joined.member
     if jax.distributed.is_initialized() or jax_has_started():
@@ -99,15 +99,17 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
             "jax is in use already, so it cannot connect to other processes any more; call nothing "
             "of jax before (neither jax.devices() nor jax.distributed.initialize())"
         )
-    at = found.coordinator
-    assert at is not None
-    limit_devices(found, each)
+    coordinator = processes.coordinator
+    assert coordinator is not None
+    limit_devices(processes, each)
     versions = f"jax {jax.__version__}"
     secret = find_secret(config)
-    meeting = meet(at, found.index, found.number, versions, secret, config.connect_timeout_s)
-    line = _connect(found, meeting, config)
-    member = Membership(found.number, found.index, meeting.links)
-    _joined = _Joined(found, each, member, line)
+    meeting = meet(
+        coordinator, processes.index, processes.number, versions, secret, config.connect_timeout_s
+    )
+    line = _connect(processes, meeting, config)
+    member = Membership(processes.number, processes.index, meeting.links)
+    _joined = _Joined(processes, each, member, line)
     ending.in_run.set()
     return member
 
@@ -231,10 +233,10 @@ def _keep_stdout_clean() -> None:
     if out is not sys.__stdout__ or not isinstance(out, io.TextIOWrapper):
         return  # somebody captures it
     out.flush()
-    own = os.dup(1)
+    real_stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(io.FileIO(own, "w", closefd=False)),
+        io.BufferedWriter(io.FileIO(real_stdout, "w", closefd=False)),
         encoding=out.encoding,
         errors=out.errors,
         line_buffering=out.line_buffering,

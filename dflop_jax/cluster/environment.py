@@ -51,11 +51,11 @@ def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -
 def _with_flags(
     environment: Mapping[str, str], flags: Mapping[str, str], knows: Callable[[str], bool]
 ) -> dict[str, str]:
-    own = environment.get("XLA_FLAGS", "")
-    named = {word.lstrip("-").partition("=")[0] for word in own.split()}
+    given = environment.get("XLA_FLAGS", "")
+    named = {word.lstrip("-").partition("=")[0] for word in given.split()}
     ours = [f"--{k}={v}" for k, v in flags.items() if k not in named and knows(k)]
     # XLA takes the last of two values, so ours come first.
-    return {"XLA_FLAGS": " ".join([*ours, own]).strip()} if ours else {}
+    return {"XLA_FLAGS": " ".join([*ours, given]).strip()} if ours else {}
 
 
 def xla_knows(flag: str) -> bool:
@@ -68,12 +68,12 @@ def xla_knows(flag: str) -> bool:
 
 
 def _libraries() -> list[Path]:
-    found: list[Path] = []
+    libraries: list[Path] = []
     for package, names in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
-            found += Path(folder).glob(names)
-    return found
+            libraries += Path(folder).glob(names)
+    return libraries
 
 
 def _holds(file: Path, text: bytes) -> bool:

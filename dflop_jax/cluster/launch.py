@@ -121,14 +121,14 @@ def resolve(command: Sequence[str]) -> list[str]:
             "no command; give it after --, such as: dflop launch -n 2 -- dflop train EXPERIMENT"
         )
     name, *arguments = command
-    own = {"dflop": [sys.executable, "-m", "dflop_jax.cli"], "python": [sys.executable]}
-    if name in own:
-        return [*own[name], *arguments]
-    found = shutil.which(name)
-    if found is None:
+    known = {"dflop": [sys.executable, "-m", "dflop_jax.cli"], "python": [sys.executable]}
+    if name in known:
+        return [*known[name], *arguments]
+    program = shutil.which(name)
+    if program is None:
         hint = f"; did you mean: python {name}?" if os.path.isfile(name) else ""
         raise ValueError(f"{name}: no such command{hint}")
-    return [found, *arguments]
+    return [program, *arguments]
 
 
 def core_shares(n: int) -> list[set[int] | None]:
@@ -147,12 +147,12 @@ def _on_cores(cores: set[int] | None) -> Iterator[None]:
     if cores is None:
         yield
         return
-    own = os.sched_getaffinity(0)
+    before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, own)
+        os.sched_setaffinity(0, before)
 
 
 class _Group:
@@ -176,8 +176,8 @@ class _Group:
                 self._events.put(signum)
 
         # What is ignored (nohup, a shell's background job) stays so, here and below.
-        kept = {s: signal.getsignal(s) for s in ENDING_SIGNALS}
-        self._handlers = {s: h for s, h in kept.items() if h is not signal.SIG_IGN}
+        handlers = {s: signal.getsignal(s) for s in ENDING_SIGNALS}
+        self._handlers = {s: h for s, h in handlers.items() if h is not signal.SIG_IGN}
         for s in self._handlers:
             signal.signal(s, note)
         keeper = [sys.executable, "-I", "-S", launch_keeper.__file__, self._mark]

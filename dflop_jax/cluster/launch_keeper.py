@@ -26,15 +26,15 @@ def kill_marked(mark: str) -> None:
     """
     wanted = f"{MARK_ENV}=".encode()
     for _ in range(10):
-        found = False
+        any_left = False
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it ended, or belongs to someone else
                 entries = (folder / "environ").read_bytes().split(b"\0")
                 marked = any(e.startswith(wanted) and mark.encode() in e for e in entries)
                 if marked and int(folder.name) != os.getpid():
                     os.kill(int(folder.name), signal.SIGKILL)
-                    found = True
-        if not found:
+                    any_left = True
+        if not any_left:
             return
 
 

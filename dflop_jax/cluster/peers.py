@@ -132,8 +132,8 @@ class Peers:
 
     def first_text(self, key: str, text: str) -> str:
         """The first process's text that is not empty, on every process; "" when all are."""
-        found = self.gather(key, text.encode())
-        first = next((t for t in found if t), b"")
+        texts = self.gather(key, text.encode())
+        first = next((t for t in texts if t), b"")
         return self.share(f"{key}/first", first).decode()
 
     def barrier(self, key: str) -> None:

@@ -74,7 +74,7 @@ def find_processes(config: DistributedConfig) -> Processes:
     Raises:
       ValueError: what flags or environment say is incomplete or wrong.
     """
-    found = (
+    processes = (
         _from_flags(config)
         or _from_launcher()
         or _from_slurm()
@@ -82,7 +82,7 @@ def find_processes(config: DistributedConfig) -> Processes:
         or _from_kubernetes()
         or Processes()
     )
-    return replace(found, devices_each=_number(DEVICES_ENV, 0))
+    return replace(processes, devices_each=_number(DEVICES_ENV, 0))
 
 
 def _from_flags(config: DistributedConfig) -> Processes | None:

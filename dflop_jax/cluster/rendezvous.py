@@ -53,12 +53,12 @@ class Meeting:
 
 
 def meet(
-    at: Address, index: int, number: int, versions: str, secret: bytes, timeout_s: float
+    address: Address, index: int, number: int, versions: str, secret: bytes, timeout_s: float
 ) -> Meeting:
     """Wait until all `number` processes are there.
 
     Args:
-      at: where process 0 listens.
+      address: where process 0 listens.
       versions: of the software; have to be equal on all processes.
       secret: has to be equal on all processes, too, and is never sent.
 
@@ -69,8 +69,8 @@ def meet(
     assert 0 <= index < number
     me = {"index": index, "number": number, "versions": versions}
     if index == 0:
-        return _Host(at, me, secret, timeout_s).wait()
-    return _join(at, me, secret, timeout_s)
+        return _Host(address, me, secret, timeout_s).wait()
+    return _join(address, me, secret, timeout_s)
 
 
 # ---- process 0 ----
@@ -79,15 +79,17 @@ def meet(
 class _Host:
     """Lets the others in, one by one, and sends them on when all are there."""
 
-    def __init__(self, at: Address, me: dict[str, Any], secret: bytes, timeout_s: float) -> None:
-        self._at, self._me, self._secret, self._timeout_s = at, me, secret, timeout_s
+    def __init__(
+        self, address: Address, me: dict[str, Any], secret: bytes, timeout_s: float
+    ) -> None:
+        self._address, self._me, self._secret, self._timeout_s = address, me, secret, timeout_s
         self._came: dict[int, socket.socket] = {}
 
     def wait(self) -> Meeting:
         """The meeting of all processes; ValueError when some did not come in time."""
         deadline = time.monotonic() + self._timeout_s
         wanted = set(range(1, self._me["number"]))
-        door = Door(_listen(self._at), self._secret)
+        door = Door(_listen(self._address), self._secret)
         try:
             while wanted - self._came.keys() and (left := deadline - time.monotonic()) > 0:
                 door.accept(min(left, LOOK_S))
@@ -135,7 +137,7 @@ class _Host:
         names = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
         why = (
             f"after {self._timeout_s:g} s, {len(missing)} of {self._me['number']} processes had "
-            f"not come to {self._at}: {names}; see their logs, or raise "
+            f"not come to {self._address}: {names}; see their logs, or raise "
             "--distributed.connect_timeout_s"
         )
         for sock in self._came.values():
@@ -168,49 +170,49 @@ def _has_ended(sock: socket.socket) -> bool:
     return True
 
 
-def _listen(at: Address) -> socket.socket:
-    host = at.interface()
+def _listen(address: Address) -> socket.socket:
+    host = address.interface()
     try:
         if host == ALL_INTERFACES and socket.has_dualstack_ipv6():
             return socket.create_server(
-                ("", at.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+                ("", address.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, at.port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             why = "the port is in use (another run, or a second process 0?); choose another"
         else:
             why = f"process 0 cannot listen there: {e.strerror}"
-        raise ValueError(f"coordinator {at}: {why}") from None
+        raise ValueError(f"coordinator {address}: {why}") from None
 
 
 # ---- the others ----
 
 
-def _join(at: Address, me: dict[str, Any], secret: bytes, timeout_s: float) -> Meeting:
+def _join(address: Address, me: dict[str, Any], secret: bytes, timeout_s: float) -> Meeting:
     """Find process 0 and come to it, again where it goes away meanwhile."""
     deadline, why = time.monotonic() + timeout_s, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with ExitStack() as stack:
-                link = socket.create_connection((at.host, at.port), timeout=left)
+                link = socket.create_connection((address.host, address.port), timeout=left)
                 stack.callback(link.close)
-                _enter(link, at, me, secret, deadline)
-                host = _wait(link, at, deadline)
+                _enter(link, address, me, secret, deadline)
+                host = _wait(link, address, deadline)
                 stack.pop_all()
             return Meeting(host, {0: link})
         except OSError as e:  # process 0, or its name, may not be there yet
             why = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
         time.sleep(min(RETRY_S, left))
     raise ValueError(
-        f"process {me['index']} did not reach process 0 at {at} within {timeout_s:g} s ({why}); is "
-        "it the address of process 0's host, and does process 0 run?"
+        f"process {me['index']} did not reach process 0 at {address} within {timeout_s:g} s "
+        "({why}); is it the address of process 0's host, and does process 0 run?"
     )
 
 
 def _enter(
-    link: socket.socket, at: Address, me: dict[str, Any], secret: bytes, deadline: float
+    link: socket.socket, address: Address, me: dict[str, Any], secret: bytes, deadline: float
 ) -> None:
     """Prove the secret and be welcomed.
 
@@ -224,17 +226,17 @@ def _enter(
     try:
         introduce(link, secret, json.dumps(me).encode(), first)
     except Refused as e:
-        raise ValueError(f"{at} {_MEANINGS[str(e)]}") from None
+        raise ValueError(f"{address} {_MEANINGS[str(e)]}") from None
     _answer(link, first)
 
 
-def _wait(link: socket.socket, at: Address, deadline: float) -> str:
+def _wait(link: socket.socket, address: Address, deadline: float) -> str:
     """Wait for the others; this process's host, as they reach it."""
     try:
         host = _answer(link, deadline)
     except TimeoutError:
         raise ValueError(
-            f"process 0 at {at} is there, but still waits for other processes"
+            f"process 0 at {address} is there, but still waits for other processes"
         ) from None
     send_at_once(link)
     link.settimeout(None)

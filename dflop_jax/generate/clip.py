@@ -186,15 +186,17 @@ def flow(
     states = encode(llm, params[LLM], words)[""][0]
     spec: Any = generator.field_spec("text", 1, 1)
     text = jnp.where((heard >= 0)[:, None], states[jnp.maximum(heard, 0)], 0.0).astype(spec.dtype)
-    own = params[GENERATOR]
+    generator_params = params[GENERATOR]
 
     def advance(x: Array, span: Array) -> tuple[Array, None]:
         now, after = span
         moment = jnp.full(heard.shape, TIMES * now, jnp.float32)
         batch = {**fields, "text": text[None], "latents": x[None], "time": moment[None]}
-        h = generator.entry(own["entry"], batch)
-        h, _ = jax.lax.scan(lambda h, p: (generator.layer(p, h, batch), None), h, own["layers"])
-        said = generator.velocity(own["exit"], h, batch)[0]  # type: ignore[attr-defined]
+        h = generator.entry(generator_params["entry"], batch)
+        h, _ = jax.lax.scan(
+            lambda h, p: (generator.layer(p, h, batch), None), h, generator_params["layers"]
+        )
+        said = generator.velocity(generator_params["exit"], h, batch)[0]  # type: ignore[attr-defined]
         return x + (after - now) * said, None
 
     return jax.lax.scan(advance, noise, jnp.stack([times[:-1], times[1:]], axis=1))[0]

@@ -134,6 +134,6 @@ def with_features(
     for encoder, given in media.items():
         outputs = encode(on_chip(model.modules[encoder], chip), params[encoder], given)
         for edge in (e for e in edges if e.source == encoder):
-            at = (a[None] for a in places[encoder])
-            batch[edge.name] += gather_features(outputs[edge.tap][None], *at)[0]
+            where = (a[None] for a in places[encoder])
+            batch[edge.name] += gather_features(outputs[edge.tap][None], *where)[0]
     return batch

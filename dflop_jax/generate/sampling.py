@@ -47,7 +47,7 @@ def choose(logits: Array, key: Array, temperature: Array, top_p: Array) -> Array
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     ranked = -jnp.sort(-scaled, axis=-1)
     shares = jax.nn.softmax(ranked, axis=-1)
-    kept = jnp.cumsum(shares, axis=-1) - shares < top_p  # what the likelier ones leave to reach
-    least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
+    likely = jnp.cumsum(shares, axis=-1) - shares < top_p  # what the likelier ones leave to reach
+    least = jnp.min(jnp.where(likely, ranked, jnp.inf), axis=-1, keepdims=True)
     drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
     return jnp.where(temperature > 0, drawn, likeliest).astype(jnp.int32)

@@ -271,8 +271,8 @@ class Layout:
 
     def shapes(self, module: str) -> tuple[Shape, ...]:
         """The module's compiled shapes, in the order of the buckets."""
-        found = (b.shape(module) for b in self.buckets)
-        return tuple(dict.fromkeys(s for s in found if s is not None))
+        shapes = (b.shape(module) for b in self.buckets)
+        return tuple(dict.fromkeys(s for s in shapes if s is not None))
 
     @cached_property
     def divided(self) -> tuple[str, ...]:

@@ -124,8 +124,8 @@ def _held_out(folder: Path) -> dict[str, tuple[float, float]]:
         return {}
     named = {"": {"loss": row.loss, "accuracy": row.accuracy}, **row.by_source}
     return {
-        name: (_or_nan(own.get("loss")), _or_nan(own.get("accuracy")))
-        for name, own in named.items()
+        name: (_or_nan(losses.get("loss")), _or_nan(losses.get("accuracy")))
+        for name, losses in named.items()
     }
 
 

@@ -96,8 +96,8 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
         if "bucket" in task:
             labels[e["pid"]][task["group"]] = task["bucket"]
     return [
-        (Trace(h["step"], h["source"], tuple(own)), called)
-        for h, own, called in zip(heads, events, labels, strict=True)
+        (Trace(h["step"], h["source"], tuple(of_trace)), called)
+        for h, of_trace, called in zip(heads, events, labels, strict=True)
     ]
 
 

@@ -47,11 +47,11 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
 def evaluation_scalars(row: Any) -> dict[str, float]:
     """What is tracked of an evaluation (of `train.evaluate`), by name."""
     scalars = {}
-    for name, own in {"": row, **row.by_source}.items():
+    for name, losses in {"": row, **row.by_source}.items():
         place = f"held_out/{name}/" if name else "held_out/"
-        scalars[f"{place}loss"] = own.loss
-        if own.accuracy is not None:
-            scalars[f"{place}accuracy"] = own.accuracy
+        scalars[f"{place}loss"] = losses.loss
+        if losses.accuracy is not None:
+            scalars[f"{place}accuracy"] = losses.accuracy
     return scalars
 
 

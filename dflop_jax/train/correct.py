@@ -30,12 +30,12 @@ from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.sample_file import SampleFile
 
 
-def take_up(prices: Prices, kept: Learnt | None, samples: SampleFile, start: int) -> Learnt:
-    """What is known of these prices before step `start`: what a checkpoint `kept`, and the samples
-    beyond it. Samples of steps to come under other prices are dropped."""
+def take_up(prices: Prices, known: Learnt | None, samples: SampleFile, start: int) -> Learnt:
+    """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
+    samples beyond it. Samples of steps to come under other prices are dropped."""
     key = digest(prices)
     samples.keep(lambda s: s.step < start or s.prices == key)
-    begun = kept if kept and kept.prices == key else Learnt(key)
+    begun = known if known and known.prices == key else Learnt(key)
     return replay(begun, samples.read(), start)
 
 

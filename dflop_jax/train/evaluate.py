@@ -51,14 +51,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Held-out samples of one dataset, scheduled; `own` are the places of those that this process
+    """Held-out samples of one dataset, scheduled; `places` are those of what this process
     needs."""
 
     dataset: str
     indices: list[int]
     loads: list[Load]
     schedule: Schedule
-    own: list[int]
+    places: list[int]
 
 
 class HeldOut:
@@ -90,8 +90,8 @@ class HeldOut:
                 which = chosen[first : first + size]
                 loads = [source.load(i) for i in which]
                 schedule = schedule_batch(loads, packer.plan, prices, ex.trainable)
-                own = packer.own(schedule, loads)
-                self._batches.append(_Batch(name, which, loads, schedule, own))
+                places = packer.own(schedule, loads)
+                self._batches.append(_Batch(name, which, loads, schedule, places))
         self._packed: list[ReadyBatch] = []  # the first batches
         self._packed_bytes = 0
         self._room, self._passes = True, 0
@@ -112,7 +112,7 @@ class HeldOut:
         fresh = self._loader.batches(
             rest,
             partial(self._pack, key),
-            lambda k: self._batches[k].own,
+            lambda k: self._batches[k].places,
             lambda k: self._batches[k].indices,
         )
         try:
@@ -135,12 +135,12 @@ class HeldOut:
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the current parameters."""
-        own: dict[str, dict[str, float]] = {}
+        sums_by_source: dict[str, dict[str, float]] = {}
         denominators: dict[str, dict[str, float]] = {}
         with closing(self._ready()) as ready:
             for name, batch in ready:
                 sums = self._ex.run_evaluation(batch.schedule, batch.groups).local().sums
-                own[name] = _added([own.get(name, {}), sums])
+                sums_by_source[name] = _added([sums_by_source.get(name, {}), sums])
                 before = denominators.get(name, {})
                 denominators[name] = _added([before, batch.loss.denominators])
         keys = [
@@ -149,9 +149,11 @@ class HeldOut:
             for module in modules
             for what in ("loss_sum", "correct")
         ]
-        known = [own[name].get(k, 0.0) for name, k in keys] + [float(k in own[n]) for n, k in keys]
+        known = [sums_by_source[name].get(k, 0.0) for name, k in keys] + [
+            float(k in sums_by_source[n]) for n, k in keys
+        ]
         totals = self._peers.sums(f"evaluated/{step}", known)
-        whole_sums: dict[str, dict[str, float]] = {name: {} for name in own}
+        whole_sums: dict[str, dict[str, float]] = {name: {} for name in sums_by_source}
         for i, (name, key) in enumerate(keys):
             if totals[len(keys) + i]:  # who predicts no tokens has none that are correct
                 whole_sums[name][key] = totals[i]

@@ -149,8 +149,8 @@ class Packer:
             flops[group.module] += sum(map(self.needed[group.module], arrays.lengths))
             if group.module in weights:
                 weights[group.module] += arrays.loss_weight
-        own = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
-        return _Counts(n_bad, used, flops, weights, own)
+        moved_here = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
+        return _Counts(n_bad, used, flops, weights, moved_here)
 
 
 def digest(schedule: Schedule) -> str:

@@ -123,16 +123,16 @@ class Loop:
         return LoopResult(losses, compiles, evaluation, done, preempted, self._next)
 
     def _start_worker(
-        self, stack: ExitStack, start: int, kept: Learnt | None
+        self, stack: ExitStack, start: int, known: Learnt | None
     ) -> ScheduleWorker | None:
-        """Start what solves the schedules, on process 0, and what corrects its prices; `kept` is
+        """Start what solves the schedules, on process 0, and what corrects its prices; `known` is
         what a checkpoint knows of these."""
         samples, prices = self._ready.samples, self._ready.prices
         if samples is None:
             return None
         learnt = None
         if self.config.schedule.correct:
-            learnt = take_up(prices, kept, samples, start)
+            learnt = take_up(prices, known, samples, start)
         else:
             samples.keep(lambda sample: sample.step < start)
         plan = self.ex.plan
@@ -243,8 +243,8 @@ class Loop:
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
         row = held_out.run(done)
         self.progress.log(f"after step {done}: {HeldOutLoss(row.loss, row.accuracy)}")
-        for name, own in row.by_source.items():
-            self.progress.log(f"  {name}: {own}")
+        for name, loss in row.by_source.items():
+            self.progress.log(f"  {name}: {loss}")
         if self.folder:
             self.folder.append_evaluation(row)
         return row

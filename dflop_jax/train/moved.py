@@ -31,11 +31,11 @@ class Moved:
         for part in parts:
             for key, n in part.most.items():
                 result.most[key] = max(result.most.get(key, 0), n)
-            for own, into in (
+            for counted, into in (
                 (part.in_node, result.in_node),
                 (part.across_nodes, result.across_nodes),
             ):
-                for name, size in own.items():
+                for name, size in counted.items():
                     into[name] = into.get(name, 0.0) + size
         return result
 

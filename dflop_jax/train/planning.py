@@ -162,8 +162,8 @@ def check_names(place: Workplace) -> None:
         return
     for name, module in place.model.modules.items():
         shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
-        kept = [kept_bytes(module, shape, 1, remat)[0] for remat in ("named", "layers")]
-        if kept[0] <= kept[1]:
+        layer_bytes = [kept_bytes(module, shape, 1, remat)[0] for remat in ("named", "layers")]
+        if layer_bytes[0] <= layer_bytes[1]:
             raise ValueError(
                 f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
                 f"dots, or have them name one ({', '.join(SAVED_NAMES)})"

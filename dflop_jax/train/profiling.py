@@ -38,8 +38,8 @@ def profile_data(config: PlanConfig, source: Source) -> DataProfile:
     check_not_empty(source)
     n = min(len(source), config.profile_samples)
     picked = [i * len(source) // n for i in range(n)]
-    most = source.tail() if isinstance(source, NamesTail) else []
-    loads, tail = (tuple(source.load(i) for i in which) for which in (picked, most))
+    most_demanding = source.tail() if isinstance(source, NamesTail) else []
+    loads, tail = (tuple(source.load(i) for i in which) for which in (picked, most_demanding))
     return DataProfile(source.name, len(source), loads, tail)
 
 
@@ -104,12 +104,12 @@ def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
     """Whether no two processes compute with the same cores: accelerators, hosts of their own or
     pinned processes."""
     if not devices or devices[0].platform != "cpu":
-        own: list[str] = []
+        own_cores: list[str] = []
     elif hasattr(os, "sched_getaffinity"):
-        own = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
+        own_cores = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
     else:
-        own = [socket.gethostname()]
-    gathered = peers.gather("profile/cores", msgspec.json.encode(own))
+        own_cores = [socket.gethostname()]
+    gathered = peers.gather("profile/cores", msgspec.json.encode(own_cores))
     cores = [core for part in gathered for core in msgspec.json.decode(part, type=list[str])]
     return peers.share("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
 

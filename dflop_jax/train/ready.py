@@ -54,12 +54,12 @@ class ReadyRun:
 def agree(config: Config, peers: Peers) -> None:
     """ValueError unless every process has the same configuration."""
     encoded = msgspec.json.encode(config)
-    own = msgspec.json.decode(encoded)
+    ours = msgspec.json.decode(encoded)
     theirs = msgspec.json.decode(peers.share("config", encoded))
     for name, value in theirs.items():
-        if name not in ("distributed", "cache_dir") and own[name] != value:
+        if name not in ("distributed", "cache_dir") and ours[name] != value:
             raise ValueError(
-                f"process {peers.process} was started with {name}={own[name]}, process 0 "
+                f"process {peers.process} was started with {name}={ours[name]}, process 0 "
                 f"with {value}; start all with the same configuration"
             )
 
@@ -88,8 +88,8 @@ def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) 
     schedules = [
         schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
     ]
-    own = timed.prices(profile.model)
-    trace = simulate_schedules(plan, schedules, own, ex.trainable, awaited=ex.awaited)
+    measured = timed.prices(profile.model)
+    trace = simulate_schedules(plan, schedules, measured, ex.trainable, awaited=ex.awaited)
     busy = trace.busy_fraction()  # of links too
     figures = replace(
         plan.predicted,

@@ -62,8 +62,8 @@ def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
         shapes = plan.layout.shapes(module)
         only = plan.with_layout(buckets=tuple(Bucket.of({module: s}) for s in shapes))
         tokens = max(s.size for s in shapes) * ranks[module], max(s.tokens for s in shapes)
-        own = [_of(module, p) for p in shown], [_of(module, c) for c in seen]
-        rooms.append(SampleRoom(module, *tokens, *(_most(one, only) for one in own)))
+        by_kind = [_of(module, p) for p in shown], [_of(module, c) for c in seen]
+        rooms.append(SampleRoom(module, *tokens, *(_most(one, only) for one in by_kind)))
     return [*rooms, SampleRoom(TOGETHER, 0, 0, _most(shown, plan), _most(seen, plan))]
 
 

@@ -68,7 +68,7 @@ class Timed:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, and
         how many devices compute at once, are the profile's."""
         ex = self.executor
-        own = merged(
+        measured = merged(
             ex.plan.layout,
             self.parts,
             one_at_a_time=ex.one_at_a_time,
@@ -77,9 +77,9 @@ class Timed:
         by_profile = plan_prices(ex.plan.layout, profile)
         programs = {
             key: dataclasses.replace(price, content_s=by_profile.programs.get(key, price).content_s)
-            for key, price in own.programs.items()
+            for key, price in measured.programs.items()
         }
-        return dataclasses.replace(own, programs=programs, concurrency=by_profile.concurrency)
+        return dataclasses.replace(measured, programs=programs, concurrency=by_profile.concurrency)
 
 
 def compile_and_time(place: Workplace, ex: Executor) -> Timed:

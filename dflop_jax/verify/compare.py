@@ -88,16 +88,16 @@ def _loss(
     inlets = {e.name: e.enters for e in edges_of(model) if e.target == LLM and e.enters >= 0}
 
     def objective(params: dict[str, Params]) -> tuple[Array, Array]:
-        own = params[LLM]
+        llm_params = params[LLM]
         batch = with_features(model, chip, params, fields, media, places)
-        x = llm.entry(own["entry"], batch)
+        x = llm.entry(llm_params["entry"], batch)
         for start, stop in pairwise(sorted({0, *inlets.values(), llm.n_layers})):
-            x = run_layers(llm, own, x, batch, start, stop)
+            x = run_layers(llm, llm_params, x, batch, start, stop)
             for name in (name for name, n in inlets.items() if n == stop):
                 x = llm.inlet(name, x, batch[name], batch)
-        entry = own["entry"] if llm.tied else None
-        sums = llm.exit(own["exit"], x, batch, entry)
-        return sums["loss_sum"], llm.logits(own["exit"], x, entry)
+        entry = llm_params["entry"] if llm.tied else None
+        sums = llm.exit(llm_params["exit"], x, batch, entry)
+        return sums["loss_sum"], llm.logits(llm_params["exit"], x, entry)
 
     return jax.grad(objective, has_aux=True)(params)
 
@@ -129,9 +129,9 @@ def gradient_errors(
         leaf = here[t.module][t.part]
         for key in t.path:
             leaf = leaf[key]
-        found = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
+        gradient = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
         scale = max(float(np.abs(wanted[t.name]).max()), SMALL * largest)
-        error = float(np.abs(found - wanted[t.name]).max()) / scale
+        error = float(np.abs(gradient - wanted[t.name]).max()) / scale
         group = f"{t.module}.{t.part}"
         # An error that is no number stays one.
         errors[group] = float(np.maximum(errors.get(group, 0.0), error))

@@ -137,8 +137,8 @@ def _llava_onevision(media: Sequence[Drawn]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if images := _pictures(media, "image"):
         tiles = [_normalized(t, *HALF) for _, t in images]
-        most = max(map(len, tiles))
-        padded = [np.pad(t, ((0, most - len(t)), *[(0, 0)] * 3)) for t in tiles]
+        most_tiles = max(map(len, tiles))
+        padded = [np.pad(t, ((0, most_tiles - len(t)), *[(0, 0)] * 3)) for t in tiles]
         given["pixel_values"] = np.stack(padded)
         given["image_sizes"] = np.array([drawn.size[::-1] for drawn, _ in images])
         given["batch_num_images"] = np.array([len(images)])

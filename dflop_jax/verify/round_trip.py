@@ -43,11 +43,11 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
         n = min(module.n_layers, max(WAYS, -(-n_bytes[name] // SEGMENT_BYTES)))
         ends = [module.n_layers * i // n for i in range(n + 1)]
         for start, stop in pairwise(ends):
-            own = f"{name}{start}"
+            segment = f"{name}{start}"
             first = len(submeshes) % (n_devices // ways[name]) * ways[name]
-            submeshes.append(SubmeshPlan(own, first, model=ways[name]))
+            submeshes.append(SubmeshPlan(segment, first, model=ways[name]))
             last = stop == module.n_layers
-            segments.append(SegmentPlan(own, name, start, stop, own, start == 0, last))
+            segments.append(SegmentPlan(segment, name, start, stop, segment, start == 0, last))
     shapes = {m: Shape(1, model.piece_tokens.get(m, TOKENS)) for m in model.modules}
     tied = tuple(m for m, module in model.modules.items() if module.tied)
     return Plan(
@@ -142,15 +142,15 @@ def _slices(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
 def _as_written(folder: Folder, name: str, file: Path) -> bool:
     entry = folder.entries[name]
     with safe_open(file, framework="numpy") as written:
-        found = written.get_slice(entry.name)
-        if (tuple(found.get_shape()), found.get_dtype()) != (entry.shape, entry.dtype):
+        tensor = written.get_slice(entry.name)
+        if (tuple(tensor.get_shape()), tensor.get_dtype()) != (entry.shape, entry.dtype):
             return False
-        return all(_equal(found[at], folder.read(name, at)) for at in _slices(entry.shape))
+        return all(_equal(tensor[part], folder.read(name, part)) for part in _slices(entry.shape))
 
 
 def _same(folder: Folder, a: str, b: str) -> bool:
     shape = folder.entries[a].shape  # which opening the folder has found to be equal
-    return all(_equal(folder.read(a, at), folder.read(b, at)) for at in _slices(shape))
+    return all(_equal(folder.read(a, part), folder.read(b, part)) for part in _slices(shape))
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

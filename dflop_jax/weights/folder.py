@@ -80,14 +80,18 @@ class Folder:
                 assert names is not None
                 names.append(name)
             return files
-        found = sorted(self.path.glob("*.safetensors"))
-        if len(found) != 1:
-            what = f"{len(found)} safetensors but no {self._index}" if found else "no safetensors"
+        tensor_files = sorted(self.path.glob("*.safetensors"))
+        if len(tensor_files) != 1:
+            what = (
+                f"{len(tensor_files)} safetensors but no {self._index}"
+                if tensor_files
+                else "no safetensors"
+            )
             raise ValueError(
                 f"{self.path}: {what}; save the model with transformers' save_pretrained, which "
                 "writes safetensors and their index"
             )
-        return {found[0]: None}
+        return {tensor_files[0]: None}
 
     # ---- checks ----
 
@@ -99,9 +103,9 @@ class Folder:
             type that does not fit; the message names the file, the key, what is there, what the
             model needs.
         """
-        if found := self.map.mismatches(self.config):
-            key, theirs, ours = found[0]
-            others = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
+        if differing := self.map.mismatches(self.config):
+            key, theirs, ours = differing[0]
+            others = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
             raise ValueError(
                 f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{others}; "
                 "choose the size that this folder holds"
@@ -172,14 +176,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file; is this a folder of transformers?") from None
     except (OSError, ValueError) as e:
         raise ValueError(f"{file}: cannot be read as JSON ({e}); download it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{file}: holds no JSON object; download it again")
-    return found
+    return value
 
 
 def _header(file: Path, names: Iterable[str] | None, index: str) -> list[Entry]:

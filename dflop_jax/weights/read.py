@@ -50,15 +50,15 @@ def read_params(
     Raises:
       ValueError: the folder has nothing for a parameter and `initial` is not given.
     """
-    found: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
+    by_path: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
     for tensor in folder.map.tensors:
         if tensor.module == module:
-            found.setdefault((tensor.part, tensor.path), []).append(tensor)
+            by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     given: dict[Any, jax.Array] = {}
 
     def one(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
         part, *inner = (key.key for key in path)
-        if tensors := found.get((part, tuple(inner))):
+        if tensors := by_path.get((part, tuple(inner))):
             if part == "layers":
                 tensors = tensors[start : start + struct.shape[0]]
             return _read_leaf(folder, tensors, struct, part == "layers")
@@ -115,10 +115,10 @@ def _read_shard(
     for (first, last), index in todo:
         host = _read_piece(folder, tensors, dtype, (first, last), index, stacked)
         lead = ((first, last),) if stacked else ()
-        at = np.asarray(
+        place = np.asarray(
             [a - b for (a, _), (b, _) in zip((*lead, *index), ranges, strict=True)], np.int32
         )
-        shards = [_put(s, jax.device_put(host, d), at) for s, d in zip(shards, devices)]
+        shards = [_put(s, jax.device_put(host, d), place) for s, d in zip(shards, devices)]
         # Otherwise the pieces would pile up on the host faster than they are taken.
         jax.block_until_ready(shards)
     return shards
@@ -140,8 +140,8 @@ def _read_piece(
     return out if stacked else out[0]
 
 
-def _update(shard: jax.Array, piece: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(shard, piece, tuple(at))
+def _update(shard: jax.Array, piece: jax.Array, place: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(shard, piece, tuple(place))
 
 
 _put = jax.jit(_update, donate_argnums=0)

@@ -26,18 +26,18 @@ def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.
     if not joined:
         for dim, place in enumerate(layout.order):
             wanted[place] = index[dim]
-    slices, kept, cuts, at = [], [], [], 0
+    slices, sizes, cuts, first_dim = [], [], [], 0
     for dims in layout.splits:
-        ranges = wanted[at : at + len(dims)]
-        at += len(dims)
+        ranges = wanted[first_dim : first_dim + len(dims)]
+        first_dim += len(dims)
         if not dims:
             slices.append(slice(0, 1))
             continue
         (start, stop), rest = ranges[0], math.prod(dims[1:])
         slices.append(slice(start * rest, stop * rest))
-        kept += [stop - start, *dims[1:]]
+        sizes += [stop - start, *dims[1:]]
         cuts += [slice(None), *(slice(*r) for r in ranges[1:])]
-    array = read(tuple(slices)).reshape(kept)[tuple(cuts)].transpose(layout.order)
+    array = read(tuple(slices)).reshape(sizes)[tuple(cuts)].transpose(layout.order)
     if joined:
         array = array.reshape(layout.shape)[tuple(slice(*r) for r in index)]
     return array

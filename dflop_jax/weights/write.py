@@ -91,8 +91,8 @@ def write_folder(
 def write_segment(file: Path, map_: WeightMap, held: Held, source: Folder) -> list[str]:
     """Write the tensors that one piece of the parameters has to a safetensors file, with the names
     and types of the folder that they came from; return their canonical names."""
-    found = {t.name: (t, _find(t, (held,))) for t in map_.tensors}
-    here = {name: (t, where) for name, (t, where) in found.items() if where}
+    places = {t.name: (t, _find(t, (held,))) for t in map_.tensors}
+    here = {name: (t, where) for name, (t, where) in places.items() if where}
     _write_file(file, [_of_parameter(t, *where, source, None) for t, where in here.values()])
     return list(here)
 
@@ -105,17 +105,17 @@ def _tensors(
 ) -> Iterator[_Written]:
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
-    kept = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
+    ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
     for t in map_.tensors:
-        found = _find(t, held)
-        if found is None:
+        parameter = _find(t, held)
+        if parameter is None:
             where = ".".join((t.module, t.part, *t.path))
             raise ValueError(
                 f"no parameter {where} for the tensor {t.name!r}; give the parameters of every "
                 "segment"
             )
-        yield _of_parameter(t, *found, source, dtype)
-    for name in kept:
+        yield _of_parameter(t, *parameter, source, dtype)
+    for name in ignored:
         assert source is not None
         shape = entries[name].shape
         kind = np.dtype(dtype or DTYPES.get(entries[name].dtype, "float32"))
@@ -124,10 +124,10 @@ def _tensors(
             names[name],
             shape,
             kind,
-            lambda n=name, at=whole, kind=kind: source.read(n, at).astype(kind),
+            lambda n=name, index=whole, kind=kind: source.read(n, index).astype(kind),
         )
     for u in map_.unused:
-        if u.name not in kept:
+        if u.name not in ignored:
             kind = np.dtype(dtype or "float32")
             yield _Written(
                 u.name, u.shape, kind, lambda u=u, kind=kind: np.full(u.shape, u.value, kind)
@@ -226,15 +226,15 @@ def _write_files(folder: Path, files: Sequence[Sequence[_Written]], map_: Weight
 def _write_file(file: Path, tensors: Sequence[_Written]) -> None:
     """The safetensors format: size of the header, the header, the values without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for t in tensors:
-        offsets = [at, at + t.n_bytes]
+        offsets = [offset, offset + t.n_bytes]
         header[t.name] = {
             "dtype": NAMES[t.dtype],
             "shape": list(t.shape),
             "data_offsets": offsets,
         }
-        at += t.n_bytes
+        offset += t.n_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values are aligned
     with file.open("wb") as out:

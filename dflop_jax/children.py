@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_WORDS = 300  # characters of its last words that are told
+_LAST_WORDS = 300  # characters that are told of what it wrote last
 
 
 def program(module: str, paths: Sequence[str]) -> str:
@@ -112,7 +112,7 @@ class Child:
         code = self.end()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = [text for text in self._said.splitlines() if text.strip()]
-        return f"({how}): {lines[-1].strip()[:_WORDS] if lines else 'in silence'}"
+        return f"({how}): {lines[-1].strip()[:_LAST_WORDS] if lines else 'in silence'}"
 
 
 def begin() -> tuple[IO[bytes], IO[bytes]]:

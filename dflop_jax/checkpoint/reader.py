@@ -28,7 +28,7 @@ from dflop_jax.checkpoint.format import (
 from dflop_jax.checkpoint.layout import intersect, is_inside, split_box
 
 RUN_BYTES = 8 << 20  # about the most that is read at once: gaps wider than this are not read
-CACHED_BLOCKS = 32  # small arrays share a block
+CACHED_BLOCKS = 32  # of files, of BLOCK_BYTES each: small arrays share one
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> Any:
     place = prepare.set_up(config)
     out_folder(args, config)  # refused now rather than at the end
     profile = profile_of(args, place, planning.check_plannable)
-    shown = {"shown": planning.SHOWN} if args.explain else {}
+    shown = {"shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []

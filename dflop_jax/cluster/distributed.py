@@ -32,8 +32,8 @@ from dflop_jax.cluster.secret import find_secret
 from dflop_jax.config import DistributedConfig
 
 # jax's own watch ends a process from C++; whoever watches the peers has to come before it.
-HEARTBEATS_PER_PEER_TIMEOUT = 4
-LEAST_HEARTBEAT_S = 100
+HEARTBEATS_PER_PEER_TIMEOUT = 4  # time-outs of ours in one of jax's
+LEAST_HEARTBEAT_S = 100  # jax's own default
 LEAVE_S = 10.0  # longest wait for the others at the end
 # jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
 SHUTDOWN_S = 30

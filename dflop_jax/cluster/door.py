@@ -19,7 +19,7 @@ from dflop_jax.cluster.addresses import host_of
 from dflop_jax.cluster.handshake import Refused, admit
 
 PROVE_S = 10.0  # from the connection to its proof
-MOST_STRANGERS = 256
+MOST_STRANGERS = 256  # connections without a proof yet, of which each holds a descriptor
 RECOVERY_S = 0.005  # in which a descriptor becomes free again
 
 

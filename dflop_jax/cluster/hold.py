@@ -21,7 +21,7 @@ from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.rendezvous import RETRY_S, send_at_once
 
 SERVICE_S = 30.0  # longest wait for the service, which process 0 starts as soon as all have met
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16  # passed on at once
 
 
 def connect(service: Address) -> socket.socket:

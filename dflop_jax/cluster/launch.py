@@ -56,7 +56,7 @@ SAVE_GRACE_S = 120.0  # the same after a signal to the launcher: the others may 
 KILLED_S = 10.0  # after SIGKILL; a process that the system does not let go is left behind
 DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
 LINE_BYTES = 1 << 16  # longer lines are shown in parts
-STDOUT, STDERR = 1, 2
+STDOUT, STDERR = 1, 2  # file descriptors
 
 
 @dataclass(frozen=True)

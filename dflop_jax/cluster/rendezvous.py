@@ -32,9 +32,9 @@ from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import receive_message, send_message
 
 ANSWER_S = 10.0  # longest wait for each of process 0's first answers to a connection
-RETRY_S = 0.2
+RETRY_S = 0.2  # between two attempts to reach process 0
 LOOK_S = 0.02  # process 0 looks so often for who has come or gone
-BACKLOG = 1024
+BACKLOG = 1024  # connections that wait to be accepted: of so many processes at once
 
 log = logging.getLogger("dflop_jax")
 
@@ -207,7 +207,7 @@ def _join(address: Address, me: dict[str, Any], secret: bytes, timeout_s: float)
         time.sleep(min(RETRY_S, left))
     raise ValueError(
         f"process {me['index']} did not reach process 0 at {address} within {timeout_s:g} s "
-        "({why}); is it the address of process 0's host, and does process 0 run?"
+        f"({why}); is it the address of process 0's host, and does process 0 run?"
     )
 
 

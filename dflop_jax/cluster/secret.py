@@ -21,8 +21,8 @@ from pathlib import Path
 from dflop_jax.config import DistributedConfig
 
 SECRET_ENV = "DFLOP_SECRET"
-LEAST_CHARACTERS = 16
-_MOST_BYTES = 4096
+LEAST_CHARACTERS = 16  # of a secret
+_MOST_BYTES = 4096  # that are read of its file
 _MAKE_ONE = "openssl rand -hex 32"
 
 

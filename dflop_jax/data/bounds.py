@@ -19,13 +19,13 @@ MiB = 1 << 20
 
 # pictures and frames
 MAX_PIXELS = 80_000_000  # of a picture or a frame; below Pillow's own warning
-MAX_SQUARE = 20_000  # side of the square that a picture is padded to
+MAX_SQUARE = 20_000  # pixels of a side of the square that a picture is padded to
 # clips and sounds
-MAX_DURATION_S = 7 * 24 * 3600
-MAX_CLIP_FRAMES = 1 << 30
+MAX_DURATION_S = 7 * 24 * 3600  # a week
+MAX_CLIP_FRAMES = 1 << 30  # such as a week of 1,775 frames a second
 MIN_RATE_HZ, MAX_RATE_HZ = 1000, 768_000
 MAX_RESAMPLING = 50_000  # numerator and denominator of the ratio of two rates
-MAX_CHANNELS = 64
+MAX_CHANNELS = 64  # of a sound
 # records
 MAX_RECORD_BYTES = 64 * MiB  # of one record's JSON, or a caption
 MAX_LIST_BYTES = 8192 * MiB  # of a .json list, which is read as a whole
@@ -35,7 +35,7 @@ MAX_ID = 200  # characters of a record's id
 MAX_NAME = 200  # characters of a file's or a member's name in messages
 # files beside the records
 MAX_YAML_BYTES, MAX_YAML_EVENTS, MAX_YAML_DEPTH = 4 * MiB, 200_000, 32
-MAX_SHARDS = 1_000_000
+MAX_SHARDS = 1_000_000  # of one data set
 MAX_TAR_HEADER = MiB  # bytes of one header of a tar: long names, extended attributes
 MAX_MEMBERS = 2_000_000  # of one shard
 MAX_FOOTER_BYTES = 64 * MiB  # of what a table says of itself

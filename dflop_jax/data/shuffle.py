@@ -14,9 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
-ROUNDS = 4
-LEAST_BITS = 16
-WORD = 0xFFFFFFFF
+ROUNDS = 4  # of the Feistel cipher, the least whose order looks random
+LEAST_BITS = 16  # of the numbers that are permuted; those of no sample are passed over
+WORD = 0xFFFFFFFF  # a mask of 32 bits
 
 Cipher = Callable[[np.ndarray], np.ndarray]
 

@@ -33,9 +33,9 @@ from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted
 
 STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
-ENLARGED = 8  # pixels of a picture for one of a frame
-FRAME_MS = 250
-FRAMES = 4  # of an embedded clip, unless said
+ENLARGEMENT = 8  # pixels of a side of the picture for one of a frame
+FRAME_MS = 250  # for which a frame is shown
+DEFAULT_FRAMES = 4  # of an embedded clip, unless said
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ClipGenerator:
             if not embedded:
                 raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
             side = SIDE // block_of(self._form.channels)
-            size = FRAMES, side, side
+            size = DEFAULT_FRAMES, side, side
         if flow_steps < 1:
             raise ValueError(f"--flow-steps {flow_steps}: at least 1")
         shape = (self._form.channels, *size)
@@ -209,7 +209,7 @@ def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
     np.save(files[0], latents)
     if embedded:
         frames = frames_of(latents, block_of(latents.shape[0]))
-        large = frames.repeat(ENLARGED, axis=1).repeat(ENLARGED, axis=2)
+        large = frames.repeat(ENLARGEMENT, axis=1).repeat(ENLARGEMENT, axis=2)
         Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP)
         first, *rest = (Image.fromarray(frame) for frame in large)
         first.save(folder / MOVING, save_all=True, append_images=rest, duration=FRAME_MS, loop=0)

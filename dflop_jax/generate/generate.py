@@ -35,7 +35,7 @@ from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted
 
-TOKEN_MULTIPLE = 128
+TOKEN_MULTIPLE = 128  # of a row and of the slots for its answer: each other number compiles anew
 OnText = Callable[[str], None]
 
 

@@ -38,8 +38,10 @@ from dflop_jax.records import (
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
 
-_SPREAD = 4  # the large shape over the small one
-# Layers of the programs: the compiler takes loops that run twice or so apart.
+# Tokens of the large shape over the small one; twice as much fits a wider range, less well.
+_SHAPES_RATIO = 4
+# Layers of the programs, whose difference is what a layer costs: the compiler takes loops that run
+# twice or so apart.
 _DEPTHS = (10, 20)
 # Of a program's `_Cost`.
 _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
@@ -84,11 +86,11 @@ def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: in
     if module in model.piece_tokens:
         most_pieces = max(len(load.lengths(module)) for load in data.loads)
         rows = 2 * _power_of_two(most_pieces)
-        return [Shape(max(1, rows // _SPREAD), model.piece_tokens[module]),
+        return [Shape(max(1, rows // _SHAPES_RATIO), model.piece_tokens[module]),
                 Shape(rows, model.piece_tokens[module])]  # fmt: skip
     tokens = 2 * _power_of_two(max(load.tokens(module) for load in data.loads))
-    tokens = max(tokens, multiple * _SPREAD)
-    return [Shape(1, tokens // _SPREAD), Shape(1, tokens)]
+    tokens = max(tokens, multiple * _SHAPES_RATIO)
+    return [Shape(1, tokens // _SHAPES_RATIO), Shape(1, tokens)]
 
 
 def _power_of_two(n: int) -> int:

@@ -32,7 +32,9 @@ from dflop_jax.pipeline.gather import gather_features, scatter_gradient
 from dflop_jax.pipeline.routes import Arrays, Routes
 from dflop_jax.records import home_rank
 
-_SPARE = 1.5  # times an even share is the room of a round where the plan says none
+# Room of a round over an even share of a rank's features, where the plan says none; twice as much
+# sends twice the padding, and fewer groups need a second round.
+_ROOM_OVER_SHARE = 1.5
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Exchange:
         stages, low = self._source.shape["stage"], self._source.shape["data"]
         per_microbatch = rows // low * tokens
         per_rank = m // stages * per_microbatch
-        share = _SPARE / low if self.room is None else self.room
+        share = _ROOM_OVER_SHARE / low if self.room is None else self.room
         capacity = max(1, min(ceil(share * per_rank - 1e-6), per_rank))
         high = self.placed.sharding.mesh.shape["data"]
         return Routes(low, high, stages, m, per_microbatch, capacity)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from dflop_jax.contract import Array
 
-_AT_ONCE = 8  # rows that are added in one pass over all
+# Rows that are added in one pass over all: passes are the logarithm to this base of the longest
+# run, and each reads as many rows.
+_ROWS_A_PASS = 8
 
 
 def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
@@ -74,14 +76,14 @@ def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
     place = jnp.arange(n)
 
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
-        """From sums over up to `step` rows of a run to sums over up to _AT_ONCE times as many."""
+        """From sums over up to `step` rows of a run to sums over _ROWS_A_PASS times as many."""
         total = rows
-        for ahead in range(1, _AT_ONCE):
+        for ahead in range(1, _ROWS_A_PASS):
             other = jnp.minimum(place + ahead * step, n)
             same = keys.at[other].get(mode="fill", fill_value=-1) == keys
             more = rows.at[other].get(mode="clip")
             total = total + jnp.where(same[:, None], more, jnp.zeros_like(more))
         return total, None
 
-    n_steps = ceil(round(log(max(longest, 2), _AT_ONCE), 9))
-    return jax.lax.scan(widen, rows, _AT_ONCE ** jnp.arange(n_steps))[0]
+    n_steps = ceil(round(log(max(longest, 2), _ROWS_A_PASS), 9))
+    return jax.lax.scan(widen, rows, _ROWS_A_PASS ** jnp.arange(n_steps))[0]

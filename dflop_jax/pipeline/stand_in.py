@@ -15,9 +15,10 @@ from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.records import Group
 from dflop_jax.tasks.graph import fed_by
 
-PIECES = 4  # in a row, where programs are timed
-SCALE = 0.05  # of random parameters and activations
-_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
+# Pieces in a row, where programs are timed and their number makes no difference.
+PIECES_A_ROW = 4
+SCALE = 0.05  # standard deviation of random parameters and activations: none overflows
+_N_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
 
 
 def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
@@ -25,11 +26,11 @@ def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
     rng, dtype = np.random.default_rng(0), np.dtype(dtype)
     values: Any
     if dtype.kind == "b":
-        values = rng.random(_VALUES) < 0.5
+        values = rng.random(_N_VALUES) < 0.5
     elif dtype.kind in "iu":
-        values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _VALUES)
+        values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _N_VALUES)
     else:  # bfloat16 too
-        values = rng.standard_normal(_VALUES) * SCALE
+        values = rng.standard_normal(_N_VALUES) * SCALE
     return np.resize(values.astype(dtype), shape)
 
 
@@ -83,7 +84,9 @@ def _arrays(programs: Programs, group: Group, sources: Mapping[int, Group]) -> G
     below = programs.model.vocab_size
     for s in programs.layout.segments_of(group.module):
         structs = programs.signature(s.name, group.shape).fields
-        fields |= {n: packed_field(n, a.shape, a.dtype, PIECES, below) for n, a in structs.items()}
+        fields |= {
+            n: packed_field(n, a.shape, a.dtype, PIECES_A_ROW, below) for n, a in structs.items()
+        }
         for link in programs.into[s.name]:
             for i, source in sources.items():
                 if link.edge is not None and link.edge.source == source.module:

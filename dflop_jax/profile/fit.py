@@ -31,7 +31,9 @@ from dflop_jax.records import (
     shape_features,
 )
 
-DEPTHS = (1, 3)  # layers of the programs that are timed
+# Layers of the programs that are timed, whose difference is what a layer takes; deeper ones take
+# longer to compile and to run, and tell it more exactly.
+DEPTHS = (1, 3)
 
 
 def _terms(timings: Sequence[LayerTiming]) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.profile.state import Array
 
-_KEPT_BITS = 24
+_KEPT_BITS = 24  # of a fitted number: seven digits, of which linear algebra libraries give the same
 
 
 def rounded(values: Array) -> Array:

@@ -41,7 +41,7 @@ from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.pipeline.parts import ADAPTER, hidden_struct
 from dflop_jax.pipeline.segment import EVALUATE, Segment
-from dflop_jax.pipeline.stand_in import packed_field, random_values
+from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
@@ -64,9 +64,9 @@ from dflop_jax.records import (
 
 Progress = Callable[[int, int], None]
 Run = Callable[[], Any]
-_LEAST_RUNS, _MOST_RUNS = 3, 25  # of each program, within
-_RUNS_S = 0.5  # seconds of it in all
-_PACKED = 4  # pieces in a row where their number makes no difference
+# Runs of each program, and seconds of all its runs after which no more than the least are made:
+# twice as many take twice as long, for a median that scatters less by a third.
+_LEAST_RUNS, _MOST_RUNS, _RUNS_S = 3, 25, 0.5
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
 _FILLINGS = (1, 16, 4, 2, 8)
 
@@ -299,7 +299,7 @@ def _time_layer(
     model: MultimodalModel, module: str, shape: Shape, devices: Sequence[jax.Device], tp: int
 ) -> LayerTiming:
     features = content_flops_of(on_chip(model.modules[module], chip_of(devices[0])))
-    fillings = _FILLINGS[: len(features) + 1] if features else (_PACKED,)
+    fillings = _FILLINGS[: len(features) + 1] if features else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
     segments = (shallow_segment(model, module, d, devices, MeshShape(model=tp)) for d in DEPTHS)
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
@@ -367,7 +367,7 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     """
     last, n = list(model.modules)[-1], len(devices)
     segment = shallow_segment(model, last, 1, devices, MeshShape(data=n))
-    ((_, backward),) = _programs(segment, shape, model.vocab_size, [_PACKED]).runs
+    ((_, backward),) = _programs(segment, shape, model.vocab_size, [PIECES_A_ROW]).runs
     return n / seconds_of([backward])[0]
 
 

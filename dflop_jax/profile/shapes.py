@@ -5,13 +5,15 @@ from __future__ import annotations
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.records import DataProfile, Shape
 
-LARGE = 4  # of the largest samples in the largest shape
+# Of the largest sample's tokens or pieces, in the largest shape that is timed; prices are believed
+# only up to a multiple of that.
+LARGEST_OVER_SAMPLE = 4
 
 
 def shapes_to_time(
     data: DataProfile, model: MultimodalModel, token_multiple: int
 ) -> dict[str, list[Shape]]:
-    """Per-rank shapes of every module, from a few pieces to `LARGE` of the largest samples.
+    """Per-rank shapes of every module, from a few pieces to several of the largest samples.
 
     The last one of a module is a large one. A module that the data do not use gets small ones, so
     that a plan of it has prices.
@@ -27,7 +29,12 @@ def _shapes(
         tokens = piece_tokens or token_multiple
         return [Shape(1, tokens), Shape(2, tokens)]
     if piece_tokens:
-        counts = (most_pieces // 8, most_pieces // 2, most_pieces, LARGE * most_pieces)
+        counts = (
+            most_pieces // 8,
+            most_pieces // 2,
+            most_pieces,
+            LARGEST_OVER_SAMPLE * most_pieces,
+        )
         rows = {max(least, n) for least, n in enumerate(counts, 1)}
         return [Shape(n, piece_tokens) for n in sorted(rows)]
 
@@ -39,6 +46,6 @@ def _shapes(
     longest = up(longest_piece)
     capacities = sorted({up(longest / 4), longest, up(longest * 2)})
     shapes = [Shape(1, tokens) for tokens in capacities]
-    largest = Shape(max(2, -(-LARGE * largest_sample // longest)), longest)
+    largest = Shape(max(2, -(-LARGEST_OVER_SAMPLE * largest_sample // longest)), longest)
     shapes += [Shape(4, capacities[0]), largest]
     return shapes

@@ -136,9 +136,9 @@ def whole_bytes(
     return np.where(np.asarray(mesh.data) > 1, whole, 0.0)
 
 
-# What the step's end takes in reduced gradients, as compiled: the gradients and parts of copies of
-# them, more where updated parameters are gathered.
-_REDUCED, _UPDATED = 1.7, 2.0
+# What the step's end takes over the bytes of reduced gradients, as compiled: the gradients and
+# parts of copies of them, more where updated parameters are gathered.
+_REDUCED_COPIES, _UPDATED_COPIES = 1.7, 2.0
 
 
 def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
@@ -147,4 +147,4 @@ def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> A
     shard = sum(split_bytes(segment, mesh, profile))
     gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
     gathers = (np.asarray(mesh.data) > 1) & (segment.zero < 3)
-    return np.where(gathers, _UPDATED * shard + gathered, _REDUCED * shard)
+    return np.where(gathers, _UPDATED_COPIES * shard + gathered, _REDUCED_COPIES * shard)

@@ -13,7 +13,7 @@ from rich.console import Console
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.summary import flops_text, number
 
-WINDOW = 20  # steps whose mean time predicts the rest
+RECENT_STEPS = 20  # whose mean time predicts the rest
 
 
 class Progress:
@@ -39,7 +39,7 @@ class Progress:
         self._total, self._done = total_steps, start
         self._every = every or max(1, total_steps // 20)
         self._console = console or Console(stderr=True, quiet=quiet)
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         columns = (
             rich_progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             rich_progress.BarColumn(bar_width=None),

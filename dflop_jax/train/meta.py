@@ -32,9 +32,9 @@ _PROFILED_FLAGS = (
     *(f"data.{name}" for name in vars(Limits())),
 )
 _PROFILED = {*_PROFILED_FLAGS, _PROCESSES, _DEVICES, _KIND}
-# What jax may take of a device depends a little on what else was there when it began; plans leave
-# as much free.
-_SAME_MEMORY = 0.05
+# Share by which a device's memory may differ from that of the run before: what jax may take depends
+# a little on what else was there when it began, and plans leave as much free.
+_MEMORY_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def continued(
 
 
 def _equal(name: str, then: Any, now: Any) -> bool:
-    return math.isclose(then, now, rel_tol=_SAME_MEMORY) if name == _MEMORY else then == now
+    return math.isclose(then, now, rel_tol=_MEMORY_TOLERANCE) if name == _MEMORY else then == now
 
 
 def _text(value: Any) -> str:

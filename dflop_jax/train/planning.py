@@ -32,7 +32,7 @@ from dflop_jax.records import (
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import OnProgress, tensor_degrees
 
-SHOWN = 10  # placements that an explanation compares
+SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
 MASTER_BYTES = 4  # of a parameter in float32
 TRAINED_BYTES = 4 * MASTER_BYTES  # with its gradient and both moments of AdamW
 

@@ -24,7 +24,7 @@ from dflop_jax.records import DataProfile, LayerTiming, ModelProfile, Profile, S
 from dflop_jax.train.prepare import Workplace
 
 OnProgress = Callable[[int, int], None]
-DEGREES = (1, 2, 4, 8)  # of tensor parallelism
+DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profiled
 
 
 def check_not_empty(source: Source) -> None:

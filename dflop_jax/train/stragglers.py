@@ -13,8 +13,8 @@ import numpy as np
 
 from dflop_jax.pipeline.task_times import TaskTimes
 
-_MEMORY = 9  # steps that a factor remembers
-_ENOUGH = 5  # steps before a process is named
+_REMEMBERED_STEPS = 9  # whose median is a factor; twice as many follow a change half as fast
+_LEAST_STEPS = 5  # of a process before it is named
 SLOW, RECOVERED = 1.4, 1.2  # times the rest's: above, named; below again, no more
 _REPORTED = 32  # processes in a row of metrics, the slowest ones: more would fill disk and trackers
 
@@ -101,7 +101,7 @@ class Stragglers:
 
     def __init__(self, log: Callable[[str], None]):
         self._log = log
-        self._recent = np.empty((0, _MEMORY))  # by process, oldest first, NaN before the first
+        self._recent = np.empty((0, _REMEMBERED_STEPS))  # by process, oldest first, at first NaN
         self._usual = np.empty(0)  # their medians
         self._named: set[int] = set()
 
@@ -117,7 +117,7 @@ class Stragglers:
         if not seen:
             return
         processes = np.array([*seen])
-        new = np.full((max(0, processes.max() + 1 - len(self._recent)), _MEMORY), np.nan)
+        new = np.full((max(0, processes.max() + 1 - len(self._recent)), _REMEMBERED_STEPS), np.nan)
         self._recent = np.concatenate([self._recent, new])
         self._recent[processes, :-1] = self._recent[processes, 1:]
         self._recent[processes, -1] = [*seen.values()]
@@ -125,7 +125,7 @@ class Stragglers:
         counts = np.count_nonzero(~np.isnan(ordered), axis=1)
         every = np.arange(len(ordered))
         self._usual = (ordered[every, (counts - 1) // 2] + ordered[every, counts // 2]) / 2
-        slow = (self._usual > SLOW) & (counts >= _ENOUGH)
+        slow = (self._usual > SLOW) & (counts >= _LEAST_STEPS)
         for p in sorted({*np.flatnonzero(slow).tolist()} - self._named):
             self._named.add(p)
             self._log(

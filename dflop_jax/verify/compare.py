@@ -13,22 +13,22 @@ import numpy as np
 
 from dflop_jax.contract import Array, Module, MultimodalModel, Params, chip_of, edges_of, on_chip
 from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
+from dflop_jax.hardware import GB
 from dflop_jax.pipeline.parts import part_struct
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.samples import MixedSample
 from dflop_jax.weights import Folder, as_in_file, read_params
 from dflop_jax.weights.contract import WeightMap
 
-TOKEN_MULTIPLE = 8
+TOKEN_MULTIPLE = 8  # of a row's tokens
 # A gradient that is zero in theory (of a key's bias) is rounding on both sides: of a tensor whose
 # largest entry is below this share of the largest of all, that is what errors are a share of.
-SMALL = 1e-2
+LEAST_SCALE = 1e-2
 # Compiled for seconds and run for milliseconds: no optimisation.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MEMORY = Path("/proc/meminfo")
 COPIES = 3  # parameters and their gradients here, then gradients here and both there
 FLOAT_BYTES = 4
-GB = 1e9
 
 
 def too_large(folder: Folder) -> str:
@@ -130,7 +130,7 @@ def gradient_errors(
         for key in t.path:
             leaf = leaf[key]
         gradient = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
-        scale = max(float(np.abs(wanted[t.name]).max()), SMALL * largest)
+        scale = max(float(np.abs(wanted[t.name]).max()), LEAST_SCALE * largest)
         error = float(np.abs(gradient - wanted[t.name]).max()) / scale
         group = f"{t.module}.{t.part}"
         # An error that is no number stays one.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Largest errors that count as equal. Both sides compute in float32 and add in other orders: logits
 # differ by this share of the largest one (of 1 at least), gradients by this share of the largest
 # entry of their tensor.
-LOGITS, GRADIENTS = 1e-4, 1e-3
+LOGIT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ class Verified:
         if self.max_logit_error is not None and self.max_grad_error is not None:
             assert self.largest_logit is not None
             # Written so that an error that is no number counts as one.
-            equal &= self.max_logit_error <= LOGITS * max(1.0, self.largest_logit)
-            equal &= self.max_grad_error <= GRADIENTS
+            equal &= self.max_logit_error <= LOGIT_TOLERANCE * max(1.0, self.largest_logit)
+            equal &= self.max_grad_error <= GRADIENT_TOLERANCE
         return 0 if equal else 1

@@ -26,7 +26,7 @@ from dflop_jax.weights.folder import DTYPES
 
 SEGMENT_BYTES = 2 * 10**9  # of a segment's shards, about
 COMPARED_BYTES = 32 * 2**20  # of a tensor at a time
-WAYS = 2  # of a tensor split
+WAYS = 2  # into which a tensor is split
 TOKENS = 128  # of the plan's rows, which no program here reads
 
 

@@ -20,8 +20,8 @@ from dflop_jax.data.media.video import Frames
 from dflop_jax.data.text.pieces import ByteTokenizer, Piece
 
 MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
-FRAMES, MAX_TILES = 4, 4
-FRAME_PX = 64
+FRAMES, MAX_TILES = 4, 4  # of a clip, of a picture
+FRAME_PX = 64  # side of a frame
 FIRST_WORD = 2  # ids of text begin here; the ones below stand where media are
 
 

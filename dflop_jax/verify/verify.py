@@ -24,7 +24,7 @@ FACTORIES = {
     "qwen2_audio": "models.qwen2_audio:build",
     "qwen3_vl": "models.qwen3_vl:build",
 }
-DEVICES = 4  # at most; pretended where only the CPU is there
+MAX_DEVICES = 4  # at most; pretended where only the CPU is there
 
 
 def verify(
@@ -69,7 +69,7 @@ def verify(
 
 def _some_devices() -> list[jax.Device]:
     try:
-        return use_devices(DEVICES)
+        return use_devices(MAX_DEVICES)
     except ValueError:  # fewer GPUs
         return jax.devices()
 

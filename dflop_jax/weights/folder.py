@@ -18,8 +18,8 @@ CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # A mapped file counts as memory of the process for as long as it is open.
 MAPPED_BYTES = 128 * 2**20
-COMPARED = 256  # rows and columns of tensors that should be equal
-SHOWN = 3  # names in a message
+COMPARED_SIDE = 256  # rows and columns that are compared of tensors that should be equal
+SHOWN_NAMES = 3  # in a message
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Folder:
     def _starts_alike(self, a: str, b: str) -> bool:
         if self.entries[a].shape != self.entries[b].shape:
             return False
-        start = tuple(slice(0, min(n, COMPARED)) for n in self.entries[a].shape)
+        start = tuple(slice(0, min(n, COMPARED_SIDE)) for n in self.entries[a].shape)
         return np.array_equal(self.read(a, start), self.read(b, start))
 
     # ---- reading ----
@@ -206,5 +206,5 @@ def _header(file: Path, names: Iterable[str] | None, index: str) -> list[Entry]:
 
 
 def _names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(repr, names[:SHOWN])) + more
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(map(repr, names[:SHOWN_NAMES])) + more

@@ -16,7 +16,7 @@ from dflop_jax.weights.folder import Folder
 from dflop_jax.weights.slices import Range, pieces, read_slice
 
 Tree = Any
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
 
 def read_segment(

@@ -11,7 +11,7 @@ from dflop_jax.pipeline import fresh
 from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.programs import Training, make_programs
-from dflop_jax.pipeline.stand_in import PIECES, stand_in_groups
+from dflop_jax.pipeline.stand_in import PIECES_A_ROW, stand_in_groups
 from models.llava import build
 from tests.small import Small
 
@@ -82,8 +82,10 @@ def test_programs_are_timed_on_what_real_rows_hold():
     held = dict(zip((g.module for g in groups), arrays, strict=True))
     fields = held["llm"].fields
     for row in fields["segment_ids"].reshape(-1, 64):
-        np.testing.assert_array_equal(row, np.repeat(np.arange(PIECES) + 1, 64 // PIECES))
-    assert fields["positions"].max() == 64 // PIECES - 1
+        np.testing.assert_array_equal(
+            row, np.repeat(np.arange(PIECES_A_ROW) + 1, 64 // PIECES_A_ROW)
+        )
+    assert fields["positions"].max() == 64 // PIECES_A_ROW - 1
     assert (fields["weights"] == 1).all()
     for name in ("tokens", "targets"):
         assert len(np.unique(fields[name])) > 50

@@ -16,7 +16,7 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 
 # a cut sample keeps so much of its first answer, else there would be little to learn from it
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 32  # of an answer that a truncated sample must keep
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_SPARE = 64  # more records of each part than it gives, since some cannot be taken
+_SPARE_RECORDS = 64  # more of each part than it gives, since some cannot be taken
 
 
 def shares(sizes: Sequence[int], n: int, least: int = 1) -> list[int]:
@@ -83,7 +83,7 @@ def _candidates(lots: Sequence[np.ndarray], wanted: Sequence[int], seed: int) ->
     """Ids, uint64 in the order in which they are drawn, among which those of every part are."""
     ids: list[np.ndarray] = []
     for numbers, n in zip(lots, wanted, strict=True):
-        first = min(len(numbers), 2 * n + _SPARE)
+        first = min(len(numbers), 2 * n + _SPARE_RECORDS)
         drawn = _drawn(numbers, seed)
         if first < len(numbers):
             ids.append(numbers[np.argpartition(drawn, first)[:first]])

@@ -27,9 +27,9 @@ from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 
-BATCH = 4096  # records under way at once
-CHUNK = 64  # of them with one worker
-KEPT_REASONS = 20
+RECORDS_AT_ONCE = 4096  # under way with all workers: twice as many take twice the memory
+CHUNK = 64  # records with one worker
+KEPT_REASONS = 20  # why records cannot be taken, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -72,7 +72,7 @@ def _index_of(
     listed = 0
     places = reader.locate()
     with ThreadPoolExecutor(workers) as pool:
-        while chunks := list(islice(_chunks(places), BATCH // CHUNK)):
+        while chunks := list(islice(_chunks(places), RECORDS_AT_ONCE // CHUNK)):
             listed += sum(map(len, chunks))
             read = [r for part in pool.map(lambda c: rows.rows(name, c), chunks) for r in part]
             usable = [r for r in read if not isinstance(r, BadSample)]

@@ -34,7 +34,7 @@ from dflop_jax.data.bounds import (
 )
 from dflop_jax.data.datasets.find_tables import HUB, HUB_ID
 
-MAX_WEIGHT = 1000.0
+MAX_WEIGHT = 1000.0  # times that an epoch shows a part
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 

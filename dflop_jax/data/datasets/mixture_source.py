@@ -27,7 +27,7 @@ from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.text.pieces import Piece
 from dflop_jax.records import Load
 
-NAMED = 5  # of the records left out, so many are named
+NAMED_RECORDS = 5  # of those left out, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -120,9 +120,9 @@ class MixtureSource:
         listed = sum(index[key].listed for key in readers)
         self.unusable, self.left_out = listed - len(self._table), int((~usable).sum())
         if self.left_out:
-            rows = np.flatnonzero(~usable)[:NAMED].tolist()
+            rows = np.flatnonzero(~usable)[:NAMED_RECORDS].tolist()
             named = [f"{self._name(row)}: {described(self._table, row)}" for row in rows]
-            named += ["..."] * (self.left_out > NAMED)
+            named += ["..."] * (self.left_out > NAMED_RECORDS)
             why = f"the model cannot take their media ({'; '.join(named)})"
             if not usable.any():
                 raise ValueError(f"{name}: no record is usable: {why}")

@@ -12,9 +12,9 @@ import numpy as np
 from dflop_jax.data.datasets.clip_samples import STREAMS
 from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, Picture, Shape
 
-SIDE = 16  # pixels
-SIZE = 7  # of a shape
-GREY = 128
+SIDE = 16  # pixels of a frame's side
+SIZE = 7  # pixels of a shape's side
+GREY = 128  # of the background, in 0 to 255
 SCALE = 2.0  # latents have a variance of about one
 FRAMES = (2, 3, 3, 4, 4, 6)  # of a clip, drawn
 WAYS = ("left", "right")

@@ -18,8 +18,8 @@ from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, named
 from dflop_jax.data.datasets.arrow_library import arrow
 
 WINDOW_BYTES = 4 << 20  # of rows decoded at once
-WINDOW_ROWS = 1024
-KEPT_BYTES = 64 << 20  # of windows
+WINDOW_ROWS = 1024  # decoded at once, at most
+KEPT_BYTES = 64 << 20  # of windows in memory: twice as many decode fewer rows again
 BUFFER_BYTES = 1 << 20  # of a column, read at once
 MAX_FOOTER_ITEMS = 10_000_000  # row groups x columns, or names
 MAGIC = b"PAR1"

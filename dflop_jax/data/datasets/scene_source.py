@@ -27,8 +27,8 @@ from dflop_jax.records import Load
 
 Convert = Callable[[Image.Image], np.ndarray]
 STREAMS = {"train": 0, "eval": 1}
-MAX_REDRAWS = 100
-KEPT = 4096  # scenes that were drawn last: loads are asked for several times before pixels are
+MAX_REDRAWS = 100  # of a scene that is too large, before it is an error
+KEPT_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
 FRAMES_PER_S = 2  # of a drawn clip
 
 
@@ -68,7 +68,7 @@ class SceneSource:
                              "give data.path")  # fmt: skip
         self._unit_px = shown.unit_px
         self._ways = preparations(how, self._limits.oversize)
-        self._draw = lru_cache(KEPT)(self._drawn)
+        self._draw = lru_cache(KEPT_SCENES)(self._drawn)
 
     def __len__(self) -> int:
         return self._n

@@ -18,7 +18,7 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Medium
 from dflop_jax.data.media.token_sources import plain
 
-POWER_FLOOR = 1e-10
+POWER_FLOOR = 1e-10  # below which a spectrum counts as silent, as published
 RANGE_LOG10 = 8.0  # features further below the loudest are cut off
 
 

@@ -28,7 +28,7 @@ from dflop_jax.data.text.pieces import Tokenizer
 MAX_RATIO = 200  # of a picture's sides
 MIN_FRAMES = 4  # sampled from a clip that has them
 MIN_CLIP_PIXELS = 4096  # of all frames of a clip
-GREY = 128
+GREY = 128  # of blank pictures, in 0 to 255
 VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
 UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
 FRAME = (640, 360)  # pixels of a growing clip's frames

@@ -18,7 +18,8 @@ from av.video.stream import VideoStream
 
 CLOSED = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
 H264_IDR = 5  # a NAL unit's type: nothing after it refers to what was before
-LEAST_GAIN = 1.5  # seeking is worth it when decoding all takes so many times as many frames
+# Frames that are decoded without seeking over those with it, from which on it is worth its cost.
+LEAST_GAIN = 1.5
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from dflop_jax.data.media.video import FRAMES_PER_S, VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer
 
-GREY = 128
+GREY = 128  # of blank pictures, in 0 to 255
 NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames
 SIDES = range(1, 13)  # of growing pictures, in tiles
 

@@ -22,7 +22,7 @@ from dflop_jax.data.media.container import checked_duration, opened
 from dflop_jax.data.media.kind import Columns, Kind, below_one
 from dflop_jax.data.media.seek import Choose, at_moments, numbered, seek_plan, sought
 
-FRAMES_PER_S = 2.0
+FRAMES_PER_S = 2.0  # that are taken of a clip
 USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 

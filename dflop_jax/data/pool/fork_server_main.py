@@ -30,8 +30,8 @@ from dflop_jax.data.pool.messages import Answer, Order, Reply, Segment, Setup
 from dflop_jax.data.sample import Source
 
 PDEATHSIG = 1  # of prctl(2)
-GROWN = 4  # a decoder retires when it has kept this part of its limit
-MAX_WARNINGS = 20
+RETIRING_PART = 4  # a decoder retires when it keeps its limit of memory over this number
+MAX_WARNINGS = 20  # that are passed on of one sample
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def _serve(
             reply = answer(line, segment)
         except Exception:
             reply = Reply(fault=traceback.format_exc())
-        grown = _data_bytes() - start_bytes > memory_bytes / GROWN
+        grown = _data_bytes() - start_bytes > memory_bytes / RETIRING_PART
         said, is_new = warnings.taken(), segment.is_new
         reply = replace(reply, warnings=said, new_segment=is_new, retires=grown)
         _send(channel, reply, segment.file if is_new else -1)

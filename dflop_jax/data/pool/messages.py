@@ -19,8 +19,8 @@ from dflop_jax.data.datasets.shape_index import Row
 from dflop_jax.data.sample import Places, Sample
 from dflop_jax.records import Load
 
-SEGMENT_BYTES = 64 << 20
-ALIGNED = 64
+SEGMENT_BYTES = 64 << 20  # of shared memory, at least
+ALIGNMENT = 64  # bytes between places where arrays begin
 MAX_LINE = 1 << 22  # bytes of a message
 
 
@@ -159,7 +159,7 @@ def _named_arrays(sample: Sample) -> list[tuple[tuple[str, ...], np.ndarray]]:
 
 
 def _aligned(n: int) -> int:
-    return -(-n // ALIGNED) * ALIGNED
+    return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 def _nameless_file() -> int:

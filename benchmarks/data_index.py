@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.header_rows import Apart, Here
-from dflop_jax.data.datasets.mixture import Mixture, Part
+from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere
+from dflop_jax.data.datasets.mixture import Mixture, MixturePart
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.tiles import TileMedium
-from dflop_jax.data.pool.messages import Reply, Setup
-from dflop_jax.data.text.pieces import Piece, chat_pieces
+from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
+from dflop_jax.data.text.pieces import TextPiece, chat_pieces
 
 PICTURES = 200
 TOKENIZER = ByteTokenizer()
@@ -56,13 +56,13 @@ def write_records(folder: Path, n: int) -> Path:
     return file
 
 
-def pieces(turns: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+def pieces(turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
     return chat_pieces(turns, TOKENIZER)
 
 
-def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
+def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """What answers for the index, in another process."""
-    return Here(open_readers(Mixture((Part(arguments["path"]),))), pieces).answer
+    return RowsHere(open_readers(Mixture((MixturePart(arguments["path"]),))), pieces).answer
 
 
 def main() -> None:
@@ -78,17 +78,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         path = str(write_records(folder, args.records))
-        setup = Setup("benchmarks.data_index:open_rows", {"path": path}, MEMORY_BYTES)
+        setup = DecoderSetup("benchmarks.data_index:open_rows", {"path": path}, MEMORY_BYTES)
         for run in ("first_in_threads", "first", "second"):
             start_s = time.perf_counter()
             source = MixtureSource(
-                Mixture((Part(path),)),
+                Mixture((MixturePart(path),)),
                 {"vision": TileMedium(AnyRes())},
                 pieces,
                 IndexRules(
                     folder / ("threads.npz" if run == "first_in_threads" else "index.npz"),
                     "bytes",
-                    None if run == "first_in_threads" else partial(Apart, setup, TIMEOUT_S),
+                    None if run == "first_in_threads" else partial(RowsApart, setup, TIMEOUT_S),
                 ),
             )
             counts = source.counts()

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.gpu_compile.child import Job
+from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.compiling import compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
@@ -95,7 +95,7 @@ class Case:
         """Short and unique."""
         return f"{self.model} {self.policy} tensor={self.tensor} stages={self.stages} {self.arch}"
 
-    def job(self) -> Job:
+    def job(self) -> CompileJob:
         """The plan and its configuration."""
         factory, size = MODELS[self.model]
         model = ModelConfig(factory=factory, size=size, dtype="bfloat16")
@@ -103,7 +103,7 @@ class Case:
         chosen = PlanConfig(
             policy="dflop", hardware=CHIPS[self.arch], devices=plan.layout.n_devices
         )
-        return Job(Config(model=model, plan=chosen, cache_dir="runs/cache"), plan)
+        return CompileJob(Config(model=model, plan=chosen, cache_dir="runs/cache"), plan)
 
 
 def make_plan(model: MultimodalModel, policy: str, tensor: int, stages: int) -> Plan:

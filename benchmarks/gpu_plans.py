@@ -31,7 +31,7 @@ from rich.table import Table
 
 from dflop_jax.cli.terminal import ticker
 from dflop_jax.config import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.gpu_compile.child import Job
+from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.chip_profile import predicted_profile
 from dflop_jax.gpu_compile.compiling import compile_plan
 from dflop_jax.records import Load
@@ -118,7 +118,7 @@ def measure(name: str, max_model: int) -> tuple[list[Row], dict[str, Any]]:
     profile = predicted_profile(place, ticker("compiling for the prediction"))
     profiled_s = time.perf_counter() - start_s
     plan = make_plan(place, profile, ticker("planning")).plan
-    report = compile_plan(Job(chosen, plan), ticker("compiling"))
+    report = compile_plan(CompileJob(chosen, plan), ticker("compiling"))
     rows = [Row(name, m.submesh, m.planned_bytes, m.peak_bytes) for m in report.memory]
     failed = [f"{p.name}: {p.error}" for p in report.programs if p.error]
     told = {

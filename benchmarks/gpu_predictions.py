@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dflop_jax.gpu_compile.child import Job
+from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.chip_profile import profile_at
 from dflop_jax.gpu_compile.reports import ProgramReport
 from dflop_jax.hardware import find_hardware
@@ -24,7 +24,7 @@ TOLD_TOKENS, TOLD_PIECES = (3072, 12288), (4, 16)
 MEDIAN, WORST = 0.05, 0.12
 
 
-def costs_of(job: Job, degrees: Sequence[int]) -> CostModel:
+def costs_of(job: CompileJob, degrees: Sequence[int]) -> CostModel:
     """What the planner knows of a case's model on its chip."""
     model, hardware = build_model(job.config.model), find_hardware(job.config.plan.hardware)
     alone = model.piece_tokens
@@ -36,7 +36,7 @@ def costs_of(job: Job, degrees: Sequence[int]) -> CostModel:
     return CostModel(profile_at(job.config, model, hardware, shapes, degrees, 8, ticks))
 
 
-def with_peaks(job: Job, costs: CostModel) -> Job:
+def with_peaks(job: CompileJob, costs: CostModel) -> CompileJob:
     """The job whose plan says what the planner expects of its peak memory; as it is where the model
     does not divide over its degrees, which compiling refuses."""
     try:

@@ -54,14 +54,14 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.schedule.worker_main import Setup
+from dflop_jax.schedule.worker_main import SolverSetup
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import resources, step_graph
 from dflop_jax.tasks.order import order_of
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.losses import BatchLoss
-from dflop_jax.train.moved import Moved
+from dflop_jax.train.moved import BatchTraffic
 from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog
 
 MICROBATCHES = 32
@@ -157,7 +157,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     sampled = range(monitor.next_step, monitor.next_step + monitor.window)
     worker = ScheduleWorker(
         lambda step: made.loads,
-        Setup(plan, tuple(trainable)),
+        SolverSetup(plan, tuple(trainable)),
         prices,
         first_step=sampled.stop,
         ahead=0,
@@ -218,7 +218,7 @@ def made_batch(plan: Plan, schedule: Schedule) -> ReadyBatch:
         padding_fraction=dict.fromkeys(plan.layout.modules, 0.1),
         groups_run=counts,
         n_bad=0,
-        moved=Moved(),
+        moved=BatchTraffic(),
     )
 
 

@@ -53,7 +53,7 @@ from dflop_jax.schedule import (  # noqa: E402
     choose_buckets,
 )
 from dflop_jax.schedule.shapes.spare import beyond, spare_bucket  # noqa: E402
-from dflop_jax.schedule.worker_main import Setup  # noqa: E402
+from dflop_jax.schedule.worker_main import SolverSetup  # noqa: E402
 
 GLOBAL_BATCH, RANKS, BUCKETS, PROFILED, MAX_TAIL = 128, 4, 4, 2000, 64
 ROW_TOKENS, ROW_PATCHES, PATCH_PX = 8192, 8192, 16
@@ -153,7 +153,7 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
     spans: list[float] = []
     shapes: set[tuple[str, Shape]] = set()
     with ScheduleWorker(
-        batch, Setup(plan, plan.layout.modules), prices, stop_step=steps, grace_s=300
+        batch, SolverSetup(plan, plan.layout.modules), prices, stop_step=steps, grace_s=300
     ) as worker:
         for step in range(steps):
             schedule, _ = worker.get(step)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import attention_cudnn, attention_gpu
 from models.attention_choice import choose, on_gpu
-from models.attention_split import SAVED, Kernel, attend
+from models.attention_split import SAVED, AttentionKernel, attend
 
 Array = jax.Array
 Attend = Callable[..., Array]  # called as `attention` is
@@ -62,7 +62,7 @@ def attention(
     chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=segment_ids is not None)
     if chosen != "xla" and q_BTNH.size:
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
-        chosen_kernel = Kernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
+        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
         return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids)
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5

@@ -33,7 +33,7 @@ _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A kernel's two directions, both called with `causal` and `interpret`.
 
     `forward(q, k, v, ids)` gives (output, arrays for backward [any, N, any]), and
@@ -51,7 +51,7 @@ class Kernel:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: Kernel, q: Array, k: Array, v: Array, ids: Array | None) -> Array:
+def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Array | None) -> Array:
     """The kernel's output [B, T, N, H]; see `models.attention.attention`.
 
     Raises:
@@ -61,7 +61,7 @@ def attend(kernel: Kernel, q: Array, k: Array, v: Array, ids: Array | None) -> A
 
 
 def _forward(
-    kernel: Kernel, q: Array, k: Array, v: Array, ids: Array | None
+    kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Array | None
 ) -> tuple[Array, tuple[Tree, ...]]:
     split = _Split.of(q, k)
     alone = partial(kernel.forward, **kernel.options)
@@ -77,7 +77,7 @@ def _forward(
 
 
 def _backward(
-    kernel: Kernel, residuals: tuple[Tree, ...], dout: Array
+    kernel: AttentionKernel, residuals: tuple[Tree, ...], dout: Array
 ) -> tuple[Array, Array, Array, None]:
     split = _Split.of(*residuals[:2])
     alone = partial(kernel.backward, **kernel.options)

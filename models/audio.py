@@ -47,7 +47,7 @@ def windows(x: Array, stride: int) -> Array:
     return jnp.stack([padded[:, i : i + frames : stride] for i in range(KERNEL)], axis=2)
 
 
-class EntryModule(nn.Module):
+class AudioEntry(nn.Module):
     """Mel features [items, mel_bins, frames] -> hidden states [items, frames / 2, width]."""
 
     size: AudioSize
@@ -127,5 +127,5 @@ class AudioModule(Encoder):
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":
-            return EntryModule(self.size, self.dtype)
+            return AudioEntry(self.size, self.dtype)
         return ExitModule(self.size, self.out_width, self.dtype)

@@ -14,14 +14,14 @@ from models.attention_choice import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
-from models.hf_tensors import WeightMap
+from models.hf_tensors import HfWeightMap
 from models.lora import Lora
 from models.media import audio_facts, vision_facts
-from models.sizes import Family, ModelSize
+from models.sizes import ModelSize, SizeFamily
 from models.vit import VisionModule
 
 # Modules that are published without the others, and where their checkpoints have the parameters.
-PUBLISHED_ALONE: Mapping[str, Callable[[Any], WeightMap]] = {
+PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
     "vision": hf.tower,
     "llm": hf.decoder,
 }
@@ -83,7 +83,7 @@ class Composed:
         return replace(self, lora=Lora(rank, alpha))
 
     @property
-    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+    def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
         modules = self.modules
         return {n: partial(to, modules[n]) for n, to in PUBLISHED_ALONE.items() if n in modules}
@@ -94,7 +94,7 @@ class Published(Composed):
     """A composition that transformers has too."""
 
     @property
-    def weights(self) -> WeightMap:
+    def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
         if self.size.audio:
             return hf.qwen2_audio(self)
@@ -110,7 +110,7 @@ Model = TypeVar("Model")
 
 
 def made(
-    cls: Callable[..., Model], family: Family, size: str, dtype: str, attention_kernel: str
+    cls: Callable[..., Model], family: SizeFamily, size: str, dtype: str, attention_kernel: str
 ) -> Model:
     """The model of a family of sizes; what the factories in `models/` call.
 

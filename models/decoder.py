@@ -40,7 +40,7 @@ FIELDS = {
 }
 
 
-class EntryModule(nn.Module):
+class DecoderEntry(nn.Module):
     """Token embeddings, with encoders' features in their place where `is_visual`, and the learnt
     end of a picture's line where `is_newline`."""
 
@@ -63,7 +63,7 @@ class EntryModule(nn.Module):
         return jnp.where(is_visual[:, :, None], visual.astype(self.dtype), x)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Pre-norm decoder layer, its matrices adapted if `lora`; `attend` is called as `attention`
     is."""
 
@@ -200,10 +200,10 @@ class DecoderModule:
         hidden = self.field_spec("visual", 1, 1)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
-            return EntryModule(self.size, self.dtype), tuple(fields)
+            return DecoderEntry(self.size, self.dtype), tuple(fields)
         if part in ("layers", "adapter"):
             lora = self.lora if part == "adapter" else None
-            return Block(self.size, self.dtype, lora, self.attend), (hidden, *fields)
+            return DecoderBlock(self.size, self.dtype, lora, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
@@ -217,7 +217,7 @@ class DecoderModule:
 
     def entry(self, params: Any, batch: Batch) -> Array:
         fields = [batch[name] for name in self.inputs["entry"]]
-        return apply(EntryModule(self.size, self.dtype), params, *fields)
+        return apply(DecoderEntry(self.size, self.dtype), params, *fields)
 
     @property
     def attend(self) -> Attend:
@@ -231,7 +231,7 @@ class DecoderModule:
         main = {name: tree for name, tree in params.items() if name != "adapter"}
         adapter = params.get("adapter")
         lora = None if adapter is None else self.lora
-        block = Block(self.size, self.dtype, lora, attend or self.attend)
+        block = DecoderBlock(self.size, self.dtype, lora, attend or self.attend)
         return apply(block, main, x, *fields, adapter=adapter)
 
     @property

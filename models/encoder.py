@@ -38,7 +38,7 @@ class BlockForm(NamedTuple):
     fused: bool = False
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Pre-norm encoder layer: full attention among tokens of a segment, two-layer MLP. Queries and
     keys turn by `angles`, if given: see `models.rotary`."""
 
@@ -171,7 +171,7 @@ class Encoder(ABC):
     def _linen(self, part: str) -> nn.Module:
         if part == "layers":
             attend = attend_by(self.attention_kernel, self.chip)
-            return Block(self.size, self.form, self.dtype, attend)
+            return EncoderBlock(self.size, self.form, self.dtype, attend)
         return self._end(part)
 
     def _example(self, part: str) -> tuple[jax.ShapeDtypeStruct, ...]:

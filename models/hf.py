@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from models import hf_config, hf_names, hf_sizes
 from models.decoder import DecoderModule
-from models.hf_tensors import Tensor, Unused, WeightMap, tensors_of
+from models.hf_tensors import HfTensor, HfUnused, HfWeightMap, tensors_of
 from models.vit import VisionModule
 
 COMPOSED = (
@@ -32,7 +32,7 @@ class Composition(Protocol):
     def modules(self) -> Mapping[str, Any]: ...
 
 
-def _llm(module: DecoderModule, prefix: str) -> list[Tensor]:
+def _llm(module: DecoderModule, prefix: str) -> list[HfTensor]:
     body = tensors_of(module, "llm", hf_names.DECODER, f"{prefix}model.")
     return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
 
@@ -43,7 +43,7 @@ def _copies(module: DecoderModule, prefix: str) -> dict[str, str]:
     return names if module.tied else {}
 
 
-def llava_onevision(model: Composition) -> WeightMap:
+def llava_onevision(model: Composition) -> HfWeightMap:
     """LlavaOnevisionForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -55,7 +55,7 @@ def llava_onevision(model: Composition) -> WeightMap:
     norm, width = "vision_tower.post_layernorm", (size.vision.width,)
     text = hf_sizes.decoder_config(size.decoder)
     kind = text["model_type"]
-    return WeightMap(
+    return HfWeightMap(
         tensors=(
             *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
             *tensors_of(vision, "vision", hf_names.MLP, "multi_modal_projector."),
@@ -79,19 +79,19 @@ def llava_onevision(model: Composition) -> WeightMap:
         ),
         copies=_copies(llm, "language_model."),
         unused=(
-            Unused(f"{norm}.weight", width, 1.0),
-            Unused(f"{norm}.bias", width, 0.0),
+            HfUnused(f"{norm}.weight", width, 1.0),
+            HfUnused(f"{norm}.bias", width, 0.0),
         ),
     )
 
 
-def internvl(model: Composition) -> WeightMap:
+def internvl(model: Composition) -> HfWeightMap:
     """InternVLForConditionalGeneration (the "-hf" folders)."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
     text = hf_sizes.decoder_config(size.decoder, tie=False)
     kind = text["model_type"]
-    return WeightMap(
+    return HfWeightMap(
         tensors=(
             *tensors_of(vision, "vision", hf_names.INTERNVIT, "vision_tower."),
             *tensors_of(vision, "vision", hf_names.NORMED_MLP, "multi_modal_projector."),
@@ -113,13 +113,13 @@ def internvl(model: Composition) -> WeightMap:
     )
 
 
-def qwen2_audio(model: Composition) -> WeightMap:
+def qwen2_audio(model: Composition) -> HfWeightMap:
     """Qwen2AudioForConditionalGeneration."""
     audio, llm = model.modules["audio"], model.modules["llm"]
     if llm.tied:
         raise ValueError("Qwen2-Audio has a head of its own; choose a decoder that is not tied")
     text = hf_sizes.decoder_config(model.size.decoder)
-    return WeightMap(
+    return HfWeightMap(
         tensors=(
             *tensors_of(audio, "audio", hf_names.WHISPER, "audio_tower."),
             *tensors_of(audio, "audio", hf_names.ONE_LINEAR, "multi_modal_projector."),
@@ -139,7 +139,7 @@ def qwen2_audio(model: Composition) -> WeightMap:
     )
 
 
-def qwen3_vl(model: Composition) -> WeightMap:
+def qwen3_vl(model: Composition) -> HfWeightMap:
     """Qwen3VLForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -147,7 +147,7 @@ def qwen3_vl(model: Composition) -> WeightMap:
     rules = hf_config.rules(
         "qwen3_vl", vision_config="qwen3_vl_vision", text_config="qwen3_vl_text"
     )
-    return WeightMap(
+    return HfWeightMap(
         tensors=(
             *tensors_of(
                 vision, "vision", hf_names.qwen3_vl_tower(tuple(vision.taps)), "model.visual."
@@ -169,10 +169,10 @@ def qwen3_vl(model: Composition) -> WeightMap:
     )
 
 
-def decoder(module: DecoderModule) -> WeightMap:
+def decoder(module: DecoderModule) -> HfWeightMap:
     """Qwen2ForCausalLM, Qwen3ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
     config = hf_sizes.decoder_config(module.size)
-    return WeightMap(
+    return HfWeightMap(
         tensors=tuple(_llm(module, "")),
         config=config,
         config_rules=hf_config.rules(config["model_type"]),
@@ -182,21 +182,21 @@ def decoder(module: DecoderModule) -> WeightMap:
     )
 
 
-def tower(module: VisionModule) -> WeightMap:
+def tower(module: VisionModule) -> HfWeightMap:
     """SiglipVisionModel (or the tower within SiglipModel) or InternVLVisionModel, for the module
     "vision" of any model. Layers beyond the model's are left alone, as LLaVA-OneVision does."""
     size = module.size
     intern = size.form == "internvit"
     config = hf_sizes.vision_config(size)
     layers = r"encoder\.layers?\.\d+\..*"
-    norm: tuple[Unused, ...] = ()
+    norm: tuple[HfUnused, ...] = ()
     if not intern and not size.post_norm:
         norm = (
-            Unused("post_layernorm.weight", (size.width,), 1.0),
-            Unused("post_layernorm.bias", (size.width,), 0.0),
+            HfUnused("post_layernorm.weight", (size.width,), 1.0),
+            HfUnused("post_layernorm.bias", (size.width,), 0.0),
         )
     rules = hf_config.rules(config["model_type"], wraps=None if intern else "siglip")
-    return WeightMap(
+    return HfWeightMap(
         tensors=tuple(
             tensors_of(module, "vision", hf_names.INTERNVIT if intern else hf_names.SIGLIP, "")
         ),

@@ -1,6 +1,6 @@
 """How the tensors of a Hugging Face folder lie in the parameters of our modules.
 
-Pure data: a `WeightMap` lists every tensor of a checkpoint with the parameter it is, which dims
+Pure data: a `HfWeightMap` lists every tensor of a checkpoint with the parameter it is, which dims
 are split, transposed and joined on the way, the names that mean the same, and the tensors that
 the model has no use for. Reading and writing stands in `dflop_jax/weights/`.
 """
@@ -20,7 +20,7 @@ from models.hf_config import ConfigRules
 
 
 @dataclass(frozen=True)
-class Reshaping:
+class HfReshaping:
     """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`.
 
     `splits` says for each dim of the file into which dims it is split (none for a dim of 1).
@@ -45,7 +45,7 @@ class Reshaping:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class HfTensor:
     """One tensor of a checkpoint and where its values live.
 
     `path` are the keys of the parameter within its part; `layer` is None but in "layers".
@@ -56,11 +56,11 @@ class Tensor:
     part: str
     path: tuple[str, ...]
     layer: int | None
-    layout: Reshaping
+    layout: HfReshaping
 
 
 @dataclass(frozen=True)
-class Unused:
+class HfUnused:
     """A tensor that the reference has and the model does not use, and its value when unknown."""
 
     name: str
@@ -69,7 +69,7 @@ class Unused:
 
 
 @dataclass(frozen=True)
-class WeightMap:
+class HfWeightMap:
     """All of a checkpoint: what is read, what is written, and the configuration beside it.
 
     `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
@@ -79,13 +79,13 @@ class WeightMap:
     the files with tensors.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[HfTensor, ...]
     config: Mapping[str, Any]
     config_rules: ConfigRules
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[Unused, ...] = ()
+    unused: tuple[HfUnused, ...] = ()
     stem: str = "model"
 
     def canonical(self, name: str) -> str:
@@ -106,45 +106,45 @@ class WeightMap:
 # ---- layouts ----
 
 
-def linear(shape: Sequence[int], n_in: int = 1) -> Reshaping:
+def linear(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
     """A kernel [*in, *out], in the file [out, in]."""
     inner, outer = tuple(shape[:n_in]), tuple(shape[n_in:])
     n = len(outer)
     order = (*range(n, n + n_in), *range(n))
-    return Reshaping((outer, inner), order, tuple(shape))
+    return HfReshaping((outer, inner), order, tuple(shape))
 
 
-def vector(shape: Sequence[int]) -> Reshaping:
+def vector(shape: Sequence[int]) -> HfReshaping:
     """A vector in the file, here of any shape."""
-    return Reshaping((tuple(shape),), tuple(range(len(shape))), tuple(shape))
+    return HfReshaping((tuple(shape),), tuple(range(len(shape))), tuple(shape))
 
 
-def same(shape: Sequence[int], leading: int = 0) -> Reshaping:
+def same(shape: Sequence[int], leading: int = 0) -> HfReshaping:
     """As in the file, but for `leading` dims of 1 there."""
-    return Reshaping(
+    return HfReshaping(
         (*((),) * leading, *((n,) for n in shape)), tuple(range(len(shape))), tuple(shape)
     )
 
 
-def patch(shape: Sequence[int], patch_px: int) -> Reshaping:
+def patch(shape: Sequence[int], patch_px: int) -> HfReshaping:
     """A kernel [row x column x colour, width], in the file a convolution [width, colour, row,
     column]."""
     _, width = shape
-    return Reshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
+    return HfReshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
 
-def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> Reshaping:
+def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
     """A kernel [colour x frame x row x column, width], in the file a convolution [width, colour,
     frame, row, column]."""
     _, width = shape
     dims = ((width,), (3,), (frames,), (patch_px,), (patch_px,))
-    return Reshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
+    return HfReshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
 
 
-def conv(shape: Sequence[int]) -> Reshaping:
+def conv(shape: Sequence[int]) -> HfReshaping:
     """A kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
-    return Reshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
+    return HfReshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
 
 
 # ---- lists of tensors ----
@@ -163,7 +163,7 @@ class Rule:
     layout: str = "vector"
 
 
-def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[Tensor]:
+def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[HfTensor]:
     """The tensors of a module of the contract, called `key` in its model."""
     shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
     tensors = []
@@ -176,11 +176,11 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
         layers = range(module.n_layers) if rule.part == "layers" else (None,)
         for layer in layers:
             name = prefix + rule.name.format(layer)
-            tensors.append(Tensor(name, key, rule.part, path, layer, layout))
+            tensors.append(HfTensor(name, key, rule.part, path, layer, layout))
     return tensors
 
 
-def _layout(kind: str, shape: tuple[int, ...], size: Any) -> Reshaping:
+def _layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:
     if kind == "patch":
         return patch(shape, size.patch_px)
     if kind == "clip_patch":

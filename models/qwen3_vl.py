@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from models import hf
 from models.composed import made
 from models.decoder import DecoderModule
-from models.hf_tensors import WeightMap
+from models.hf_tensors import HfWeightMap
 from models.lora import Lora
 from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
 from models.qwen3_vl_tower import NativeVisionModule
@@ -101,12 +101,12 @@ class Qwen3VL:
         return replace(self, lora=Lora(rank, alpha))
 
     @property
-    def weights(self) -> WeightMap:
+    def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
         return hf.qwen3_vl(self)
 
     @property
-    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+    def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
         return {"llm": partial(hf.decoder, self.llm)}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.sizes import DecoderSize, Family
+from models.sizes import DecoderSize, SizeFamily
 
 
 @dataclass(frozen=True)
@@ -124,4 +124,4 @@ QWEN3_VL: Mapping[str, Qwen3VLSize] = {
     "qwen3-vl-8b": Qwen3VLSize(_published(4096, 36, 32, 12288, tied=False), _LARGER),
     "qwen3-vl-32b": Qwen3VLSize(_published(5120, 64, 64, 25600, tied=False), _LARGER),
 }
-QWEN3_VL_FAMILY = Family("qwen3_vl", QWEN3_VL, {})
+QWEN3_VL_FAMILY = SizeFamily("qwen3_vl", QWEN3_VL, {})

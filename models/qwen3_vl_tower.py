@@ -41,7 +41,7 @@ def grid_weights(grid: Array, side: int) -> Array:
     return both.reshape(*grid.shape[:2], side * side)
 
 
-class EntryModule(nn.Module):
+class NativeVisionEntry(nn.Module):
     """uint8 patches -> embeddings plus learnt positions, resampled to each picture's grid."""
 
     size: NativeVisionSize
@@ -149,5 +149,5 @@ class NativeVisionModule(Encoder):
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":
-            return EntryModule(self.size, self.dtype)
+            return NativeVisionEntry(self.size, self.dtype)
         return Merger(self.size, self.out_width, self.dtype, joined=part != "exit")

@@ -295,7 +295,7 @@ OMNI: Mapping[str, ModelSize] = {
 
 
 @dataclass(frozen=True)
-class Family:
+class SizeFamily:
     """Compositions of one kind: those with a name, and tables whose rows can be joined.
 
     Attributes:
@@ -332,11 +332,13 @@ def _of_form(form: str) -> dict[str, VisionSize]:
     return {name: size for name, size in VISION.items() if size.form == form}
 
 
-LLAVA_FAMILY = Family("llava_onevision", LLAVA, {"vision": _of_form("siglip"), "decoder": DECODERS})
-INTERNVL_FAMILY = Family(
+LLAVA_FAMILY = SizeFamily(
+    "llava_onevision", LLAVA, {"vision": _of_form("siglip"), "decoder": DECODERS}
+)
+INTERNVL_FAMILY = SizeFamily(
     "internvl", INTERNVL, {"vision": _of_form("internvit"), "decoder": DECODERS}
 )
-QWEN2_AUDIO_FAMILY = Family("qwen2_audio", QWEN2_AUDIO, {"audio": AUDIO, "decoder": DECODERS})
-OMNI_FAMILY = Family(
+QWEN2_AUDIO_FAMILY = SizeFamily("qwen2_audio", QWEN2_AUDIO, {"audio": AUDIO, "decoder": DECODERS})
+OMNI_FAMILY = SizeFamily(
     "", OMNI, {"vision": VISION, "audio": AUDIO, "decoder": DECODERS}, OMNI_WINDOWS
 )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from models import hf
 from models.decoder import Batch, DecoderModule
 from models.embedding import embed
-from models.hf_tensors import WeightMap
+from models.hf_tensors import HfWeightMap
 from models.layers import Linear, RMSNorm, apply, named, normal
 from models.sizes import DecoderSize
 
@@ -85,7 +85,7 @@ class TextStates(DecoderModule):
         return apply(TextExit(self.size, self.out_width, self.dtype), params, x)
 
     @property
-    def weights(self) -> WeightMap:
+    def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has its parameters; a head there has no use."""
         map_ = hf.decoder(self)
         return replace(map_, ignored=(*map_.ignored, r"lm_head\.weight"))

@@ -51,7 +51,7 @@ def _normalised(patches: Array, size: VisionSize) -> Array:
     return (x / 255.0 - mean) / std
 
 
-class EntryModule(nn.Module):
+class VisionEntry(nn.Module):
     """uint8 pixels -> patch embeddings, behind a class token in the internvit form, plus learned
     positions."""
 
@@ -110,5 +110,5 @@ class VisionModule(Encoder):
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":
-            return EntryModule(self.size, self.dtype)
+            return VisionEntry(self.size, self.dtype)
         return Connector(self.size, self.out_width, self.dtype)

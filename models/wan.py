@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from models.attention import attend_by
 from models.attention_choice import known_kernel, pair_flops
 from models.composed import known_dtype
-from models.hf_tensors import WeightMap
+from models.hf_tensors import HfWeightMap
 from models.layers import apply, axis_names, init_values
 from models.lora import Lora
 from models.text_states import TextStates
-from models.wan_layers import CLIP, TEXT, TIME_TOKENS, Block, Entry, Head
+from models.wan_layers import CLIP, TEXT, TIME_TOKENS, WanBlock, WanEntry, WanHead
 from models.wan_sizes import TextToVideoSize, WanSize, find_size
 from models.wan_weights import weight_map
 
@@ -123,11 +123,11 @@ class WanModule:
         hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
-            return Entry(self.size, self.dtype), tuple(fields)
+            return WanEntry(self.size, self.dtype), tuple(fields)
         if part == "layers":
             attend = attend_by(self.attention_kernel, self.chip)
-            return Block(self.size, self.dtype, attend), (hidden, *fields)
-        return Head(self.size, self.dtype), (hidden, fields[0])
+            return WanBlock(self.size, self.dtype, attend), (hidden, *fields)
+        return WanHead(self.size, self.dtype), (hidden, fields[0])
 
     def init(self, part: str, key: Array) -> Any:
         module, args = self._part(part)
@@ -159,7 +159,7 @@ class WanModule:
         return {"loss_sum": jnp.sum(jnp.mean(error**2, axis=-1) * batch["weights"])}
 
     @property
-    def weights(self) -> WeightMap:
+    def weights(self) -> HfWeightMap:
         """Where a checkpoint of diffusers has its parameters."""
         return weight_map(self)
 
@@ -215,7 +215,7 @@ class TextToVideo:
         return replace(self, lora=Lora(rank, alpha))
 
     @property
-    def part_weights(self) -> Mapping[str, Callable[[], WeightMap]]:
+    def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints have the parts: of transformers the LLM, of diffusers the generator."""
         return {"llm": lambda: self.llm.weights, "generator": lambda: self.generator.weights}
 

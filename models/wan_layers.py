@@ -96,7 +96,7 @@ def read_text(
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, N, H), "attention")
 
 
-class Entry(nn.Module):
+class WanEntry(nn.Module):
     """Patches, times and text as hidden states [B, T, W], each token by its role."""
 
     size: WanSize
@@ -125,7 +125,7 @@ class Entry(nn.Module):
         return x
 
 
-class Block(nn.Module):
+class WanBlock(nn.Module):
     """Attention within the clip, attention to its text, MLP; time shifts, scales and gates the
     first and the last."""
 
@@ -185,7 +185,7 @@ class Block(nn.Module):
         )(h)
 
 
-class Head(nn.Module):
+class WanHead(nn.Module):
     """Norm that time shifts and scales, and one linear layer: float32 [B, T, values of a patch]."""
 
     size: WanSize

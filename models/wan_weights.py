@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.hf_tensors import Reshaping, Rule, Tensor, WeightMap, tensors_of
+from models.hf_tensors import HfReshaping, HfTensor, HfWeightMap, Rule, tensors_of
 from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 
 STEM = "diffusion_pytorch_model"  # of the names of files
@@ -57,17 +57,19 @@ def _rules() -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _patch(size: WanSize) -> Tensor:
+def _patch(size: WanSize) -> HfTensor:
     """The patches' kernel [time x row x column x channel, width], in the file a convolution
     [width, channel, time, row, column]."""
     dims = ((size.width,), (size.channels,), *((n,) for n in size.patch))
-    layout = Reshaping(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
-    return Tensor("patch_embedding.weight", "generator", "entry", ("patch", "kernel"), None, layout)
+    layout = HfReshaping(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
+    return HfTensor(
+        "patch_embedding.weight", "generator", "entry", ("patch", "kernel"), None, layout
+    )
 
 
-def weight_map(module: Any) -> WeightMap:
+def weight_map(module: Any) -> HfWeightMap:
     """All tensors of diffusers' WanTransformer3DModel, for the module "generator"."""
-    return WeightMap(
+    return HfWeightMap(
         tensors=(_patch(module.size), *tensors_of(module, "generator", _rules(), "")),
         config=wan_config(module.size),
         config_rules=CONFIG_RULES,

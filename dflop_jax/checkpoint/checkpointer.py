@@ -26,12 +26,12 @@ import msgspec
 import numpy as np
 
 from dflop_jax.checkpoint.store import (
+    ArrayPiece,
     ArraySpec,
+    CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
-    Part,
-    Piece,
-    Reader,
+    WrittenPart,
 )
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.pipeline.executor import Executor
@@ -198,7 +198,7 @@ class Checkpointer:
             try:
                 pieces = [
                     # np.array copies: the buffer is donated to the next update.
-                    Piece(a.name, tuple(b[0] for b in a.bounds(s.index)), np.array(s.data))
+                    ArrayPiece(a.name, tuple(b[0] for b in a.bounds(s.index)), np.array(s.data))
                     for a, s in held
                 ]
                 held.clear()
@@ -210,7 +210,7 @@ class Checkpointer:
         except BaseException as e:
             self._error = e
 
-    def _write(self, step: int, pieces: list[Piece], meta: Future[Mapping[str, Any]]) -> None:
+    def _write(self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]) -> None:
         key, ready, trouble = f"checkpoint/{step}", b"", ""
         if self._peers.is_hub:
             try:
@@ -220,7 +220,7 @@ class Checkpointer:
                 trouble = str(e)
         if not self._peers.share(f"{key}/begin", ready):
             return self._report(step, trouble)
-        part: Part | None = None
+        part: WrittenPart | None = None
         try:
             part = self._store.write(step, list(self._specs.values()), pieces, self._peers.process)
         except OSError as e:
@@ -228,7 +228,7 @@ class Checkpointer:
         written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
         if not self._peers.is_hub:
             return None
-        parts = [msgspec.json.decode(v, type=tuple[Part | None, str]) for v in written]
+        parts = [msgspec.json.decode(v, type=tuple[WrittenPart | None, str]) for v in written]
         known = meta.result()
         try:
             if all(p for p, _ in parts):
@@ -248,7 +248,7 @@ class Checkpointer:
 
     # ---- restoring ----
 
-    def restore(self, reader: Reader) -> None:
+    def restore(self, reader: CheckpointReader) -> None:
         """Put a checkpoint's arrays into the executor, which has been initialised, each process
         its own slices. After an error the executor's state is of no use.
 
@@ -282,7 +282,7 @@ class Checkpointer:
         return by_tree
 
     @staticmethod
-    def _read(reader: Reader, a: StateArray) -> jax.Array:
+    def _read(reader: CheckpointReader, a: StateArray) -> jax.Array:
         def load(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             spans = a.bounds(index)
@@ -293,7 +293,7 @@ class Checkpointer:
         struct = a.struct
         return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
 
-    def _check(self, reader: Reader) -> None:
+    def _check(self, reader: CheckpointReader) -> None:
         where = f"checkpoint of step {reader.step}"
         for name, spec in self._specs.items():
             known = reader.specs.get(name)

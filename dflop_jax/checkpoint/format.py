@@ -96,7 +96,7 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ArrayPiece:
     """A box of array `name`, first element at `start`, as one process holds it."""
 
     name: str
@@ -115,7 +115,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """What one process wrote, to be sent to process 0: msgspec encodes and decodes it as JSON.
 
     Attributes:
@@ -137,7 +137,7 @@ class Manifest:
 
     step: int
     specs: dict[str, ArraySpec]
-    parts: tuple[Part, ...]
+    parts: tuple[WrittenPart, ...]
     meta: dict[str, Any]
 
 
@@ -174,7 +174,7 @@ def decode_manifest(data: bytes) -> Manifest:
     return Manifest(
         record["step"],
         {s.name: s for s in specs},
-        msgspec.convert(record["parts"], tuple[Part, ...]),
+        msgspec.convert(record["parts"], tuple[WrittenPart, ...]),
         record["meta"],
     )
 

@@ -8,19 +8,19 @@ from functools import reduce
 import numpy as np
 
 from dflop_jax.checkpoint.format import (
+    ArrayPiece,
     ArraySpec,
     Index,
-    Part,
-    Piece,
     StoredPiece,
+    WrittenPart,
     digest_specs,
     require,
 )
 
 
 def lay_out(
-    specs: Mapping[str, ArraySpec], pieces: Iterable[Piece]
-) -> tuple[list[StoredPiece], list[Piece]]:
+    specs: Mapping[str, ArraySpec], pieces: Iterable[ArrayPiece]
+) -> tuple[list[StoredPiece], list[ArrayPiece]]:
     """Where each piece goes in the file, and the pieces in that order.
 
     The order is that of (name, start), whatever the order given, so the bytes are the same.
@@ -39,7 +39,7 @@ def lay_out(
     return stored, ordered
 
 
-def _checked(specs: Mapping[str, ArraySpec], piece: Piece) -> Piece:
+def _checked(specs: Mapping[str, ArraySpec], piece: ArrayPiece) -> ArrayPiece:
     require(piece.name in specs, f"a piece of array {piece.name}, which has no spec")
     spec, array = specs[piece.name], piece.array
     require(
@@ -90,7 +90,7 @@ def split_box(
         yield from split_box(there, (*shape[:wide], n, *shape[wide + 1 :]), strides, max_span)
 
 
-def check_whole(specs: Mapping[str, ArraySpec], parts: Sequence[Part]) -> None:
+def check_whole(specs: Mapping[str, ArraySpec], parts: Sequence[WrittenPart]) -> None:
     """Every process wrote once, by the same specs, and every element of every array once.
 
     Raises:

@@ -19,8 +19,8 @@ from dflop_jax.checkpoint.format import (
     CorruptCheckpoint,
     Index,
     Manifest,
-    Part,
     StoredPiece,
+    WrittenPart,
     lost_file,
     process_file,
     storage_errors,
@@ -32,7 +32,7 @@ CACHED_BLOCKS = 32  # of files, of BLOCK_BYTES each: small arrays share one
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 
-class Reader:
+class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -127,12 +127,12 @@ class _OpenFile:
         return b"".join(parts)
 
 
-def _opened(folder: Path, parts: Mapping[int, Part], process: int) -> _OpenFile:
+def _opened(folder: Path, parts: Mapping[int, WrittenPart], process: int) -> _OpenFile:
     return _OpenFile(process_file(folder, process), parts[process].n_bytes)
 
 
 def _read_block(
-    opened: Callable[[int], _OpenFile], parts: Mapping[int, Part], process: int, block: int
+    opened: Callable[[int], _OpenFile], parts: Mapping[int, WrittenPart], process: int, block: int
 ) -> memoryview:
     """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
     file = opened(process)

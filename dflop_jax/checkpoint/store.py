@@ -25,13 +25,13 @@ from dflop_jax.checkpoint.format import (
     BLOCK_BYTES,
     MANIFEST,
     MARKER,
+    ArrayPiece,
     ArraySpec,
     CorruptCheckpoint,
     Manifest,
     OtherVersion,
-    Part,
-    Piece,
     StorageError,
+    WrittenPart,
     by_name,
     decode_manifest,
     digest_specs,
@@ -41,17 +41,17 @@ from dflop_jax.checkpoint.format import (
     storage_errors,
 )
 from dflop_jax.checkpoint.layout import check_whole, lay_out
-from dflop_jax.checkpoint.reader import Reader
+from dflop_jax.checkpoint.reader import CheckpointReader
 
 __all__ = [
+    "ArrayPiece",
     "ArraySpec",
+    "CheckpointReader",
     "CheckpointStore",
     "CorruptCheckpoint",
     "OtherVersion",
-    "Part",
-    "Piece",
-    "Reader",
     "StorageError",
+    "WrittenPart",
 ]
 
 
@@ -99,8 +99,8 @@ class CheckpointStore:
             _sync(self.root)
 
     def write(
-        self, step: int, specs: Iterable[ArraySpec], pieces: Iterable[Piece], process: int
-    ) -> Part:
+        self, step: int, specs: Iterable[ArraySpec], pieces: Iterable[ArrayPiece], process: int
+    ) -> WrittenPart:
         """Write what this process holds, beside the others; on disk when it returns.
 
         Needs the specs of its own arrays only. What it wrote is removed when it fails.
@@ -124,10 +124,14 @@ class CheckpointStore:
             raise
         digest = digest_specs(known, (p.name for p in ordered))
         n_bytes = sum(p.array.nbytes for p in ordered)
-        return Part(process, n_bytes, crc32s, tuple(stored), digest)
+        return WrittenPart(process, n_bytes, crc32s, tuple(stored), digest)
 
     def commit(
-        self, step: int, specs: Iterable[ArraySpec], parts: Sequence[Part], meta: Mapping[str, Any]
+        self,
+        step: int,
+        specs: Iterable[ArraySpec],
+        parts: Sequence[WrittenPart],
+        meta: Mapping[str, Any],
     ) -> Path:
         """Make what the processes wrote a checkpoint, then remove those that are too many.
 
@@ -169,7 +173,7 @@ class CheckpointStore:
         with storage_errors(f"remove checkpoint {step}", self.root):
             _remove(self.folder(step))
 
-    def open(self, step: int) -> Reader:
+    def open(self, step: int) -> CheckpointReader:
         """A reader of a committed checkpoint whose manifest is sound.
 
         Raises:
@@ -188,7 +192,7 @@ class CheckpointStore:
             raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
             raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
-        return Reader(folder, manifest)
+        return CheckpointReader(folder, manifest)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Rename a checkpoint that cannot be read, so that its step may be saved anew; returns its
@@ -243,7 +247,7 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def _check_seen(folder: Path, parts: Iterable[Part]) -> None:
+def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
     """Every process's file is here, as long as it was there."""
     for part in parts:
         path = process_file(folder, part.process)
@@ -255,7 +259,7 @@ def _check_seen(folder: Path, parts: Iterable[Part]) -> None:
             )
 
 
-def _write_pieces(path: Path, pieces: Iterable[Piece]) -> tuple[int, ...]:
+def _write_pieces(path: Path, pieces: Iterable[ArrayPiece]) -> tuple[int, ...]:
     """Write the pieces end to end, each in C order, and fsync; the CRC-32 of every block."""
     crc32s: list[int] = []
     crc, used = 0, 0

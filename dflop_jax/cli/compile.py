@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Any:
     """Compile every program; shows a table and the verdict. Writes nothing but --out."""
     import jax
 
-    from dflop_jax.gpu_compile.child import Job
+    from dflop_jax.gpu_compile.child import CompileJob
     from dflop_jax.gpu_compile.chips import CHIPS, find_chip
     from dflop_jax.gpu_compile.compiling import compile_plan
     from dflop_jax.gpu_compile.toolchain import compiler_environment
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Any:
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
     compiler_environment()  # a missing compiler is named before anything is planned
-    report = compile_plan(Job(config, _plan(args, config)), ticker("compiling"))
+    report = compile_plan(CompileJob(config, _plan(args, config)), ticker("compiling"))
     if args.out:
         save(report, args.out)
     if not args.json:

@@ -13,7 +13,7 @@ from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 
 if TYPE_CHECKING:
-    from dflop_jax.generate.generate import Answer
+    from dflop_jax.generate.generate import ChatAnswer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +119,7 @@ def _size(text: str | None) -> tuple[int, int, int] | None:
     return time, rows, columns
 
 
-def _why_empty(answer: Answer) -> str:
+def _why_empty(answer: ChatAnswer) -> str:
     if not answer.tokens:
         return "the model ended its turn at once"
     return f"its {len(answer.tokens)} tokens are no text"

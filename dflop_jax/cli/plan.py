@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.explain import Saving
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.train.planning import WhatIf
-    from dflop_jax.train.room import Most, SampleRoom
+    from dflop_jax.train.room import LargestMedium, SampleRoom
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +137,7 @@ def what_fits(rooms: Sequence[SampleRoom]) -> Table:
     return table
 
 
-def _in_words(largest: Most | None) -> str:
+def _in_words(largest: LargestMedium | None) -> str:
     if largest is None or largest.unlimited:
         return "any" if largest else "-"
     if largest.clip_frames:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.datasets.header_rows import Apart, Here, ToPieces
-from dflop_jax.data.datasets.mixture import Mixture, Part, load_mixture
+from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
@@ -23,7 +23,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.pool.messages import Reply, Setup
+from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer, chat_pieces, make_tokenizer
@@ -94,13 +94,13 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
     )
 
 
-def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
+def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
     a = msgspec.convert(arguments, _Arguments)
     kinds = a.spec.kinds
     tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
     to_pieces = _to_pieces(tokenizer, kinds)
-    return Here(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
+    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
 
 
 def _is_chat(config: DataConfig) -> bool:
@@ -132,7 +132,7 @@ def _mixture(
     extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    setup = Setup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
+    setup = DecoderSetup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
     source = MixtureSource(
         _parts(config),
         made.spec.prepared(limits, tokenizer),
@@ -140,7 +140,7 @@ def _mixture(
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
             settings,
-            partial(Apart, setup, config.sample_timeout_s, kinds) if apart else None,
+            partial(RowsApart, setup, config.sample_timeout_s, kinds) if apart else None,
             config.max_bad_fraction,
             config.workers,
         ),
@@ -171,7 +171,7 @@ def _parts(config: DataConfig) -> Mixture:
     """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
     if config.path.endswith((".yaml", ".yml")):
         return load_mixture(config.path)
-    return Mixture((Part(config.path, root=config.root),))
+    return Mixture((MixturePart(config.path, root=config.root),))
 
 
 def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:

@@ -13,14 +13,14 @@ from dflop_jax.records import Load
 
 
 @dataclass(frozen=True)
-class Alone:
+class LoneMedium:
     """A medium alone, and what it asks of the modules."""
 
     header: Header
     load: Load
 
 
-def growing(how: Preparation, kind: Kind) -> list[Alone]:
+def growing(how: Preparation, kind: Kind) -> list[LoneMedium]:
     """Return media of a kind by their size, up to those that are scaled down or sampled thinner;
     [] where none is taken."""
     module = module_of(how, kind.name)
@@ -36,5 +36,5 @@ def growing(how: Preparation, kind: Kind) -> list[Alone]:
         header = {name: int(column[k]) for name, column in columns.items()}
         lengths = (medium.piece_tokens,) * int(counted.pieces[k])
         lengths = lengths if medium.piece_tokens else medium.lengths(kind.name, header)
-        rising.append(Alone(header, text_load({module: lengths}, tokens[k])))
+        rising.append(LoneMedium(header, text_load({module: lengths}, tokens[k])))
     return rising

@@ -28,7 +28,7 @@ logger = logging.getLogger("dflop_jax.data")
 Begun = list[tuple[int, int, Future[Decoded] | None]]  # (place in the batch, index, its decoding)
 
 
-class Room:
+class RoomFilter:
     """Keeps samples that the run has no room for out of its batches, each named once.
 
     Args:
@@ -82,7 +82,7 @@ class Loader:
         prefetch: int = 2,
         max_bad_fraction: float = 0.1,
         decoder: Callable[[Source, int], Decoder] = ThreadDecoder,
-        room: Room | None = None,
+        room: RoomFilter | None = None,
     ) -> None:
         if min(global_batch, workers, prefetch) < 1:
             raise ValueError("global_batch, workers and prefetch must be at least 1")
@@ -188,7 +188,7 @@ class Loader:
 
 
 def make_loader(config: Config, source: Source, beyond: Beyond | None = None) -> Loader:
-    """Return the run's batches of a source; `beyond` as for `Room`, None: it has room for all."""
+    """Return the run's batches of a source; `beyond` as for `RoomFilter`, None: no filter."""
     refuse = config.data.oversize == "error"
     return Loader(
         source,
@@ -202,5 +202,5 @@ def make_loader(config: Config, source: Source, beyond: Beyond | None = None) ->
             timeout_s=config.data.sample_timeout_s,
             memory_bytes=int(config.data.sample_memory_bytes),
         ),
-        room=Room(source, beyond, refuse=refuse) if beyond else None,
+        room=RoomFilter(source, beyond, refuse=refuse) if beyond else None,
     )

@@ -40,7 +40,7 @@ OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What a model said.
 
     Attributes:
@@ -116,7 +116,7 @@ class Generator:
         media: Media = NO_MEDIA,
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
 
         Raises:
@@ -149,7 +149,7 @@ class Generator:
         token_s = (time.perf_counter() - start - first_token_s) / further if further else 0.0
         ended = tokens[-1] == end
         said = tokens[: len(tokens) - ended]
-        return Answer(
+        return ChatAnswer(
             prompt=prompt,
             answer=text.finish(said),
             tokens=tuple(said),

@@ -1,4 +1,4 @@
-"""The process that compiles: it reads `Request` from stdin and writes `Line`s to stdout.
+"""The process that compiles: it reads `CompileRequest` from stdin and writes `Line`s to stdout.
 
 A process of its own, since jax has to find the compiler in its environment when it starts, and
 since the compiler ends its process where it meets what it cannot bear.
@@ -39,7 +39,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A plan to compile for the chip that its configuration names (`plan.hardware`)."""
 
     config: Config
@@ -47,10 +47,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """Jobs, and how many of their programs, in order, are not to be compiled (again)."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[CompileJob, ...]
     skip: int = 0
 
 
@@ -70,13 +70,13 @@ class Line:
 def main() -> None:
     """Serve one request."""
     lines, out = begin()
-    request = msgspec.json.decode(lines.readline(), type=Request)
+    request = msgspec.json.decode(lines.readline(), type=CompileRequest)
     for line in compile_jobs(request):
         out.write(msgspec.json.encode(line) + b"\n")
         out.flush()
 
 
-def compile_jobs(request: Request) -> Iterator[Line]:
+def compile_jobs(request: CompileRequest) -> Iterator[Line]:
     """Compile every program of the jobs, one after another; of equal ones the first."""
     known: dict[bytes, ProgramReport] = {}
     place = 0
@@ -97,7 +97,7 @@ def compile_jobs(request: Request) -> Iterator[Line]:
                 yield Line(i, done=done)
 
 
-def plan_programs(job: Job) -> Programs:
+def plan_programs(job: CompileJob) -> Programs:
     """The programs of a job on devices of its chip.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from dflop_jax.children import Child
-from dflop_jax.gpu_compile.child import Job, Line, Request, compile_jobs
+from dflop_jax.gpu_compile.child import CompileJob, CompileRequest, Line, compile_jobs
 from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.memory import device_memory, verdict
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
@@ -34,7 +34,7 @@ class _Known:
         return bool(self.refused) or 0 < self.n_programs == len(self.programs)
 
 
-def compile_plan(job: Job, on_progress: OnProgress | None = None) -> CompileReport:
+def compile_plan(job: CompileJob, on_progress: OnProgress | None = None) -> CompileReport:
     """Compile every program of a plan for the chip of its configuration.
 
     Raises:
@@ -48,7 +48,7 @@ def compile_plan(job: Job, on_progress: OnProgress | None = None) -> CompileRepo
 
 
 def compile_plans(
-    jobs: Sequence[Job], on_progress: OnProgress | None = None
+    jobs: Sequence[CompileJob], on_progress: OnProgress | None = None
 ) -> Iterator[CompileReport | str]:
     """Compile the programs of several plans, equal ones once. Yields a report of each plan, or why
     it is refused, in their order and as soon as it is known.
@@ -73,7 +73,7 @@ def compile_plans(
         begun: tuple[int, ProgramReport] | None = None
         # The experiment's folder comes first, as it does in this process.
         child = Child(_SERVES, paths=[str(Path.cwd())], environment=environment, keeps_words=True)
-        child.tell(msgspec.json.encode(Request(tuple(jobs), n_done)), is_last=True)
+        child.tell(msgspec.json.encode(CompileRequest(tuple(jobs), n_done)), is_last=True)
         for answer in child.answers():
             line = msgspec.json.decode(answer, type=Line)
             _note(known[line.job], line)
@@ -105,7 +105,7 @@ def _note(known: _Known, line: Line) -> None:
         known.programs.append(line.done)
 
 
-def _answer(job: Job, known: _Known) -> CompileReport | str:
+def _answer(job: CompileJob, known: _Known) -> CompileReport | str:
     """The report of a job whose programs are all done, or why it is refused."""
     if known.refused:
         return known.refused

@@ -20,7 +20,7 @@ from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.stand_in import stand_in_arrays, stand_in_groups
-from dflop_jax.pipeline.state import State, share_tied
+from dflop_jax.pipeline.state import TrainState, share_tied
 from dflop_jax.pipeline.step import collect, run_task
 from dflop_jax.pipeline.step_call import StepCall, settle, step_call
 from dflop_jax.pipeline.trial import Trial
@@ -95,7 +95,7 @@ class Calibration:
 
 def calibrate(
     programs: Programs,
-    state: State,
+    state: TrainState,
     *,
     repeats: int,
     ends: bool,
@@ -149,7 +149,7 @@ def calibrate(
 
 def rehearse(
     programs: Programs,
-    state: State,
+    state: TrainState,
     groups: Sequence[Group],
     order: Sequence[Task],
     sync: Callable[[], None],
@@ -201,7 +201,7 @@ def _time(
         into.took.setdefault(key, []).append(took)
 
 
-def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, ...] | None:
+def _set_aside(state: TrainState, programs: Programs, task: Task) -> tuple[Any, ...] | None:
     """Parameters and optimizer state that the task would change; copies take their place."""
     name = task.segment
     if task.direction != UPDATE or name not in programs.local:
@@ -211,7 +211,7 @@ def _set_aside(state: State, programs: Programs, task: Task) -> tuple[Any, ...] 
     return originals
 
 
-def _put_back(state: State, name: str, originals: tuple[Any, ...]) -> None:
+def _put_back(state: TrainState, name: str, originals: tuple[Any, ...]) -> None:
     state.params[name], state.masters[name], state.opt_state[name] = originals
 
 

@@ -24,7 +24,7 @@ from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.parts import KEY_IMPL
 from dflop_jax.pipeline.programs import GroupArrays, Training, make_programs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.state import State, share_tied
+from dflop_jax.pipeline.state import TrainState, share_tied
 from dflop_jax.pipeline.step import run_task
 from dflop_jax.pipeline.step_call import settle, step_call
 from dflop_jax.pipeline.step_result import StepHandle
@@ -62,7 +62,7 @@ class Executor:
         here = list(jax.devices()) if devices is None else devices
         self.programs = make_programs(model, plan.layout, training, here)
         self.trainable = self.programs.trainable
-        self.state = State()
+        self.state = TrainState()
         # Called before the first update of a step, which donates the state.
         self.before_update: Callable[[], None] = lambda: None
         # Called after each task of a step is dispatched, on every process in the same order.

@@ -31,7 +31,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Layers [start, stop) of a stage, and what follows the last of them."""
 
     start: int
@@ -114,7 +114,7 @@ class Pieces:
         visit: Any,
         carry: Any,
         params: Params,
-        run: Run,
+        run: LayerRun,
         residuals: Any,
         *,
         reverse: bool = False,
@@ -252,7 +252,7 @@ class Pieces:
         return dh, dx, grads
 
     def _layers_back(
-        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: Run
+        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: LayerRun
     ) -> tuple[Array, Tree]:
         trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
 
@@ -270,12 +270,12 @@ class Pieces:
         return dh, {**grads, **totals}
 
 
-def _runs(segment: Segment, n_layers: int) -> Iterator[Run]:
+def _runs(segment: Segment, n_layers: int) -> Iterator[LayerRun]:
     start = 0
     for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {n_layers}):
         taps = tuple(name for name, n in segment.taps if n == stop)
         inlets = tuple(name for name, n in segment.inlets if n == stop)
-        yield Run(start, stop, taps, inlets)
+        yield LayerRun(start, stop, taps, inlets)
         start = stop
 
 

@@ -15,7 +15,7 @@ Tree = Any
 
 
 @dataclass
-class State:
+class TrainState:
     """What a run carries from step to step, by segment name; steps donate and replace it.
 
     `masters` are {} for a segment whose programs hold the optimizer's own parameters.
@@ -41,7 +41,7 @@ class State:
         return self.zeros[struct]
 
 
-def share_tied(programs: Programs, state: State, reader: str) -> None:
+def share_tied(programs: Programs, state: TrainState, reader: str) -> None:
     """Send the entry's parameters of a tied module from their owner to the segment that reads
     them."""
     structs = program_structs(programs.segments[reader])["entry"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.pipeline.state import State
+from dflop_jax.pipeline.state import TrainState
 from dflop_jax.records import Group
 from dflop_jax.tasks.graph import Link, fed_by
 
@@ -53,7 +53,7 @@ class StepCall:
     """
 
     programs: Programs
-    state: State
+    state: TrainState
     groups: Sequence[Group]
     arrays: Sequence[GroupArrays]
     evaluate: bool
@@ -65,7 +65,7 @@ class StepCall:
 
 def step_call(
     programs: Programs,
-    state: State,
+    state: TrainState,
     groups: Sequence[Group],
     arrays: Sequence[GroupArrays],
     scales: Mapping[str, float],

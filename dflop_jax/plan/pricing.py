@@ -15,7 +15,7 @@ import numpy as np
 from dflop_jax.hardware import Hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.state import Array, Moved, ends_bytes, layer_bytes, parameter_bytes
+from dflop_jax.profile.state import Array, ShardSeconds, ends_bytes, layer_bytes, parameter_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -100,17 +100,17 @@ def _segment_prices(
 
 def moved_by(
     s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
-) -> Moved:
+) -> ShardSeconds:
     """Seconds of what a segment's programs gather from other data ranks and scatter to them."""
     if hardware is None or s.zero == 1:
-        return Moved()
+        return ShardSeconds()
     layer, ends = layer_bytes(s, mesh, profile), ends_bytes(s, mesh, profile)
     working = profile.working_share(s.module) * (s.zero == 3)
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
         return _over_ranks(n_bytes, mesh, hardware, collective)
 
-    return Moved(
+    return ShardSeconds(
         layer_gather_s=seconds(all_gather_s, layer * working),
         layer_scatter_s=seconds(reduce_scatter_s, layer),
         ends_gather_s=seconds(all_gather_s, ends * working),

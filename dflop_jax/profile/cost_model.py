@@ -13,8 +13,8 @@ import numpy as np
 from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
-    Moved,
     SegmentBytes,
+    ShardSeconds,
     end_bytes,
     state_bytes,
     whole_bytes,
@@ -31,7 +31,7 @@ from dflop_jax.records import (
     with_host_work,
 )
 
-_AT_HAND = Moved()
+_AT_HAND = ShardSeconds()
 
 
 class Figures:
@@ -91,7 +91,7 @@ class CostModel:
         group_size: int,
         figures: Figures,
         direction: str,
-        moved: Moved = _AT_HAND,
+        moved: ShardSeconds = _AT_HAND,
     ) -> Array:
         """`group_s` from figures at hand, with what is moved between data ranks meanwhile and what
         the host does for a task.

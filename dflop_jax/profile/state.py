@@ -49,7 +49,7 @@ class SegmentBytes:
 
 
 @dataclass(frozen=True)
-class Moved:
+class ShardSeconds:
     """Seconds of what programs of a segment bring from and to other data ranks (ZeRO): parameters
     of a layer and of the ends, gathered; their gradients, scattered. A layer's are on their way
     while the one before is computed; the ends' parameters come once a call, their gradients go once

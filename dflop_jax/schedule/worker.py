@@ -22,7 +22,13 @@ import msgspec
 
 from dflop_jax.children import Child
 from dflop_jax.records import Load, Prices, Schedule, from_json, to_json
-from dflop_jax.schedule.worker_main import PriceList, Reply, Request, Setup, answer
+from dflop_jax.schedule.worker_main import (
+    BatchRequest,
+    PriceList,
+    ScheduleReply,
+    SolverSetup,
+    answer,
+)
 
 _log = logging.getLogger(__name__)
 # Deaths in a row without one schedule, after which the process is not started again; twice as many
@@ -47,7 +53,7 @@ class ScheduleWorker:
     def __init__(
         self,
         loads_of: Callable[[int], Sequence[Load]],
-        setup: Setup,
+        setup: SolverSetup,
         prices: Prices,
         *,
         changes: Mapping[int, Prices] | None = None,
@@ -60,9 +66,9 @@ class ScheduleWorker:
         self._setup = setup
         self._next_step, self._stop_step = first_step, stop_step
         self._changed = threading.Condition()
-        self._requests: dict[int, Request] = {}
-        self._replies: dict[int, Reply] = {}
-        self._question: Request | None = None  # what a correction gains
+        self._requests: dict[int, BatchRequest] = {}
+        self._replies: dict[int, ScheduleReply] = {}
+        self._question: BatchRequest | None = None  # what a correction gains
         self._gain_s: float | None = None  # the answer to it
         self._down = False  # the child died or was late, and none has answered since
         self._closed = False
@@ -92,7 +98,7 @@ class ScheduleWorker:
         for thousands of devices that takes seconds."""
         with self._changed:
             before, after = PriceList.of(prices), PriceList.of(corrected)
-            self._question = Request(step, tuple(loads), before, after)
+            self._question = BatchRequest(step, tuple(loads), before, after)
             self._gain_s = None
             self._changed.notify_all()
 
@@ -159,7 +165,7 @@ class ScheduleWorker:
             loads = tuple(self._loads_of(step))
             with self._changed:
                 prices = self._prices[max(first for first in self._prices if first <= step)]
-                request = Request(step, loads, prices)
+                request = BatchRequest(step, loads, prices)
                 self._requests[step] = request
                 self._next_step = step + 1
                 self._changed.notify_all()
@@ -208,7 +214,7 @@ class ScheduleWorker:
             if not (line := child.answer()):
                 break
             try:
-                reply = from_json(line, Reply)
+                reply = from_json(line, ScheduleReply)
             except msgspec.DecodeError as e:
                 _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
                 break
@@ -223,7 +229,7 @@ class ScheduleWorker:
                 self._changed.notify_all()
         return answered
 
-    def _next_request(self) -> Request | None:
+    def _next_request(self) -> BatchRequest | None:
         """The oldest request without a reply, a question after all others; waits for one. None
         when closed."""
         with self._changed:

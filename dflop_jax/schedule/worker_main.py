@@ -16,7 +16,7 @@ from dflop_jax.schedule.online import schedule_batch
 
 
 @dataclass(frozen=True)
-class Setup:
+class SolverSetup:
     """First line: what all requests share."""
 
     plan: Plan
@@ -27,7 +27,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A global batch to schedule; `prices` where they are not those of the request before.
 
     With `corrected` prices the answer is what scheduling by them gains, in place of a schedule.
@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScheduleReply:
     """A schedule or a gain in seconds, or the message of the ValueError that the batch raised."""
 
     step: int
@@ -49,13 +49,13 @@ class Reply:
     error: str = ""
 
 
-def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
+def answer(setup: SolverSetup, request: BatchRequest, prices: Prices) -> ScheduleReply:
     """Solve one request."""
     loads, corrected = request.loads, request.corrected
     try:
         if corrected is not None:
             gain_s = predicted_gain_s(loads, setup.plan, prices, corrected.prices, setup.trainable)
-            return Reply(request.step, gain_s=gain_s)
+            return ScheduleReply(request.step, gain_s=gain_s)
         schedule = schedule_batch(
             loads,
             setup.plan,
@@ -67,17 +67,17 @@ def answer(setup: Setup, request: Request, prices: Prices) -> Reply:
             seed=setup.seed,
         )
     except ValueError as e:
-        return Reply(request.step, error=str(e))
-    return Reply(request.step, schedule)
+        return ScheduleReply(request.step, error=str(e))
+    return ScheduleReply(request.step, schedule)
 
 
 def main() -> None:
     ignore_signals()
     lines, out = begin()
-    setup = from_json(lines.readline(), Setup)
+    setup = from_json(lines.readline(), SolverSetup)
     prices = Prices({})
     for line in lines:
-        request = from_json(line, Request)
+        request = from_json(line, BatchRequest)
         prices = request.prices.prices if request.prices else prices
         reply = answer(setup, request, prices)
         out.write(to_json(reply) + b"\n")

@@ -22,7 +22,7 @@ from dflop_jax.records import Load, Plan, Schedule, from_json, to_json
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.losses import BatchLoss, modules_with_loss
-from dflop_jax.train.moved import Moved, moved
+from dflop_jax.train.moved import BatchTraffic, moved
 
 _FEED = "feed/"  # begins the keys of what is sent ahead of the steps
 
@@ -46,7 +46,7 @@ class ReadyBatch:
     padding_fraction: dict[str, float]
     groups_run: dict[str, int]
     n_bad: int
-    moved: Moved
+    moved: BatchTraffic
 
     @property
     def n_bytes(self) -> int:
@@ -63,7 +63,7 @@ class _Counts:
     used_tokens: dict[str, int]
     flops: dict[str, float]
     loss_weights: dict[str, float]
-    moved: Moved
+    moved: BatchTraffic
 
 
 def own_ranks(programs: Programs) -> Ranks:
@@ -180,7 +180,7 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
             {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
             {m: sum(c.flops[m] for c in every) for m in counts.flops},
             {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
-            Moved.total([c.moved for c in every]),
+            BatchTraffic.total([c.moved for c in every]),
         )
     shared = peers.share(f"{key}/total", msgspec.json.encode(total))
     return msgspec.json.decode(shared, type=_Counts)

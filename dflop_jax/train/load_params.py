@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader
+from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
 from dflop_jax.contract import Module, MultimodalModel, Params
 from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
@@ -69,7 +69,7 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
 
 
 def _read_module(
-    reader: Reader, name: str, module: Module, device: jax.Device, folder: Path
+    reader: CheckpointReader, name: str, module: Module, device: jax.Device, folder: Path
 ) -> Params:
     def structs(part: str) -> Params:
         fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))

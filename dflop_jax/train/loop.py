@@ -19,7 +19,7 @@ from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.schedule.worker_main import Setup
+from dflop_jax.schedule.worker_main import SolverSetup
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss

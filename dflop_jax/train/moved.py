@@ -13,7 +13,7 @@ from dflop_jax.records import Layout, Plan, Schedule, Shape, crossing, rank_node
 
 
 @dataclass(frozen=True)
-class Moved:
+class BatchTraffic:
     """What is moved forward in one batch; gradients take the same way back.
 
     most: by "group/feeding group", the features that any rank of the group reads from one rank but
@@ -25,9 +25,9 @@ class Moved:
     across_nodes: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def total(parts: Sequence[Moved]) -> Moved:
+    def total(parts: Sequence[BatchTraffic]) -> BatchTraffic:
         """What processes that each count their own ranks move together."""
-        result = Moved()
+        result = BatchTraffic()
         for part in parts:
             for key, n in part.most.items():
                 result.most[key] = max(result.most.get(key, 0), n)
@@ -50,9 +50,9 @@ def moved(
     schedule: Schedule,
     packed: Sequence[PackedGroup],
     counts: Mapping[str, Collection[int]],
-) -> Moved:
+) -> BatchTraffic:
     """Count what the ranks of this process read; `counts` has those by module that it counts."""
-    result = Moved()
+    result = BatchTraffic()
     for g, arrays in enumerate(packed):
         target = schedule.groups[g].module
         counted = sorted(counts[target])

@@ -12,10 +12,10 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import (
     DAMAGED,
     OTHER_VERSION,
+    CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
     OtherVersion,
-    Reader,
 )
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.train.meta import Meta, read_meta
@@ -43,7 +43,7 @@ class Resumed:
     """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`."""
 
     meta: Meta
-    reader: Reader
+    reader: CheckpointReader
     unreadable: tuple[Unreadable, ...] = ()
 
 

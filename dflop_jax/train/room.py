@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.build import preparation
-from dflop_jax.data.largest import Alone, growing
+from dflop_jax.data.largest import LoneMedium, growing
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.records import Bucket, Load, Plan
@@ -18,7 +18,7 @@ TOGETHER = "all"
 
 
 @dataclass(frozen=True)
-class Most:
+class LargestMedium:
     """The largest picture, or the longest clip, that fits with all smaller ones.
 
     Attributes:
@@ -46,8 +46,8 @@ class SampleRoom:
     module: str
     tokens: int
     piece_tokens: int
-    picture: Most | None
-    clip: Most | None
+    picture: LargestMedium | None
+    clip: LargestMedium | None
 
 
 def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
@@ -67,20 +67,20 @@ def sample_room(place: Workplace, plan: Plan) -> list[SampleRoom]:
     return [*rooms, SampleRoom(TOGETHER, 0, 0, _most(shown, plan), _most(seen, plan))]
 
 
-def _of(module: str, one: Alone) -> Alone:
+def _of(module: str, one: LoneMedium) -> LoneMedium:
     """What a medium asks of one module."""
     return replace(one, load=Load({module: one.load.lengths(module)}))
 
 
-def _most(rising: Sequence[Alone], plan: Plan) -> Most | None:
+def _most(rising: Sequence[LoneMedium], plan: Plan) -> LargestMedium | None:
     """The last one up to which all fit; None where they ask for nothing."""
     if not any(any(one.load.pieces.values()) for one in rising):
         return None
     large = beyond([one.load for one in rising], plan)
     if large and large[0] == 0:
-        return Most()
+        return LargestMedium()
     last = rising[(large[0] if large else len(rising)) - 1].header
     if "total" not in last:
-        return Most((last["width"], last["height"]), unlimited=not large)
+        return LargestMedium((last["width"], last["height"]), unlimited=not large)
     seconds = last["total"] * last["rate_den"] / last["rate_num"]
-    return Most(clip_s=seconds, clip_frames=last["total"], unlimited=not large)
+    return LargestMedium(clip_s=seconds, clip_frames=last["total"], unlimited=not large)

@@ -13,7 +13,7 @@ import msgspec
 
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.state import State
+from dflop_jax.pipeline.state import TrainState
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices
@@ -99,7 +99,7 @@ def compile_and_time(place: Workplace, ex: Executor) -> Timed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TimingRequest:
     """What process 0 asks of all: to time a plan's programs, to run one step of it on this
     schedule, or, with its prices, to take it."""
 
@@ -141,7 +141,7 @@ class Finalists:
         with suppress(ValueError):  # none yet, or one of another version
             return load(PriceList, file).prices
         self._progress.log(f"timing the programs of {plan_words(plan)}")
-        prices = self._all(Asked(plan)).prices(self._profile.model)
+        prices = self._all(TimingRequest(plan)).prices(self._profile.model)
         file.parent.mkdir(parents=True, exist_ok=True)
         save(PriceList.of(prices), file)
         return prices
@@ -157,17 +157,17 @@ class Finalists:
             loads, n = self._profile.data.loads, self._place.config.train.global_batch
             trainable = self._executor(plan).trainable
             schedule = fullest_schedule(plan, loads, n, prices, trainable)
-            self._all(Asked(plan, schedule))
+            self._all(TimingRequest(plan, schedule))
 
     def choose(self, plan: Plan, prices: Prices) -> None:
         """End `follow` on the other processes with the chosen plan and its prices; process 0
         only."""
-        self._share(Asked(plan, prices=PriceList.of(prices)))
+        self._share(TimingRequest(plan, prices=PriceList.of(prices)))
 
     def follow(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            asked = from_json(self._place.peers.share(_FINALIST), Asked)
+            asked = from_json(self._place.peers.share(_FINALIST), TimingRequest)
             if asked.prices:
                 return asked.plan, asked.prices.prices
             with suppress(PlanTooLarge):  # process 0 knows it, too
@@ -185,10 +185,10 @@ class Finalists:
         self._timed.clear()
         return taken
 
-    def _share(self, asked: Asked) -> None:
+    def _share(self, asked: TimingRequest) -> None:
         self._place.peers.share(_FINALIST, to_json(asked))
 
-    def _all(self, asked: Asked) -> Timed:
+    def _all(self, asked: TimingRequest) -> Timed:
         """What process 0 and the others do together."""
         self._share(asked)
         try:
@@ -197,7 +197,7 @@ class Finalists:
             self._progress.log(f"dropped: {e.what}")
             raise
 
-    def _try(self, asked: Asked) -> Timed:
+    def _try(self, asked: TimingRequest) -> Timed:
         """The timed plan, one that has run a step where there is a schedule; its state is gone.
         One that memory does not hold is closed."""
         plan, name = asked.plan, self._name(asked.plan)
@@ -213,7 +213,7 @@ class Finalists:
                 in_agreement(peers, plan, "in a step", step, limit_s)
             fits = True
         finally:
-            ex.state = State()  # the next plan needs the memory
+            ex.state = TrainState()  # the next plan needs the memory
             if not fits:
                 self._executors.pop(name).close()
                 gc.collect()  # what only cycles hold

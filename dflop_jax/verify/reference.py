@@ -22,7 +22,7 @@ VIDEO = 1  # stands for a clip's token, 0 for those of other media
 
 
 @dataclass(frozen=True)
-class Family:
+class ReferenceFamily:
     """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
     the configuration how the samples were made, where it is asked for that. A tensor whose name
     ends in `fixed` is never trained: transformers says so of a new model, and forgets it of one
@@ -183,8 +183,8 @@ def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llava_onevision": Family(_llava_onevision, prepare=_as_drawn),
-    "internvl": Family(_internvl, video=0),
-    "qwen2_audio": Family(_qwen2_audio, fixed=POSITIONS),
-    "qwen3_vl": Family(_qwen3_vl),
+    "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_as_drawn),
+    "internvl": ReferenceFamily(_internvl, video=0),
+    "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
+    "qwen3_vl": ReferenceFamily(_qwen3_vl),
 }

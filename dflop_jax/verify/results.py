@@ -11,7 +11,7 @@ LOGIT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors of a part of a module, such as "llm.layers".
 
     Attributes:
@@ -47,7 +47,7 @@ class Verified:
     max_grad_error: float | None
     largest_logit: float | None
     not_compared: str
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
 
     @property
     def exit_code(self) -> int:

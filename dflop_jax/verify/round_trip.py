@@ -19,7 +19,7 @@ from safetensors import safe_open
 from dflop_jax.contract import Module, MultimodalModel, edges_of, split_dim
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.verify.results import Group
+from dflop_jax.verify.results import TensorGroup
 from dflop_jax.weights import Folder, Held, read_segment, write_segment
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES
@@ -82,7 +82,7 @@ def round_trip(
     layout: Layout,
     devices: list[jax.Device],
     tick: Callable[[int, int], None],
-) -> list[Group]:
+) -> list[TensorGroup]:
     """Read every segment of a plan, write it to a file and compare that with the folder's.
 
     Args:
@@ -118,7 +118,9 @@ def round_trip(
     for name, group in part_of.items():
         groups.setdefault(group, []).append(name)
     return [
-        Group(group, len(names), _bytes(folder, names), sum(identical.get(n, False) for n in names))
+        TensorGroup(
+            group, len(names), _bytes(folder, names), sum(identical.get(n, False) for n in names)
+        )
         for group, names in groups.items()
     ]
 

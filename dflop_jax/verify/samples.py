@@ -17,7 +17,7 @@ from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Preparation, module_of
 from dflop_jax.data.media.video import Frames
-from dflop_jax.data.text.pieces import ByteTokenizer, Piece
+from dflop_jax.data.text.pieces import ByteTokenizer, TextPiece
 
 MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
 FRAMES, MAX_TILES = 4, 4  # of a clip, of a picture
@@ -70,8 +70,8 @@ def _limits(spec: MediaSpec) -> Limits:
 def _sample(
     kinds: Sequence[str], how: Preparation, vocab: int, rng: np.random.Generator
 ) -> MixedSample:
-    def text(n: int, *, supervised: bool = False) -> Piece:
-        return Piece(tuple(rng.integers(FIRST_WORD, vocab, n).tolist()), supervised)
+    def text(n: int, *, supervised: bool = False) -> TextPiece:
+        return TextPiece(tuple(rng.integers(FIRST_WORD, vocab, n).tolist()), supervised)
 
     headers = [_header(kind, how, rng) for kind in kinds]
     shown = [(k, _noise(k, rng), h) for k, h in zip(kinds, headers, strict=True)]
@@ -82,7 +82,7 @@ def _sample(
     )
     pieces, of_tokens = [text(5)], [""] * 5
     for i, drawn in enumerate(media):
-        pieces += [Piece(medium=i), text(3, supervised=True)]
+        pieces += [TextPiece(medium=i), text(3, supervised=True)]
         of_tokens += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
     pieces.append(text(6, supervised=True))
     sample = compose(pieces, decoded, how, placeholder=0)

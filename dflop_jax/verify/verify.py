@@ -13,7 +13,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.records import Plan
 from dflop_jax.train.prepare import build_model, use_devices
 from dflop_jax.verify import compare, reference
-from dflop_jax.verify.results import Group, Verified
+from dflop_jax.verify.results import TensorGroup, Verified
 from dflop_jax.verify.round_trip import round_trip, spread
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, read_config
@@ -82,7 +82,7 @@ def _compared(result: Verified, folder: Folder, model: MultimodalModel) -> Verif
     error, largest = compare.logit_errors(logits, there)
     errors = compare.gradient_errors(folder.map, gradients, there.gradients)
 
-    def with_error(group: Group) -> Group:
+    def with_error(group: TensorGroup) -> TensorGroup:
         return replace(group, max_grad_error=errors.get(group.name))
 
     return replace(

@@ -23,7 +23,7 @@ SHOWN_NAMES = 3  # in a message
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file: its name there, and its type as safetensors calls it."""
 
     file: Path
@@ -50,7 +50,7 @@ class Folder:
         self.map = map_
         self.config = read_config(self.path)
         self._index = index_name(map_)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for file, names in self._files().items():
             for entry in _header(file, names, self._index):
                 key = map_.canonical(entry.name)
@@ -186,7 +186,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _header(file: Path, names: Iterable[str] | None, index: str) -> list[Entry]:
+def _header(file: Path, names: Iterable[str] | None, index: str) -> list[TensorEntry]:
     """Entries of a file, nothing of their values."""
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -198,7 +198,7 @@ def _header(file: Path, names: Iterable[str] | None, index: str) -> list[Entry]:
                     "download both again"
                 )
             slices = [(name, opened.get_slice(name)) for name in chosen]
-            return [Entry(file, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices]
+            return [TensorEntry(file, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices]
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file, though {index} names it; download it") from None
     except (OSError, SafetensorError) as e:

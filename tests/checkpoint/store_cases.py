@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.checkpoint.store import ArraySpec, CheckpointStore, Piece, Reader
+from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointReader, CheckpointStore
 
 DTYPES = ["float32", "bfloat16", "int32", "uint32", "bool", "float16", "int64", "complex64"]
 DTYPES += ["float8_e4m3fn"]
@@ -23,7 +23,7 @@ class Case:
 
     specs: list[ArraySpec]
     arrays: dict[str, np.ndarray]
-    pieces: list[list[Piece]]
+    pieces: list[list[ArrayPiece]]
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -59,7 +59,7 @@ def random_case(
         case.specs.append(spec)
         case.arrays[spec.name] = array
         for low, high in cut(rng, [0] * len(shape), list(shape)):
-            piece = Piece(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
+            piece = ArrayPiece(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
             case.pieces[rng.integers(n_processes)].append(piece)
     for own in case.pieces:
         rng.shuffle(own)
@@ -69,7 +69,7 @@ def random_case(
 def vector(n: int = 8, *, first: int = 0) -> Case:
     """Array "a", float32[n], on one process."""
     array = np.arange(first, first + n, dtype=np.float32)
-    return Case([ArraySpec("a", (n,), "float32")], {"a": array}, [[Piece("a", (0,), array)]])
+    return Case([ArraySpec("a", (n,), "float32")], {"a": array}, [[ArrayPiece("a", (0,), array)]])
 
 
 def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | None = None) -> Path:
@@ -87,7 +87,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def assert_holds(reader: Reader, case: Case) -> None:
+def assert_holds(reader: CheckpointReader, case: Case) -> None:
     """The reader gives every array of the case whole."""
     assert set(reader.specs) == set(case.arrays)
     for name, array in case.arrays.items():

@@ -16,12 +16,12 @@ import pytest
 from dflop_jax.checkpoint import reader as store_reader
 from dflop_jax.checkpoint import store as store_module
 from dflop_jax.checkpoint.store import (
+    ArrayPiece,
     ArraySpec,
+    CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
-    Part,
-    Piece,
-    Reader,
+    WrittenPart,
 )
 from tests.checkpoint.store_cases import (
     Case,
@@ -88,7 +88,7 @@ def test_no_arrays_at_all(store, n_processes):
 def test_scalars_and_empty_arrays(store, dtype, shape):
     array = random_array(np.random.default_rng(0), shape, dtype)
     spec = ArraySpec("x", shape, dtype)
-    save(store, 0, Case([spec], {}, [[Piece("x", (0,) * len(shape), array)]]))
+    save(store, 0, Case([spec], {}, [[ArrayPiece("x", (0,) * len(shape), array)]]))
     assert same(store.open(0).read("x", (0,) * len(shape), shape), array)
 
 
@@ -116,7 +116,7 @@ def test_a_part_travels_as_json(store):
     case = random_case(1, n_processes=1)
     store.prepare(1)
     part = store.write(1, case.specs, case.pieces[0], 0)
-    assert msgspec.json.decode(msgspec.json.encode(part), type=Part) == part
+    assert msgspec.json.decode(msgspec.json.encode(part), type=WrittenPart) == part
 
 
 def test_a_process_needs_only_its_own_specs(store):
@@ -155,7 +155,9 @@ def test_files_of_other_processes_are_not_read(store):
     array = np.arange(8, dtype=np.int32)
     spec = ArraySpec("x", (8,), "int32")
     folder = save(
-        store, 1, Case([spec], {}, [[Piece("x", (0,), array[:4])], [Piece("x", (4,), array[4:])]])
+        store,
+        1,
+        Case([spec], {}, [[ArrayPiece("x", (0,), array[:4])], [ArrayPiece("x", (4,), array[4:])]]),
     )
     (folder / "process-00001").unlink()
     reader = store.open(1)
@@ -166,7 +168,9 @@ def test_files_of_other_processes_are_not_read(store):
 
 def test_blocks_of_other_elements_are_not_read(store, small_blocks):
     array = np.arange(48, dtype=np.int32)
-    folder = save(store, 1, Case([ArraySpec("x", (48,), "int32")], {}, [[Piece("x", (0,), array)]]))
+    folder = save(
+        store, 1, Case([ArraySpec("x", (48,), "int32")], {}, [[ArrayPiece("x", (0,), array)]])
+    )
     file = folder / "process-00000"
     data = bytearray(file.read_bytes())
     data[150] ^= 1  # in the third block: elements 32 to 47
@@ -179,7 +183,7 @@ def test_blocks_of_other_elements_are_not_read(store, small_blocks):
 
 def test_a_file_is_opened_once_and_closed_in_the_end(store, small_blocks, monkeypatch):
     array = np.arange(64, dtype=np.int32)  # 4 blocks
-    save(store, 1, Case([ArraySpec("x", (64,), "int32")], {}, [[Piece("x", (0,), array)]]))
+    save(store, 1, Case([ArraySpec("x", (64,), "int32")], {}, [[ArrayPiece("x", (0,), array)]]))
     reader, opened, closed = store.open(1), [], []
     for module, name, calls in ((os, "open", opened), (io, "open", opened), (os, "close", closed)):
         genuine = getattr(module, name)
@@ -199,15 +203,15 @@ def test_a_read_holds_little_beside_its_answer(store, monkeypatch):
     monkeypatch.setattr(store_reader, "RUN_BYTES", 400)
     array = random_array(np.random.default_rng(0), (30, 20, 7), "float32")
     spec = ArraySpec("x", array.shape, "float32")
-    save(store, 1, Case([spec], {"x": array}, [[Piece("x", (0, 0, 0), array)]]))
+    save(store, 1, Case([spec], {"x": array}, [[ArrayPiece("x", (0, 0, 0), array)]]))
     sizes: list[int] = []
-    read = Reader._read_bytes
+    read = CheckpointReader._read_bytes
 
     def counted(self, process, offset, n_bytes):
         sizes.append(n_bytes)
         return read(self, process, offset, n_bytes)
 
-    monkeypatch.setattr(Reader, "_read_bytes", counted)
+    monkeypatch.setattr(CheckpointReader, "_read_bytes", counted)
     reader = store.open(1)
     assert same(reader.read("x", (0, 0, 0), array.shape), array)
     assert sum(sizes) == array.nbytes

@@ -12,7 +12,12 @@ import pytest
 
 from dflop_jax.checkpoint import reader as store_reader
 from dflop_jax.checkpoint import store as store_module
-from dflop_jax.checkpoint.store import CheckpointStore, CorruptCheckpoint, Reader, StorageError
+from dflop_jax.checkpoint.store import (
+    CheckpointReader,
+    CheckpointStore,
+    CorruptCheckpoint,
+    StorageError,
+)
 from tests.checkpoint.store_cases import Case, assert_holds, random_case, save, save_forever, vector
 
 
@@ -195,7 +200,7 @@ def test_readers_beside_saves_see_whole_checkpoints_or_say_so(tmp_path):
 
 def assert_all_hold(store: CheckpointStore) -> None:
     for step in store.steps():
-        reader: Reader = store.open(step)
+        reader: CheckpointReader = store.open(step)
         assert reader.meta == {"step": step}
         assert_holds(reader, random_case(step, n_processes=2))
 

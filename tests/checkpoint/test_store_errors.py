@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflop_jax.checkpoint.store import ArraySpec, CheckpointStore, Piece, StorageError
+from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointStore, StorageError
 from tests.checkpoint.store_cases import (
     Case,
     assert_holds,
@@ -58,7 +58,7 @@ def test_a_wrong_spec_cannot_exist(shape, dtype, why):
     ],
 )
 def test_a_wrong_piece_is_refused(store, name, start, shape, dtype, why):
-    piece = Piece(name, start, np.zeros(shape, dtype))
+    piece = ArrayPiece(name, start, np.zeros(shape, dtype))
     with pytest.raises(ValueError, match=why):
         store.write(1, [ArraySpec("x", (10,), "float32")], [piece], 0)
 
@@ -88,7 +88,9 @@ def commit_parts(store, case: Case, change) -> None:
 )
 def test_what_is_not_whole_is_not_committed(store, change, why):
     a = vector().arrays["a"]
-    case = replace(vector(), pieces=[[Piece("a", (0,), a[:4])], [Piece("a", (4,), a[4:])]])
+    case = replace(
+        vector(), pieces=[[ArrayPiece("a", (0,), a[:4])], [ArrayPiece("a", (4,), a[4:])]]
+    )
     with pytest.raises(ValueError, match=why):
         commit_parts(store, case, change)
     assert store.steps() == ()

@@ -12,7 +12,7 @@ import pytest
 
 from dflop_jax.data import EMPTY, BadSample, Loader, Sample
 from dflop_jax.data.decoder import Replacements, decode
-from dflop_jax.data.loader import Room
+from dflop_jax.data.loader import RoomFilter
 from dflop_jax.data.sample import fits_in
 from dflop_jax.records import Load
 from tests.data.views import media_spec
@@ -248,7 +248,9 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
         asked.extend(loads)
         return [k for k, load in enumerate(loads) if load.tokens("b") > 5]
 
-    plain, roomy = (Loader(source, global_batch=4, room=r) for r in (None, Room(source, beyond)))
+    plain, roomy = (
+        Loader(source, global_batch=4, room=r) for r in (None, RoomFilter(source, beyond))
+    )
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         for step in range(6):
             drawn = plain.indices(step)
@@ -265,8 +267,8 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
     roomy.loads(5)
     assert len(asked) == n
     with pytest.raises(ValueError, match=r"number [12] is larger than .*; lower data\.max_tokens"):
-        Loader(source, global_batch=6, room=Room(source, beyond, refuse=True)).indices(0)
-    none = Room(source, lambda loads: list(range(len(loads))))
+        Loader(source, global_batch=6, room=RoomFilter(source, beyond, refuse=True)).indices(0)
+    none = RoomFilter(source, lambda loads: list(range(len(loads))))
     with pytest.raises(ValueError, match="and so are all others; plan for this data"):
         Loader(source, global_batch=1, room=none).indices(0)
 

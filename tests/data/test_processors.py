@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.mixture import Mixture, Part
+from dflop_jax.data.datasets.mixture import Mixture, MixturePart
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
@@ -87,7 +87,7 @@ def published(monkeypatch):
 def ours(tmp_path, chat, how, kind, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
     found = MixtureSource(
-        Mixture((Part(str(made_dataset(tmp_path / "data", 5))),)),
+        Mixture((MixturePart(str(made_dataset(tmp_path / "data", 5))),)),
         how,
         chat.pieces,
         # A template takes some kinds of media.

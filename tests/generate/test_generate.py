@@ -15,7 +15,7 @@ from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.generate.generate import Answer, Generator, _Text
+from dflop_jax.generate.generate import ChatAnswer, Generator, _Text
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling, choose
 from dflop_jax.record_files import save
@@ -345,7 +345,7 @@ def test_the_end_token_ends_the_answer():
 
 @pytest.mark.parametrize("tokens, why", [((), "ended its turn at once"), ((9,), "1 tokens are no")])
 def test_an_empty_answer_is_said_to_be_one(capsys, monkeypatch, tokens, why):
-    answer = Answer("?", " ", tokens, "end", 0, 3, 2, "run", 0.1, 0.0)
+    answer = ChatAnswer("?", " ", tokens, "end", 0, 3, 2, "run", 0.1, 0.0)
 
     class Silent:
         def __init__(self, *args): ...

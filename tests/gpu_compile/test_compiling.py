@@ -16,7 +16,7 @@ from dflop_jax import children
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import compiling, toolchain
-from dflop_jax.gpu_compile.child import Job, Line, Request, compiled, one_line
+from dflop_jax.gpu_compile.child import CompileJob, CompileRequest, Line, compiled, one_line
 from dflop_jax.gpu_compile.chips import CHIPS, find_chip, target_config
 from dflop_jax.gpu_compile.compiling import compile_plan, compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
@@ -170,9 +170,9 @@ def test_equal_programs_are_compiled_once():
 FAKE = """
 import os, sys, msgspec
 sys.path[:0] = PATHS
-from dflop_jax.gpu_compile.child import Line, Request
+from dflop_jax.gpu_compile.child import Line, CompileRequest
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
-request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+request = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileRequest)
 def say(line):
     os.write(1, msgspec.json.encode(line) + b"\\n")
 place = 0
@@ -197,7 +197,7 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running(FAKE))
     seen = []
-    jobs = [Job(config(), NANO)] * 3
+    jobs = [CompileJob(config(), NANO)] * 3
     answers = compile_plans(jobs, lambda *n: seen.append(n))
     first = next(answers)
     assert seen[-1] == (3, 3)  # it is told before the next job is looked at
@@ -219,14 +219,14 @@ def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running("import sys; sys.exit('no disk left')"))
     with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
-        compile_plan(Job(config(), NANO))
+        compile_plan(CompileJob(config(), NANO))
 
 
 def test_what_it_reads_and_writes_survives_the_way():
     import msgspec
 
-    request = Request((Job(config(), NANO),), 3)
-    assert msgspec.json.decode(msgspec.json.encode(request), type=Request) == request
+    request = CompileRequest((CompileJob(config(), NANO),), 3)
+    assert msgspec.json.decode(msgspec.json.encode(request), type=CompileRequest) == request
     line = Line(0, states=(SegmentState("s", "m", 0, 1, 2, 3, 4, "none"),), done=HEAD)
     assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == line
 
@@ -295,7 +295,7 @@ def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experime
         chosen = PlanConfig(policy="dflop", hardware="a100-40", devices=5)
         # Few programs: nothing of the encoder trains.
         train = TrainConfig(freeze=("vision", "connector"))
-        return Job(Config(model=model, plan=chosen, train=train), plan)
+        return CompileJob(Config(model=model, plan=chosen, train=train), plan)
 
     good, bad = compile_plans([job("256", "auto"), job("512", "pallas")])
     assert not [p.error for p in good.programs if p.error]

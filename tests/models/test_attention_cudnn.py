@@ -14,7 +14,7 @@ from test_attention import make_qkv
 
 from models import attention_cudnn
 from models.attention import attention
-from models.attention_split import Kernel, attend
+from models.attention_split import AttentionKernel, attend
 
 F32 = np.float32
 
@@ -157,7 +157,9 @@ def both(function, qkv):
 
 
 def check(qkv, ids, causal):
-    kernel = Kernel(attention_cudnn.forward, attention_cudnn.backward, causal, interpret=True)
+    kernel = AttentionKernel(
+        attention_cudnn.forward, attention_cudnn.backward, causal, interpret=True
+    )
 
     def by_callback(*qkv):
         return both(lambda *a: attend(kernel, *a, ids), qkv)

@@ -21,7 +21,7 @@ from model_fields import forward
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
-from dflop_jax.data.text.pieces import Piece
+from dflop_jax.data.text.pieces import TextPiece
 from models import hf
 from models.audio import audio_tokens
 from models.composed import Published
@@ -179,8 +179,8 @@ def test_llava_onevision(seed):
     for k, media in enumerate(rows):
         spare = longest - sum(len(m.tokens) for _, m in media)
         cuts = [0, *np.sort(rng.integers(1, spare, len(media))), spare]
-        text = [Piece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
-        pieces = [p for j in range(len(media)) for p in (text[j], Piece(medium=j))]
+        text = [TextPiece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
+        pieces = [p for j in range(len(media)) for p in (text[j], TextPiece(medium=j))]
         samples.append(compose([*pieces, text[-1]], media, what, placeholder=-1))
         tokens[k] = samples[-1].fields["llm"]["tokens"]
         kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for _, m in media])

@@ -17,7 +17,7 @@ from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.decode import decode_opened
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
-from dflop_jax.data.text.pieces import Piece
+from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.profile.parts import forward_flops
 from dflop_jax.records import Shape
 from models import internvl, omni, qwen2_audio, qwen3_vl
@@ -234,7 +234,7 @@ def drawn(how):
     headers = {"video": {"frames": 2}, "audio": {"samples": 1000}}
     kinds = [kind for kind in headers if module_of(how, kind)]
     media = decode_opened([(kind, Silence(), headers[kind]) for kind in kinds], how)
-    pieces = [Piece((1,)), *(Piece(medium=k) for k in range(len(media)))]
+    pieces = [TextPiece((1,)), *(TextPiece(medium=k) for k in range(len(media)))]
     return media, compose(pieces, media, how, placeholder=0)
 
 

@@ -15,7 +15,7 @@ import pytest
 from dflop_jax.records import REDUCE, UPDATE, Load, Prices, SendId, Shape, Task
 from dflop_jax.schedule import ScheduleWorker, schedule_batch
 from dflop_jax.schedule.correction import predicted_gain_s
-from dflop_jax.schedule.worker_main import PriceList, Setup
+from dflop_jax.schedule.worker_main import PriceList, SolverSetup
 from tests.processes import runs
 from tests.schedule.conftest import make_batch, make_prices
 
@@ -41,7 +41,7 @@ def inline(step, plan, prices):
 
 def worker_for(plan, prices, **options):
     options = {"ahead": 3, "grace_s": 60.0} | options
-    return ScheduleWorker(loads_of, Setup(plan, plan.layout.modules, WORK), prices, **options)
+    return ScheduleWorker(loads_of, SolverSetup(plan, plan.layout.modules, WORK), prices, **options)
 
 
 def wait_until(condition):
@@ -181,7 +181,7 @@ def test_a_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):
 
     prices = make_prices(small_plan)
     with (
-        ScheduleWorker(loads_of, Setup(small_plan, ("a", "b")), prices, ahead=1) as worker,
+        ScheduleWorker(loads_of, SolverSetup(small_plan, ("a", "b")), prices, ahead=1) as worker,
         pytest.raises(ValueError, match="step 0: sample 0 of the batch has 9999"),
     ):
         worker.get(0)

@@ -15,7 +15,7 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.mixture import Part, short_names
+from dflop_jax.data.datasets.mixture import MixturePart, short_names
 from dflop_jax.data.packing import Ranks
 from dflop_jax.record_files import save
 from dflop_jax.records import Prices
@@ -194,7 +194,7 @@ def test_those_evaluated_are_drawn_over_all_by_the_seed():
 
 def test_names_of_datasets_tell_them_apart():
     paths = ("x/a/long.json", "x/b/long.json", "x/b/other", "x/b/other", "hf://me/set")
-    assert short_names([Part(p) for p in paths]) == [
+    assert short_names([MixturePart(p) for p in paths]) == [
         "a/long.json",
         "b/long.json",
         "other (1)",

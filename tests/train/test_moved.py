@@ -20,7 +20,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.train import moved as module
-from dflop_jax.train.moved import Moved, moved
+from dflop_jax.train.moved import BatchTraffic, moved
 
 LOW, HIGH = Shape(2, 4), Shape(1, 8)
 WIDTH = 3
@@ -53,7 +53,7 @@ def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
         counts = {"a": ranks, "b": ranks}
         model = SimpleNamespace(modules={"a": None, "b": None})
         parts.append(moved(plan_of(node), model, Schedule(0, groups), packed, counts))
-    total = Moved.total(parts)
+    total = BatchTraffic.total(parts)
     assert total.most == {"1/0": 7}
     assert total.of_group(1, [0]) == {0: 7}
     assert total.in_node == {"a > b": in_node * WIDTH * 2}

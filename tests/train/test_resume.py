@@ -24,7 +24,7 @@ from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.correction import Monitor
 from dflop_jax.schedule.learnt import StepSample
-from dflop_jax.schedule.worker_main import Request
+from dflop_jax.schedule.worker_main import BatchRequest
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.trainer import Trainer
 
@@ -207,9 +207,9 @@ def prices_by_step(monkeypatch) -> dict[int, list[PriceList]]:
 
     def spy(step, loads, prices):
         asked.setdefault(step, []).append(prices)
-        return Request(step, loads, prices)
+        return BatchRequest(step, loads, prices)
 
-    monkeypatch.setattr(worker_module, "Request", spy)
+    monkeypatch.setattr(worker_module, "BatchRequest", spy)
     return asked
 
 

@@ -6,7 +6,7 @@ from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig
 from dflop_jax.contract import edges_of
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.train import prepare
-from dflop_jax.train.room import Most, SampleRoom, sample_room
+from dflop_jax.train.room import LargestMedium, SampleRoom, sample_room
 
 
 def place_of(**data):
@@ -40,12 +40,16 @@ def test_native_resolution_by_hand():
     place = place_of(max_frames=8, max_clip_pixels=16_384)
     plan = plan_of(place, ((2, 128), (2, 64)), ((1, 32), (1, 32)))
     vision, llm, every = sample_room(place, plan)
-    whole = Most(clip_s=4.0, clip_frames=8, unlimited=True)
-    assert vision == SampleRoom("vision", 256, 128, Most((80, 80)), whole)
-    assert llm == SampleRoom("llm", 128, 64, Most((128, 128)), Most(clip_s=3.0, clip_frames=6))
-    assert every == SampleRoom("all", 0, 0, Most((80, 80)), Most(clip_s=3.0, clip_frames=6))
+    whole = LargestMedium(clip_s=4.0, clip_frames=8, unlimited=True)
+    assert vision == SampleRoom("vision", 256, 128, LargestMedium((80, 80)), whole)
+    assert llm == SampleRoom(
+        "llm", 128, 64, LargestMedium((128, 128)), LargestMedium(clip_s=3.0, clip_frames=6)
+    )
+    assert every == SampleRoom(
+        "all", 0, 0, LargestMedium((80, 80)), LargestMedium(clip_s=3.0, clip_frames=6)
+    )
     none = sample_room(place, plan_of(place, ((1, 8), (1, 8))))[-1]
-    assert (none.picture, none.clip) == (Most(), Most())
+    assert (none.picture, none.clip) == (LargestMedium(), LargestMedium())
 
 
 @pytest.mark.parametrize("grouping, tiles", [("balanced", 4), ("arrival", 2)])
@@ -65,7 +69,7 @@ def test_tiles(grouping, tiles):
         .with_scheduling(grouping=grouping)
     )
     vision, llm, every = sample_room(place, plan)
-    assert vision.clip == every.clip == Most(clip_s=tiles / 2, clip_frames=tiles)
+    assert vision.clip == every.clip == LargestMedium(clip_s=tiles / 2, clip_frames=tiles)
     assert vision.tokens == {"balanced": 4, "arrival": 2}[grouping] * tile
     assert vision.picture == every.picture
     width, height = vision.picture.picture

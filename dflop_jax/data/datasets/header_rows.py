@@ -1,7 +1,7 @@
 """What an index holds of a record, by its text and the headers of its media, here or apart.
 
-Headers are other people's: `Apart` has them read in processes that can be killed (see `pool`), each
-record within a deadline and a memory limit.
+Headers are other people's: `RowsApart` has them read in processes that can be killed (see `pool`),
+each record within a deadline and a memory limit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.datasets.llava_records import Record, lot
-from dflop_jax.data.datasets.located import Located, Reader
+from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.shape_index import RECORDS, Row, media_columns
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.pool.messages import Reply, Setup
+from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.pool.processes import TRIES, Workers
-from dflop_jax.data.text.pieces import Piece, text_counts
+from dflop_jax.data.text.pieces import TextPiece, text_counts
 
-ToPieces = Callable[[Sequence[tuple[str, str]]], tuple[Piece, ...]]
+ToPieces = Callable[[Sequence[tuple[str, str]]], tuple[TextPiece, ...]]
 
 
 class RowReader(Protocol):
@@ -39,7 +39,7 @@ class RowReader(Protocol):
     def close(self) -> None: ...
 
 
-class Here:
+class RowsHere:
     """Reads records in this process.
 
     Args:
@@ -48,24 +48,24 @@ class Here:
     """
 
     def __init__(
-        self, readers: Mapping[str, Reader], to_pieces: ToPieces, kinds: Kinds = BUILT_IN
+        self, readers: Mapping[str, RecordReader], to_pieces: ToPieces, kinds: Kinds = BUILT_IN
     ) -> None:
         self._readers, self._to_pieces = readers, to_pieces
-        self._headers = _Headers(kinds)
+        self._headers = _MediaHeaders(kinds)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
         return [self._row(self._readers[dataset], located) for located in places]
 
-    def answer(self, line: bytes, _: object) -> Reply:
-        """Reply to a request of `Apart`."""
+    def answer(self, line: bytes, _: object) -> DecoderReply:
+        """Reply to a request of `RowsApart`."""
         dataset, places = msgspec.json.decode(line, type=tuple[str, list[Located]])
         rows = self.rows(dataset, places)
-        return Reply(rows=tuple(r.reason if isinstance(r, BadSample) else r for r in rows))
+        return DecoderReply(rows=tuple(r.reason if isinstance(r, BadSample) else r for r in rows))
 
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _row(self, reader: Reader, located: Located) -> Row | BadSample:
+    def _row(self, reader: RecordReader, located: Located) -> Row | BadSample:
         try:
             record = reader.read(located)
         except (ValueError, OSError, MemoryError) as e:
@@ -77,16 +77,16 @@ class Here:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}")
 
 
-class Apart:
+class RowsApart:
     """Reads records in processes, as many as ask at once; one that hurts its process is unusable.
 
     Args:
       setup: names a function that returns `Here.answer` of the same datasets and tokenizer.
       timeout_s: seconds that a record may take.
-      kinds: as for `Here`.
+      kinds: as for `RowsHere`.
     """
 
-    def __init__(self, setup: Setup, timeout_s: float, kinds: Kinds = BUILT_IN) -> None:
+    def __init__(self, setup: DecoderSetup, timeout_s: float, kinds: Kinds = BUILT_IN) -> None:
         self._workers, self._kinds = Workers(setup, timeout_s), kinds
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
@@ -108,7 +108,7 @@ class Apart:
         self._workers.close()
 
 
-def _rows(n: int, kinds: Kinds, reply: Reply, _: object) -> list[Row | BadSample]:
+def _rows(n: int, kinds: Kinds, reply: DecoderReply, _: object) -> list[Row | BadSample]:
     """What a process says of n records; ValueError for what none of ours says."""
     if len(reply.rows) != n:
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
@@ -138,7 +138,7 @@ def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(located: Located, record: Record, pieces: Sequence[Piece]) -> dict[str, int]:
+def _fields(located: Located, record: Record, pieces: Sequence[TextPiece]) -> dict[str, int]:
     """The columns of a record."""
     place = {
         "number": located.number,
@@ -149,7 +149,7 @@ def _fields(located: Located, record: Record, pieces: Sequence[Piece]) -> dict[s
     return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
 
 
-class _Headers:
+class _MediaHeaders:
     """Headers of media, each file read once: several records may show one picture."""
 
     def __init__(self, kinds: Kinds) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.located import Located, Reader
+from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
     ShapeTable,
@@ -35,7 +35,7 @@ logger = logging.getLogger("dflop_jax.data")
 
 def update_index(
     file: Path,
-    readers: Mapping[str, Reader],
+    readers: Mapping[str, RecordReader],
     row_reader: Callable[[], RowReader],
     settings: str,
     *,
@@ -64,7 +64,7 @@ def update_index(
 
 
 def _index_of(
-    name: str, reader: Reader, key: str, rows: RowReader, kinds: Kinds, workers: int
+    name: str, reader: RecordReader, key: str, rows: RowReader, kinds: Kinds, workers: int
 ) -> Indexed:
     """Make the index of a dataset. Unusable records are left out, counted and logged by name."""
     tables: list[ShapeTable] = []

@@ -27,7 +27,7 @@ class Located:
     size_bytes: int
 
 
-class Reader(Protocol):
+class RecordReader(Protocol):
     """A dataset of records; `files` are all that its records stand in."""
 
     @property

@@ -39,7 +39,7 @@ RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One dataset of a mixture. `root` are the folders of its media, empty: the file's own;
     `columns` are (field, column) where a record's fields have other names."""
 
@@ -61,7 +61,7 @@ class Part:
 class Mixture:
     """Datasets that are trained on together."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -118,7 +118,7 @@ def subset_size(rule: str, n: int) -> int:
     return int(min(amount, n))
 
 
-def chosen(part: Part, n: int, seed: int) -> np.ndarray:
+def chosen(part: MixturePart, n: int, seed: int) -> np.ndarray:
     """Records 0..n-1 that the part's rule takes, int64, ascending; the same for the same seed."""
     size = subset_size(part.subset, n)
     if part.subset.startswith("end"):
@@ -128,7 +128,7 @@ def chosen(part: Part, n: int, seed: int) -> np.ndarray:
     return np.arange(size)
 
 
-def shown(part: Part, rows: np.ndarray, seed: int) -> np.ndarray:
+def shown(part: MixturePart, rows: np.ndarray, seed: int) -> np.ndarray:
     """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
     if part.weight * len(rows) > MAX_SHOWN:
         raise ValueError(f"{part.path}: more than {MAX_SHOWN:,} samples an epoch; lower its weight")
@@ -138,14 +138,14 @@ def shown(part: Part, rows: np.ndarray, seed: int) -> np.ndarray:
     return np.concatenate([np.tile(rows, times), rows[drawn]])
 
 
-def _generator(seed: int, use: str, part: Part) -> np.random.Generator:
+def _generator(seed: int, use: str, part: MixturePart) -> np.random.Generator:
     """Draws of a part do not depend on the parts beside it."""
     text = f"{use}:{part.path}:{','.join(part.root)}:{part.subset}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return np.random.default_rng([seed, int.from_bytes(digest, "big")])
 
 
-def _part(raw: Any, folder: Path) -> Part:
+def _part(raw: Any, folder: Path) -> MixturePart:
     if isinstance(raw, str):
         raw = {"path": raw}
     if not isinstance(raw, dict):
@@ -162,7 +162,7 @@ def _part(raw: Any, folder: Path) -> Part:
         HUB_ID.fullmatch(part.path) and not (folder / part.path).exists()
     )
     path = part.path if from_hub or not part.path else str(folder / part.path)
-    return Part(path, part.weight, part.subset, root, tuple(sorted(part.columns.items())))
+    return MixturePart(path, part.weight, part.subset, root, tuple(sorted(part.columns.items())))
 
 
 class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -173,12 +173,12 @@ class _RawPart(msgspec.Struct, forbid_unknown_fields=True):
     columns: dict[str, str] = {}
 
 
-def names(parts: Sequence[Part]) -> list[str]:
+def names(parts: Sequence[MixturePart]) -> list[str]:
     """Each part's name in an index: parts of one dataset share its table."""
     return ["|".join([p.path, ",".join(p.root), *map("=".join, p.columns)]) for p in parts]
 
 
-def short_names(parts: Sequence[Part]) -> list[str]:
+def short_names(parts: Sequence[MixturePart]) -> list[str]:
     """Each part's name for people: its file's or folder's, with as many folders before it as tell
     it from the others; parts of one path are numbered."""
     steps = [PurePath(part.path).parts for part in parts]

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.header_rows import Here, RowReader, ToPieces
+from dflop_jax.data.datasets.header_rows import RowReader, RowsHere, ToPieces
 from dflop_jax.data.datasets.held_out import held_out
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
-from dflop_jax.data.datasets.located import Located, Reader
+from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
@@ -24,14 +24,14 @@ from dflop_jax.data.media.decode import DecodedMedia, decode_media
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.medium import Preparation
-from dflop_jax.data.text.pieces import Piece
+from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.records import Load
 
 NAMED_RECORDS = 5  # of those left out, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
-def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, Reader]:
+def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordReader]:
     """Return the readers of a mixture's datasets, whose records may have media of such kinds, by
     their names in its index."""
     return {
@@ -105,7 +105,7 @@ class MixtureSource:
         self._how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers = open_readers(mixture, kinds)
-        reads = rules.row_reader or partial(Here, readers, to_pieces, kinds)
+        reads = rules.row_reader or partial(RowsHere, readers, to_pieces, kinds)
         index = update_index(
             rules.file, readers, reads, rules.settings, kinds=kinds, workers=rules.workers
         )
@@ -194,7 +194,7 @@ class MixtureSource:
         except OSError as e:
             raise ValueError(f"{place}: {e}") from e
 
-    def pieces(self, record: Record) -> tuple[Piece, ...]:
+    def pieces(self, record: Record) -> tuple[TextPiece, ...]:
         """Return the tokenized conversation, with the places of its media."""
         return self._to_pieces(record.turns)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dflop_jax.data.datasets.clip_samples import STREAMS
-from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, Picture, Shape
+from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, DrawnShape, Picture
 
 SIDE = 16  # pixels of a frame's side
 SIZE = 7  # pixels of a shape's side
@@ -116,5 +116,5 @@ def _picture(shapes: tuple[int, int]) -> Picture:
         path = float(SIDE - SIZE - 2)
         sign = 1.0 if way == "right" else -1.0
         x, y = SIDE / 2 - sign * path / 2, SIDE * (0.25 + 0.5 * row)
-        drawn.append(Shape(kind, colour, x, y, SIZE, (sign * path, 0.0)))
+        drawn.append(DrawnShape(kind, colour, x, y, SIZE, (sign * path, 0.0)))
     return Picture(SIDE, SIDE, GREY, tuple(drawn))

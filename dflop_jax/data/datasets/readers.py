@@ -9,7 +9,7 @@ from dflop_jax.data.bounds import MAX_NAME, named
 from dflop_jax.data.datasets.find_tables import find_tables, hub_folder
 from dflop_jax.data.datasets.json_file import FileReader, find_file
 from dflop_jax.data.datasets.llava_records import USUAL, RecordFormat
-from dflop_jax.data.datasets.located import Reader
+from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.shards import ShardReader, find_shards
 from dflop_jax.data.datasets.tables import TableReader
 from dflop_jax.data.media.kind import Kinds
@@ -21,7 +21,7 @@ def open_reader(
     roots: Sequence[str | Path] = (),
     columns: Mapping[str, str] = USUAL.columns,
     kinds: Kinds = BUILT_IN,
-) -> Reader:
+) -> RecordReader:
     """Return a reader of what the path names.
 
     It may be a LLaVA-format file or its folder; shards: a .tar, a folder of them, or a pattern

@@ -22,7 +22,7 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO, Frames
 from dflop_jax.data.sample import Sample
-from dflop_jax.data.text.pieces import Piece, Tokenizer, chat_pieces, text_counts
+from dflop_jax.data.text.pieces import TextPiece, Tokenizer, chat_pieces, text_counts
 from dflop_jax.records import Load
 
 Convert = Callable[[Image.Image], np.ndarray]
@@ -98,7 +98,7 @@ class SceneSource:
         )
         return blanked(sample, how) if self._blank else sample
 
-    def _drawn(self, index: int) -> tuple[Scene, tuple[Piece, ...], ShapeTable, Fitted]:
+    def _drawn(self, index: int) -> tuple[Scene, tuple[TextPiece, ...], ShapeTable, Fitted]:
         """A scene, its text, what an index would hold of both, and how it fits the limits."""
         if not 0 <= index < self._n:
             raise IndexError(f"{self.name} holds no sample {index}")

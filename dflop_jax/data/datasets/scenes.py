@@ -34,7 +34,7 @@ MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}
 
 
 @dataclass(frozen=True)
-class Shape:
+class DrawnShape:
     """A filled shape; centre and size in pixels; `move` is its path over a clip."""
 
     kind: str
@@ -52,7 +52,7 @@ class Picture:
     width: int
     height: int
     background: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DrawnShape, ...]
     frames: int = 0
 
     def render(self, time: float = 0.0) -> Image.Image:
@@ -123,7 +123,7 @@ class _Pen:
     def kind(self, *taken: str) -> str:
         return _pick(self.rng, [k for k in SHAPES if k not in taken])
 
-    def canvas(self, size: tuple[int, int], *shapes: Shape, frames: int = 0) -> Picture:
+    def canvas(self, size: tuple[int, int], *shapes: DrawnShape, frames: int = 0) -> Picture:
         dark = self.rng.integers(10, 60) if self.rng.random() < 0.5 else self.rng.integers(200, 250)
         return Picture(*size, int(dark), shapes, frames)
 
@@ -131,7 +131,7 @@ class _Pen:
         """A picture of one large shape anywhere."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
         x, y = (float(self.rng.uniform(d / 2 + 1, side - d / 2 - 1)) for side in size)
-        return self.canvas(size, Shape(kind, colour, x, y, d))
+        return self.canvas(size, DrawnShape(kind, colour, x, y, d))
 
     def several(self, size: tuple[int, int], n: int) -> Picture:
         """A picture of n <= 4 shapes of one colour and kind that do not touch."""
@@ -141,7 +141,7 @@ class _Pen:
         colour, kind = self.colour(), self.kind()
         d = float(self.rng.uniform(0.6, 0.8)) * cell
         shapes = [
-            Shape(kind, colour, (c % cols + 0.5) * cell, (c // cols + 0.5) * cell, d)
+            DrawnShape(kind, colour, (c % cols + 0.5) * cell, (c // cols + 0.5) * cell, d)
             for c in map(int, cells)
         ]
         return self.canvas(size, *shapes)
@@ -173,7 +173,7 @@ def _place(pen: _Pen) -> Scene:
     size = pen.size()
     d = float(pen.rng.uniform(0.35, 0.48)) * min(size)
     x, y = (f * side for f, side in zip(PLACES[place], size, strict=True))
-    shape = Shape(pen.kind(), pen.colour(), x, y, d)
+    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d)
     return Scene("place", (pen.canvas(size, shape),), "Where is the shape?", place)
 
 
@@ -209,7 +209,7 @@ def _direction(pen: _Pen) -> Scene:
     across = float(pen.rng.uniform(-0.15, 0.15)) * px
     x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
     y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
-    shape = Shape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
+    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
     clip = pen.canvas((px, px), shape, frames=_frames(pen))
     return Scene("direction", (clip,), "Which way does it move?", way)
 
@@ -222,8 +222,8 @@ def _mover(pen: _Pen) -> Scene:
     y_mover, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
     path = 0.5 * px
     shapes = (
-        Shape(mover, pen.colour(), px / 2 - way * path / 2, y_mover, d, (way * path, 0.0)),
-        Shape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
+        DrawnShape(mover, pen.colour(), px / 2 - way * path / 2, y_mover, d, (way * path, 0.0)),
+        DrawnShape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
     )
     clip = pen.canvas((px, px), *shapes, frames=_frames(pen))
     return Scene("mover", (clip,), "Which shape moves?", mover)

@@ -88,7 +88,7 @@ class ShardReader:
         return _shard_record(located.place, members, self._records)
 
 
-class _Headers:
+class _TarHeaders:
     """A tar as `tarfile` reads it, which is headers alone; none of them may be large."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -105,7 +105,7 @@ def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[ta
     with named(f"{shard}: broken tar", "; write it anew or leave it out"), shard.open("rb") as file:
         size = shard.stat().st_size
         file.seek(start)
-        with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=_TarHeaders(file), mode="r:") as tar:  # type: ignore[call-overload]
             for _ in range(MAX_MEMBERS):
                 member, tar.members = tar.next(), []  # tarfile keeps them all
                 if member is None or (end is not None and member.offset >= end):

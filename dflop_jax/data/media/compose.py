@@ -11,11 +11,11 @@ from dflop_jax.data.media.counts import text_load
 from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation
 from dflop_jax.data.media.token_sources import TokenSources, placed
 from dflop_jax.data.sample import Places, Sample
-from dflop_jax.data.text.pieces import Piece
+from dflop_jax.data.text.pieces import TextPiece
 
 
 def compose(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextPiece],
     media: Sequence[tuple[str, Decoded]],
     how: Preparation,
     *,

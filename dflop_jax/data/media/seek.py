@@ -23,7 +23,7 @@ LEAST_GAIN = 1.5
 
 
 @dataclass(frozen=True)
-class Run:
+class FrameRun:
     """Frames to decode without a seek between them: times (pts) of the one to begin with and of
     those wanted, ascending."""
 
@@ -36,7 +36,7 @@ class SeekPlan:
     """Which frame, by pts, is on show at every moment, and how to come by them."""
 
     shown: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FrameRun, ...]
     keys: frozenset[int]
 
 
@@ -91,13 +91,13 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     if chosen is None:
         return None
     shown = tuple(times[k] for k in chosen)
-    runs: list[Run] = []
+    runs: list[FrameRun] = []
     for pts in dict.fromkeys(shown):
         key = keys[bisect_right(keys, pts) - 1]
         if runs and order[key] <= order[runs[-1].wanted[-1]] + 1:
-            runs[-1] = Run(runs[-1].key, (*runs[-1].wanted, pts))
+            runs[-1] = FrameRun(runs[-1].key, (*runs[-1].wanted, pts))
         else:
-            runs.append(Run(key, (pts,)))
+            runs.append(FrameRun(key, (pts,)))
     decoded = sum(1 + max(order[t] for t in r.wanted) - order[r.key] for r in runs)
     if LEAST_GAIN * decoded > 1 + order[shown[-1]]:
         return None

@@ -26,7 +26,13 @@ import msgspec
 
 from dflop_jax.children import ignore_signals
 from dflop_jax.data.decoder import BadSample, sample_of
-from dflop_jax.data.pool.messages import Answer, Order, Reply, Segment, Setup
+from dflop_jax.data.pool.messages import (
+    DecoderReply,
+    DecoderSetup,
+    ForkAnswer,
+    ForkOrder,
+    SharedSegment,
+)
 from dflop_jax.data.sample import Source
 
 PDEATHSIG = 1  # of prctl(2)
@@ -38,19 +44,19 @@ def main() -> None:
     ignore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     lines = control.makefile("rb")
-    setup = msgspec.json.decode(lines.readline(), type=Setup)
+    setup = msgspec.json.decode(lines.readline(), type=DecoderSetup)
     logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so
     try:
         module, _, function = setup.opens.partition(":")
         source = getattr(importlib.import_module(module), function)(setup.arguments)
     except Exception:
-        _send(control, Answer(error=traceback.format_exc()))
+        _send(control, ForkAnswer(error=traceback.format_exc()))
         return
     answer = source if callable(source) else partial(_decoded, source)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
     gc.freeze()  # or the first collection of a decoder would copy all of it
-    _send(control, Answer())
+    _send(control, ForkAnswer())
     decoders: set[int] = set()
     try:
         # a socket comes with the order, so the order is not read by `lines`
@@ -58,11 +64,11 @@ def main() -> None:
             data, files, _, _ = socket.recv_fds(control, 4096, 1)
             if not data:
                 return
-            order = msgspec.json.decode(data, type=Order)
+            order = msgspec.json.decode(data, type=ForkOrder)
             if order.end:
                 known = order.end in decoders  # else one of a process like this that has died
                 decoders.discard(order.end)
-                _send(control, Answer(ended=_ended(order.end) if known else "with its parent"))
+                _send(control, ForkAnswer(ended=_ended(order.end) if known else "with its parent"))
                 continue
             channel = socket.socket(fileno=files[0])
             parent = os.getpid()
@@ -78,7 +84,7 @@ def main() -> None:
                     os._exit(status)  # nothing of the parent's is to run
             channel.close()
             decoders.add(pid)
-            _send(control, Answer(pid=pid))
+            _send(control, ForkAnswer(pid=pid))
     finally:
         for pid in decoders:
             _ended(pid)
@@ -103,7 +109,9 @@ def _end_with(parent: int) -> None:
 
 
 def _serve(
-    answer: Callable[[bytes, Segment], Reply], channel: socket.socket, memory_bytes: int
+    answer: Callable[[bytes, SharedSegment], DecoderReply],
+    channel: socket.socket,
+    memory_bytes: int,
 ) -> None:
     """Answer what is asked for, until the parent closes the channel."""
     start_bytes = _data_bytes()
@@ -111,12 +119,12 @@ def _serve(
         resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + memory_bytes,) * 2)
     warnings = _Collected()
     logging.getLogger("dflop_jax").addHandler(warnings)
-    segment = Segment()
+    segment = SharedSegment()
     for line in channel.makefile("rb"):
         try:
             reply = answer(line, segment)
         except Exception:
-            reply = Reply(fault=traceback.format_exc())
+            reply = DecoderReply(fault=traceback.format_exc())
         grown = _data_bytes() - start_bytes > memory_bytes / RETIRING_PART
         said, is_new = warnings.taken(), segment.is_new
         reply = replace(reply, warnings=said, new_segment=is_new, retires=grown)
@@ -126,11 +134,11 @@ def _serve(
             return
 
 
-def _decoded(source: Source, line: bytes, segment: Segment) -> Reply:
+def _decoded(source: Source, line: bytes, segment: SharedSegment) -> DecoderReply:
     decoded = sample_of(source, int(line))
     if isinstance(decoded, BadSample):
-        return Reply(reason=decoded.reason)
-    return Reply(segment.write(decoded), decoded.load)
+        return DecoderReply(reason=decoded.reason)
+    return DecoderReply(segment.write(decoded), decoded.load)
 
 
 def _data_bytes() -> int:
@@ -155,7 +163,7 @@ class _Collected(logging.Handler):
         return messages
 
 
-def _send(channel: socket.socket, message: Answer | Reply, file: int = -1) -> None:
+def _send(channel: socket.socket, message: ForkAnswer | DecoderReply, file: int = -1) -> None:
     data = msgspec.json.encode(message) + b"\n"
     sent = socket.send_fds(channel, [data], [file] if file >= 0 else [])
     channel.sendall(data[sent:])

@@ -25,12 +25,12 @@ MAX_LINE = 1 << 22  # bytes of a message
 
 
 @dataclass(frozen=True)
-class Setup:
+class DecoderSetup:
     """First line to the process that forks decoders: what they serve, and what a request may take.
 
     `opens` is MODULE:FUNCTION, `arguments` what it is called with, as JSON. It returns a source,
     whose samples are then asked for by number, or a function that is given a request's line (and a
-    `Segment`) and returns the `Reply`.
+    `SharedSegment`) and returns the `DecoderReply`.
     """
 
     opens: str
@@ -39,14 +39,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkOrder:
     """To that process: fork a decoder (a socket comes along), or end one."""
 
     end: int = 0  # process id
 
 
 @dataclass(frozen=True)
-class Answer:
+class ForkAnswer:
     """From that process: `pid` of a new decoder, or how one ended; `error`: there is no source."""
 
     pid: int = 0
@@ -65,7 +65,7 @@ class ArrayAt:
 
 
 @dataclass(frozen=True)
-class Reply:
+class DecoderReply:
     """From a decoder: a sample's arrays, or why there is none; or rows of the index, or why there
     are none, of several records. `new_segment`: a file comes along. `fault`: a traceback, of an
     error of the program itself. `warnings`: what was logged. `retires`: the process has grown and
@@ -82,7 +82,7 @@ class Reply:
 
 
 @dataclass
-class Segment:
+class SharedSegment:
     """The segment that a decoder writes into at present."""
 
     file: int = -1
@@ -124,7 +124,7 @@ def mapped(file: int) -> mmap.mmap:
         os.close(file)
 
 
-def received(reply: Reply, segment: mmap.mmap | None) -> Sample:
+def received(reply: DecoderReply, segment: mmap.mmap | None) -> Sample:
     """The sample of a reply: its arrays are the segment's bytes. ValueError for an impossible
     one."""
     fields: dict[str, dict[str, np.ndarray]] = {}

@@ -23,7 +23,15 @@ import msgspec
 
 from dflop_jax.children import command
 from dflop_jax.data.decoder import BadSample, Decoded, Decoder, ThreadDecoder, checked
-from dflop_jax.data.pool.messages import MAX_LINE, Answer, Order, Reply, Setup, mapped, received
+from dflop_jax.data.pool.messages import (
+    MAX_LINE,
+    DecoderReply,
+    DecoderSetup,
+    ForkAnswer,
+    ForkOrder,
+    mapped,
+    received,
+)
 from dflop_jax.data.sample import Source
 
 # One thread each: there are as many processes as the user wants, and threads do not survive a fork.
@@ -56,7 +64,9 @@ class ProcessDecoder:
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         how = source.opened_by  # type: ignore[attr-defined]
         self._source = source
-        self._workers = Workers(Setup(how.function, dict(how.arguments), memory_bytes), timeout_s)
+        self._workers = Workers(
+            DecoderSetup(how.function, dict(how.arguments), memory_bytes), timeout_s
+        )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
     def submit(self, index: int) -> Future[Decoded]:
@@ -77,7 +87,7 @@ class ProcessDecoder:
         return checked(self._source, index, decoded)
 
 
-def _received(reply: Reply, segment: mmap.mmap | None) -> Decoded:
+def _received(reply: DecoderReply, segment: mmap.mmap | None) -> Decoded:
     return BadSample(reply.reason) if reply.reason else received(reply, segment)
 
 
@@ -88,7 +98,7 @@ class Workers:
       timeout_s: seconds that an answer may take.
     """
 
-    def __init__(self, setup: Setup, timeout_s: float) -> None:
+    def __init__(self, setup: DecoderSetup, timeout_s: float) -> None:
         self._server, self._timeout_s = ForkServer(setup), timeout_s
         self._memory_bytes = setup.memory_bytes
         self._idle: list[Process] = []
@@ -100,7 +110,7 @@ class Workers:
         self,
         request: bytes,
         label: str,
-        read: Callable[[Reply, mmap.mmap | None], T],
+        read: Callable[[DecoderReply, mmap.mmap | None], T],
         *,
         tries: int = TRIES,
     ) -> T | BadSample:
@@ -168,7 +178,7 @@ class Process:
         self.pid, self._channel = pid, channel
         self.segment: mmap.mmap | None = None
 
-    def ask(self, request: bytes, timeout_s: float) -> Reply:
+    def ask(self, request: bytes, timeout_s: float) -> DecoderReply:
         """Have a request answered. TimeoutError, or OSError where the process ends meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         self._channel.settimeout(timeout_s)
@@ -182,7 +192,7 @@ class Process:
                 data += part
                 if not part or len(data) > MAX_LINE:
                     raise ConnectionError("the decoder has ended")
-            reply = msgspec.json.decode(data, type=Reply)
+            reply = msgspec.json.decode(data, type=DecoderReply)
             if reply.new_segment and files:
                 self.segment = mapped(files.pop())
             return reply
@@ -197,7 +207,7 @@ class Process:
 class ForkServer:
     """The process that forks decoders (see `fork_server_main`), begun anew when it dies."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: DecoderSetup) -> None:
         self._setup = setup
         self._lock = threading.Lock()
         self.closed = False
@@ -216,7 +226,7 @@ class ForkServer:
                 self._begin()
                 ours, theirs = socket.socketpair()
                 with theirs, suppress(OSError, msgspec.DecodeError):
-                    process = Process(self._asked(Order(), theirs).pid, ours)
+                    process = Process(self._asked(ForkOrder(), theirs).pid, ours)
                     self._processes.add(process)
                     return process
                 ours.close()
@@ -229,7 +239,7 @@ class ForkServer:
         self._processes.discard(process)
         with self._lock, suppress(OSError, msgspec.DecodeError):
             if self._child is not None:
-                return self._asked(Order(process.pid)).ended
+                return self._asked(ForkOrder(process.pid)).ended
         return "with its parent"
 
     def kill(self) -> None:
@@ -268,13 +278,13 @@ class ForkServer:
             self._end()
             raise RuntimeError(f"a decoding process cannot open the data: {answer.error}")
 
-    def _asked(self, order: Order, file: socket.socket | None = None) -> Answer:
+    def _asked(self, order: ForkOrder, file: socket.socket | None = None) -> ForkAnswer:
         assert self._control is not None
         data = msgspec.json.encode(order) + b"\n"
         socket.send_fds(self._control, [data], [file.fileno()] if file else [])
         return self._answer()
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> ForkAnswer:
         assert self._control is not None
         data = b""
         while not data.endswith(b"\n"):
@@ -282,7 +292,7 @@ class ForkServer:
             if not part:
                 raise ConnectionError("it has ended")
             data += part
-        return msgspec.json.decode(data, type=Answer)
+        return msgspec.json.decode(data, type=ForkAnswer)
 
     def _end(self) -> None:
         if self._control is not None:

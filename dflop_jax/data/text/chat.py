@@ -16,7 +16,7 @@ import numpy as np
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
-from dflop_jax.data.text.pieces import ROLES, Piece
+from dflop_jax.data.text.pieces import ROLES, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
     check_embedding,
     encoded,
@@ -126,13 +126,13 @@ class ChatTokenizer:
                 supervised[inside[0] : inside[-1] + 1] = True
         return ids, supervised
 
-    def pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+    def pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
         """Pieces of LLaVA-format turns (human, gpt, system); the k-th tag of all becomes medium k,
         wherever the template puts it. ValueError when the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
 
-    def question_pieces(self, text: str) -> tuple[Piece, ...]:
+    def question_pieces(self, text: str) -> tuple[TextPiece, ...]:
         """Pieces of a user's turn up to where the template has the answer begin."""
         message = self._message("human", text)
         ids, _ = self._encode_rendered(
@@ -142,13 +142,13 @@ class ChatTokenizer:
 
     def _split(
         self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[TextPiece, ...]:
         """Pieces of a rendered conversation with media of these kinds."""
         places: dict[int, list[int]] = {}
         for k, kind in enumerate(kinds):
             places.setdefault(self.media_id(kind), []).append(k)
         queues = {i: iter(ks) for i, ks in places.items()}
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         start = 0
         for place in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
             pieces += _runs(ids[start:place], supervised[start:place])
@@ -157,10 +157,10 @@ class ChatTokenizer:
                 medium = next(queues[int(ids[place])], -1)
                 if medium < 0:
                     raise ValueError(f"{self.folder}: chat template repeats a medium")
-                stands = Piece(medium=medium)
+                stands = TextPiece(medium=medium)
                 if self.picture_ends and self._kinds[kinds[medium]].wrapped:
                     begin, end = self.picture_ends
-                    pieces += [Piece(begin), stands, Piece(end)]
+                    pieces += [TextPiece(begin), stands, TextPiece(end)]
                 else:
                     pieces.append(stands)
         if sum(p.medium >= 0 for p in pieces) != len(kinds):
@@ -262,8 +262,8 @@ class ChatTokenizer:
         return number
 
 
-def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
+def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[TextPiece]:
     """Pieces of consecutive tokens that are equally supervised."""
     cuts = np.flatnonzero(np.diff(supervised)) + 1
     parts = zip(np.split(ids, cuts), np.split(supervised, cuts), strict=True)
-    return [Piece(tuple(i.tolist()), bool(s[0])) for i, s in parts if len(i)]
+    return [TextPiece(tuple(i.tolist()), bool(s[0])) for i, s in parts if len(i)]

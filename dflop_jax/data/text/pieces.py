@@ -97,7 +97,7 @@ def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A run of text tokens, or (medium >= 0) the place of a medium's tokens."""
 
     ids: tuple[int, ...] = ()
@@ -107,29 +107,29 @@ class Piece:
 
 def chat_pieces(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
-) -> tuple[Piece, ...]:
+) -> tuple[TextPiece, ...]:
     """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
 
     Roles are human, gpt and system. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
     """
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     n_media = 0
     newline = tuple(tokenizer.encode("\n"))
     for t, (role, text) in enumerate(turns):
         answer = role == "gpt"
         head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
-        pieces.append(Piece((newline if t else ()) + head))
+        pieces.append(TextPiece((newline if t else ()) + head))
         for k, part in enumerate(tag.split(text)[::2]):
             if k:
-                pieces.append(Piece(medium=n_media))
+                pieces.append(TextPiece(medium=n_media))
                 n_media += 1
             if part:
-                pieces.append(Piece(tuple(tokenizer.encode(part)), answer))
-        pieces.append(Piece((tokenizer.im_end_id,), answer))
+                pieces.append(TextPiece(tuple(tokenizer.encode(part)), answer))
+        pieces.append(TextPiece((tokenizer.im_end_id,), answer))
     return tuple(pieces)
 
 
-def text_counts(pieces: Sequence[Piece]) -> dict[str, int]:
+def text_counts(pieces: Sequence[TextPiece]) -> dict[str, int]:
     """Return the text tokens of a conversation, and of those the ones before the first answer."""
     first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
     return {

@@ -7,14 +7,14 @@ import pytest
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.fitting import fit_text
-from dflop_jax.data.datasets.mixture import Mixture, Part
+from dflop_jax.data.datasets.mixture import Mixture, MixturePart
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.counts import SampleCounts
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.pieces import Piece, chat_pieces
+from dflop_jax.data.text.pieces import TextPiece, chat_pieces
 from dflop_jax.records import Load
 from tests.data import views
 from tests.data.media_cases import made_dataset
@@ -51,8 +51,8 @@ def sound(windows, tokens, frames):
 def test_media_stand_in_their_own_order():
     """The text places medium 2 first; tiles and windows keep the order of the media."""
     media = (pictures(2, 5), sound(1, 10, 40), pictures(1, 9), sound(2, 30, 120))
-    pieces = (Piece((1, 2)), Piece(medium=2), Piece(medium=3), Piece((3,), True), Piece(medium=0),
-              Piece(medium=1), Piece((4, 5, 6), True))  # fmt: skip
+    pieces = (TextPiece((1, 2)), TextPiece(medium=2), TextPiece(medium=3), TextPiece((3,), True),
+              TextPiece(medium=0), TextPiece(medium=1), TextPiece((4, 5, 6), True))  # fmt: skip
     got = compose(pieces, media, MEDIA, **OPTIONS)
     text = [1, 2, *[77] * 34, 3, *[77] * 18, 4, 5, 6]
     assert tokens(got).tolist() == text
@@ -73,7 +73,7 @@ def test_media_stand_in_their_own_order():
 @pytest.mark.parametrize("kept", [0, 1, 2, 4, 6])
 def test_text_is_cut_from_the_end_and_media_stay(kept):
     media = (pictures(1, 5),)
-    pieces = (Piece((1, 2)), Piece(medium=0), Piece((3, 4, 5, 6), True))
+    pieces = (TextPiece((1, 2)), TextPiece(medium=0), TextPiece((3, 4, 5, 6), True))
     got = compose(pieces, media, MEDIA, text_tokens=kept, **OPTIONS)
     whole = [1, 2, 3, 4, 5, 6][:kept]
     assert tokens(got).tolist() == [*whole[:2], *[77] * 4, *whole[2:]]
@@ -82,8 +82,8 @@ def test_text_is_cut_from_the_end_and_media_stay(kept):
 def test_nothing_at_all():
     got = compose((), (), MEDIA, **OPTIONS)
     assert (len(tokens(got)), len(tiles(got)), len(mel(got)), got.load) == (0, 0, 0, Load({}))
-    for pieces, media in [((Piece(medium=0),), ()), ((), (sound(1, 2, 9),)),
-                          ((Piece(medium=0), Piece(medium=0)), (sound(1, 2, 9),))]:  # fmt: skip
+    for pieces, media in [((TextPiece(medium=0),), ()), ((), (sound(1, 2, 9),)),
+                          ((TextPiece(medium=0),) * 2, (sound(1, 2, 9),))]:  # fmt: skip
         with pytest.raises(ValueError, match=r"each of \d media once"):
             compose(pieces, media, MEDIA, **OPTIONS)
 
@@ -91,7 +91,7 @@ def test_nothing_at_all():
 def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
     tokenizer = ByteTokenizer()
     found = MixtureSource(
-        Mixture((Part(str(made_dataset(tmp_path))),)),
+        Mixture((MixturePart(str(made_dataset(tmp_path))),)),
         MEDIA,
         lambda turns: chat_pieces(turns, tokenizer),
         IndexRules(tmp_path / "index.npz", "bytes"),

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.mixture import Mixture, Part, chosen, load_mixture, shown, subset_size
+from dflop_jax.data.datasets.mixture import (
+    Mixture,
+    MixturePart,
+    chosen,
+    load_mixture,
+    shown,
+    subset_size,
+)
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
@@ -38,29 +45,29 @@ def source(mixture, tmp_path, how=None, **options):
      ("end:0%", 7, []), ("first:100%", 7, range(7)), ("all", 0, []), ("random:4", 0, [])],
 )  # fmt: skip
 def test_subset_rules(rule, n, expected):
-    assert chosen(Part("a", subset=rule), n, 0).tolist() == list(expected)
+    assert chosen(MixturePart("a", subset=rule), n, 0).tolist() == list(expected)
 
 
 def test_random_subsets_are_drawn_by_the_seed_and_the_part():
-    part = Part("a", subset="random:10%")
+    part = MixturePart("a", subset="random:10%")
     rows = chosen(part, 1000, 3)
     assert len(rows) == len(set(rows.tolist())) == 100
     assert (np.diff(rows) > 0).all()
     assert rows.tolist() == chosen(part, 1000, 3).tolist()
     assert rows.tolist() != chosen(part, 1000, 4).tolist()
-    assert rows.tolist() != chosen(Part("b", subset="random:10%"), 1000, 3).tolist()
+    assert rows.tolist() != chosen(MixturePart("b", subset="random:10%"), 1000, 3).tolist()
     assert subset_size("random:1000", 50) == 50
 
 
 @pytest.mark.parametrize("weight, times", [(1, 1.0), (3, 3.0), (0.25, 0.25), (2.5, 2.5)])
 def test_weights_repeat_and_thin_out(weight, times):
     rows = np.arange(10, 50)
-    found = shown(Part("a", weight=weight), rows, 0)
+    found = shown(MixturePart("a", weight=weight), rows, 0)
     assert len(found) == times * 40
     counts = np.bincount(found, minlength=50)[10:]
     assert counts.min() >= int(times)
     assert counts.max() <= np.ceil(times)
-    assert len(shown(Part("a", weight=weight), rows[:0], 0)) == 0
+    assert len(shown(MixturePart("a", weight=weight), rows[:0], 0)) == 0
 
 
 BAD_PARTS = [
@@ -74,7 +81,7 @@ BAD_PARTS = [
 @pytest.mark.parametrize("fields, why", BAD_PARTS)
 def test_a_bad_part_is_a_value_error(fields, why):
     with pytest.raises(ValueError, match=why):
-        Part(**{"path": "a", **fields})
+        MixturePart(**{"path": "a", **fields})
 
 
 def test_yaml(tmp_path):
@@ -87,12 +94,12 @@ parts:
   - /abs/s-{000..003}.tar
 """)
     first, second = load_mixture(tmp_path / "m.yaml").parts
-    assert first == Part(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
-    assert second == Part("/abs/s-{000..003}.tar")
+    assert first == MixturePart(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
+    assert second == MixturePart("/abs/s-{000..003}.tar")
     (tmp_path / "n.yaml").write_text(
         "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"
     )
-    assert load_mixture(tmp_path / "n.yaml").parts == (Part("/x/b.json", subset="end:5%"),)
+    assert load_mixture(tmp_path / "n.yaml").parts == (MixturePart("/x/b.json", subset="end:5%"),)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +126,8 @@ def test_no_yaml(tmp_path):
 def test_a_mixture_of_files_and_shards(tmp_path):
     file = made_dataset(tmp_path / "a")
     make_shards(file, tmp_path / "s")
-    parts = (Part(f"{file}", subset="first:5"), Part(f"{tmp_path}/s", 2.0, "end:2"),
-             Part(f"{file}", subset="end:1"))  # fmt: skip
+    parts = (MixturePart(f"{file}", subset="first:5"), MixturePart(f"{tmp_path}/s", 2.0, "end:2"),
+             MixturePart(f"{file}", subset="end:1"))  # fmt: skip
     found = source(Mixture(parts), tmp_path)
     names = [found.record(i).name.split("id=")[1] for i in range(len(found))]
     assert names == ["r0", "r1", "r2", "r3", "r4", "r10", "r11", "r10", "r11", "r11"]
@@ -128,12 +135,12 @@ def test_a_mixture_of_files_and_shards(tmp_path):
     assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
     assert found.label(0).startswith(f"{file}[0]")
     with pytest.raises(ValueError, match="no sample"):
-        source(Mixture((Part(f"{file}", subset="first:0"),)), tmp_path)
+        source(Mixture((MixturePart(f"{file}", subset="first:0"),)), tmp_path)
 
 
 def test_what_is_held_out_is_as_asked_for(tmp_path):
     file = made_dataset(tmp_path / "a", 60)
-    parts = Mixture((Part(f"{file}", 2.0),))
+    parts = Mixture((MixturePart(f"{file}", 2.0),))
 
     def ids(split, n, **options):
         found = source(parts, tmp_path, split=split, n_held_out=n, **options)
@@ -157,7 +164,13 @@ def test_records_of_two_parts_are_held_out_in_both(tmp_path):
     """The same records in a file and in shards, and a part of them once more."""
     file = made_dataset(tmp_path / "a", 40)
     make_shards(file, tmp_path / "s")
-    parts = Mixture((Part(f"{file}"), Part(f"{tmp_path}/s"), Part(f"{file}", subset="end:10")))
+    parts = Mixture(
+        (
+            MixturePart(f"{file}"),
+            MixturePart(f"{tmp_path}/s"),
+            MixturePart(f"{file}", subset="end:10"),
+        )
+    )
     train, held = (source(parts, tmp_path, split=s, n_held_out=11) for s in ("train", "eval"))
     ids = [{found.record(i).name.split("id=")[1] for i in range(len(found))}
            for found in (train, held)]  # fmt: skip
@@ -193,7 +206,7 @@ def check_sizes(found):
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
 def test_samples_are_as_large_as_their_counts_say(tmp_path, vision):
     how = prepared(vision, MelSpec(), 3)
-    found = source(Mixture((Part(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
+    found = source(Mixture((MixturePart(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
     assert (len(found), found.left_out) == (12, 0)
     check_sizes(found)
     assert found.counts().pieces[3].tolist() == [3, 0]  # frames of a clip
@@ -202,13 +215,13 @@ def test_samples_are_as_large_as_their_counts_say(tmp_path, vision):
 @pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
 def test_shared_samples_too(tmp_path, shared_data, vision):
     how = prepared(vision, MelSpec(), 3)
-    found = source(Mixture((Part(str(SHARED), subset="random:25%"),)), tmp_path, how, seed=1)
+    found = source(Mixture((MixturePart(str(SHARED), subset="random:25%"),)), tmp_path, how, seed=1)
     assert len(found) == 37
     check_sizes(found)
 
 
 def test_what_a_model_does_not_take_is_left_out(tmp_path):
-    mixture = Mixture((Part(str(made_dataset(tmp_path / "a", 5))),))
+    mixture = Mixture((MixturePart(str(made_dataset(tmp_path / "a", 5))),))
     for how, left in [(None, 1), (prepared(SMALL), 4),
                       (prepared(sound=MelSpec()), 2)]:  # fmt: skip
         found = source(mixture, tmp_path, how or {})
@@ -236,7 +249,7 @@ def test_thin_pictures_and_short_sounds_are_left_out():
 
 def test_a_picture_that_changed_since(tmp_path):
     file = made_dataset(tmp_path / "a", 2)
-    found = source(Mixture((Part(str(file)),)), tmp_path)
+    found = source(Mixture((MixturePart(str(file)),)), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*delete the index"):
         media(found, 1)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.header_rows import Here
+from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
@@ -37,7 +37,9 @@ def index_of(reader):
     """The index of a dataset, made here."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "index.npz"
-        return update_index(file, {"a": reader}, partial(Here, {"a": reader}, pieces), "bytes")["a"]
+        return update_index(file, {"a": reader}, partial(RowsHere, {"a": reader}, pieces), "bytes")[
+            "a"
+        ]
 
 
 def rows(table):
@@ -116,7 +118,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
     def update(settings="bytes"):
         calls.clear()
-        update_index(file, readers, partial(Here, readers, counted), settings)
+        update_index(file, readers, partial(RowsHere, readers, counted), settings)
         return len(calls)
 
     assert update() == 15
@@ -147,7 +149,7 @@ def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch
     monkeypatch.undo()
     assert load_index(file) == {}
     reader = open_reader(dataset)
-    made = partial(Here, {"a": reader}, pieces)
+    made = partial(RowsHere, {"a": reader}, pieces)
     assert len(update_index(file, {"a": reader}, made, "bytes")["a"].table) == 12
 
 

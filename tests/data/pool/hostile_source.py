@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.header_rows import Here
+from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.pool.messages import Reply
+from dflop_jax.data.pool.messages import DecoderReply
 from dflop_jax.data.sample import OpenedBy, Places, Sample
 from dflop_jax.data.text.pieces import chat_pieces
 from dflop_jax.records import Load
@@ -84,12 +84,12 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
     return Hostile(**arguments)
 
 
-def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Reply]:
+def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
-    here = Here({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer()))
+    here = RowsHere({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer()))
 
-    def answer(line: bytes, _: object) -> Reply:
+    def answer(line: bytes, _: object) -> DecoderReply:
         rows = list(here.answer(line, None).rows)
         for k, at in enumerate(msgspec.json.decode(line)[1]):
             harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")
@@ -101,6 +101,6 @@ def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
                 rows[k] = ({**rows[k][0], "text_tokens": -1}, rows[k][1])
             elif harm == "warn":
                 logging.getLogger("dflop_jax.data").warning("odd")
-        return Reply(rows=tuple(rows))
+        return DecoderReply(rows=tuple(rows))
 
     return answer

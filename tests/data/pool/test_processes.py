@@ -17,7 +17,7 @@ import pytest
 from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, Loader, make_source
 from dflop_jax.data.decoder import ThreadDecoder, decode
-from dflop_jax.data.pool.messages import ArrayAt, Reply, Segment, mapped, received
+from dflop_jax.data.pool.messages import ArrayAt, DecoderReply, SharedSegment, mapped, received
 from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
 from dflop_jax.data.sample import OpenedBy
 from tests.data.media_cases import made_dataset
@@ -158,10 +158,10 @@ def test_a_dataset_of_every_kind_decodes_to_the_same_bytes(tmp_path):
 
 def test_segments_are_filled_and_dropped(monkeypatch):
     monkeypatch.setattr("dflop_jax.data.pool.messages.SEGMENT_BYTES", 1300)
-    source, segment, memory, samples = Hostile(9, {}, size=20), Segment(), None, []
+    source, segment, memory, samples = Hostile(9, {}, size=20), SharedSegment(), None, []
     for i, new in zip(range(5), itertools.cycle([True, False]), strict=False):
         sample = source.sample(i)
-        reply = Reply(segment.write(sample), sample.load)
+        reply = DecoderReply(segment.write(sample), sample.load)
         assert segment.is_new == new
         memory = mapped(os.dup(segment.file)) if segment.is_new else memory
         samples.append(received(reply, memory))
@@ -179,7 +179,7 @@ def test_segments_are_filled_and_dropped(monkeypatch):
      ArrayAt(("field", "a", "x"), "<f4", (1,), 10**9)],
 )  # fmt: skip
 def test_a_reply_is_not_believed(array):
-    segment, sample = Segment(), Hostile(1, {}).sample(0)
+    segment, sample = SharedSegment(), Hostile(1, {}).sample(0)
     segment.write(sample)
     with pytest.raises(ValueError, match=r"array|buffer|offset"):
-        received(Reply((array,), sample.load), mapped(os.dup(segment.file)))
+        received(DecoderReply((array,), sample.load), mapped(os.dup(segment.file)))

@@ -12,13 +12,13 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, ByteTokenizer, make_source
-from dflop_jax.data.datasets.header_rows import Apart, Here, _rows
+from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, _rows
 from dflop_jax.data.datasets.index_build import update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import RECORDS
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.messages import Reply, Setup
+from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import add_bytes, made_dataset, make_shards
 from tests.data.views import media_spec
@@ -29,12 +29,14 @@ MEMORY = 256 << 20
 
 def here(reader):
     tokens = partial(chat_pieces, tokenizer=ByteTokenizer())
-    return Here({"a": reader}, tokens)
+    return RowsHere({"a": reader}, tokens)
 
 
 def hostile(path, harm):
     opens = "tests.data.pool.hostile_source:open_hostile_rows"
-    return partial(Apart, Setup(opens, {"path": str(path), "harm": harm}, MEMORY), TIMEOUT_S)
+    return partial(
+        RowsApart, DecoderSetup(opens, {"path": str(path), "harm": harm}, MEMORY), TIMEOUT_S
+    )
 
 
 def listed(table):
@@ -112,12 +114,12 @@ def test_rows_are_not_believed(tmp_path):
     places = list(reader.locate())
     reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
     assert _rows(3, BUILT_IN, reply, None) == list(reply.rows)
-    assert _rows(1, BUILT_IN, Reply(rows=("why",)), None) == [BadSample("why")]
+    assert _rows(1, BUILT_IN, DecoderReply(rows=("why",)), None) == [BadSample("why")]
     record, media = reply.rows[1]
     for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
         with pytest.raises(ValueError, match="a row"):
-            _rows(1, BUILT_IN, Reply(rows=((wrong, media),)), None)
+            _rows(1, BUILT_IN, DecoderReply(rows=((wrong, media),)), None)
     with pytest.raises(ValueError, match="a row"):
-        _rows(1, BUILT_IN, Reply(rows=((record, ({"kind": 1},)),)), None)
+        _rows(1, BUILT_IN, DecoderReply(rows=((record, ({"kind": 1},)),)), None)
     with pytest.raises(ValueError, match="3 rows of 2 records"):
         _rows(2, BUILT_IN, reply, None)

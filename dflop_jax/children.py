@@ -64,7 +64,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it lives; below 0: the signal that ended it."""
+        """Its exit code: None while it lives; below 0: the signal that ended it."""
         return self._process.poll()
 
     def tell(self, line: bytes, *, is_last: bool = False) -> None:

@@ -172,7 +172,7 @@ class Checkpointer:
         self._begun_s += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until the save under way has ended."""
+        """Wait until the save under way has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

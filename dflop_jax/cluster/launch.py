@@ -227,7 +227,7 @@ class _Group:
         self._events.put((i, code))
 
     def wait(self) -> LaunchResult:
-        """Until every process has ended, stopping them where it is time to."""
+        """Wait until every process has ended, stopping them where it is time to."""
         first_failure: int | None = None
         told, killed, patience_ends_s = False, False, float("inf")
         while len(self._exit_codes) < len(self._processes):
@@ -273,7 +273,7 @@ class _Group:
         return f"process {i} {how}; {'awaiting' if code == PREEMPTED else 'stopping'} the others"
 
     def _signal(self, signum: int) -> None:
-        """To each process, not to what it started itself: a helper must not die before it."""
+        """Tell each process, not what it started itself: a helper must not die before it."""
         for process in self._processes:
             process.send_signal(signum)  # does nothing when it has ended
 

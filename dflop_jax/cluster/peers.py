@@ -141,7 +141,7 @@ class Peers:
         self.sums(key, ())
 
     def offset_s(self, process: int) -> float:
-        """On process 0: what to add now to another's clock to get this one's."""
+        """What process 0 has to add now to another's clock to get this one's."""
         return 0.0 if process == self.process else self._links[process].clock.seconds
 
     # ---- the end ----

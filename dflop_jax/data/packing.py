@@ -26,7 +26,7 @@ SEGMENTS, POSITIONS, WEIGHTS = "segment_ids", "positions", "weights"
 
 @dataclass(frozen=True)
 class Ranks:
-    """By module, the data ranks whose arrays this process fills, and those of them that it counts:
+    """The data ranks, by module, whose arrays this process fills, and those of them that it counts:
     a rank on devices of several processes is filled by each and counted by one."""
 
     fills: Mapping[str, Collection[int]]

@@ -62,7 +62,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class HloCost:
-    """Of one run on one device.
+    """What one run takes on one device.
 
     Attributes:
       flops: of all products.

@@ -130,5 +130,5 @@ class CompileReport:
 
     @property
     def exit_code(self) -> int:
-        """Of the command: 1 where a program does not compile or fit."""
+        """The exit code of the command: 1 where a program does not compile or fit."""
         return 0 if self.fits else 1

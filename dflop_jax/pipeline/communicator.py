@@ -158,7 +158,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
 
 @cache
 def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
-    """None where the two cut the shape into other pieces."""
+    """The route; None where the two cut the shape into other pieces."""
     holders: dict[Any, list[jax.Device]] = {}
     for device, index in source.devices_indices_map(shape).items():
         holders.setdefault(_key(index), []).append(device)

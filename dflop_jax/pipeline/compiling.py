@@ -75,7 +75,8 @@ def first_alike(programs: Programs) -> dict[str, str]:
 
 
 def lowering_of(programs: Programs, key: Any) -> Lowering:
-    """Of the segment whose program a key names, under the recompute policy that it has."""
+    """The lowering of the segment whose program a key names, under the recompute policy that it
+    has."""
     return programs.keeping[key[0]] if KEEPING in key else programs.lowerings[key[0]]
 
 

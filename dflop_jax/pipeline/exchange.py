@@ -72,7 +72,7 @@ class Exchange:
         return Routes(low, high, stages, m, per_microbatch, capacity)
 
     def _at_home(self, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Of an array [n, target's ranks, ...] what each rank of the source has of it."""
+        """What each rank of the source has of an array [n, target's ranks, ...]."""
         r = self.routes
         n, rows, *rest = struct.shape
         sharding = NamedSharding(self._source, P(None, "data"))
@@ -214,7 +214,7 @@ class Exchange:
 
     @cached_property
     def _deliveries(self) -> list[Route]:
-        """Of each block, from the source's side to the target's."""
+        """How each block goes from the source's side to the target's."""
         r, holders = self.routes, _by_rank(self._source)
         ranks = _data_ranks(self.placed.sharding.mesh)
         homes = [(d, t, home_rank(t, r.low, r.high)) for d, t in ranks]
@@ -225,7 +225,7 @@ class Exchange:
 
     @cached_property
     def _collections(self) -> list[Route]:
-        """Of each block, from the target's side to the source's."""
+        """How each block goes from the target's side to the source's."""
         r, ranks = self.routes, _data_ranks(self._source)
         holders = _by_rank(self.placed.sharding.mesh)
         alike = r.low // gcd(r.low, r.high)  # ranks of the source that stand for the same ranks

@@ -29,7 +29,7 @@ def draw_parameters(segment: Segment, key: Array) -> Params:
 
 
 def draw_on_devices(segment: Segment, key: Array) -> Params:
-    """By one program of the segment: every device draws what it holds."""
+    """Draw parameters by one program of the segment: every device draws what it holds."""
     data = place(np.asarray(jax.random.key_data(key)), segment.sharding())
     return _drawing(segment, jax.random.key_impl(key))(data)
 

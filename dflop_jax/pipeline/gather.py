@@ -76,7 +76,7 @@ def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
     place = jnp.arange(n)
 
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
-        """From sums over up to `step` rows of a run to sums over _ROWS_A_PASS times as many."""
+        """Turn sums over up to `step` rows of a run into sums over _ROWS_A_PASS times as many."""
         total = rows
         for ahead in range(1, _ROWS_A_PASS):
             other = jnp.minimum(place + ahead * step, n)

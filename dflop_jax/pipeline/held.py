@@ -110,8 +110,8 @@ def held_specs(s: Segment) -> Params:
 
 
 def grad_specs(s: Segment) -> Params:
-    """Of the accumulators. Their leading dim keeps ranks apart that are added up at the step's end:
-    stages, of the ends, and data ranks, unless each has its piece of their sum."""
+    """The specs of the accumulators. Their leading dim keeps ranks apart that are added up at the
+    step's end: stages, of the ends, and data ranks, unless each has its piece of their sum."""
 
     def accumulator(lead: tuple[str, ...], whole: P, split: P) -> P:
         if s.plan.zero >= 2 and data_dim(split) >= 0:

@@ -125,7 +125,7 @@ class Programs:
 
     @cached_property
     def resource(self) -> dict[str, int]:
-        """By segment what its tasks keep busy."""
+        """The resource that each segment's tasks keep busy."""
         of = resources(self.layout)
         return {s.name: of[s.submesh] for s in self.layout.segments}
 

@@ -81,7 +81,7 @@ def _over_model(spec: P, n_dims: int) -> P:
 
 
 def _dims(specs: Tree, arrays: list[Array]) -> dict[int, int]:
-    """By the place of an array the dim of it that is split."""
+    """The dim of each array that is split, by the place of the array."""
     placed = enumerate(zip(jax.tree.leaves(specs), arrays, strict=True))
     return {i: d - (len(s) - a.ndim) for i, (s, a) in placed if (d := fused.data_dim(s)) >= 0}
 

@@ -110,8 +110,8 @@ class _Loop:
     # ---- layers ----
 
     def run(self) -> tuple[Tree, Array, Tree]:
-        """Up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...], {"ticks":
-        what backward needs [ticks, ...]})."""
+        """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...],
+        {"ticks": what backward needs [ticks, ...]})."""
         start = self.no_hidden if self.s > 1 else None
         _, (hs, tapped, residuals) = _ticks(self._tick, start, jnp.arange(self.m + self.s - 1))
         y = {"taps": tapped} if self.segment.taps else {}

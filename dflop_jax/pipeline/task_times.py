@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, seen: Mapping[int, Sequence[float]]) -> Spans:
-        """From the four moments of each task by its place."""
+        """The spans from the four moments of each task by its place."""
         moments = np.array([*seen.values()], np.float64)
         return cls(np.array([*seen], np.int32).tobytes(), moments.tobytes())
 
@@ -93,7 +93,7 @@ def gathered(parts: Sequence[Spans], offsets_s: Sequence[float]) -> list[TaskTim
 
 
 def latest_s(groups: Sequence[TaskTimes], moment: int, n_tasks: int) -> np.ndarray:
-    """By place, the moment of the process where it came last, float64 [n_tasks]; each task is some
+    """The latest moment of each place, on whichever process, float64 [n_tasks]; each task is some
     process's."""
     latest = np.full(n_tasks, -np.inf)
     for group in groups:

@@ -39,7 +39,7 @@ def _specs(structs: Tree) -> Tree:
 
 
 def in_layers(params: Tree) -> Tree:
-    """For each leaf of a tree by parts whether it belongs to the stacked layers."""
+    """Whether each leaf of a tree by parts belongs to the stacked layers."""
     return {p: jax.tree.map(lambda _, p=p: p in STACKED, tree) for p, tree in params.items()}
 
 
@@ -100,7 +100,7 @@ class SegmentUpdate:
         return jax.tree.map(lambda spec: self.segment.sharding(*spec), specs)
 
     def layered(self) -> Tree:
-        """For each leaf of the state whether it belongs to the stacked layers."""
+        """Whether each leaf of the state belongs to the stacked layers."""
         return optax.tree_utils.tree_map_params(
             self.tx,
             lambda _, layered: layered,

@@ -83,5 +83,5 @@ class Observation:
 
     @property
     def moments(self) -> tuple[float, float, float, float]:
-        """As `task_times.Spans` has them."""
+        """The moments, as `task_times.Spans` has them."""
         return self.dispatched_s, self.received_s, self.computed_s, self.end_s

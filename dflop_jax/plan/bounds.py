@@ -261,7 +261,7 @@ def _layout_of(family: Family, rules: Rules) -> Callable[[int], Layout]:
 
 
 def _parts(divided: Divided | None, cuts: slice) -> dict[str, np.ndarray] | None:
-    """By module, [1, n_cuts]."""
+    """Parts by module, [1, n_cuts]."""
     if divided is None:
         return None
     here = divided.parts[cuts]

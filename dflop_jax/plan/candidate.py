@@ -50,12 +50,12 @@ class Candidate:
 
     @property
     def microbatches(self) -> int:
-        """Into which a mean batch is cut."""
+        """Microbatches into which a mean batch is cut."""
         return self.cut * self.plan.layout.group_size
 
     @property
     def makespan_s(self) -> float:
-        """Of a mean step, of an exact candidate."""
+        """Seconds of a mean step, where the candidate is exact."""
         return self.bound_s
 
     @property
@@ -66,12 +66,12 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the device that needs most, where figures are predicted."""
+        """Bytes of the device that needs most, where figures are predicted."""
         return max(self.plan.predicted.peak_bytes.values())
 
     @cached_property
     def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
-        """Of candidates that are equally fast, the one of least key is the better."""
+        """What decides between candidates that are equally fast: the least key is the better."""
         options = options_of(self.plan.layout).values()
         simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.cut, simplest

@@ -45,17 +45,17 @@ class Member:
         )
 
     def at(self, *place: Array) -> Member:
-        """At some of the table's forms (an array), or at one form and cut."""
+        """The same at some of the table's forms (an array), or at one form and cut."""
         here = (slice(None), *place)
         return self._each(lambda a: a[here])
 
     def only(self, option: int) -> Member:
-        """With one of the options."""
+        """The same with one of the options."""
         one = slice(option, option + 1)
         return replace(self._each(lambda a: a[one]), options=self.options[one])
 
     def needs_of(self, options: Array) -> Iterator[Need]:
-        """With each of these options."""
+        """Its needs with each of these options."""
         yield from ((r, held[options], work[options]) for r, held, work in self.needs)
 
     def _each(self, change: Callable[[Array], Array]) -> Member:
@@ -80,7 +80,7 @@ class Least:
     seconds: tuple[tuple[tuple[Array, ...], ...], ...]
 
     def at(self, forms: Array) -> Least:
-        """At some of the forms."""
+        """The same at some of the forms."""
         seconds = tuple(tuple(tuple(a[forms] for a in s) for s in m) for m in self.seconds)
         return Least(self.fits[forms], self.peak_bytes[forms], seconds)
 

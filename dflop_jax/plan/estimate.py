@@ -93,7 +93,8 @@ class Rules:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """With the tensor-parallel degrees of which the profile has timings."""
+        """What placements depend on, with the tensor-parallel degrees of which the profile has
+        timings."""
         timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
         for t in self.profile.timings:
             timed[t.module].add(t.model)

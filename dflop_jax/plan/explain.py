@@ -20,7 +20,7 @@ _LARGEST_MULTIPLE = 64
 
 
 def why_it_lost(candidate: Candidate, best: Candidate) -> str:
-    """In a few words, what keeps a placement behind the best one."""
+    """What keeps a placement behind the best one, in a few words."""
     if candidate == best:
         return ""
     busy_s, step_s, best_s = candidate.busy_s, candidate.makespan_s, best.makespan_s

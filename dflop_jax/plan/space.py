@@ -180,7 +180,7 @@ def in_nodes(first: Array, n_devices: Array, model: int, node: int) -> Array:
 def families(
     facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
 ) -> dict[str, list[Family]]:
-    """By searched policy, the configured space, as far as its tensor-parallel degrees are known and
+    """The configured space, by searched policy, as far as its tensor-parallel degrees are known and
     stay inside a node; none for a baseline.
 
     Raises:

@@ -63,7 +63,7 @@ def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> n
 
 
 class Fits:
-    """Of all modules of a ModelProfile, each made once; methods are pure."""
+    """The fits of all modules of a ModelProfile, each made once; methods are pure."""
 
     def __init__(self, profile: ModelProfile):
         self.profile = profile

@@ -39,8 +39,8 @@ _IMAGINED_STEPS = 2
 
 @dataclass(frozen=True)
 class Correction:
-    """For each program (`name_of`), log(observed / predicted) of the last sampled steps that ran
-    it, oldest first; a program without any is trusted as predicted."""
+    """What is known of each program (`name_of`): log(observed / predicted) of the last sampled
+    steps that ran it, oldest first; a program without any is trusted as predicted."""
 
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 

@@ -106,7 +106,7 @@ def _mean_scale(problem: Problem) -> Floats:
 
 
 def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packed:
-    """As many microbatches of one bucket as first fit opens for the samples, in the given order.
+    """The microbatches of one bucket that first fit opens for the samples, in the given order.
 
     Every sample must fit an empty microbatch (`capacity.holds`).
     """

@@ -49,7 +49,7 @@ class StepGraph:
 
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
-        """By number, the tasks that wait for each task."""
+        """The numbers of the tasks that wait for each task."""
         waiting: list[list[int]] = [[] for _ in self.tasks]
         for i, t in enumerate(self.tasks):
             for before in self.waits_for[t]:

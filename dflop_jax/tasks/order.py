@@ -36,7 +36,7 @@ def order_tasks(
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """Of every task its rank among all, the most urgent first."""
+    """The rank of every task among all, the most urgent first."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
     turn = _turns(groups)
     runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
@@ -60,7 +60,7 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
 
 
 def _turns(groups: Sequence[Group]) -> list[int]:
-    """Of every group the place of the first group at the pipeline's end that it leads to."""
+    """The place, for every group, of the first group at the pipeline's end that it leads to."""
     turn: dict[int, int] = {}
 
     def of(i: int) -> int:

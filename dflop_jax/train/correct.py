@@ -76,7 +76,7 @@ class Corrector:
 
     @property
     def report(self) -> dict[str, float]:
-        """For the metrics: whether sampling is on, and why."""
+        """What metrics say: whether sampling is on, and why."""
         return {
             "sampling": float(self._learnt.monitor.on),
             "farthest_factor": 1.0 + self._learnt.state.deviation,

@@ -46,7 +46,7 @@ class BatchLoss:
         return round(list(self.denominators.values())[-1]) if self.denominators else 0
 
     def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
-        """By module, a sum of the batch (`StepResult.sums`) over its denominator."""
+        """A sum of the batch (`StepResult.sums`), by module, over its denominator."""
         return {m: sums.get(f"{m}.{name}", 0.0) / max(n, 1.0) for m, n in self.denominators.items()}
 
     def total(self, sums: Mapping[str, float]) -> float:

@@ -62,8 +62,8 @@ def use_cache(folder: str | Path) -> None:
 def _cache_write(
     key: str, took_s: float, name: str, backend: Any, executable: Any, *_: object
 ) -> None:
-    """In place of jax's own, which keeps what process 0 compiled only: here every process compiles
-    programs of its own."""
+    """What stands in for jax's own, which keeps what process 0 compiled only: here every process
+    compiles programs of its own."""
     least_s: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     if took_s >= least_s:
         with suppress(OSError):  # a full disk costs time in the next run only

@@ -93,11 +93,11 @@ class PlanSearch:
 
     @property
     def answer(self) -> BetterPlan | None:
-        """None while it is searched."""
+        """The answer; None while it is searched."""
         return self._answer
 
     def wait(self) -> None:
-        """Until the answer is there."""
+        """Wait until the answer is there."""
         self._thread.join()
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Skips:
 
 
 def reason(skipped: SkippedUpdate) -> str:
-    """In words."""
+    """Why a step is skipped, in words."""
     if skipped.why == SPIKE:
         return "its gradient norm is above train.loss_spike times the usual one"
     first, *others = skipped.modules or ("all modules together",)

@@ -76,7 +76,7 @@ def _rests(times: Sequence[TaskTimes], n_tasks: int) -> list[np.ndarray]:
 
 
 def medians_of_others(values: np.ndarray) -> np.ndarray:
-    """For each value the median of all others in its row, [rows, n]; NaN where there is none."""
+    """The median, for each value, of all others in its row, [rows, n]; NaN where there is none."""
     n = values.shape[1]
     if n < 2:
         return np.full(values.shape, np.nan)
@@ -107,7 +107,7 @@ class Stragglers:
 
     @property
     def factors(self) -> dict[str, float]:
-        """By process, of the slowest ones, for the metrics."""
+        """The factors of the slowest processes, for the metrics."""
         known = np.flatnonzero(~np.isnan(self._usual))
         slowest = known[np.argsort(-self._usual[known], kind="stable")[:_REPORTED]]
         return {str(p): float(self._usual[p]) for p in np.sort(slowest)}

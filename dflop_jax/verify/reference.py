@@ -53,8 +53,8 @@ def _package(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """By sample the logits [tokens, vocab], and the gradient of the sum of all losses by the name
-    of its tensor; both float32."""
+    """The logits [tokens, vocab] of each sample, and the gradient of the sum of all losses by the
+    name of its tensor; both float32."""
 
     logits: list[np.ndarray]
     gradients: Mapping[str, np.ndarray]

@@ -14,7 +14,7 @@ class Reshaping(Protocol):
 
     @property
     def splits(self) -> tuple[tuple[int, ...], ...]:
-        """For each dim of the file into which dims it is split (none for a dim of 1)."""
+        """The dims into which each dim of the file is split (none for a dim of 1)."""
         ...
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dflop_jax.gpu_compile.memory import device_memory, verdict
-from dflop_jax.gpu_compile.reports import GIB, ProgramReport, SegmentState
+from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
+from dflop_jax.hardware import GIB
 
 
 def state(segment: str, resource: int, **gib: float) -> SegmentState:

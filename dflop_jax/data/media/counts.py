@@ -29,7 +29,7 @@ class SampleCounts:
 
     @property
     def pieces(self) -> np.ndarray:
-        """Of every module, [n, modules]."""
+        """Pieces of every module, [n, modules]."""
         return self.media[0]
 
     @property

@@ -80,7 +80,7 @@ class Medium(Protocol):
 
     @property
     def blank(self) -> Mapping[str, int]:
-        """By field the value that shows nothing; {} where nothing is blanked."""
+        """The value of each field that shows nothing; {} where nothing is blanked."""
         return {}
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:

@@ -30,7 +30,7 @@ USUAL = {"vision": "tiles", "audio": "mel"}  # of modules that name none
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """By module that takes media, its form and that form's facts.
+    """Every module that takes media with its form and that form's facts.
 
     `media[module]` is what `MultimodalModel.preprocessing` says: "form", a name of `FORMS` or
     MODULE:NAME of a `Form` that anybody wrote; "piece_tokens", tokens of a piece inside its
@@ -62,7 +62,7 @@ class MediaSpec:
 
     @property
     def kinds(self) -> Kinds:
-        """Of all media that records may hold: the built-in ones, then the model's own."""
+        """The kinds of all media that records may hold: the built-in ones, then the model's own."""
         kinds = dict.fromkeys(BUILT_IN)
         for facts in self.media.values():
             kinds |= dict.fromkeys(form_of(facts["form"]).kinds)

@@ -40,14 +40,15 @@ class DecoderSetup:
 
 @dataclass(frozen=True)
 class ForkOrder:
-    """To that process: fork a decoder (a socket comes along), or end one."""
+    """A request to that process: fork a decoder (a socket comes along), or end one."""
 
     end: int = 0  # process id
 
 
 @dataclass(frozen=True)
 class ForkAnswer:
-    """From that process: `pid` of a new decoder, or how one ended; `error`: there is no source."""
+    """What that process answers: `pid` of a new decoder, or how one ended; `error`: there is no
+    source."""
 
     pid: int = 0
     ended: str = ""
@@ -66,10 +67,10 @@ class ArrayAt:
 
 @dataclass(frozen=True)
 class DecoderReply:
-    """From a decoder: a sample's arrays, or why there is none; or rows of the index, or why there
-    are none, of several records. `new_segment`: a file comes along. `fault`: a traceback, of an
-    error of the program itself. `warnings`: what was logged. `retires`: the process has grown and
-    ends after this."""
+    """What a decoder answers: a sample's arrays, or why there is none; or rows of the index, or why
+    there are none, of several records. `new_segment`: a file comes along. `fault`: a traceback, of
+    an error of the program itself. `warnings`: what was logged. `retires`: the process has grown
+    and ends after this."""
 
     arrays: tuple[ArrayAt, ...] = ()
     load: Load | None = None

@@ -126,7 +126,7 @@ class _Names:
         return ranks[edge.source], ranks[edge.target]
 
     def _devices(self, edge: Edge) -> tuple[Devices, Devices]:
-        """Of the source's ranks, and of the homes of the target's."""
+        """The devices of the source's ranks, and of the homes of the target's."""
         of_rank = np.array(self.plan.layout.devices(edge.source))
         node = self.plan.scheduling.node or self.plan.layout.n_devices
         return Devices(of_rank, node), Devices(of_rank[homes(*self._ranks(edge))], node)

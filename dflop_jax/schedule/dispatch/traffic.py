@@ -63,7 +63,7 @@ def exchange_rooms(
 
 
 def _best_share(needs: np.ndarray) -> float:
-    """Of the shares that groups need, the one under which all their rounds together take least."""
+    """The share, of those that groups need, under which all their rounds together take least."""
     rooms = np.unique(np.clip(needs, _LEAST_ROOM, 1.0))
     rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
     return float(rooms[np.argmin((rounds * (rooms + _ROUND_COST)).sum(axis=0))])

@@ -88,6 +88,6 @@ class BucketEvaluator:
 
 
 def roomiest_first(buckets: Sequence[Bucket]) -> Buckets:
-    """By tokens of the last module, then of those before it."""
+    """The buckets by their tokens of the last module, then of those before it, most first."""
     modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
     return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

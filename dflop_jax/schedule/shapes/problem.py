@@ -19,7 +19,7 @@ def _as_it_is(layout: Layout) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class ShapeProblem:
-    """For what buckets are chosen.
+    """What buckets are chosen for.
 
     Attributes:
       layout: where the modules lie; its own buckets do not matter.

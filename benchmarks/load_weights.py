@@ -32,7 +32,7 @@ from rich.table import Table
 
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import hf
 from models.decoder import DecoderModule
 from models.sizes import DecoderSize
@@ -106,7 +106,11 @@ def make(folder: Path, module: DecoderModule) -> int:
         lead = () if t.layer is None else (module.n_layers,)
         at[t.path[-1]] = Random((*lead, *t.layout.shape), np.dtype("float32"))
     write_folder(
-        folder, hf.decoder(module), [Held("llm", tree)], dtype="bfloat16", max_file_bytes=10**9
+        folder,
+        hf.decoder(module),
+        [ModuleParams("llm", tree)],
+        dtype="bfloat16",
+        max_file_bytes=10**9,
     )
     return sum(f.stat().st_size for f in folder.iterdir())
 

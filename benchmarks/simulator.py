@@ -165,12 +165,12 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     from dflop_jax.pipeline.layout import can_join
     from dflop_jax.plan.search import search_plan
     from dflop_jax.report.progress import Progress
-    from dflop_jax.train.timing import Finalists
+    from dflop_jax.train.timing import PlanTrials
 
-    finalists = Finalists(replace(place, config=run), profile, Progress(1, quiet=True))
+    trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
     if not place.peers.is_hub:
-        plan, prices = finalists.follow()
-        finalists.take(plan)
+        plan, prices = trials.follow()
+        trials.take(plan)
         return plan, prices
 
     def allowed(m: Any) -> bool:
@@ -188,11 +188,11 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
         global_batch=run.train.global_batch,
         config=run.plan,
         allowed=allowed,
-        time_plan=finalists.prices,
+        time_plan=trials.prices,
     ).plan
-    prices = finalists.prices(plan)
-    finalists.choose(plan, prices)
-    finalists.take(plan)
+    prices = trials.prices(plan)
+    trials.choose(plan, prices)
+    trials.take(plan)
     return plan, prices
 
 

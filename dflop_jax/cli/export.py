@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflop_jax.train.load_params import load_params
     from dflop_jax.train.prepare import build_model
     from dflop_jax.train.stages import adapted
-    from dflop_jax.weights import Folder, Held, write_folder
+    from dflop_jax.weights import Folder, ModuleParams, write_folder
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     params = dict(loaded.params)
     if config.train.lora_rank:
         params["llm"] = model.modules["llm"].merged(params["llm"])
-    held = [Held(name, tree) for name, tree in params.items()]
+    held = [ModuleParams(name, tree) for name, tree in params.items()]
     write_folder(args.out, map_, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:

@@ -108,7 +108,7 @@ class TimingRequest:
     prices: PriceList | None = None
 
 
-class Finalists:
+class PlanTrials:
     """Tries plans out, for the choice between them and for the scheduler: times their programs, and
     runs a whole step of one that may be taken.
 

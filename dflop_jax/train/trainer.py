@@ -41,7 +41,7 @@ from dflop_jax.train.profiling import check_not_empty, make_profile
 from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
-from dflop_jax.train.timing import Finalists, Timed, compile_and_time, make_executor
+from dflop_jax.train.timing import PlanTrials, Timed, compile_and_time, make_executor
 from dflop_jax.train.trying import said_in_a_line
 
 
@@ -239,23 +239,23 @@ class Trainer:
     ) -> tuple[Plan, Prices]:
         """Return the plan that process 0 was given or finds, and its prices; where programs are
         timed for it, all take part, and the chosen plan's executor is ready."""
-        finalists = Finalists(self.place, profile, progress, memory_bytes(self.place))
+        trials = PlanTrials(self.place, profile, progress, memory_bytes(self.place))
         if not self.peers.is_hub:
-            plan, prices = finalists.follow()
+            plan, prices = trials.follow()
         else:
             if plan is None:
                 progress.log("planning")
                 on_devices: dict[str, Any] = {
-                    "time_plan": finalists.prices,
-                    "try_step": finalists.rehearse,
+                    "time_plan": trials.prices,
+                    "try_step": trials.rehearse,
                 }
                 plan = make_plan(self.place, profile, **on_devices).plan
-                prices = finalists.prices(plan)
+                prices = trials.prices(plan)
             elif prices is None:
-                prices = finalists.prices(plan)
-                finalists.rehearse(plan, prices)
-            finalists.choose(plan, prices)
-        if timed := finalists.take(plan):
+                prices = trials.prices(plan)
+                trials.rehearse(plan, prices)
+            trials.choose(plan, prices)
+        if timed := trials.take(plan):
             if self._executor:
                 self._executor.close()
             self._timed, self._executor = timed, timed.executor

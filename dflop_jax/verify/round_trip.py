@@ -20,7 +20,7 @@ from dflop_jax.contract import Module, MultimodalModel, edges_of, split_dim
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.verify.results import TensorGroup
-from dflop_jax.weights import Folder, Held, read_segment, write_segment
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write_segment
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES
 
@@ -103,7 +103,9 @@ def round_trip(
         file = Path(scratch) / "segment.safetensors"
         for i, segment in enumerate(segments.values()):
             tick(i, len(segments))
-            held = Held(segment.plan.module, read_segment(folder, segment), segment.plan.start)
+            held = ModuleParams(
+                segment.plan.module, read_segment(folder, segment), segment.plan.start
+            )
             names = write_segment(file, folder.map, held, folder)
             del held
             for name in names:

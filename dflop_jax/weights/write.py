@@ -23,7 +23,7 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleParams:
     """Parameters {"entry", "layers", "exit"}, or some of them, from layer `start` of a module."""
 
     module: str
@@ -48,7 +48,7 @@ class _Written:
 def write_folder(
     path: str | Path,
     map_: WeightMap,
-    held: Sequence[Held],
+    held: Sequence[ModuleParams],
     *,
     source: Folder | None = None,
     dtype: str | None = None,
@@ -88,7 +88,7 @@ def write_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_segment(file: Path, map_: WeightMap, held: Held, source: Folder) -> list[str]:
+def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folder) -> list[str]:
     """Write the tensors that one piece of the parameters has to a safetensors file, with the names
     and types of the folder that they came from; return their canonical names."""
     places = {t.name: (t, _find(t, (held,))) for t in map_.tensors}
@@ -101,7 +101,7 @@ def write_segment(file: Path, map_: WeightMap, held: Held, source: Folder) -> li
 
 
 def _tensors(
-    map_: WeightMap, held: Sequence[Held], source: Folder | None, dtype: str | None
+    map_: WeightMap, held: Sequence[ModuleParams], source: Folder | None, dtype: str | None
 ) -> Iterator[_Written]:
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
@@ -144,7 +144,7 @@ def _of_parameter(
     return _Written(name, t.layout.file_shape, kind, lambda: as_in_file(t, leaf, layer, kind))
 
 
-def _find(t: Tensor, held: Sequence[Held]) -> tuple[Any, int | None] | None:
+def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
     """The parameter that has a tensor, and which of its layers it is; None if none does."""
     for h in held:
         leaf: Any = h.params.get(t.part) if h.module == t.module else None

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import hf, internvl, llava, qwen2_audio, qwen3_vl
 from models.composed import Published
 from models.decoder import DecoderModule
@@ -81,7 +81,7 @@ def test_there_and_back(name, dtype, tmp_path):
     held, found = [], {}
     for s in make_segments(model, plan(model).layout, jax.devices()).values():
         params = read_segment(source, s)
-        held.append(Held(s.plan.module, params))
+        held.append(ModuleParams(s.plan.module, params))
         found[s.plan.module] = params
     jax.tree.map(np.testing.assert_array_equal, found, parameters(map_, theirs.float()))
 

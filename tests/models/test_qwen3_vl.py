@@ -21,7 +21,7 @@ from dflop_jax.generate.row import row_of
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Schedule
-from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import qwen3_vl
 from models.hf_sizes import folder_size
 from tests.pipeline import plain
@@ -132,7 +132,10 @@ def test_pipeline_step_and_folders(reference, tmp_path):
         }
         assert readers == {"visual": "llm0", "deepstack_0": "llm0", "deepstack_1": "llm1"}
         ex.init(0, begin=lambda segment, _: read_segment(source, segment))
-        held = [Held(s.module, ex.state.params[s.name], s.start) for s in ex.plan.layout.segments]
+        held = [
+            ModuleParams(s.module, ex.state.params[s.name], s.start)
+            for s in ex.plan.layout.segments
+        ]
         write_folder(tmp_path / "ours", MODEL.weights, held, source=source)
         start = plain.join(ex.plan, ex.state.params)
         ex.compile()

@@ -12,7 +12,7 @@ from model_fields import forward
 from safetensors.torch import load_file
 
 from dflop_jax.data.datasets.clip_samples import form_of
-from dflop_jax.weights import Folder, Held, write_folder
+from dflop_jax.weights import Folder, ModuleParams, write_folder
 from models import wan
 from models.wan_weights import STEM
 
@@ -115,7 +115,9 @@ def test_folders_of_diffusers_are_read_and_written(reference, tmp_path):
         for t in map_.tensors
     }
     params = to_ours(map_, whole)["generator"]
-    write_folder(tmp_path / "ours", map_, [Held("generator", params)], max_file_bytes=20_000)
+    write_folder(
+        tmp_path / "ours", map_, [ModuleParams("generator", params)], max_file_bytes=20_000
+    )
     again = diffusers.WanTransformer3DModel.from_config(
         json.loads((tmp_path / "ours" / "config.json").read_text())
     )

@@ -15,7 +15,7 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import grad_structs, param_specs, param_structs
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.weights import Folder, Held, read_segment, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import internvl
 from models.lora import Lora, merge
 
@@ -215,7 +215,7 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
     want, params, ex = evaluated(m, plan, let_act, freeze=FREEZE)
     lora = m.modules["llm"].lora
     held = [
-        Held(s.plan.module, merge(lora, ex.state.params[n]), s.plan.start)
+        ModuleParams(s.plan.module, merge(lora, ex.state.params[n]), s.plan.start)
         for n, s in ex.programs.segments.items()
     ]
     for part in held:

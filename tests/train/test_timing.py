@@ -16,7 +16,7 @@ from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
 from dflop_jax.tasks.graph import links
 from dflop_jax.train import timing
-from dflop_jax.train.timing import Finalists
+from dflop_jax.train.timing import PlanTrials
 from dflop_jax.train.trying import in_agreement
 
 from ..plans import chain, programs
@@ -84,7 +84,7 @@ def finalists(peers, folder, n=3, said=None):
     place = SimpleNamespace(config=config, trained=trained, peers=peers)
     profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
     log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
-    return Finalists(place, profile, log)
+    return PlanTrials(place, profile, log)
 
 
 def run_two(folder, search, n=3, said=None):

@@ -16,7 +16,7 @@ from dflop_jax.verify import compare, reference, round_trip
 from dflop_jax.verify.results import Verified
 from dflop_jax.verify.round_trip import spread
 from dflop_jax.verify.verify import FACTORIES
-from dflop_jax.weights import Folder, Held, write_folder
+from dflop_jax.weights import Folder, ModuleParams, write_folder
 
 SIZES = {
     "llava_onevision": "anyres-nano",
@@ -59,7 +59,7 @@ def folders(tmp_path_factory):
     made = {}
     for kind in SIZES:
         model = small_model(kind)
-        held = [Held(name, tree) for name, tree in random_params(model, 1).items()]
+        held = [ModuleParams(name, tree) for name, tree in random_params(model, 1).items()]
         made[kind] = tmp_path_factory.mktemp("verify") / kind
         write_folder(made[kind], model.weights, held, dtype="bfloat16", max_file_bytes=150_000)
     return made
@@ -230,7 +230,7 @@ def test_copies_of_a_tied_tensor_are_compared_whole(folders, tmp_path, capsys, n
     from safetensors.numpy import load_file, save_file
 
     model = small_model("llava_onevision")
-    held = [Held(name, tree) for name, tree in random_params(model, 2).items()]
+    held = [ModuleParams(name, tree) for name, tree in random_params(model, 2).items()]
     write_folder(tmp_path / "tied", model.weights, held)
     file = tmp_path / "tied" / "model.safetensors"
     arrays = load_file(file)

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.contract import edges_of
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.weights import Held, write_folder
+from dflop_jax.weights import ModuleParams, write_folder
 from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
 
@@ -48,7 +48,7 @@ def random_params(model, seed):
 
 
 def held(params):
-    return [Held(module, tree) for module, tree in params.items()]
+    return [ModuleParams(module, tree) for module, tree in params.items()]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 
 from dflop_jax.pipeline.held import placed_structs
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.weights import Folder, Held, read, read_params, read_segment, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read, read_params, read_segment, write_folder
 from dflop_jax.weights.slices import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
@@ -119,7 +119,7 @@ def test_half_precision_there_and_back(folder, params, tmp_path, dtype):
     assert half.config["dtype"] == dtype
     loaded = {k: read_params(half, k, one_device(p)) for k, p in params.items()}
     assert all(a.dtype == np.float32 for a in jax.tree.leaves(loaded))
-    again = [Held(k, p) for k, p in loaded.items()]
+    again = [ModuleParams(k, p) for k, p in loaded.items()]
     write_folder(tmp_path / "again", MODEL.weights, again, source=half)
     a, b = (tmp_path / name / "model.safetensors" for name in ("half", "again"))
     assert a.read_bytes() == b.read_bytes()

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.weights import Folder, Held, read_segment, write, write_folder
+from dflop_jax.weights import Folder, ModuleParams, read_segment, write, write_folder
 from models import hf, llava
 from models.composed import Published
 from models.sizes import ModelSize, VisionSize
@@ -35,7 +35,7 @@ def test_an_independent_reader_finds_every_tensor(folder, params):
 def test_segments_are_written_as_the_model(folder, tmp_path):
     source = Folder(folder, MODEL.weights)
     pieces = [
-        Held(s.plan.module, read_segment(source, s), s.plan.start)
+        ModuleParams(s.plan.module, read_segment(source, s), s.plan.start)
         for s in make_segments(MODEL, PLAN.layout, jax.devices()).values()
     ]
     write_folder(tmp_path / "out", MODEL.weights, pieces, source=source, max_file_bytes=60_000)
@@ -70,7 +70,10 @@ def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
 
 
 def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):
-    broken = [Held("vision", params["vision"]), Held("llm", params["llm"] | {"exit": {}})]
+    broken = [
+        ModuleParams("vision", params["vision"]),
+        ModuleParams("llm", params["llm"] | {"exit": {}}),
+    ]
     with pytest.raises(ValueError, match=r"llm\.exit.*every segment") as e:
         write_folder(tmp_path / "out", MODEL.weights, broken)
     assert "\n" not in str(e.value)

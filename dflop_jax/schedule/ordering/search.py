@@ -15,9 +15,12 @@ from dflop_jax.tasks.listing import listed, sequenced, turned
 from dflop_jax.tasks.numbered import NumberedTasks, starts_of
 
 _LISTED_PER_WORK = 16  # tasks that list scheduling places for a unit of work
-_PATIENCE = 10  # swaps without a better order, after which another start is tried
-_MOST_EXCHANGES = 3  # pairs of units of tasks that change places in one start
-_MAX_ROUND_TRIPS = 3  # of list scheduling to and fro, which ends before when nothing is gained
+# Swaps without a better order, after which another start is tried. With twice as many, 24 small
+# steps were 0.02% shorter on average, with half as many 0.01% longer.
+_PATIENCE = 10
+# Pairs of units of tasks that change places in one start, at most. With six or one the same steps
+# were 0.7 and 0.4% longer.
+_MOST_EXCHANGES = 3
 
 Answer = tuple[list[int], int]  # an order and its makespan in ticks
 
@@ -109,11 +112,9 @@ def _to_and_fro(problem: NumberedTasks, order: list[int], budget: Budget) -> Ite
     """An order, then list scheduling back in time by its ends and forth by the starts of that, for
     as long as it gains."""
     makespan = starts_of(problem, order)[1]
-    for turn in range(_MAX_ROUND_TRIPS + 1):
-        if not problem.allows(order):
-            return
+    while problem.allows(order):
         yield order, makespan
-        if turn == _MAX_ROUND_TRIPS or budget.done:
+        if budget.done:
             return
         order = turned(problem, turned(problem.mirrored, order))
         budget.spend(2 * problem.n / _LISTED_PER_WORK)

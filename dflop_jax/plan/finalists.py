@@ -25,7 +25,8 @@ _CLOSE_TO_BEST, _OTHER_AT_A_GLANCE, _OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
 # Of a bucket's rows or tokens: the one beside it that takes what is too much. Twice as much is the
 # bucket itself.
 _SMALL_BUCKET_SHARE = 0.5
-# Groups of plans with shorter rows, over those with longer ones, up to which the plan is judged.
+# Groups of plans with shorter rows, over those with longer ones, up to which the plan is judged;
+# with twice as many, plans win by chance whose groups just hold the batches that judge.
 _MOST_MORE_GROUPS = 1.2
 
 Finish = Callable[[Plan], Plan]

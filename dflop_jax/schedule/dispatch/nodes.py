@@ -21,7 +21,7 @@ from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.placing import moved_to
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_MAX_PASSES = 4  # over all modules; it ends before when nothing moves less
+_MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,9 @@ from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 # Relative: makespans that differ by less are equal, since the last bits of a fit differ from
 # machine to machine.
 TIE = 1e-6
-_HOPELESS = 1.01  # a set that takes so many times as long on the first batches is given up
+# Times as long as the best that a set may take on the first batches; with twice the 1% sets are
+# given up later, within the same budget of batches.
+_HOPELESS = 1.01
 
 
 def less(a: float, b: float) -> bool:

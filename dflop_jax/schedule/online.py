@@ -39,9 +39,9 @@ from dflop_jax.sim.pipeline import with_order
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units for a batch of a plan that has no work budget; twice as many take up to twice as long.
 DEFAULT_WORK = 4_000
-_ORDER_SHARE = 0.25  # of the work, for the order of tasks
-_MEMORY_SHARE = 0.05  # for the groups that keep more, where some may
-_PACKING_SHARE = 0.5  # of the other work, at most; the rest evens out content
+# Shares of the work: for the order of tasks, and for the groups that keep more, where some may. Of
+# the rest, what packing takes at most; what is left then evens out content.
+_ORDER_SHARE, _MEMORY_SHARE, _PACKING_SHARE = 0.25, 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def solve(
         buckets = variants(wide.layout.buckets, batch, most_buckets(plan.layout))
     weights = {m: costs.weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
-    room = Room(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
+    room = PackingSpace(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
     bound_s = 0.0
-    answers: list[tuple[Maker, list[Together]]]
+    answers: list[tuple[Maker, list[BucketRun]]]
     if not balanced:
         answers = [("arrival", arrival_answer(room))]
     else:

@@ -78,12 +78,12 @@ def _textbook(layout: Layout, bucket: Bucket, module: str) -> int:
 
 
 def packed_into(
-    room: Room,
+    room: PackingSpace,
     chosen: Sequence[int],
     budget: Budget,
     rng: np.random.Generator,
     home_N: Ints | None = None,
-) -> list[Together] | None:
+) -> list[BucketRun] | None:
     """The batch in these buckets, one group of each; None if no packing was found.
 
     Args:

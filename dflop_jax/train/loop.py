@@ -136,7 +136,7 @@ class Loop:
         else:
             samples.keep(lambda sample: sample.step < start)
         plan = self.ex.plan
-        setup = Setup(
+        setup = SolverSetup(
             plan,
             tuple(self.ex.trainable),
             self.config.schedule.work or None,

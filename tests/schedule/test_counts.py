@@ -13,7 +13,7 @@ from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.counts import solve
 from dflop_jax.schedule.counts.numbers import counts_of, numbers_of, size_classes
 from dflop_jax.schedule.counts.program import CountProgram, Sizes, sizes_of
-from dflop_jax.schedule.groups import Room, greedy_answer
+from dflop_jax.schedule.groups import PackingSpace, greedy_answer
 from dflop_jax.schedule.solver.budget import Budget
 from tests.schedule.conftest import (
     TILE,
@@ -34,7 +34,7 @@ def room_of(loads, plan, prices):
     batch = Batch(loads, plan.layout.modules)
     buckets = variants(plan.layout.buckets, batch, 10)
     costs = group_costs(plan.layout, prices, plan.layout.modules)
-    return Room(batch, buckets, capacity_of(plan.layout), ticks_of(costs, buckets))
+    return PackingSpace(batch, buckets, capacity_of(plan.layout), ticks_of(costs, buckets))
 
 
 def numbers_for(loads, plan=PLAN):

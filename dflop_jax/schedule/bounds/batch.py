@@ -38,7 +38,7 @@ from dflop_jax.schedule.placing import content_bound
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats
 from dflop_jax.tasks.graph import links, resources
 
-SAFE = 1 - 1e-9  # sums of the same floats in another order differ by less
+SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dflop_jax.schedule.bounds.batch import Floor, floor_of
 from dflop_jax.schedule.bounds.pipeline import tails_s
 from dflop_jax.schedule.counts.program import Sizes
 from dflop_jax.schedule.cover import demand
-from dflop_jax.schedule.groups import Room
+from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.solver.problem import Floats, Ints
 
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
@@ -53,7 +53,7 @@ class Numbers:
 
 
 def numbers_of(
-    room: Room,
+    room: PackingSpace,
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
@@ -91,7 +91,7 @@ def numbers_of(
     return Numbers(rounded, class_N, able_CN, unit_s)
 
 
-def _fill_conditions(values: dict[str, Floats], room: Room, answer_C: Ints) -> None:
+def _fill_conditions(values: dict[str, Floats], room: PackingSpace, answer_C: Ints) -> None:
     """The tightest conditions on volumes, each over its need."""
     wanted = demand(room.batch, room.buckets, room.capacity)
     room_DC = wanted.room_DC / wanted.need_D[:, None]
@@ -105,7 +105,7 @@ def _fill_conditions(values: dict[str, Floats], room: Room, answer_C: Ints) -> N
 
 def _fill_seconds(
     values: dict[str, Floats],
-    room: Room,
+    room: PackingSpace,
     floor: Floor,
     able_CN: NDArray[np.bool_],
     answer_C: Ints,

@@ -12,7 +12,7 @@ from dflop_jax.records import Layout, Prices
 from dflop_jax.schedule.costs import running_order
 from dflop_jax.schedule.counts.numbers import Numbers, counts_of, numbers_of
 from dflop_jax.schedule.counts.program import CountProgram, dealt_counts
-from dflop_jax.schedule.groups import Room, Together
+from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.search import packed_into
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.highs import Highs
@@ -36,7 +36,7 @@ class Counts:
     of these could be packed. bound_s: no schedule of the plan's buckets is faster.
     """
 
-    answer: list[Together] | None
+    answer: list[BucketRun] | None
     bound_s: float
 
 
@@ -50,11 +50,11 @@ class _Solved:
 
 def by_counts(
     program: CountProgram,
-    room: Room,
+    room: PackingSpace,
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
-    known: Sequence[Together],
+    known: Sequence[BucketRun],
     budget: Budget,
 ) -> Counts:
     """The program's answer for a batch of which an answer is known, where it promises to be faster.
@@ -137,7 +137,7 @@ def _model(program: CountProgram, costs: Floats, h: Floats, entries: Floats) -> 
     return model
 
 
-def _homes(room: Room, numbers: Numbers, solved: _Solved) -> Ints:
+def _homes(room: PackingSpace, numbers: Numbers, solved: _Solved) -> Ints:
     """[N]: the bucket of each sample. Of a class, the largest go to the first bucket that takes
     some of it; fractions of samples are rounded, and what a bucket cannot hold goes to the first
     that can."""

@@ -118,9 +118,15 @@ class PlanConfig:
         NonNegativeInt, "devices that share a node; 0: as many as their data sheet says"
     ] = 0
     buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
-    max_model: Annotated[PositiveInt, "largest tensor-parallel degree tried"] = 2
-    max_stage: Annotated[PositiveInt, "largest pipeline degree tried (of dip: ranks)"] = 4
-    max_microbatches: Annotated[PositiveInt, "most microbatches of a global batch tried"] = 16
+    max_model: Annotated[
+        NonNegativeInt, "largest tensor-parallel degree tried; 0: by the model's size and the node"
+    ] = 0
+    max_stage: Annotated[
+        NonNegativeInt, "largest pipeline degree tried (of dip: ranks); 0: by the model's size"
+    ] = 0
+    max_microbatches: Annotated[
+        NonNegativeInt, "most microbatches of a global batch tried; 0: by the batch and the memory"
+    ] = 0
     memory_bytes: Annotated[
         NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
     ] = 0.0

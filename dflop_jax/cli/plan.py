@@ -23,7 +23,9 @@ from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
 
 if TYPE_CHECKING:
+    from dflop_jax.config import PlanConfig
     from dflop_jax.plan.explain import Saving
+    from dflop_jax.plan.limits import Limits
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.room import LargestMedium, SampleRoom
@@ -57,6 +59,8 @@ def run(args: argparse.Namespace) -> Any:
     save(result.plan, folder / PLAN)
     if not args.json:
         show(ranking(result, args.explain))
+        if args.explain:
+            show(limits(result.limits, config.plan))
         if bought:
             show(savings(bought))
         if helps:
@@ -144,6 +148,16 @@ def _in_words(largest: LargestMedium | None) -> str:
         return f"{largest.clip_s:g} s ({largest.clip_frames} frames)"
     width, height = largest.picture
     return f"{width} x {height} pixels" if width else "none"
+
+
+def limits(tried: Limits, config: PlanConfig) -> str:
+    """How far the search went, and which of it was the job's own choice."""
+    each = {f.name: getattr(config, f.name) for f in fields(tried)}
+    said = [
+        f"plan.{name} {getattr(tried, name)} ({'given' if given else 'by the job'})"
+        for name, given in each.items()
+    ]
+    return f"looked up to {', '.join(said)}"
 
 
 def savings(rows: Sequence[Saving]) -> Table:

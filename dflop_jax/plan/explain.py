@@ -93,7 +93,10 @@ def why_nothing_fits(
     if larger and rules.hardware:
         known = " or ".join(larger)
         ways.append(f"so would {known}" if more else f"{known} would do")
-    ways += ["a larger plan.max_model or plan.max_stage or smaller samples need less"]
+    ways += [
+        f"a larger plan.max_model ({config.max_model}), plan.max_stage ({config.max_stage}) or "
+        f"plan.max_microbatches ({config.max_microbatches}) or smaller samples need less"
+    ]
     return (
         f"no plan fits into {rules.memory_bytes / GIB:.2f} GiB per device: the smallest "
         f"({nearest}) needs {over:.2f} GiB more; {', '.join(ways)}"

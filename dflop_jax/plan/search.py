@@ -20,6 +20,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.finalists import SIZED_PLACEMENTS, refined
+from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
@@ -99,7 +100,7 @@ class SearchResult:
     candidates: the best placements by their makespan with one bucket. n_placements,
     n_candidates: size of the space without and with cuts; n_fit: candidates that memory holds;
     n_evaluated: how many of them were scheduled and simulated. n_timed: plans whose own programs
-    were timed.
+    were timed. limits: of the space, as given or as the job needs.
     """
 
     plan: Plan
@@ -109,6 +110,7 @@ class SearchResult:
     n_fit: int
     n_evaluated: int
     n_timed: int = 0
+    limits: Limits = LEAST
 
 
 def search_plan(
@@ -134,7 +136,7 @@ def search_plan(
       ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
         devices; the message says by how much.
     """
-    spec = replace(spec, **changes) if spec else SearchSpec(**changes)
+    spec = limited(replace(spec, **changes) if spec else SearchSpec(**changes), profile, data)
     rules, evaluator = _prepared(profile, data, spec)
     tables = list(searched(rules, spec.n_devices, spec.config))
     node = rules.node(spec.n_devices)
@@ -163,6 +165,7 @@ def search_plan(
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,
         n_timed=n_timed,
+        limits=Limits(spec.config.max_model, spec.config.max_stage, spec.config.max_microbatches),
     )
 
 
@@ -170,7 +173,22 @@ def what_memory_bought(
     plan: Plan, profile: ModelProfile, data: DataProfile, spec: SearchSpec
 ) -> list[Saving]:
     """What each module of a plan that saves memory gets for the time that it costs."""
-    return savings(_prepared(profile, data, spec)[1], plan)
+    return savings(_prepared(profile, data, limited(spec, profile, data))[1], plan)
+
+
+def limited(spec: SearchSpec, profile: ModelProfile, data: DataProfile) -> SearchSpec:
+    """With the job's own limits where none are given."""
+    usual = spec.hardware.devices_per_node if spec.hardware else spec.n_devices
+    config = with_limits(
+        spec.config,
+        profile,
+        data.loads,
+        n_devices=spec.n_devices,
+        global_batch=spec.global_batch,
+        memory_bytes=spec.memory_bytes,
+        node=spec.config.node or usual,
+    )
+    return replace(spec, config=config)
 
 
 def _prepared(

@@ -32,6 +32,8 @@ _PROFILED_FLAGS = (
     *(f"data.{name}" for name in vars(Limits())),
 )
 _PROFILED = {*_PROFILED_FLAGS, _PROCESSES, _DEVICES, _KIND}
+# What a checkpoint may say of flags that now are 0 where nobody gave them: then nobody did either.
+_WITHOUT = {"plan.max_model": 2, "plan.max_stage": 4, "plan.max_microbatches": 16}
 # Share by which a device's memory may differ from that of the run before: what jax may take depends
 # a little on what else was there when it began, and plans leave as much free.
 _MEMORY_TOLERANCE = 0.05
@@ -146,7 +148,9 @@ def continued(
 
 
 def _equal(name: str, then: Any, now: Any) -> bool:
-    return math.isclose(then, now, rel_tol=_MEMORY_TOLERANCE) if name == _MEMORY else then == now
+    if name == _MEMORY:
+        return math.isclose(then, now, rel_tol=_MEMORY_TOLERANCE)
+    return bool(then == now or (now == 0 and then == _WITHOUT.get(name)))
 
 
 def _text(value: Any) -> str:

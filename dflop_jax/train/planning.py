@@ -9,18 +9,17 @@ from typing import Any
 from dflop_jax.config import Config, profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
 from dflop_jax.data import Source
-from dflop_jax.hardware import GIB, PLANNED_SHARE, hardware_like
+from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.layout import can_join
-from dflop_jax.pipeline.parts import STACKED, parts_of
+from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.plan import search
 from dflop_jax.plan.explain import Saving
 from dflop_jax.plan.placement import ModelFacts
 from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.replan import SearchFacts
-from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
+from dflop_jax.plan.search import SearchResult, SearchSpec, limited, search_plan
 from dflop_jax.profile.memory import kept_bytes
-from dflop_jax.profile.parts import divides, param_dims
-from dflop_jax.profile.state import float32_bytes
+from dflop_jax.profile.parts import divides
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -30,7 +29,12 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.profiling import OnProgress, tensor_degrees
+from dflop_jax.train.profiling import (
+    OnProgress,
+    parameter_bytes,
+    tensor_degrees,
+    with_degrees,
+)
 
 SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
 MASTER_BYTES = 4  # of a parameter in float32
@@ -86,8 +90,8 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
     return {
         "n_devices": place.n_devices,
         "global_batch": config.train.global_batch,
-        "config": replace(config.plan, node=_node(place)),
-        "memory_bytes": memory_bytes(place),
+        "config": replace(config.plan, node=place.node),
+        "memory_bytes": place.plannable_bytes,
         "hardware": place.hardware,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
@@ -100,13 +104,6 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
 def _allowed(place: Workplace, m: SubmeshPlan) -> bool:
     devices = place.devices
     return not devices or can_join(devices[m.first : m.devices.stop])
-
-
-def _node(place: Workplace) -> int:
-    """Devices of a node, as configured or as the kind of device has; 0: as the hardware says."""
-    if place.devices and not place.config.plan.node:
-        return hardware_like(place.devices[0].device_kind).devices_per_node
-    return place.config.plan.node
 
 
 def check_layers(place: Workplace, profile: Profile, whose: str, remedy: str) -> None:
@@ -123,16 +120,14 @@ def check_plannable(place: Workplace) -> None:
     """ValueError, before anything is measured, where no plan can be made whatever is measured: the
     policy has no placement, or the model's state alone is more than memory holds."""
     check_names(place)
-    modules, config = place.model.modules, place.config.plan
+    modules, config = place.model.modules, with_degrees(place)
     n_layers = {name: m.n_layers for name, m in modules.items()}
     degrees = {
         name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
     }
     facts = ModelFacts.of(n_layers, degrees, edges_of(place.model))
-    usual = place.hardware.devices_per_node if place.hardware else place.n_devices
-    node = _node(place) or usual
-    check_possible(facts, place.n_devices, node, config, partial(_allowed, place))
-    limit, least = memory_bytes(place), _least_bytes(place)
+    check_possible(facts, place.n_devices, place.node, config, partial(_allowed, place))
+    limit, least = place.plannable_bytes, _least_bytes(place)
     if limit and least > limit:
         raise ValueError(
             f"no plan fits into {limit / GIB:.2f} GiB per device: parameters, gradients and "
@@ -147,11 +142,11 @@ def _least_bytes(place: Workplace) -> float:
     than that is needed by any plan."""
     frozen, n_bytes = place.trained.frozen, 0.0
     for module in place.model.modules.values():
+        float32 = parameter_bytes(module)
+        working = working_dtype_of(module).itemsize
+        copies = TRAINED_BYTES + (working if working < MASTER_BYTES else 0)
         for part, group in module.freeze_groups.items():
-            times = module.n_layers if part in STACKED else 1
-            elements = times * float32_bytes(param_dims(module, (part,))) / MASTER_BYTES
-            working = working_dtype_of(module).itemsize
-            copies = TRAINED_BYTES + (working if working < MASTER_BYTES else 0)
+            elements = float32[part] / MASTER_BYTES
             n_bytes += elements * (working if group in frozen else copies)
     return n_bytes / place.n_devices
 
@@ -170,15 +165,6 @@ def check_names(place: Workplace) -> None:
             )
 
 
-def memory_bytes(place: Workplace) -> float:
-    """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
-    if stated := place.config.plan.memory_bytes:
-        return stated
-    if place.hardware:
-        return place.hardware.plannable_bytes
-    return PLANNED_SHARE * place.bytes_limit
-
-
 @dataclass(frozen=True)
 class WhatIf:
     """A change, and the seconds that the best placement then takes for a global batch of as many
@@ -191,6 +177,8 @@ class WhatIf:
 def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
     """Return what searches with one thing changed each come to, the present state first."""
     given = _arguments(place, profile)
+    # All look as far as the present state does, else less need would look worse.
+    given["config"] = limited(SearchSpec(**given), profile.model, profile.data).config
     batch, limit = given["global_batch"], given["memory_bytes"]
     sources = list(profile.model.n_layers)[:-1]
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]

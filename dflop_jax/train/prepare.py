@@ -21,7 +21,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.hardware import Hardware, find_hardware
+from dflop_jax.hardware import PLANNED_SHARE, Hardware, find_hardware, hardware_like
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
@@ -138,6 +138,22 @@ class Workplace:
         first = next(local, None)  # of others nothing is told
         stats = first.memory_stats() if first else None
         return (stats or {}).get("bytes_limit", 0)
+
+    @property
+    def plannable_bytes(self) -> float:
+        """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
+        if stated := self.config.plan.memory_bytes:
+            return stated
+        if self.hardware:
+            return self.hardware.plannable_bytes
+        return PLANNED_SHARE * self.bytes_limit
+
+    @property
+    def node(self) -> int:
+        """Devices of a node, as configured or as the kind of device has."""
+        if stated := self.config.plan.node:
+            return stated
+        return (self.hardware or hardware_like(self.devices[0].device_kind)).devices_per_node
 
     @property
     def trained(self) -> TrainedParts:

@@ -13,12 +13,16 @@ import msgspec
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import PlanConfig
-from dflop_jax.contract import MultimodalModel
+from dflop_jax.contract import Module, MultimodalModel, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.data.sample import NamesTail
+from dflop_jax.pipeline.parts import STACKED
+from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.profile.parts import param_dims
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time
+from dflop_jax.profile.state import float32_bytes
 from dflop_jax.record_files import load, save
 from dflop_jax.records import DataProfile, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.train.prepare import Workplace
@@ -47,7 +51,30 @@ def tensor_degrees(place: Workplace) -> list[int]:
     """Degrees of tensor parallelism to profile: it stays inside a process, of devices that are not
     here inside a node."""
     here = place.hardware.devices_per_node if place.hardware else max(len(_local(place)), 1)
-    return [d for d in DEGREES if d <= min(place.config.plan.max_model, here)]
+    return [d for d in DEGREES if d <= min(with_degrees(place).max_model, here)]
+
+
+def with_degrees(place: Workplace) -> PlanConfig:
+    """`plan.*` with the largest tensor-parallel and pipeline degrees that the model needs where
+    none are given."""
+    config = place.config.plan
+    if config.max_model and config.max_stage:
+        return config
+    modules = place.model.modules
+    parameters = {m: sum(parameter_bytes(module).values()) for m, module in modules.items()}
+    halved = [m for m, module in modules.items() if working_dtype_of(module).itemsize == 2]
+    held = held_bytes(parameters, halved)
+    model, stage = parallel_limits(held, place.plannable_bytes, place.node)
+    return replace(config, max_model=config.max_model or model, max_stage=config.max_stage or stage)
+
+
+def parameter_bytes(module: Module) -> dict[str, float]:
+    """Bytes of a module's parameters in float32, of each part."""
+    return {
+        part: float32_bytes(param_dims(module, (part,)))
+        * (module.n_layers if part in STACKED else 1)
+        for part in module.freeze_groups
+    }
 
 
 def _local(place: Workplace) -> list[jax.Device]:

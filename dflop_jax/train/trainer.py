@@ -34,7 +34,6 @@ from dflop_jax.train.planning import (
     check_layers,
     check_trainable,
     make_plan,
-    memory_bytes,
 )
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import check_not_empty, make_profile
@@ -239,7 +238,7 @@ class Trainer:
     ) -> tuple[Plan, Prices]:
         """Return the plan that process 0 was given or finds, and its prices; where programs are
         timed for it, all take part, and the chosen plan's executor is ready."""
-        trials = PlanTrials(self.place, profile, progress, memory_bytes(self.place))
+        trials = PlanTrials(self.place, profile, progress, self.place.plannable_bytes)
         if not self.peers.is_hub:
             plan, prices = trials.follow()
         else:

@@ -122,7 +122,7 @@ FACTS = ModelFacts.of(
 @pytest.mark.parametrize("policy", ["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"])
 def test_devices_that_cannot_form_a_submesh(policy):
     """As CPU devices of two processes with two each: no submesh may hold 1 and 2."""
-    config, tried = PlanConfig(policy=policy), []
+    config, tried = PlanConfig(policy=policy, max_model=2, max_stage=4), []
 
     def allowed(m):
         tried.append(m)

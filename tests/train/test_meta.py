@@ -70,7 +70,7 @@ def test_nothing_that_decides_a_plan_differs():
          True),
         (under(changed("train", remat="layers")), "train.remat was auto, now layers", True),
         (under(**{"memory of a device": 50}), "memory of a device was 100, now 50", True),
-        (under(changed("plan", max_model=4)), "plan.max_model was 2, now 4", False),
+        (under(changed("plan", max_model=4)), "plan.max_model was 0, now 4", False),
         (under(changed("data", max_tokens=99)), "data.max_tokens was 1024, now 99", False),
         (under(changed("model", dtype="bfloat16")), "model.dtype was float32, now bfloat16", False),
         (under(changed("data", tokenizer="t")), "data.tokenizer was empty, now t", False),
@@ -84,6 +84,16 @@ def test_what_differs_is_named_and_planned_for(now, says, profile_serves):
     assert got == Continued(
         None, PROFILE if profile_serves else None, says=f"{says}: planning anew"
     )
+
+
+def test_limits_that_nobody_gave_were_numbers_once():
+    """0 is what the job needs; before, it was a default of its own, under which plans stay."""
+    old = under(changed("plan", max_model=2, max_stage=4, max_microbatches=16))
+    meta = dataclasses.replace(META, planned_under=old)
+    assert continued(meta, under(), None, None) == ALL
+    meta = dataclasses.replace(META, planned_under=under(changed("plan", max_stage=5)))
+    says = "plan.max_stage was 5, now 0: planning anew"
+    assert continued(meta, under(), None, None) == Continued(None, PROFILE, says=says)
 
 
 def test_what_is_given_goes_first():

@@ -1,0 +1,114 @@
+"""How far the space of plans reaches where the settings do not say: by what the job needs.
+
+A limit costs seconds of planning, and one of tensor parallelism seconds of profiling, so small jobs
+have small ones. What is needed follows from the model, the memory of a device, the size of a node
+and the data; `plan.max_model`, `plan.max_stage` and `plan.max_microbatches` above 0 go first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.records import Load, ModelProfile
+
+# Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
+# optimizer state fill about a half, temporaries of a program another quarter. Half of it would
+# double the most microbatches tried.
+INPUTS_SHARE = 0.25
+MOST_MICROBATCHES = 128  # as many as the finest of the usual cuts (`volume.CUTS`)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest values that are tried; by default those of a model that fits on one device."""
+
+    max_model: int = 2
+    max_stage: int = 4
+    max_microbatches: int = 16
+
+
+LEAST = Limits()
+
+
+def held_bytes(float32_bytes: Mapping[str, float], halved: Collection[str]) -> float:
+    """Parameters and gradients of the largest module, which a data rank has whole under ZeRO 1.
+
+    Args:
+      float32_bytes: parameters of every module in float32, as gradients are.
+      halved: modules whose programs work on bfloat16 parameters.
+    """
+    return max(n * (1.5 if m in halved else 2.0) for m, n in float32_bytes.items())
+
+
+def parallel_limits(held: float, memory_bytes: float, node: int) -> tuple[int, int]:
+    """(max_model, max_stage) for a module that holds so many bytes. The devices that share them, a
+    power of two, may do so by tensor parallelism alone where a node has as many, and by a pipeline
+    alone of at most a node's devices or of what the largest tensor parallelism leaves.
+
+    Args:
+      memory_bytes: that a plan may fill; 0: nobody says, and nothing needs to be shared.
+      node: devices of a node.
+    """
+    shares = _power_of_two(held / memory_bytes) if memory_bytes else 1
+    model = max(LEAST.max_model, min(shares, node))
+    return model, max(LEAST.max_stage, min(shares, node), -(-shares // model))
+
+
+def microbatch_limit(
+    batch_bytes: float, memory_bytes: float, n_devices: int, max_stage: int
+) -> int:
+    """max_microbatches with which the layers' inputs of as many groups as a pipeline has stages
+    fill a quarter of the memory: each device has its share of the layers and of the data.
+
+    Args:
+      batch_bytes: inputs of all layers, of the whole global batch.
+    """
+    if not memory_bytes:
+        return LEAST.max_microbatches
+    whole_batch = batch_bytes / n_devices
+    needed = _power_of_two(max_stage * whole_batch / (INPUTS_SHARE * memory_bytes))
+    return max(LEAST.max_microbatches, min(needed, MOST_MICROBATCHES))
+
+
+def with_limits(
+    config: PlanConfig,
+    profile: ModelProfile,
+    loads: Sequence[Load],
+    *,
+    n_devices: int,
+    global_batch: int,
+    memory_bytes: float,
+    node: int,
+) -> PlanConfig:
+    """The settings with a limit of the job's own wherever they have 0."""
+    parameters = {
+        m: profile.layer_param_bytes[m] * n + profile.ends_param_bytes[m]
+        for m, n in profile.n_layers.items()
+    }
+    model, stage = parallel_limits(held_bytes(parameters, profile.halved), memory_bytes, node)
+    stage = config.max_stage or stage
+    batch_bytes = global_batch * _input_bytes(profile, loads)
+    return replace(
+        config,
+        max_model=config.max_model or model,
+        max_stage=stage,
+        max_microbatches=config.max_microbatches
+        or microbatch_limit(batch_bytes, memory_bytes, n_devices, stage),
+    )
+
+
+def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:
+    """Of a mean sample: the inputs of all layers of all modules."""
+    token_bytes = {t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1}
+    return sum(
+        token_bytes.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
+        for m, n in profile.n_layers.items()
+    )
+
+
+def _power_of_two(least: float) -> int:
+    """The least power of two that is not below it."""
+    return 1 << max(0, math.ceil(least) - 1).bit_length()

@@ -94,6 +94,9 @@ def profile_model(
     shapes, degrees = shapes_to_time(data, model, place.token_multiple), tensor_degrees(place)
     if place.hardware:
         return roofline_profile(model, place.hardware, shapes, degrees, n_devices=place.n_devices)
+    # Process 0's: what jax may take of a device, and so what is needed, differs a little.
+    shared = peers.share("profile/degrees", msgspec.json.encode(degrees))
+    degrees = msgspec.json.decode(shared, type=list[int])
     devices = _local(place)
     known = b""
     if peers.is_hub:

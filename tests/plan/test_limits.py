@@ -6,6 +6,7 @@ import math
 import pytest
 
 from dflop_jax import PlanConfig
+from dflop_jax.cli.plan import limits as explained
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.limits import (
     LEAST,
@@ -106,9 +107,15 @@ def test_a_search_says_how_far_it_went():
     asked = dataclasses.replace(asked, max_microbatches=0)
     profile, data = model_profile(), data_profile()
     given = dataclasses.replace(asked, max_model=2, max_stage=4, max_microbatches=16)
-    own = search_plan(profile, data, n_devices=4, global_batch=BATCH, config=asked)
+    small = {"n_devices": 2, "global_batch": BATCH, "refine": False}
+    own = search_plan(profile, data, config=asked, **small)
     assert own.limits == Limits(2, 4, 16)
-    assert own == search_plan(profile, data, n_devices=4, global_batch=BATCH, config=given)
+    assert own == search_plan(profile, data, config=given, **small)
+    said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
+    assert said == (
+        "looked up to plan.max_model 2 (by the job), plan.max_stage 4 (given), "
+        "plan.max_microbatches 16 (by the job)"
+    )
 
 
 def test_nothing_fits_names_the_limits():

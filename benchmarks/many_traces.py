@@ -157,7 +157,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     sampled = range(monitor.next_step, monitor.next_step + monitor.window)
     worker = ScheduleWorker(
         lambda step: made.loads,
-        SolverSetup(plan, tuple(trainable)),
+        SolverSetup.of(plan, trainable),
         prices,
         first_step=sampled.stop,
         ahead=0,

@@ -153,7 +153,7 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
     spans: list[float] = []
     shapes: set[tuple[str, Shape]] = set()
     with ScheduleWorker(
-        batch, SolverSetup(plan, plan.layout.modules), prices, stop_step=steps, grace_s=300
+        batch, SolverSetup.of(plan, plan.layout.modules), prices, stop_step=steps, grace_s=300
     ) as worker:
         for step in range(steps):
             schedule, _ = worker.get(step)

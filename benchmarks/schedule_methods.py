@@ -3,7 +3,8 @@
 Costs are those of Qwen2.5 7B: a group takes what its static shape takes and, on each rank, what
 attention adds for its pieces.
 
-`run` is `schedule_batch`, which the worker calls, within the work that a step of 1 s hides;
+`run` is `schedule_batch` with its integer program, as the worker calls it, within the work that a
+step of 1 s hides;
 `greedy` is its answer without work; `previous` packs as before 2026-11-22 (greedy and local search
 for the cheapest buckets, content not looked at); LPT deals the samples, longest first, to the rank
 of least content; `first fit` takes them as they arrive. `loongforge`, `bridge` and `entrain` are
@@ -38,6 +39,7 @@ from dflop_jax.records import (
     pairs,
 )
 from dflop_jax.schedule import WORK_PER_S, schedule_batch
+from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.sim.pipeline import with_order
 
 STEP_S = 1.0
@@ -107,7 +109,8 @@ Dealt = tuple[np.ndarray, np.ndarray]  # [N] each: ranks and microbatches of the
 
 
 def by_run(case: Case) -> Schedule:
-    return schedule_batch(case.loads, case.plan, case.prices, ["llm"])
+    program = canonical(sizes_of(case.plan.layout))
+    return schedule_batch(case.loads, case.plan, case.prices, ["llm"], program=program)
 
 
 def by_greedy(case: Case) -> Schedule:

@@ -81,6 +81,9 @@ class Row:
     longest_over_mean: float
     unpadded_over_mean: float
     step_s: float
+    started: bool
+    won: bool
+    gap: float
     work: int
     elapsed_s: float
     cpu_s: float
@@ -118,6 +121,9 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
         (static_s + PAIR_S * content_bound) / (static_s + PAIR_S * content.sum() / ranks),
         over_mean(unpadded_s_D),
         step_seconds(schedule.groups),
+        schedule.integer_bound_s > 0,
+        schedule.made_by == "integer",
+        schedule.gap,
         schedule.work,
         schedule.elapsed_s,
         cpu_s,

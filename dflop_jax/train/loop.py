@@ -15,7 +15,6 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
-from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -136,12 +135,7 @@ class Loop:
         else:
             samples.keep(lambda sample: sample.step < start)
         plan = self.ex.plan
-        setup = SolverSetup(
-            plan,
-            tuple(self.ex.trainable),
-            self.config.schedule.work or None,
-            None if plan.scheduling.grouping == "arrival" else canonical(sizes_of(plan.layout)),
-        )
+        setup = SolverSetup.of(plan, self.ex.trainable, self.config.schedule.work or None)
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,

@@ -17,7 +17,17 @@ from pathlib import Path
 
 import jax
 
-from experiments.paper import correction, dflop, dip, orch, overheads, phases, policies
+from experiments.paper import (
+    causes,
+    correction,
+    dflop,
+    dip,
+    orch,
+    overheads,
+    phases,
+    policies,
+    throughput,
+)
 from experiments.paper.answers import Key, prepare
 from experiments.paper.costs import COSTS, cost_model, take_costs
 from experiments.paper.report import draw, write_report, write_timelines
@@ -25,7 +35,8 @@ from experiments.paper.results import Result, print_result, say
 
 # Each result, and the answers that it asks for.
 EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
-    "throughput": (dflop.throughput, [*dflop.COMPARED, *dflop.DEFAULTS]),
+    "throughput": (throughput.throughput, throughput.KEYS),
+    "hours": (throughput.epochs, throughput.KEYS),
     "idle": (dflop.idle, dflop.COMPARED),
     "stages": (dflop.stages, dflop.COMPARED),
     "ablation": (dflop.ablation, dflop.PARTS_KEYS),
@@ -34,9 +45,11 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
     "correction": (correction.run, correction.KEYS),
     "overheads": (overheads.run, overheads.KEYS),
     "dip": (dip.run, dip.KEYS),
+    "dip-work": (dip.work, dip.WORK_KEYS),
     "dip-ablation": (dip.ablation, dip.KEYS),
     "orch": (orch.run, orch.KEYS),
     "nodes": (orch.nodes, orch.KEYS),
+    "causes": (causes.run, causes.KEYS),
     "phases": (phases.run, orch.KEYS),
     "policies": (policies.run, policies.KEYS),
 }
@@ -81,7 +94,8 @@ def main() -> int:
         result = EXPERIMENTS[name][0]()
         results.append(result)
         print_result(result)
-        draw(result, out / f"{result.name}.png")
+        if result.bars:
+            draw(result, out / f"{result.name}.png")
     timed = set(dflop.COMPARED[: len(dflop.SHOWN)]) <= set(keys)
     page = write_timelines(dflop.SETUPS[0], out) if timed else None
     minutes = (time.perf_counter() - start_s) / 60

@@ -30,15 +30,17 @@ from experiments.paper.costs import costs, prices_of, profile_of, take_costs
 from experiments.paper.public_rule import public_plan
 from experiments.paper.results import say
 from experiments.paper.true_shapes import run_step
-from experiments.paper.tune import MAX_MODEL, baseline_plans, dflop_plans, tuned
+from experiments.paper.tune import MAX_MODEL, baseline_plans, dflop_plans, published_plan, tuned
 
 TOKEN_MULTIPLE = 128
 MAX_PIPELINE, MAX_MICROBATCHES = 8, 64  # of what the planner tries with static shapes
 PYTORCH, MEGATRON, DFLOP, PUBLIC_RULE = "pytorch", "megatron", "dflop at true shapes", "public rule"
+PUBLISHED = "as published"  # the baseline that no one tuned
 BASELINES = (PYTORCH, MEGATRON)
 OPTIMIZER_ONLY, SCHEDULER_ONLY = "optimizer only", "scheduler only"
 # Systems at true shapes -> how samples meet microbatches.
 TRUE_SHAPES = {
+    PUBLISHED: "arrival",
     PYTORCH: "arrival",
     MEGATRON: "arrival",
     DFLOP: "balanced",
@@ -104,6 +106,18 @@ def run_steps(case: Case, plan: Plan) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def padding(case: Case, made: Answer) -> dict[str, float]:
+    """By module the share of the tokens that programs compute which are padding, over all reported
+    batches; for plans of static shapes."""
+    used = {m: sum(x.tokens(m) for b in reported(case) for x in b) for m in case.model().modules}
+    computed = dict.fromkeys(used, 0)
+    for step in made.steps:
+        for g in step.schedule.groups:
+            ranks = step.plan.layout.data_ranks(g.module)
+            computed[g.module] += g.microbatches * ranks * g.shape.size
+    return {m: 1 - used[m] / n if n else 0.0 for m, n in computed.items()}
+
+
 def computing_s(plan: Plan, trace: Trace) -> dict[str, float]:
     """Seconds that each segment computes in a trace, the step's end not counted."""
     seconds = dict.fromkeys((s.name for s in plan.layout.segments), 0.0)
@@ -161,13 +175,14 @@ def _answers(job: tuple[Case, list[str]]) -> dict[Key, Answer]:
 
 
 def _answer(case: Case, system: str) -> Answer:
-    start_s = time.perf_counter()
+    start_s, begun_s = time.perf_counter(), time.process_time()
     try:
         made = _at_true_shapes(case, system) if system in TRUE_SHAPES else _planned(case, system)
     except ValueError as e:
         made = Answer(str(e))
-    took_s = time.perf_counter() - start_s
-    say(f"{case.name}, {case.n_devices} devices, {system}: {took_s:.1f} s")
+    took_s, worked_s = time.perf_counter() - start_s, time.process_time() - begun_s
+    what = f"{case.name}, {case.n_devices} devices, {system}"
+    say(f"{what}: {took_s:.1f} s, {worked_s:.1f} s of a core")
     return made
 
 
@@ -177,6 +192,8 @@ def _at_true_shapes(case: Case, system: str) -> Answer:
     start_s = time.perf_counter()
     if system == PUBLIC_RULE:
         plan, n = public_plan(case)
+    elif system == PUBLISHED:
+        plan, n = published_plan(case)
     elif system in (DFLOP, OPTIMIZER_ONLY):
         plan, n = tuned(case, list(dflop_plans(case)), grouping)
     else:

@@ -13,7 +13,7 @@ from dflop_jax.records import DataProfile, Load, Plan, Schedule
 H100 = find_hardware("h100")
 MEMORY_SHARE = 0.95  # of a device's memory; the rest is the framework's
 SEEN, TAIL = 4_000, 64  # samples that planners know, and the largest of those that are reported
-TUNING = 2  # global batches that systems with true shapes are tuned on
+TUNING = 8  # global batches that systems with true shapes are tuned on, of large ones 1
 _LARGE_BATCH = 1_024  # samples; of larger batches one is reported, since they differ less
 _TUNED = 100  # seed of the first batch that systems are tuned on
 
@@ -85,5 +85,5 @@ def reported(case: Case) -> tuple[tuple[Load, ...], ...]:
 @cache
 def tuning(case: Case) -> tuple[tuple[Load, ...], ...]:
     """Global batches that systems with true shapes are chosen by."""
-    n = min(TUNING, case.n_reported)
+    n = 1 if case.global_batch > _LARGE_BATCH else TUNING
     return tuple(tuple(case.loads(case.global_batch, _TUNED + i)) for i in range(n))

@@ -1,10 +1,9 @@
-"""DFLOP's results (arXiv 2603.25120) on A100: throughput, idle time, stages, what each part brings,
-load ratios, nodes.
+"""DFLOP's results (arXiv 2603.25120) on A100: idle time, stages, what each part brings, load
+ratios, nodes.
 
-Command:  python -m experiments.paper --only throughput idle stages ablation asymmetry scaling
-Paper:    1.2 to 3.6 times the throughput of PyTorch and Megatron-LM, 82 to 84% less idle time,
-          stages that come close to each other, optimizer and scheduler each a gain, a larger one
-          the closer the loads of encoder and LLM are, and with the number of nodes
+Command:  python -m experiments.paper --only idle stages ablation asymmetry scaling
+Paper:    82 to 84% less idle time, stages that come close to each other, optimizer and scheduler
+          each a gain, a larger one the closer the loads of encoder and LLM are, and with the nodes
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from experiments.paper.answers import (
     answer,
 )
 from experiments.paper.cases import Case
-from experiments.paper.data import MIXTURES
 from experiments.paper.results import Result, percent, ratio
-from experiments.paper.systems import HOURS, INTERNVL_72B, LLAVA, QWEN2_AUDIO, SETUPS, TOWERS
+from experiments.paper.systems import INTERNVL_72B, LLAVA, SETUPS, TOWERS
 
 SHOWN = {PYTORCH: "PyTorch", MEGATRON: "Megatron-LM", DFLOP: "DFLOP"}
-EPOCH = sum(MIXTURES["vision"].values())  # samples
 ABLATED = (LLAVA["siglip-6b", "qwen2.5-7b"], LLAVA["siglip-6b", "qwen2.5-32b"], INTERNVL_72B)
 PARTS = (MEGATRON, OPTIMIZER_ONLY, SCHEDULER_ONLY, DFLOP, PUBLIC_RULE)
 ASYMMETRIC = tuple(
@@ -47,67 +44,9 @@ def every(case: Case) -> dict[str, Answer]:
     return {system: answer(case, system) for system in SHOWN}
 
 
-def hours(step_s: float, global_batch: int) -> float:
-    """Of an epoch of the paper's 185 thousand samples."""
-    return EPOCH / global_batch * step_s / 3600
-
-
 def per_s(case: Case, made: Answer) -> float:
     """Samples a second."""
     return case.global_batch / made.step_s
-
-
-def throughput(setups: Sequence[Case] = SETUPS) -> Result:
-    result = Result(
-        "throughput",
-        "End-to-end throughput, 64 A100",
-        "1.2x to 3.6x over PyTorch and Megatron-LM",
-        (
-            "model",
-            "PyTorch, samples/s",
-            "Megatron-LM",
-            "DFLOP",
-            "over PyTorch",
-            "over Megatron-LM",
-            "this project's default",
-            "hours an epoch (paper)",
-        ),
-        unit="throughput over PyTorch",
-    )
-    gains = []
-    for case in setups:
-        made = every(case)
-        p, m, d = made.values()
-        gains += [p.step_s / d.step_s, m.step_s / d.step_s]
-        ours = "{:.1f}, {:.1f} to {:.1f}".format(
-            *(hours(a.step_s, case.global_batch) for a in made.values())
-        )
-        if case.name in HOURS:
-            ours += " ({:.0f} to {:.0f})".format(*HOURS[case.name])
-        cells = [
-            *(f"{per_s(case, a):.2f}" for a in made.values()),
-            ratio(p.step_s, d.step_s),
-            ratio(m.step_s, d.step_s),
-            ratio(m.step_s, answer(case, "auto").step_s),
-            "-" if case is QWEN2_AUDIO else ours,
-        ]
-        bars = {SHOWN[s]: p.step_s / a.step_s for s, a in made.items()}
-        result.add(case.name, cells, **bars)
-        result.notes += [f"{case.name}, {s}: {a.words}" for s, a in made.items()]
-    result.notes = [
-        f"speed-ups here {min(gains):.2f}x to {max(gains):.2f}x",
-        "this project's default: over Megatron-LM by policy auto, whose microbatches are padded "
-        "to four compiled shapes, as the runtime runs them",
-        *result.notes,
-    ]
-    result.why = [
-        "our baselines are tuned by simulation over their whole space (degrees, microbatches, "
-        "recomputing), and their data ranks wait for each other only at the end of a step; the "
-        "paper's largest gains need baselines that lose more than such ones do",
-        "hours: the paper's hours hold what no simulation here has: input pipelines, stragglers, "
-        "kernels of its PyTorch build; ratios are what can be compared",
-    ]
-    return result
 
 
 def idle(setups: Sequence[Case] = SETUPS) -> Result:
@@ -287,7 +226,6 @@ def scaling(case: Case = SCALED, nodes: Sequence[int] = NODES) -> Result:
 
 
 COMPARED = [(case, system) for case in SETUPS for system in SHOWN]
-DEFAULTS = [(case, "auto") for case in SETUPS]
 PARTS_KEYS = [(case, system) for case in ABLATED for system in PARTS]
 ASYMMETRY_KEYS = [(case, system) for case in ASYMMETRIC for system in SHOWN]
 SCALING_KEYS = [

@@ -47,6 +47,21 @@ def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: b
     return Exchange(inside, across, seconds)
 
 
+def features(case: Case, plan: Plan, step: Step, loads: Sequence[Load]) -> float:
+    """Bytes of features that the groups of a step read."""
+    read = _read(plan, step, loads)
+    return sum(float(matrix.sum()) * _token_bytes(case, source) for source, matrix in read)
+
+
+def home_nodes(case: Case, plan: Plan) -> tuple[int, int]:
+    """Nodes at which ranks of the last module get their features from the first, and all nodes on
+    which that first module works."""
+    first, last = plan.layout.modules[0], plan.layout.modules[-1]
+    node_V = np.array(plan.layout.devices(first)) // case.hardware.devices_per_node
+    home_D = homes(len(node_V), plan.layout.data_ranks(last))
+    return len(set(node_V[home_D].tolist())), len(set(node_V.tolist()))
+
+
 def _slowest_s(moved: Crossing, hardware: Hardware) -> float:
     """Seconds of the rank that sends or receives longest."""
     s_VD = moved.amount / np.where(moved.far, hardware.network_bandwidth, hardware.link_bandwidth)

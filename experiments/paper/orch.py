@@ -13,19 +13,18 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Load
 from experiments.paper import data
 from experiments.paper.answers import MEGATRON, answer
 from experiments.paper.cases import Case, reported
 from experiments.paper.costs import DTYPE
-from experiments.paper.dispatching import exchange
+from experiments.paper.dispatching import exchange, features, home_nodes
 from experiments.paper.results import Result, ratio
+from experiments.paper.work import mfu
 from models.composed import Composed
 from models.sizes import AUDIO, DECODERS, VISION, AudioSize, ModelSize, VisionSize
 
 MIXTURE, LAYOUT = "three modalities", "anyres"
-ROW = 8192  # tokens of an LLM row of which needed FLOPs are counted
 ASSUMED = (
     "84B: Qwen2.5-72B, a tower of 5.5B (45 layers of 3,200 over 384 px, patches of 14) and an "
     "encoder of Whisper's form with 5.0B (64 layers of 2,560); smaller ones are of our choosing: "
@@ -73,17 +72,6 @@ CASES = (
     LARGE,
 )
 KEYS = [(case, policy) for case in CASES for policy in (MEGATRON, "orch")]
-
-
-def mfu(case: Case, step_s: float) -> float:
-    """Share of the devices' peak FLOP/s that the reported batches need on average, padding and
-    recomputation not counted."""
-    model = case.model()
-    rows = {m: model.piece_tokens.get(m, ROW) for m in model.modules}
-    needed = needed_flops(model, rows)
-    flops = sum(needed[m](n) for b in reported(case) for x in b for m in rows for n in x.lengths(m))
-    peak = case.n_devices * case.hardware.peak_flops(DTYPE)
-    return flops / len(reported(case)) / step_s / peak
 
 
 def run(cases: Sequence[Case] = CASES) -> Result:
@@ -137,10 +125,12 @@ def nodes(cases: Sequence[Case] = CASES) -> Result:
         "overhead below 2% (the gain of node-wise placement is a figure without numbers here)",
         (
             "model",
-            "GB inside nodes, ranks named at random",
-            "named node-wise",
-            "GB across nodes, at random",
+            "GB of features",
+            "encoder ranks to LLM ranks",
+            "LLM copies are in, nodes",
+            "GB across nodes, ranks named at random",
             "node-wise",
+            "least of any names",
             "exchange of the step, at random",
             "node-wise",
         ),
@@ -151,14 +141,23 @@ def nodes(cases: Sequence[Case] = CASES) -> Result:
         assert orch.plan is not None, orch.words
         loads, step = reported(case)[0], orch.steps[0]
         off, on = (exchange(case, orch.plan, step, loads, named) for named in (False, True))
+        read = features(case, orch.plan, step, loads)
+        of_homes, of_all = home_nodes(case, orch.plan)
         cells = [
-            *(f"{e.inside / 1e9:.1f}" for e in (off, on)),
+            f"{read / 1e9:.1f}",
+            " to ".join(str(orch.plan.layout.data_ranks(m)) for m in ("vision", "llm")),
+            f"{of_homes} of {of_all}",
             *(f"{e.across / 1e9:.1f}" for e in (off, on)),
+            f"{read * (1 - of_homes / of_all) / 1e9:.1f}",
             *(f"{100 * e.seconds / orch.step_s:.2f}%" for e in (off, on)),
         ]
         bars = {"at random": off.across / 1e9, "node-wise": on.across / 1e9}
         result.add(case.name, cells, **bars)
     result.notes.append(
         "who balances what is compared by `benchmarks/dispatch.py`, under every cost of a phase"
+    )
+    result.notes.append(
+        "encoders work on all nodes alike, an LLM rank reads through one node: features of nodes "
+        "through which no LLM rank reads cross whatever the names (least of any names)"
     )
     return result

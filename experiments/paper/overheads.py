@@ -15,8 +15,9 @@ from dflop_jax.schedule import schedule_batch
 from experiments.paper.answers import DFLOP, answer
 from experiments.paper.cases import Case, reported
 from experiments.paper.costs import cost_model, prices_of, profile_of
-from experiments.paper.dflop import ABLATED, hours
+from experiments.paper.dflop import ABLATED
 from experiments.paper.results import Result, percent
+from experiments.paper.throughput import hours
 from experiments.paper.true_shapes import amounts_of, bins_of
 
 KEYS = [(case, system) for case in ABLATED for system in (DFLOP, "auto")]

@@ -99,7 +99,7 @@ def write_report(results: Sequence[Result], out: Path, page: Path | None, minute
             f"## {r.title}",
             f"Paper: {r.paper}.",
             markdown_table(r.columns, r.rows),
-            f"![{r.title}]({r.name}.png)",
+            f"![{r.title}]({r.name}.png)" if r.bars else "",
             "\n".join(f"- {line}" for line in r.notes),
             "\n".join(f"Where it differs: {line}." for line in r.why),
         ]

@@ -1,8 +1,9 @@
 """Systems at true shapes: the plans that each may have, and the one of least expected step.
 
 A plan with a number of microbatches is first known by its busiest stage's even share of the work,
-then by that of its dealt samples, then by simulation. What seems least is looked at more closely,
-until the least one is simulated; so most are never dealt, let alone simulated.
+then by that of its dealt samples, then by simulation, a batch at a time. What seems least is looked
+at more closely, until the least one is simulated on every batch; so most are never dealt, and few
+are simulated more than once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,12 +29,12 @@ from experiments.paper.true_shapes import (
     dealt,
     peak_bytes,
     replica_s,
-    schedules_of,
-    simulated,
+    slowest_replica,
     stage_s,
 )
 
 MAX_MODEL, MAX_STAGE = 8, 16
+STAGES = 4  # of the public code's training script
 REMATS: tuple[Remat, ...] = ("none", "named", "layers", "segment")  # of a whole model
 _EVERY_SPLIT = 64  # devices up to which DFLOP's space has every split of them; else about `_SPLITS`
 _SPLITS = 32
@@ -53,6 +54,30 @@ def baseline_plans(case: Case, policy: str) -> Iterator[Plan]:
     for layout in BASELINES[policy](case.n_devices, profile.n_layers, **bounds):
         if is_timed(cost_model(case), layout):
             yield plan_of(case, policy, layout)
+
+
+def published_plan(case: Case) -> tuple[Plan, int]:
+    """The whole model under the only degrees that the public code's training script names, and
+    nothing tuned: (plan, microbatches).
+
+    The script has 64 GPUs in four pipeline stages with tensor parallelism of 8; modules whose heads
+    do not divide by 8 take the highest degree that does. Layers are dealt to stages by count, every
+    layer is recomputed as in the public code, a microbatch is a sample.
+
+    Raises:
+      ValueError: no such placement, or it does not fit.
+    """
+    costs = cost_model(case)
+    staged = [p for p in baseline_plans(case, "pytorch") if len(p.layout.submeshes) == STAGES]
+    if not staged:
+        raise ValueError(f"{case.n_devices} devices are not {STAGES} pipeline stages")
+    plan = with_remat(max(staged, key=lambda p: p.layout.submeshes[0].model), "layers")
+    n = case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1])
+    batches = [amounts_of(costs.profile, b) for b in tuning(case)]
+    needed = peak_bytes(costs, plan, _largest(_dealt(costs, plan, n, batches, "arrival")))
+    if needed > case.memory_bytes:
+        raise ValueError(_too_large(case, needed))
+    return plan, n
 
 
 def is_timed(costs: CostModel, layout: Layout) -> bool:
@@ -81,6 +106,29 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
                 yield plan_of(case, "dflop", layout)
 
 
+@dataclass
+class _Candidate:
+    """A plan with a number of microbatches, and what is known of its steps on the tuning batches.
+
+    `about_s` are seconds of each batch by the replica whose stages look slowest, once it is
+    `dealt`; before that those of a mean batch. The first batches have `simulated_s`.
+    """
+
+    plan: Plan
+    n_microbatches: int
+    about_s: np.ndarray
+    dealt: list[Amounts] = field(default_factory=list)
+    simulated_s: list[float] = field(default_factory=list)
+
+    @property
+    def mean_s(self) -> float:
+        """Of all batches; those that are not simulated are as much slower than they look as the
+        others are."""
+        n = len(self.simulated_s)
+        slower = sum(self.simulated_s) / float(self.about_s[:n].sum()) if n else 1.0
+        return slower * float(self.about_s.mean())
+
+
 def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
     """The plan and the number of microbatches of least mean makespan over the tuning batches.
 
@@ -93,34 +141,45 @@ def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
     costs = cost_model(case)
     batches = [amounts_of(costs.profile, b) for b in tuning(case)]
     mean = {m: np.mean([b[m].sum(axis=1) for b in batches], axis=0) for m in costs.profile.n_layers}
-    queue: list[tuple[float, int, int, Plan, list[Amounts] | None, bool]] = []
+    candidates = []
     for plan in (p for each in plans for p in _recomputed(costs, each)):
         counts = _counts(case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1]))
         for n, about_s in zip(counts, _even_s(costs, plan, mean, counts), strict=True):
-            queue.append((float(about_s), len(queue), n, plan, None, False))
+            candidates.append(_Candidate(plan, n, np.array([about_s])))
+    queue = [(c.mean_s, i) for i, c in enumerate(candidates)]
     heapq.heapify(queue)
     least = math.inf
     while queue:
-        about_s, number, n, plan, batches_dealt, exact = heapq.heappop(queue)
-        if exact:
-            return plan, n
-        if batches_dealt is None:
-            batches_dealt = [
-                dealt(plan, b, bins_of(costs, plan, b, n, grouping), n) for b in batches
-            ]
-            needed = peak_bytes(costs, plan, _largest(batches_dealt))
+        _, i = heapq.heappop(queue)
+        c = candidates[i]
+        if not c.dealt:
+            c.dealt = _dealt(costs, c.plan, c.n_microbatches, batches, grouping)
+            needed = peak_bytes(costs, c.plan, _largest(c.dealt))
             least = min(least, needed)
             if needed > case.memory_bytes:
+                c.dealt = []
                 continue
-            about_s = float(np.mean([replica_s(costs, plan, b).max() for b in batches_dealt]))
+            c.about_s = np.array([replica_s(costs, c.plan, b).max() for b in c.dealt])
+        elif len(c.simulated_s) < len(batches):
+            c.simulated_s.append(slowest_replica(case, c.plan, c.dealt[len(c.simulated_s)], 1.0)[0])
         else:
-            about_s = float(np.mean([_slowest_s(case, plan, b) for b in batches_dealt]))
-            exact = True
-        heapq.heappush(queue, (about_s, number, n, plan, batches_dealt, exact))
-    raise ValueError(
+            return c.plan, c.n_microbatches
+        heapq.heappush(queue, (c.mean_s, i))
+    raise ValueError(_too_large(case, least))
+
+
+def _too_large(case: Case, least: float) -> str:
+    return (
         f"no placement fits into {case.memory_bytes / 2**30:.1f} GiB a device: the least needs "
         f"{least / 2**30:.1f} GiB; use more devices or higher degrees"
     )
+
+
+def _dealt(
+    costs: CostModel, plan: Plan, n: int, batches: Sequence[Amounts], grouping: str
+) -> list[Amounts]:
+    """What each batch's samples add up to in n microbatches."""
+    return [dealt(plan, b, bins_of(costs, plan, b, n, grouping), n) for b in batches]
 
 
 def _recomputed(costs: CostModel, plan: Plan) -> list[Plan]:
@@ -140,13 +199,6 @@ def _even_s(costs: CostModel, plan: Plan, mean: Amounts, counts: list[int]) -> n
     each = {m: sums[:, None] / (n * plan.layout.data_ranks(m)) for m, sums in mean.items()}
     stages = stage_s(costs, plan, each)
     return (n - 1) * stages.max(axis=0) + stages.sum(axis=0)
-
-
-def _slowest_s(case: Case, plan: Plan, amounts: Amounts) -> float:
-    """Seconds of the replica that looks slowest."""
-    costs = cost_model(case)
-    slowest = int(replica_s(costs, plan, amounts).argmax())
-    return simulated(case, plan, schedules_of(costs, plan, amounts)[slowest])
 
 
 def _largest(batches: Sequence[Amounts]) -> dict[str, float]:

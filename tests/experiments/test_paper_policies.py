@@ -10,6 +10,7 @@ from dflop_jax.records import Load
 from experiments.paper import cases, costs, dip, dispatching, orch, phases, policies
 from experiments.paper.answers import answer, mean_s
 from experiments.paper.cases import Case, reported
+from experiments.paper.work import mfu
 from models import omni
 
 
@@ -42,6 +43,7 @@ TINY = Case("VLM-tiny", Model(), Drawn(), 4, 16)
 def small_profiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "SEEN", 64)
+        patch.setattr(cases, "TUNING", 2)
         patch.setattr(costs, "DEGREES", (1, 2))
         patch.setattr(costs, "ITEMS", (1, 8))
         patch.setattr(costs, "TOKENS", (512, 2048))
@@ -95,11 +97,18 @@ def test_what_does_not_fit_is_said():
         assert "GiB" in nothing.words
 
 
-def test_utilisation_counts_what_is_needed():
-    whole = orch.mfu(TINY, 2.0)
-    assert orch.mfu(TINY, 1.0) == pytest.approx(2 * whole)
+def test_utilisation_counts_what_is_needed(monkeypatch):
+    whole = mfu(TINY, 2.0)
+    assert mfu(TINY, 1.0) == pytest.approx(2 * whole)
     twice = replace(TINY, n_devices=8)
-    assert orch.mfu(twice, 2.0) == pytest.approx(whole / 2)
+    assert mfu(twice, 2.0) == pytest.approx(whole / 2)
+    # the vision rows of a work table reach what their seconds say
+    monkeypatch.setattr(dip, "SMALLER", {})
+    monkeypatch.setattr(dip, "VLM_S", TINY)
+    row, paper = dip.work([TINY]).rows
+    base = answer(TINY, "megatron")
+    assert row[-2] == f"{base.step_s:.2f} ({100 * mfu(TINY, base.step_s):.1f}%)"
+    assert paper[-1].startswith(f"16.05 ({100 * mfu(TINY, 16.05):.1f}%")
 
 
 def test_exchange_against_a_loop_over_pieces():
@@ -108,7 +117,7 @@ def test_exchange_against_a_loop_over_pieces():
     hardware = replace(TINY.hardware, devices_per_node=2)
     case = replace(TINY, hardware=hardware)
     moved = dispatching.exchange(case, plan, step, loads, named=True)
-    inside = across = 0.0
+    inside = across = total = 0.0
     groups = step.schedule.groups
     for source in groups:
         for target in (groups[f] for f in source.feeds):
@@ -119,12 +128,16 @@ def test_exchange_against_a_loop_over_pieces():
             device = plan.layout.devices(source.module)
             for sample, rank, tokens in where:
                 for at in {r for s, r, _ in read if s == sample}:
+                    total += size * tokens
                     home = at // (high // np.gcd(low, high)) * (low // np.gcd(low, high))
                     if home != rank:
                         far = device[home] // 2 != device[rank] // 2
                         across += size * tokens * far
                         inside += size * tokens * (not far)
     assert (moved.inside, moved.across) == (pytest.approx(inside), pytest.approx(across))
+    assert dispatching.features(case, plan, step, loads) == pytest.approx(total)
+    of_homes, of_all = dispatching.home_nodes(case, plan)
+    assert 1 <= of_homes <= of_all <= 2
     assert moved.seconds >= 2 * across / 4 / hardware.network_bandwidth
     other = dispatching.exchange(case, plan, step, loads, named=False)
     assert other.across >= 0

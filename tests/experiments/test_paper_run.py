@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from experiments.paper import answers, cases, costs, dflop, report, results, systems
+from experiments.paper import (
+    answers,
+    cases,
+    causes,
+    costs,
+    dflop,
+    report,
+    results,
+    systems,
+    throughput,
+)
 from experiments.paper.answers import DFLOP, MEGATRON, PUBLIC_RULE, PYTORCH, answer, prepare
 from experiments.paper.cases import Case
 from models.llava import build
@@ -37,6 +47,7 @@ TINY = Case("tiny + nano", Nano(), Drawn(), 8, 32, systems.CLUSTER)
 def small_profiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "SEEN", 64)
+        patch.setattr(cases, "TUNING", 2)
         patch.setattr(costs, "DEGREES", (1, 2))
         patch.setattr(costs, "ITEMS", (1, 8))
         patch.setattr(costs, "TOKENS", (512, 2048))
@@ -67,6 +78,35 @@ def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
     html = page.read_text(encoding="utf-8")
     assert "pytorch, simulated" in html
     assert "arrival" in html
+
+
+def test_the_product_beside_true_shapes_and_a_baseline_that_no_one_tuned(monkeypatch):
+    monkeypatch.setattr(throughput, "HOURS", {TINY.name: (27.0, 10.0)})
+    monkeypatch.setattr(causes, "HOURS", {TINY.name: (27.0, 10.0)})
+    (row,) = throughput.throughput([TINY]).rows
+    made = {s: answer(TINY, s) for s in throughput.SYSTEMS}
+    assert row[1:7] == [f"{TINY.global_batch / a.step_s:.2f}" for a in made.values()]
+    base, here = made[answers.PUBLISHED], made[throughput.HERE]
+    assert base.step_s >= min(made[s].step_s for s in (PYTORCH, MEGATRON))
+    assert here.plan.policy == "dflop"
+    assert row[-1].split(", ")[0] == f"{base.step_s / here.step_s:.2f}x"
+    for module, share in answers.padding(TINY, here).items():
+        used = sum(x.tokens(module) for b in cases.reported(TINY) for x in b)
+        room = sum(
+            here.plan.layout.data_ranks(module) * g.microbatches * g.shape.rows * g.shape.tokens
+            for step in here.steps
+            for g in step.schedule.groups
+            if g.module == module
+        )
+        assert 0 <= share < 1
+        assert share == pytest.approx(1 - used / room)
+    (row,) = throughput.epochs([TINY]).rows
+    assert row[1:3] == ["27, 10", "2.7x"]
+    assert row[-2].startswith(f"{base.step_s / made[DFLOP].step_s:.2f}x")
+    spans, hours, less = causes._dflop([TINY])
+    assert spans[1] == "1.2x to 3.6x"
+    assert hours[1:] == ["2.7x", row[-2].split(", ")[1], spans[3], row[-2].split(", ")[0]]
+    assert less[-1].count("%") == 2
 
 
 def test_stages_and_load_ratios_are_what_segments_compute():

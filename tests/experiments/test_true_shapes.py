@@ -12,10 +12,10 @@ from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Load, with_remat
-from experiments.paper import costs, true_shapes, tune
+from experiments.paper import cases, costs, true_shapes, tune
 from experiments.paper.cases import Case, tuning
 from experiments.paper.true_shapes import amounts_of, bins_of, dealt, run_step, segment_s
-from experiments.paper.tune import plan_of, tuned
+from experiments.paper.tune import plan_of, published_plan, tuned
 from tests.plan.cases import TILE, layouts, model_profile, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
@@ -64,6 +64,7 @@ CASE = Case("made up", lambda: None, batch, 4, 8, A100)
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
     monkeypatch.setattr(costs, "_cost_model", lambda *_: MODEL)
+    monkeypatch.setattr(cases, "TUNING", 2)
 
 
 @pytest.fixture
@@ -220,6 +221,56 @@ def test_tuning_is_about_as_good_as_trying_everything(grouping):
         ranks = plan.layout.data_ranks("llm")
         tried += [mean_s(with_remat(plan, "none"), m) for m in (1, 2, 4, 8) if m * ranks <= 8]
     assert mean_s(*tuned(CASE, space, grouping)) <= 1.05 * min(tried)
+
+
+def test_batches_are_simulated_one_by_one_and_the_choice_on_all(monkeypatch):
+    """Plans with two replicas turn out three times as slow as they look, and get no second look."""
+    asked = []
+
+    def seconds(_, plan, amounts, looks_slow):
+        assert looks_slow == 1.0
+        ranks = plan.layout.data_ranks("llm")
+        asked.append((id(plan), len(amounts["llm"][0]), ranks))
+        looks_s = true_shapes.replica_s(MODEL, plan, amounts).max()
+        return (3.0 if ranks == 2 else 1.01) * looks_s, None
+
+    monkeypatch.setattr(tune, "slowest_replica", seconds)
+    monkeypatch.setattr(tune, "_recomputed", lambda _, plan: [plan])
+    chosen, n = tuned(CASE, [*plans(pytorch, 4), *plans(megatron, 4)], "arrival")
+    ranks = chosen.layout.data_ranks("llm")
+    assert ranks != 2
+    assert asked.count((id(chosen), n, ranks)) == len(tuning(CASE)) == 2
+    assert all(asked.count(one) == 1 for one in asked if one[-1] == 2)
+
+
+def test_batches_that_are_not_simulated_are_as_much_slower_as_the_others():
+    one = tune._Candidate(plans(pytorch, 1)[0], 1, np.array([2.0, 4.0, 6.0]))
+    assert one.mean_s == pytest.approx(4.0)
+    one.simulated_s += [3.0]
+    assert one.mean_s == pytest.approx(6.0)
+    one.simulated_s += [4.0, 8.0]
+    assert one.mean_s == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("grouping", ["arrival", "balanced"])
+def test_the_slowest_replica_is_that_of_all(monkeypatch, grouping):
+    for plan in (p for p in plans(megatron, 4) if p.layout.data_ranks("llm") == 2):
+        step = run_step(CASE, plan, batch(16), 4, grouping)
+        with monkeypatch.context() as every:
+            every.setattr(true_shapes, "_LOOKS_SLOW", 0.0)
+            assert step == run_step(CASE, plan, batch(16), 4, grouping)
+
+
+def test_the_published_baseline_has_the_scripts_degrees_and_is_not_tuned():
+    plan, n = published_plan(replace(CASE, n_devices=8))
+    assert len(plan.layout.submeshes) == 4
+    assert {m.model for m in plan.layout.submeshes} == {2}  # the highest that there are prices of
+    assert {s.remat for s in plan.layout.segments} == {"layers"}
+    assert n == CASE.global_batch
+    with pytest.raises(ValueError, match="2 devices are not 4 pipeline stages"):
+        published_plan(replace(CASE, n_devices=2))
+    with pytest.raises(ValueError, match="the least needs"):
+        published_plan(replace(CASE, hardware=replace(A100, memory_bytes=1.0)))
 
 
 def test_memory_rules_plans_out_and_layers_are_recomputed_for_it(monkeypatch):

@@ -1,9 +1,9 @@
 """Systems at true shapes: the plans that each may have, and the one of least expected step.
 
-A plan with a number of microbatches is first known by its busiest stage's even share of the work,
-then by that of its dealt samples, then by simulation, a batch at a time. What seems least is looked
-at more closely, until the least one is simulated on every batch; so most are never dealt, and few
-are simulated more than once.
+A plan with a number of microbatches is first known by its busiest stage's even share of each batch,
+then by that of dealt samples, then by simulation, a batch at a time. What seems least is looked at
+more closely, until the least one is simulated on every batch; so most are never dealt, and few are
+simulated more than once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from experiments.paper.true_shapes import (
 )
 
 MAX_MODEL, MAX_STAGE = 8, 16
+_DEALT_FIRST = 2  # tuning batches before any is simulated: of one, random samples tell little
 STAGES = 4  # of the public code's training script
 REMATS: tuple[Remat, ...] = ("none", "named", "layers", "segment")  # of a whole model
 _EVERY_SPLIT = 64  # devices up to which DFLOP's space has every split of them; else about `_SPLITS`
@@ -110,23 +111,26 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
 class _Candidate:
     """A plan with a number of microbatches, and what is known of its steps on the tuning batches.
 
-    `about_s` are seconds of each batch by the replica whose stages look slowest, once it is
-    `dealt`; before that those of a mean batch. The first batches have `simulated_s`.
+    Seconds of every batch if it were shared out evenly, `even_s`; of the first of them as they are
+    `dealt`, by the replica whose stages look slowest, `dealt_s`; and as they are simulated.
     """
 
     plan: Plan
     n_microbatches: int
-    about_s: np.ndarray
+    even_s: np.ndarray
     dealt: list[Amounts] = field(default_factory=list)
+    dealt_s: list[float] = field(default_factory=list)
     simulated_s: list[float] = field(default_factory=list)
 
     @property
     def mean_s(self) -> float:
-        """Of all batches; those that are not simulated are as much slower than they look as the
-        others are."""
-        n = len(self.simulated_s)
-        slower = sum(self.simulated_s) / float(self.about_s[:n].sum()) if n else 1.0
-        return slower * float(self.about_s.mean())
+        """Of all batches; those that are not looked at so closely are as much slower than they seem
+        as the others are."""
+        mean_s = float(self.even_s.mean())
+        for seemed_s, closer_s in ((self.even_s, self.dealt_s), (self.dealt_s, self.simulated_s)):
+            if closer_s:
+                mean_s *= sum(closer_s) / sum(seemed_s[: len(closer_s)])
+        return mean_s
 
 
 def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
@@ -140,30 +144,33 @@ def tuned(case: Case, plans: Sequence[Plan], grouping: str) -> tuple[Plan, int]:
     """
     costs = cost_model(case)
     batches = [amounts_of(costs.profile, b) for b in tuning(case)]
-    mean = {m: np.mean([b[m].sum(axis=1) for b in batches], axis=0) for m in costs.profile.n_layers}
+    sums = {m: np.stack([b[m].sum(axis=1) for b in batches], 1) for m in costs.profile.n_layers}
     candidates = []
     for plan in (p for each in plans for p in _recomputed(costs, each)):
         counts = _counts(case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1]))
-        for n, about_s in zip(counts, _even_s(costs, plan, mean, counts), strict=True):
-            candidates.append(_Candidate(plan, n, np.array([about_s])))
+        for n, even_s in zip(counts, _even_s(costs, plan, sums, counts), strict=True):
+            candidates.append(_Candidate(plan, n, even_s))
     queue = [(c.mean_s, i) for i, c in enumerate(candidates)]
     heapq.heapify(queue)
     least = math.inf
     while queue:
         _, i = heapq.heappop(queue)
         c = candidates[i]
-        if not c.dealt:
-            c.dealt = _dealt(costs, c.plan, c.n_microbatches, batches, grouping)
+        n_simulated = len(c.simulated_s)
+        if n_simulated == len(batches):
+            return c.plan, c.n_microbatches
+        if n_simulated < len(c.dealt):
+            seconds, _ = slowest_replica(case, c.plan, c.dealt[n_simulated], looks_slow=1.0)
+            c.simulated_s.append(seconds)
+        else:
+            more = batches[n_simulated:][: 1 if c.dealt else _DEALT_FIRST]
+            c.dealt += _dealt(costs, c.plan, c.n_microbatches, more, grouping)
             needed = peak_bytes(costs, c.plan, _largest(c.dealt))
             least = min(least, needed)
             if needed > case.memory_bytes:
                 c.dealt = []
                 continue
-            c.about_s = np.array([replica_s(costs, c.plan, b).max() for b in c.dealt])
-        elif len(c.simulated_s) < len(batches):
-            c.simulated_s.append(slowest_replica(case, c.plan, c.dealt[len(c.simulated_s)], 1.0)[0])
-        else:
-            return c.plan, c.n_microbatches
+            c.dealt_s = [float(replica_s(costs, c.plan, b).max()) for b in c.dealt]
         heapq.heappush(queue, (c.mean_s, i))
     raise ValueError(_too_large(case, least))
 
@@ -193,12 +200,14 @@ def _counts(most: int) -> list[int]:
     return sorted({*(2**k for k in range(most.bit_length())), most}) if most else []
 
 
-def _even_s(costs: CostModel, plan: Plan, mean: Amounts, counts: list[int]) -> np.ndarray:
-    """About the seconds of a step whose microbatches share a mean batch out evenly."""
-    n = np.array(counts, float)
-    each = {m: sums[:, None] / (n * plan.layout.data_ranks(m)) for m, sums in mean.items()}
+def _even_s(costs: CostModel, plan: Plan, sums: Amounts, counts: list[int]) -> np.ndarray:
+    """About the seconds of a step whose microbatches share each batch out evenly, [counts,
+    batches]; `sums` are those of the batches, [1 + features, batches]."""
+    n = np.array(counts, float)[:, None]
+    each = {m: of[:, None] / (n * plan.layout.data_ranks(m)) for m, of in sums.items()}
     stages = stage_s(costs, plan, each)
-    return (n - 1) * stages.max(axis=0) + stages.sum(axis=0)
+    even_s: np.ndarray = (n - 1) * stages.max(axis=0) + stages.sum(axis=0)
+    return even_s
 
 
 def _largest(batches: Sequence[Amounts]) -> dict[str, float]:

@@ -243,13 +243,16 @@ def test_batches_are_simulated_one_by_one_and_the_choice_on_all(monkeypatch):
     assert all(asked.count(one) == 1 for one in asked if one[-1] == 2)
 
 
-def test_batches_that_are_not_simulated_are_as_much_slower_as_the_others():
+def test_batches_not_looked_at_are_as_much_slower_as_the_others():
     one = tune._Candidate(plans(pytorch, 1)[0], 1, np.array([2.0, 4.0, 6.0]))
     assert one.mean_s == pytest.approx(4.0)
-    one.simulated_s += [3.0]
+    one.dealt_s += [3.0, 6.0]
     assert one.mean_s == pytest.approx(6.0)
+    one.simulated_s += [6.0]
+    assert one.mean_s == pytest.approx(12.0)
+    one.dealt_s += [1.0]
     one.simulated_s += [4.0, 8.0]
-    assert one.mean_s == pytest.approx(5.0)
+    assert one.mean_s == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("grouping", ["arrival", "balanced"])

@@ -130,7 +130,7 @@ def nodes(cases: Sequence[Case] = CASES) -> Result:
             "LLM copies are in, nodes",
             "GB across nodes, ranks named at random",
             "node-wise",
-            "least of any names",
+            "about the least of any names",
             "exchange of the step, at random",
             "node-wise",
         ),
@@ -158,6 +158,6 @@ def nodes(cases: Sequence[Case] = CASES) -> Result:
     )
     result.notes.append(
         "encoders work on all nodes alike, an LLM rank reads through one node: features of nodes "
-        "through which no LLM rank reads cross whatever the names (least of any names)"
+        "through which no LLM rank reads cross whatever the names"
     )
     return result

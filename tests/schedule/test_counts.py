@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from dflop_jax.records import Load, from_json, to_json
+from dflop_jax.records import Bucket, Load, Shape, from_json, to_json
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of, variants
 from dflop_jax.schedule.costs import group_costs, ticks_of
@@ -183,3 +183,32 @@ def test_classes_hold_samples_of_the_same_buckets(n, most):
     alike = Batch([Load({"a": (), "b": (5,)})] * n, ("a", "b"))
     every = np.ones((1, n), bool)
     assert (size_classes(alike, every, most) == 0).all()
+
+
+def test_what_runs_of_a_bucket_must_be_a_bucket_for_a_bound():
+    """Samples of which none has a piece of a module run without its group, which may be cheaper
+    than every bucket of the program."""
+    ranks = {"a": 1, "b": 1, "c": 1}
+    whole = Bucket.of({m: Shape(4, TILE) for m in ranks})
+    plan = make_plan([whole], ranks)
+    prices = make_prices(plan)
+    text, picture, sound = ({"c": (5,)}, {"a": (TILE,), "c": (5,)}, {"b": (TILE,), "c": (5,)})
+
+    def bound_s(*kinds):
+        loads = [Load(kind) for kind in kinds]
+        got = schedule_batch(
+            loads, plan, prices, plan.layout.modules, work=500, program=program_of(plan)
+        )
+        assert got.integer_bound_s <= got.makespan_s
+        return got.integer_bound_s
+
+    assert bound_s({**picture, **sound}) > 0
+    assert bound_s({**picture, **sound}, text) > 0
+    assert bound_s(text, picture) > 0
+    # Pictures lack sounds and sounds lack pictures; a group of both lacks nothing, which is known.
+    assert bound_s(picture, sound) > 0
+    # What lacks {a, b} and what lacks {b, d} may share a group that lacks b alone: not known.
+    four = {**ranks, "d": 1}
+    plan = make_plan([Bucket.of({m: Shape(4, TILE) for m in four})], four)
+    prices = make_prices(plan)
+    assert bound_s({"c": (5,), "d": (5,)}, {"a": (TILE,), "c": (5,)}) == 0

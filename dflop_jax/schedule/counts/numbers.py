@@ -27,12 +27,14 @@ _PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for
 @dataclass(frozen=True)
 class Numbers:
     """`values` of the program's parameters, seconds in units of `unit_s`; the class of each sample
-    and which buckets hold it; and `slack`, how much more room than volume is asked for."""
+    and which buckets hold it; whether what is proved holds for every schedule (`is_bound`); and
+    `slack`, how much more room than volume is asked for."""
 
     values: dict[str, Floats]
     class_N: Ints
     able_CN: NDArray[np.bool_]
     unit_s: float
+    is_bound: bool
     slack: float = 0.0
 
     def with_slack(self, slack: float) -> Numbers:
@@ -88,7 +90,24 @@ def numbers_of(
         values["holds"][m] /= largest
         values["least"][m] /= largest
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
-    return Numbers(rounded, class_N, able_CN, unit_s)
+    is_bound = sizes.divided <= 1 and _has_every_run(room)
+    return Numbers(rounded, class_N, able_CN, unit_s, is_bound)
+
+
+def _has_every_run(room: PackingSpace) -> bool:
+    """Whether what runs of a bucket is always one of the buckets: a module of which no sample in a
+    microbatch has a piece has no group. (Nor has a part without pieces; of one divided module the
+    buckets have every number of parts.)"""
+    known = {bucket.shapes for bucket in room.buckets}
+    for bucket in room.buckets:
+        missing = set(room.batch.modules) - {m for m, _ in bucket.shapes}
+        lacked = {absent for absent in room.batch.absences if missing <= absent}
+        while more := {a & b for a in lacked for b in lacked} - lacked:
+            lacked |= more  # what some samples that the bucket holds lack together
+        left = (tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in lacked)
+        if any(shapes and shapes not in known for shapes in left):
+            return False
+    return True
 
 
 def _fill_conditions(values: dict[str, Floats], room: PackingSpace, answer_C: Ints) -> None:

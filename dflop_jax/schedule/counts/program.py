@@ -35,6 +35,7 @@ class Sizes:
     resources: int
     classes: int = CLASSES
     conditions: int = CONDITIONS
+    divided: int = 0  # modules whose groups are parts: see `Numbers.is_bound`
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -87,6 +88,7 @@ def sizes_of(layout: Layout) -> Sizes:
         buckets=most_buckets(layout),
         modules=len(layout.modules),
         resources=len(set(resources(layout).values())),
+        divided=sum(bool(layout.shapes(m)) for m in layout.divided),
     )
 
 

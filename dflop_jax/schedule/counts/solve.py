@@ -33,7 +33,7 @@ class Counts:
     """What the integer program says of a batch.
 
     answer: the groups that it asks for, packed; None where it knows none that are faster, or none
-    of these could be packed. bound_s: no schedule of the plan's buckets is faster.
+    of these could be packed. bound_s: no schedule of the plan's buckets is faster; 0: not known.
     """
 
     answer: list[BucketRun] | None
@@ -77,7 +77,8 @@ def by_counts(
             break
         wanted = numbers.with_slack(slack)
         solved, least_s = _solved(program, wanted, padded_C, budget)
-        bound_s = max(bound_s, least_s) if slack == 0.0 else bound_s
+        if slack == 0.0 and numbers.is_bound:
+            bound_s = least_s
         if solved is None or numbers.least_s(solved.groups_C) >= (1 - _WORTH) * known_s:
             break
         chosen = np.repeat(np.arange(program.sizes.buckets), solved.groups_C).tolist()

@@ -40,16 +40,16 @@ def module_s(rules: Rules, module: str, model: int, rows: Array, tokens: Array) 
 def efficient_rows(rules: Rules, module: str, model: int, tokens: int) -> int:
     """Least rows of so many tokens at which a module reaches `EFFICIENT` of its best rate, among
     sizes whose prices are believed."""
-    most = max(1.0, rules.trusted_tokens(module) / tokens)
-    rows = np.array([n for n in _ROWS if n <= most])
+    believed_rows = max(1.0, rules.trusted_tokens(module) / tokens)
+    rows = np.array([n for n in _ROWS if n <= believed_rows])
     rate = rows / module_s(rules, module, model, rows, np.full(rows.shape, tokens))
     return int(rows[(rate >= EFFICIENT * rate.max()).argmax()])
 
 
-def rounds_of(rules: Rules, count: int, model: int, most: int) -> dict[str, int]:
-    """How often each module's chunks go round `count` ranks of this tensor-parallel degree, `most`
-    times at most: as many times as it takes longer than the fastest for a microbatch that it runs
-    efficiently, rounded down."""
+def rounds_of(rules: Rules, count: int, model: int, most_rounds: int) -> dict[str, int]:
+    """How often each module's chunks go round `count` ranks of this tensor-parallel degree,
+    `most_rounds` times at most: as many times as it takes longer than the fastest for a microbatch
+    that it runs efficiently, rounded down."""
     took_s: dict[str, float] = {}
     for m, volume in rules.volumes.items():
         if volume.largest:
@@ -58,7 +58,7 @@ def rounds_of(rules: Rules, count: int, model: int, most: int) -> dict[str, int]
             took_s[m] = float(module_s(rules, m, model, rows, tokens))
     least_s = min(took_s.values())
     return {
-        m: max(1, min(int(took_s.get(m, 0.0) / least_s + 1e-6), most, n // count))
+        m: max(1, min(int(took_s.get(m, 0.0) / least_s + 1e-6), most_rounds, n // count))
         for m, n in rules.n_layers.items()
     }
 
@@ -96,8 +96,8 @@ def layouts(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[Layout
     """Layouts, without shapes, of ranks that the devices may form."""
     for count, data, model in rank_sizes(rules.facts, n_devices, rules.node(n_devices), config):
         seen: list[dict[str, int]] = []
-        for most in range(1, MOST_ROUNDS + 1):
-            rounds = rounds_of(rules, count, model, most)
+        for most_rounds in range(1, MOST_ROUNDS + 1):
+            rounds = rounds_of(rules, count, model, most_rounds)
             if rounds not in seen:
                 seen.append(rounds)
                 yield chunked(rules, rank_submeshes(count, data, model), rounds)

@@ -96,7 +96,7 @@ def _table(
     shapes = [one.buckets[0].shape(module) for one in at_cut]
     rows = np.array([[s.rows if s else 0 for s in shapes]])
     tokens = np.array([[s.tokens if s else 0 for s in shapes]])
-    most = [one.fan_in if module in one.divided else 1 for one in at_cut]
+    most_parts = [one.fan_in if module in one.divided else 1 for one in at_cut]
     together = np.array([[n[module] for n in parts]])
     sizes, content = rows * tokens, group_content(volume, cuts * together, np.array(rank.data))
     data: Array = np.array([[rank.data]])
@@ -110,7 +110,7 @@ def _table(
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         content,
-        least_groups(volume, rules.room(module, rows, tokens) * most * rank.data),
+        least_groups(volume, rules.room(module, rows, tokens) * most_parts * rank.data),
         segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )
 

@@ -43,7 +43,6 @@ from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from dflop_jax.tasks.order import most_in_flight
 
-TIE = 1e-6  # relative: what differs less is equal, and a rule decides
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
@@ -142,14 +141,14 @@ class Evaluator:
 
     def _mean_groups(self, layout: Layout) -> float:
         """Groups of the largest shapes that hold a mean batch."""
-        most = 1.0
+        n_groups = 1.0
         for m in layout.modules:
             rooms = (self.rules.room(m, s.rows, s.tokens) for s in layout.shapes(m))
             room = max(rooms, default=0)
             room *= layout.data_ranks(m) * layout.group_size
             room *= layout.fan_in if m in layout.divided else 1
-            most = max(most, self.rules.volumes[m].mean / room if room else 0.0)
-        return most
+            n_groups = max(n_groups, self.rules.volumes[m].mean / room if room else 0.0)
+        return n_groups
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
         """The plan with the cheapest options that its buckets leave memory for, module by module;
@@ -184,7 +183,7 @@ class Evaluator:
           about_s: what a step takes about, which says how much work hides behind it.
           prices: of the plan's own programs; None: by the profile.
         """
-        own = prices is not None
+        is_compiled = prices is not None
         prices = prices or self.prices(plan.layout)
         trainable = self.rules.trainable(plan.layout)
         work = min(work_budget(about_s), _EVALUATE_WORK)
@@ -192,7 +191,7 @@ class Evaluator:
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.unseen)
         ]
-        if not own:  # else its programs are compiled, for the rooms that they have
+        if not is_compiled:  # else it has the rooms that its programs are for
             plan = plan.with_layout(
                 exchange_rooms=exchange_rooms(plan.layout, schedules, self.unseen)
             )
@@ -265,11 +264,11 @@ class Evaluator:
 
 def _busiest_s(layout: Layout, traces: Sequence[Trace]) -> float:
     """Seconds that the busiest devices compute, on average: no order of tasks is faster."""
-    of, found = resources(layout), []
+    of, busiest_s = resources(layout), []
     for trace in traces:
         busy_s = dict.fromkeys(of.values(), 0.0)
         for name, share in trace.busy_fraction().items():
             if name in of:  # and not a link
                 busy_s[of[name]] += share * trace.makespan_s
-        found.append(max(busy_s.values()))
-    return float(np.mean(found))
+        busiest_s.append(max(busy_s.values()))
+    return float(np.mean(busiest_s))

@@ -8,10 +8,11 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import GIB, HARDWARE
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
 from dflop_jax.records import Plan
+from dflop_jax.schedule.shapes.evaluate import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 # Times the devices at hand up to which a message says how many would hold a plan; twice as much is

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Plan, Prices, Shape
+from dflop_jax.schedule.shapes.evaluate import TIE
 from dflop_jax.schedule.shapes.spare import beyond
 
 SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time

@@ -21,13 +21,14 @@ from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import why_none
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import Option, saving_words
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import Layout, SubmeshPlan
+from dflop_jax.schedule.shapes.evaluate import TIE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
 _ARRIVAL_CUTS = (4, 8, 16, 32, 64)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from dflop_jax.plan.evaluate import TIE, Evaluator
+from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
+from dflop_jax.schedule.shapes.evaluate import TIE
 from dflop_jax.sim.memory import kept_bytes
 from dflop_jax.tasks.graph import with_backward
 

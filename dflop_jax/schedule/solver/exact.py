@@ -47,9 +47,9 @@ def enumerate_exactly(
             return None, False
         placed_SN = np.concatenate([placed_SN[state], j[:, None]], axis=1)
         loads_SRB = loads_SRB[state]
-        own = np.arange(n_bins) == j[:, None]
+        alone = np.arange(n_bins) == j[:, None]
         shared = group_of_B == group_of_B[j][:, None]
-        adds = np.where(grouped_R[:, None], shared[:, None, :], own[:, None, :])
+        adds = np.where(grouped_R[:, None], shared[:, None, :], alone[:, None, :])
         loads_SRB += size_R1 * adds
     if len(placed_SN) == 0:
         return None, True

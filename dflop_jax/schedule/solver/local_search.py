@@ -161,13 +161,13 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
     pool = choose_pool(state, rng)
     budget.spend()
     before = state.score_B[pool].max()
-    own = [r for r in range(p.n_costs) if not p.grouped_R[r]]
-    total_R = state.loads_RB[own][:, pool].sum(axis=1)
-    room_R = len(pool) if p.scale_RB is None else (1 / p.scale_RB[own][:, pool]).sum(axis=1)
+    of_a_bin = [r for r in range(p.n_costs) if not p.grouped_R[r]]
+    total_R = state.loads_RB[of_a_bin][:, pool].sum(axis=1)
+    room_R = len(pool) if p.scale_RB is None else (1 / p.scale_RB[of_a_bin][:, pool]).sum(axis=1)
     if len(pool) < 2 or (total_R / room_R).max(initial=0.0) >= before * (1 - ROUNDING):
         return  # even a perfect split would not help
-    kept = [state.members[j] for j in pool]
-    samples = np.concatenate(kept)
+    members_before = [state.members[j] for j in pool]
+    samples = np.concatenate(members_before)
     noise_N = 1 + _NOISE * (2 * rng.random(len(samples)) - 1)
     noisy_N = p.sizes_RN[: p.n_costs, samples].max(axis=0) * noise_N
     emptied = state.bins.copy()
@@ -178,12 +178,12 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
     state.refill(pool.tolist(), [samples[bins[samples] == j] for j in pool])
     descend(state, target, budget.part(_RESPLIT_WORK), pool)
     if not state.score_B[pool].max() < before * (1 - ROUNDING):
-        state.refill(pool.tolist(), kept)
+        state.refill(pool.tolist(), members_before)
 
 
-def choose_pool(state: State, rng: np.random.Generator, most: int = 4) -> Ints:
-    """The heaviest bin and up to `most` - 1 random others."""
+def choose_pool(state: State, rng: np.random.Generator) -> Ints:
+    """The heaviest bin and two or three random others."""
     n_bins = state.problem.n_bins
     heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
-    others = rng.permutation(n_bins)[: int(rng.integers(3, most + 1))]
-    return np.concatenate([[heaviest], others[others != heaviest][: most - 1]]).astype(np.int64)
+    others = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
+    return np.concatenate([[heaviest], others[others != heaviest][:3]]).astype(np.int64)

@@ -75,10 +75,10 @@ def resolve(state: State, pool: Ints, budget: Budget, limit_s: float = np.inf) -
         return Resolve(False, bound)
     count_TP = np.rint(solver.getSolution().col_value[:-1]).astype(int)
     count_TP = count_TP.reshape(len(counts_T), len(pool))
-    kept = [state.members[j] for j in pool]
+    members_before = [state.members[j] for j in pool]
     state.refill(pool.tolist(), _deal(samples, kind_of.ravel(), count_TP))
     if not state.score_B[pool].max() < before * (1 - ROUNDING):
-        state.refill(pool.tolist(), kept)
+        state.refill(pool.tolist(), members_before)
         return Resolve(False, bound)
     return Resolve(True, min(bound, float(info.mip_dual_bound)) if proved else 0.0)
 

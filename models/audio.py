@@ -28,11 +28,6 @@ def audio_positions(mel_frames: Any) -> Any:
     return (mel_frames - 1) // 2 + 1
 
 
-def audio_tokens(mel_frames: Any) -> Any:
-    """Tokens of a chunk that the LLM sees: pairs of real positions."""
-    return audio_positions(mel_frames) // 2
-
-
 def sinusoids(n: int, width: int) -> np.ndarray:
     """Positions [n, width]: sines of n positions times width / 2 frequencies, then cosines."""
     frequencies = np.exp(-np.log(10000.0) / (width // 2 - 1) * np.arange(width // 2))
@@ -88,7 +83,7 @@ class ExitModule(nn.Module):
 
 @dataclass(frozen=True)
 class AudioModule(Encoder):
-    """See `Encoder`; of a chunk's features the first `audio_tokens(mel_frames)` are to be used."""
+    """See `Encoder`; of a chunk's features the first `media.mel.encoder_tokens` are to be used."""
 
     size: AudioSize
 

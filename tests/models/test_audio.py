@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from model_fields import fields, full_params, outputs
 
+from dflop_jax.data.media.mel import encoder_tokens
 from dflop_jax.train.optimizer import UNDECAYED
-from models.audio import AudioModule, audio_tokens, sinusoids, windows
+from models.audio import AudioModule, sinusoids, windows
 from models.sizes import AUDIO
 
 MODULE = AudioModule(AUDIO["whisper-nano"], 24, jnp.dtype("float32"))
@@ -17,7 +18,7 @@ MODULE = AudioModule(AUDIO["whisper-nano"], 24, jnp.dtype("float32"))
 def test_tokens_of_frames(frames):
     """As the steps of the convolution and of the average fall on real frames."""
     positions = len(range(0, frames, 2))
-    assert audio_tokens(frames) == positions // 2
+    assert encoder_tokens(frames) == positions // 2
 
 
 def test_whisper_positions():
@@ -51,7 +52,7 @@ def test_padding_is_not_heard(items):
     assert a.shape == (items, 8, 24)
     assert np.isfinite(a).all()
     for item in range(items):
-        used = audio_tokens(frames[item])
+        used = encoder_tokens(frames[item])
         np.testing.assert_array_equal(a[item, :used], b[item, :used])
     if items == 3:
         assert not np.array_equal(a[1], b[1])

@@ -21,9 +21,9 @@ from model_fields import forward
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
+from dflop_jax.data.media.mel import encoder_tokens
 from dflop_jax.data.text.pieces import TextPiece
 from models import hf
-from models.audio import audio_tokens
 from models.composed import Published
 from models.decoder import DecoderModule
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
@@ -264,7 +264,7 @@ def test_qwen2_audio(seed):
     model.config.audio_token_id = 0
     frames = np.asarray([audio_size.frames, 7, 3, int(rng.integers(4, audio_size.frames))])
     mel = rng.normal(size=(4, audio_size.mel_bins, audio_size.frames)).astype(np.float32)
-    used = audio_tokens(frames)
+    used = encoder_tokens(frames)
     tokens = draw_text(rng, decoder, used, 0)
     mask = tokens == 0
     real = np.arange(audio_size.frames) < frames[:, None]

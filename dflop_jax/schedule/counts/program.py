@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -70,14 +70,25 @@ class CountProgram:
     entries: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int, float], ...]
 
+    @cached_property
+    def _affine(self) -> tuple[Ints, Ints, Floats]:
+        """`numbers` by column."""
+        place, parameter, factor = zip(*self.numbers, strict=True)
+        return np.array(place), np.array(parameter), np.array(factor)
+
+    @cached_property
+    def cells(self) -> tuple[Ints, Ints]:
+        """(rows, columns) of `entries`."""
+        row, column = np.array(self.entries).T
+        return row, column
+
     def filled(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
         """(costs [columns], h [rows], values of the entries of G) of a batch."""
         flat = [np.ravel(values[name]) for name in self.sizes.parameters]
         parameters = np.concatenate([*flat, np.ones(1)])
-        place, parameter, factor = (np.array(column) for column in zip(*self.numbers, strict=True))
+        place, parameter, factor = self._affine
         n = self.columns + self.rows + len(self.entries)
-        added = factor * parameters[parameter.astype(int)]
-        numbers = np.bincount(place.astype(int), added, n).astype(np.float64)
+        numbers = np.bincount(place, factor * parameters[parameter], n).astype(np.float64)
         behind_h = self.columns + self.rows
         return numbers[: self.columns], numbers[self.columns : behind_h], numbers[behind_h:]
 

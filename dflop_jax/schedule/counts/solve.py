@@ -115,7 +115,7 @@ def _solved(
 
 def _model(program: CountProgram, costs: Floats, h: Floats, entries: Floats) -> highspy.HighsLp:
     """min costs @ x with G x >= -h, equal in the first rows; what is 0 in G is left out."""
-    row, column = np.array(program.entries).T
+    row, column = program.cells
     some = np.flatnonzero(entries)
     by_row = some[np.lexsort((column[some], row[some]))]
     model = highspy.HighsLp()

@@ -21,6 +21,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]  # and finite, as every number with a bound
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
@@ -139,6 +140,11 @@ class PlanConfig:
         Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
+    drift: Annotated[
+        Share,
+        "share of the steps that plans are judged by whose batches hold other shares of media than "
+        "the data's",
+    ] = 1 / 3
     finalists: Annotated[
         NonNegativeInt,
         "plans whose own programs are timed before one is chosen; batches are then scheduled by "
@@ -352,6 +358,9 @@ def _check_bounds(name: str, number: float, bounds: Meta) -> None:
     """Raise ValueError for a number outside `bounds`, or one that is not finite."""
     if bounds.gt is not None:
         allowed, rule = number > bounds.gt, f"a finite number above {bounds.gt}"
+    elif bounds.le is not None and bounds.ge is not None:
+        allowed = bounds.ge <= number <= bounds.le
+        rule = f"a number from {bounds.ge} to {bounds.le}"
     elif bounds.ge == 0:
         allowed, rule = number >= 0, "a finite number, 0 or above"
     else:

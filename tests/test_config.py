@@ -163,6 +163,7 @@ ABOVE_ZERO = [
     "distributed.connect_timeout_s",
     "distributed.peer_timeout_s",
 ]
+SHARES = ["plan.drift"]
 NOT_NEGATIVE = [
     "train.warmup_steps",
     "train.weight_decay",
@@ -209,9 +210,17 @@ def test_amounts_are_not_negative(name):
         override(Config(), {name: "-1"})
 
 
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_are_from_nothing_to_all(name):
+    assert get(override(Config(), {name: "1"}), name) == 1
+    for value in ("-0.1", "1.5", "nan", "inf"):
+        with pytest.raises(ValueError, match=rf"{name}={value} must be a number from 0 to 1"):
+            override(Config(), {name: value})
+
+
 def test_the_tables_name_every_bound():
     bounded = {leaf.name for leaf in fields() if leaf.bounds}
-    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE}
+    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE, *SHARES}
 
 
 def test_a_wrong_configuration_cannot_be_made_in_python_either():

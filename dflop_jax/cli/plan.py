@@ -157,7 +157,10 @@ def limits(tried: Limits, config: PlanConfig) -> str:
         f"plan.{name} {getattr(tried, name)} ({'given' if given else 'by the job'})"
         for name, given in each.items()
     ]
-    return f"looked up to {', '.join(said)}"
+    return (
+        f"looked up to {', '.join(said)}; {config.drift:.0%} of the steps that plans are judged by "
+        "hold other shares of media than the data's (plan.drift)"
+    )
 
 
 def savings(rows: Sequence[Saving]) -> Table:

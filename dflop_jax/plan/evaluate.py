@@ -49,7 +49,6 @@ _RANK_WORK = 100  # units for a batch of a plan that is ranked
 _JUDGED = 512  # samples by which plans are judged at least, in up to twice as many batches
 _GLANCED = 0.5  # of these batches for one that is looked at quickly
 _EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
-_DRIFTED_SHARE = 1 / 3  # of the steps that plans are judged by
 _STEP_END = (REDUCE, UPDATE)
 _SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
 
@@ -210,11 +209,13 @@ class Evaluator:
         return best.with_scheduling(work_budget=work_budget(best.predicted.makespan_s))
 
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
-        """Seconds by which evaluated plans are compared: of a step, a third of which have
-        drifted."""
+        """Seconds by which evaluated plans are compared: of a step, a share of which
+        (`plan.drift`) have drifted."""
+        share = self.config.drift
+        if not share:
+            return plan.predicted.makespan_s
         work = min(plan.scheduling.work_budget, _EVALUATE_WORK)
         drifted_s = self._mean_s(plan, self.drifted, prices, work)
-        share = _DRIFTED_SHARE
         return (1 - share) * plan.predicted.makespan_s + share * drifted_s
 
     def glance_s(self, plan: Plan) -> float:

@@ -114,7 +114,8 @@ def test_a_search_says_how_far_it_went():
     said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
     assert said == (
         "looked up to plan.max_model 2 (by the job), plan.max_stage 4 (given), "
-        "plan.max_microbatches 16 (by the job)"
+        "plan.max_microbatches 16 (by the job); 33% of the steps that plans are judged by "
+        "hold other shares of media than the data's (plan.drift)"
     )
 
 

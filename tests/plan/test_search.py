@@ -448,10 +448,18 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     evaluator = search_module._prepared(profile, data, spec)[1]
     drifted = {tuple(map(repr, b)) for b in evaluator.drifted}
     assert not drifted & {tuple(map(repr, b)) for b in (*evaluator.batches, *evaluator.unseen)}
-    judged = {}
-    for policy in ("auto", *POLICIES):
-        judged[policy] = evaluator.judged_s(run(policy, 4, profile=profile).plan)
+    plans = {p: run(p, 4, profile=profile).plan for p in ("auto", *POLICIES)}
+    judged = {p: evaluator.judged_s(plan) for p, plan in plans.items()}
     assert judged["auto"] == pytest.approx(min(judged.values()), rel=1e-6)
+
+    def with_drift(share):
+        config = dataclasses.replace(spec.config, drift=share)
+        asked = dataclasses.replace(spec, config=config)
+        return search_module._prepared(profile, data, asked)[1].judged_s(plans["dflop"])
+
+    assert with_drift(0.0) == plans["dflop"].predicted.makespan_s != with_drift(1.0)
+    expected_s = (2 * with_drift(0.0) + with_drift(1.0)) / 3
+    assert judged["dflop"] == pytest.approx(expected_s)
 
 
 def test_auto_searches_what_has_a_placement():

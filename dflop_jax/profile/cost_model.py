@@ -70,6 +70,20 @@ class CostModel:
         """The quantities of a module at shapes."""
         return Figures(self.fits, module, model, rows, tokens)
 
+    def group_s(
+        self,
+        segment: SegmentPlan,
+        mesh: MeshShape,
+        group_size: int,
+        rows: Array,
+        tokens: Array,
+        direction: str,
+    ) -> Array:
+        """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
+        alone and without content (see `group_content_s`); 0 without rows."""
+        figures = self.at(segment.module, mesh.model, rows, tokens)
+        return self.task_s(segment, mesh, group_size, figures, direction)
+
     def task_s(
         self,
         segment: SegmentPlan,
@@ -79,9 +93,8 @@ class CostModel:
         direction: str,
         moved: ShardSeconds = _AT_HAND,
     ) -> Array:
-        """Seconds of a segment's task on a group of microbatches of the figures' shapes (those of a
-        rank), run alone and without content (see `group_content_s`), with what is moved between
-        data ranks meanwhile and what the host does for a task; 0 without rows.
+        """`group_s` from figures at hand, with what is moved between data ranks meanwhile and what
+        the host does for a task.
 
         A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
         stages. A backward task that has no forward task before it, or repeats it, runs the layers

@@ -78,11 +78,11 @@ class Schedule:
     order: tuple[Task, ...] = ()
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
-    integer_bound_s: float = 0.0
     status: Status = "greedy"
-    made_by: Maker = "greedy"
     work: int = 0
     elapsed_s: float = 0.0
+    made_by: Maker = "greedy"
+    integer_bound_s: float = 0.0
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:

@@ -152,8 +152,9 @@ def test_shapes_are_powers_of_two_around_the_data(tmp_path, monkeypatch):
         chip_profile, "profile_at", lambda config, model, hardware, shapes, *_: asked.update(shapes)
     )
     place = SimpleNamespace(
-        config=config(tmp_path), model=MODEL, hardware=H100, token_multiple=128, n_devices=8
-    )
+        config=config(tmp_path), model=MODEL, hardware=H100, token_multiple=128, n_devices=8,
+        plannable_bytes=H100.memory_bytes, node=8,
+    )  # fmt: skip
     chip_profile.chip_profile(place, DataProfile("d", 2, loads))
     assert asked == {
         "vision": [Shape(4, 16), Shape(16, 16)],

@@ -199,8 +199,9 @@ def group_s(plan, model, name, direction=FORWARD):
     s = plan.layout.segment(name)
     (shape,) = plan.layout.shapes(s.module)
     mesh = plan.layout.submesh(s.submesh).shape
-    figures = model.at(s.module, mesh.model, shape.rows, shape.tokens)
-    return float(model.task_s(s, mesh, plan.layout.group_size, figures, direction))
+    return float(
+        model.group_s(s, mesh, plan.layout.group_size, shape.rows, shape.tokens, direction)
+    )
 
 
 def test_a_plain_segment_is_its_layers_and_ends():
@@ -296,8 +297,7 @@ def test_no_rows_cost_nothing():
     """The planner asks for many shapes at once, some of them of modules that do not run."""
     plan, model = plan_of(), CostModel(profile(overhead=0.5))
     s, mesh = plan.layout.segment("vision"), MeshShape()
-    figures = model.at(s.module, mesh.model, np.array([0, 3]), np.array([0, PATCHES]))
-    got = model.task_s(s, mesh, 1, figures, BACKWARD)
+    got = model.group_s(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
     assert got[0] == 0.0
     assert got[1] == group_s(plan, model, "vision", BACKWARD) > 0.5
     held = model.segment_bytes(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]))

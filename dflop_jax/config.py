@@ -141,9 +141,7 @@ class PlanConfig:
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
     drift: Annotated[
-        Share,
-        "share of the steps that plans are judged by whose batches hold other shares of media than "
-        "the data's",
+        Share, "share of drifted batches, of other media than the data's, that plans are judged by"
     ] = 1 / 3
     finalists: Annotated[
         NonNegativeInt,
@@ -358,14 +356,12 @@ def _check_bounds(name: str, number: float, bounds: Meta) -> None:
     """Raise ValueError for a number outside `bounds`, or one that is not finite."""
     if bounds.gt is not None:
         allowed, rule = number > bounds.gt, f"a finite number above {bounds.gt}"
-    elif bounds.le is not None and bounds.ge is not None:
-        allowed = bounds.ge <= number <= bounds.le
-        rule = f"a number from {bounds.ge} to {bounds.le}"
+    elif bounds.le is not None:
+        allowed, rule = 0 <= number <= bounds.le, f"a number from 0 to {bounds.le}"
     elif bounds.ge == 0:
         allowed, rule = number >= 0, "a finite number, 0 or above"
     else:
-        assert bounds.ge is not None, f"{name} has bounds that no rule is written for"
-        allowed, rule = number >= bounds.ge, f"at least {bounds.ge}"
+        allowed, rule = number >= (bounds.ge or 0), f"at least {bounds.ge}"
     if not (allowed and math.isfinite(number)):
         raise ValueError(f"{name}={number} must be {rule}")
 

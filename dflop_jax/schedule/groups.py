@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dflop_jax.records import Bucket, Group, Layout, PiecePlaces, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.costs import Ticks, running_order
+from dflop_jax.schedule.cover import Demand, demand
 from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
 from dflop_jax.schedule.placing import (
     GroupContents,
@@ -82,6 +84,16 @@ class PackingSpace:
         return answer
 
     @cached_property
+    def able_CN(self) -> NDArray[np.bool_]:
+        """[buckets, N]: which samples each bucket can hold."""
+        return np.array([self.batch.able(b, self.capacity) for b in self.buckets])
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What groups must have room for to hold the batch."""
+        return demand(self.batch, self.buckets, self.capacity)
+
+    @cached_property
     def by_cost(self) -> list[int]:
         """Buckets, the cheapest first."""
         cost = self.ticks
@@ -112,12 +124,12 @@ def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:
     one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
     buckets as the main one."""
     budget = Budget(0)
-    able_BN = np.array([room.batch.able(b, room.capacity) for b in room.buckets])
-    cheapest_N = np.array(room.by_cost)[able_BN[room.by_cost].argmax(axis=0)]
+    able_CN = room.able_CN
+    cheapest_N = np.array(room.by_cost)[able_CN[room.by_cost].argmax(axis=0)]
     best: list[BucketRun] | None = None
     tried: set[bytes] = set()
     for main in range(mains):
-        home_N = np.where(able_BN[main], main, cheapest_N)
+        home_N = np.where(able_CN[main], main, cheapest_N)
         if home_N.tobytes() in tried:
             continue
         tried.add(home_N.tobytes())

@@ -36,20 +36,20 @@ def pack(
     capacity: Capacity,
     budget: Budget,
     rng: np.random.Generator,
-    home_N: Ints | None = None,
+    dealt: tuple[Ints, Ints] | None = None,
 ) -> Packed | None:
     """Rows of each microbatch, one bucket for each; None if no packing was found.
 
     Args:
-      home_N: of each sample, the first microbatch of the bucket that it goes to at first; None: it
-        goes to whichever it fills least.
+      dealt: (of each sample, of each microbatch) a number: a sample goes at first to a microbatch
+        of its own number. None: it goes to whichever it fills least.
     """
     widths = [width_of(b, batch, capacity) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
     problem = _fill_problem(batch, buckets, capacity, widths, width)
     budget.spend(1 + problem.n * problem.n_bins / 2000)
     order = by_size(problem.sizes_RN * _mean_scale(problem))
-    state = State(problem, _dealt(problem, order, buckets, width, home_N))
+    state = State(problem, _start(problem, order, width, dealt))
     search = Improver(state, 0.0, 1 + ROUNDING, budget, rng)
     search.run()
     if search.state.makespan > 1 + ROUNDING:
@@ -63,14 +63,11 @@ def pack(
     return packed
 
 
-def _dealt(
-    problem: Problem, order: Ints, buckets: Sequence[Bucket], width: int, home_N: Ints | None
-) -> Ints:
-    """Bins of the samples, longest first, each of the microbatches of its home."""
-    if home_N is None:
+def _start(problem: Problem, order: Ints, width: int, dealt: tuple[Ints, Ints] | None) -> Ints:
+    """Bins of the samples, longest first, each in a microbatch that it is dealt to."""
+    if dealt is None:
         return lpt(problem, order)
-    first_of = {b: i for i, b in reversed(list(enumerate(buckets)))}
-    home_B = np.repeat([first_of[b] for b in buckets], width)
+    home_N, home_B = dealt[0], np.repeat(dealt[1], width)
     bins = np.full(problem.n, -1)
     for home in np.unique(home_N).tolist():
         bins = lpt(problem, order[home_N[order] == home], bins, np.flatnonzero(home_B == home))

@@ -10,7 +10,7 @@ import numpy as np
 from dflop_jax.records import Bucket, Layout
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.costs import Ticks, running_order
-from dflop_jax.schedule.cover import Demand, cheap_covers, demand
+from dflop_jax.schedule.cover import Demand, cheap_covers
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver.budget import Budget
@@ -91,10 +91,10 @@ def packed_into(
     """
     size = room.capacity.group_size
     buckets = [room.buckets[b] for b in chosen for _ in range(size)]
+    dealt = None
     if home_N is not None:
-        first = {b: size * chosen.index(b) for b in set(chosen)}
-        home_N = np.array([first.get(b, 0) for b in home_N.tolist()])
-    packed = pack(room.batch, buckets, room.capacity, budget, rng, home_N)
+        dealt = np.where(np.isin(home_N, chosen), home_N, chosen[0]), np.repeat(chosen, size)
+    packed = pack(room.batch, buckets, room.capacity, budget, rng, dealt)
     if packed is None:
         return None
     answer = []
@@ -116,7 +116,7 @@ def _choices(
     ticks = room.ticks
     greedy_cost = room.cost(greedy)
     ceiling = float(greedy_cost - ticks.rest_C.min())
-    wanted = demand(room.batch, room.buckets, room.capacity)
+    wanted = room.demand
     counts_XC, _ = cheap_covers(wanted, ticks.dearest_C.astype(float), ceiling)
     budget.spend(1 + len(counts_XC) / _VECTORS_PER_WORK)
     used_XC = counts_XC > 0

@@ -38,7 +38,7 @@ from dflop_jax.schedule.placing import content_bound
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats
 from dflop_jax.tasks.graph import links, resources
 
-SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
+_SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def lower_bound_s(
         floor.awaited_R,
     )
     shared += floor.shared_content
-    return max(float(alone_s), shared / floor.concurrency) * SAFE
+    return max(float(alone_s), shared / floor.concurrency) * _SAFE
 
 
 def _cheapest(prices: Prices) -> Prices:

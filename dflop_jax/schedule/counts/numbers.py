@@ -16,33 +16,27 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds.batch import Floor, floor_of
 from dflop_jax.schedule.bounds.pipeline import tails_s
 from dflop_jax.schedule.counts.program import Sizes
-from dflop_jax.schedule.cover import demand
 from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.solver.problem import Floats, Ints
 
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
-_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
+PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
 
 
 @dataclass(frozen=True)
 class Numbers:
     """`values` of the program's parameters, seconds in units of `unit_s`; the class of each sample
-    and which buckets hold it; whether what is proved holds for every schedule (`is_bound`); and
-    `slack`, how much more room than volume is asked for."""
+    and whether what is proved holds for every schedule (`is_bound`)."""
 
     values: dict[str, Floats]
     class_N: Ints
-    able_CN: NDArray[np.bool_]
     unit_s: float
     is_bound: bool
-    slack: float = 0.0
 
     def with_slack(self, slack: float) -> Numbers:
         """Volumes larger by this share, since whole samples leave room."""
-        values = dict(self.values)
-        factor = (1 + slack) / (1 + self.slack)
-        values |= {"need": factor * values["need"], "least": factor * values["least"]}
-        return replace(self, values=values, slack=slack)
+        larger = {name: (1 + slack) * self.values[name] for name in ("need", "least")}
+        return replace(self, values=self.values | larger)
 
     def least_s(self, counts_C: Ints) -> float:
         """Seconds that a step of so many groups of each bucket takes at least, for the program."""
@@ -68,8 +62,7 @@ def numbers_of(
     if len(buckets) > sizes.buckets or not batch.n:
         return None
     floor = floor_of(batch, layout, room.capacity, prices, trainable)
-    able_CN = np.array([batch.able(b, room.capacity) for b in buckets])
-    class_N = size_classes(batch, able_CN, sizes.classes)
+    class_N = size_classes(batch, room.able_CN, sizes.classes)
     values = {name: np.zeros(shape) for name, shape in sizes.parameters.items()}
     n = slice(len(buckets))
     for k in range(sizes.classes):
@@ -77,21 +70,21 @@ def numbers_of(
         if not len(members):
             continue
         values["count"][k] = len(members)
-        values["able"][k, n] = len(members) * able_CN[:, members].any(axis=1)
+        values["able"][k, n] = len(members) * room.able_CN[:, members].any(axis=1)
         values["least"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
     values["holds"][:, n] = [
         [batch.room(b, m, room.capacity) * room.capacity.group_size for b in buckets]
         for m in layout.modules
     ]
     _fill_conditions(values, room, answer_C)
-    unit_s = _fill_seconds(values, room, floor, able_CN, answer_C)
+    unit_s = _fill_seconds(values, room, floor, answer_C)
     for m in range(len(layout.modules)):  # tokens over the largest bucket's
         largest = values["holds"][m].max() or 1.0
         values["holds"][m] /= largest
         values["least"][m] /= largest
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
     is_bound = sizes.divided <= 1 and _has_every_run(room)
-    return Numbers(rounded, class_N, able_CN, unit_s, is_bound)
+    return Numbers(rounded, class_N, unit_s, is_bound)
 
 
 def _has_every_run(room: PackingSpace) -> bool:
@@ -112,7 +105,7 @@ def _has_every_run(room: PackingSpace) -> bool:
 
 def _fill_conditions(values: dict[str, Floats], room: PackingSpace, answer_C: Ints) -> None:
     """The tightest conditions on volumes, each over its need."""
-    wanted = demand(room.batch, room.buckets, room.capacity)
+    wanted = room.demand
     room_DC = wanted.room_DC / wanted.need_D[:, None]
     tight = np.argsort(np.round(room_DC @ answer_C, _DIGITS), kind="stable")
     tight = tight[: len(values["need"])]
@@ -126,7 +119,6 @@ def _fill_seconds(
     values: dict[str, Floats],
     room: PackingSpace,
     floor: Floor,
-    able_CN: NDArray[np.bool_],
     answer_C: Ints,
 ) -> float:
     """What groups take, in the unit of seconds that is returned."""
@@ -137,7 +129,7 @@ def _fill_seconds(
     there_RC = np.isfinite(before_RC)
     tail_RC = np.array(tails_s(after_RC, floor.reduce_R, floor.update_R, floor.awaited_R))
     # A resource that every answer uses: some sample fits only buckets that run there.
-    busy_R = (there_RC[:, :, None] | ~able_CN).all(axis=1).any(axis=1)
+    busy_R = (there_RC[:, :, None] | ~room.able_CN).all(axis=1).any(axis=1)
     unit_s = float((work_RC @ answer_C).max()) or 1.0
     values["work"][:, n] = work_RC / unit_s
     values["rest"][:] = floor.content_R / unit_s
@@ -149,7 +141,7 @@ def _fill_seconds(
         shared = sum(floor.costs.static_s[m, s] @ floor.devices[m] for m, s in bucket.shapes)
         values["shared"][c] = shared / floor.concurrency / unit_s
     values["shared_rest"][0] = floor.shared_content / floor.concurrency / unit_s
-    values["price"][n] = _PRICE * work_RC.mean(axis=0) / unit_s
+    values["price"][n] = PRICE * work_RC.mean(axis=0) / unit_s
     return unit_s
 
 

@@ -56,9 +56,9 @@ class CountProgram:
 
     Each of `numbers` is (place, parameter, factor): the factor times that parameter is added at a
     place. Parameters are those of `sizes`, flat and one after another, and 1 behind them; places
-    count the costs [columns], then h [rows], then `entries` (row, column) of G. `buckets` and
-    `dealt` are the first columns of the groups of each bucket, integers, and of the samples [K, C]
-    in column order.
+    count the costs [columns], then h [rows], then `entries` (row, column) of G, row by row.
+    `buckets` and `dealt` are the first columns of the groups of each bucket, integers, and of the
+    samples [K, C] in column order.
     """
 
     sizes: Sizes

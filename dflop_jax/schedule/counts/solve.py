@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.records import Layout, Prices
 from dflop_jax.schedule.costs import running_order
-from dflop_jax.schedule.counts.numbers import Numbers, counts_of, numbers_of
+from dflop_jax.schedule.counts.numbers import PRICE, Numbers, counts_of, numbers_of
 from dflop_jax.schedule.counts.program import CountProgram, dealt_counts
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.search import packed_into
@@ -23,7 +23,6 @@ _GAP = 1e-3  # relative, at which a batch counts as solved
 _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
 _WORTH = 1e-3  # relative: counts that promise less of a gain than that are not packed
 _SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
-_PRICED = 1 + 1e-4  # a makespan and the price of its groups, over the makespan: `numbers._PRICE`
 # Units of work, measured: of a model, an iteration of the simplex, a node; most of packing.
 _MODEL_WORK, _ITERATION_WORK, _NODE_WORK, _PACK_WORK = 60, 0.2, 10, 400
 
@@ -106,7 +105,7 @@ def _solved(
     info = solver.getInfo()
     budget.spend(_MODEL_WORK + _ITERATION_WORK * max(0, info.simplex_iteration_count))
     bound = float(info.mip_dual_bound)
-    least_s = bound / _PRICED * _SAFE * numbers.unit_s if np.isfinite(bound) else 0.0
+    least_s = bound / (1 + PRICE) * _SAFE * numbers.unit_s if np.isfinite(bound) else 0.0
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None, least_s
     groups_C, dealt_KC = dealt_counts(program, np.array(solver.getSolution().col_value))
@@ -117,20 +116,18 @@ def _model(program: CountProgram, costs: Floats, h: Floats, entries: Floats) -> 
     """min costs @ x with G x >= -h, equal in the first rows; what is 0 in G is left out."""
     row, column = program.cells
     some = np.flatnonzero(entries)
-    by_row = some[np.lexsort((column[some], row[some]))]
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = program.columns, program.rows
     model.col_cost_ = costs
-    infinite = np.inf
-    model.col_lower_ = np.full(program.columns, -infinite)
-    model.col_upper_ = np.full(program.columns, infinite)
+    model.col_lower_ = np.full(program.columns, -np.inf)
+    model.col_upper_ = np.full(program.columns, np.inf)
     model.row_lower_ = -h
-    model.row_upper_ = np.where(np.arange(program.rows) < program.equal, -h, infinite)
+    model.row_upper_ = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
     matrix = model.a_matrix_
     matrix.format_ = highspy.MatrixFormat.kRowwise
-    matrix.start_ = np.searchsorted(row[by_row], np.arange(program.rows + 1))
-    matrix.index_ = column[by_row]
-    matrix.value_ = entries[by_row]
+    matrix.start_ = np.searchsorted(row[some], np.arange(program.rows + 1))
+    matrix.index_ = column[some]
+    matrix.value_ = entries[some]
     kinds = [highspy.HighsVarType.kContinuous] * program.columns
     for c in range(program.sizes.buckets):
         kinds[program.buckets + c] = highspy.HighsVarType.kInteger
@@ -150,6 +147,6 @@ def _homes(room: PackingSpace, numbers: Numbers, solved: _Solved) -> Ints:
         ends_C = np.rint(np.cumsum(np.maximum(solved.dealt_KC[k], 0.0))).astype(int)
         home_N[members] = np.searchsorted(ends_C, np.arange(len(members)), side="right")
     n = len(room.buckets)
-    open_CN = numbers.able_CN & (solved.groups_C[:n, None] > 0)
+    open_CN = room.able_CN & (solved.groups_C[:n, None] > 0)
     home_N = np.minimum(home_N, n - 1)
     return np.where(open_CN[home_N, np.arange(room.batch.n)], home_N, open_CN.argmax(axis=0))

@@ -38,7 +38,8 @@ from dflop_jax.schedule.bounds.order import order_bound  # noqa: E402
 from dflop_jax.schedule.ordering.problem import problem_of  # noqa: E402
 from dflop_jax.schedule.ordering.search import searched  # noqa: E402
 from dflop_jax.schedule.solver.budget import Budget  # noqa: E402
-from dflop_jax.sim.pipeline import simulate_step, with_order  # noqa: E402
+from dflop_jax.sim.fastest_order import with_order  # noqa: E402
+from dflop_jax.sim.pipeline import simulate_step  # noqa: E402
 from dflop_jax.tasks.numbered import starts_of  # noqa: E402
 from dflop_jax.tasks.order import order_tasks  # noqa: E402
 
@@ -62,7 +63,7 @@ def measure(case: Case, *, small: bool) -> list[Row]:
     """Rows of all methods on one step; where it is small, of the best of all orders too."""
     start = time.perf_counter()
     graph = case.graph
-    today, _ = with_order(case.plan, case.schedule, case.prices, case.trainable)
+    today = with_order(case.plan, case.schedule, case.prices, case.trainable)
     problem = problem_of(case.plan, today, graph, case.prices, today.order)
     listed_s = time.perf_counter() - start
     bound = order_bound(problem)

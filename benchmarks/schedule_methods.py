@@ -40,7 +40,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import WORK_PER_S, schedule_batch
 from dflop_jax.schedule.counts.program import canonical, sizes_of
-from dflop_jax.sim.pipeline import with_order
+from dflop_jax.sim.fastest_order import with_order
 
 STEP_S = 1.0
 # Qwen2.5 7B: forward FLOPs of a token and of a pair of tokens of one piece (causal).
@@ -190,7 +190,7 @@ def groups_of(case: Case, rows: Rows_D) -> list[Group]:
 
 
 def scheduled(case: Case, groups: Sequence[Group]) -> Schedule:
-    return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])[0]
+    return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])
 
 
 def by_loongforge(case: Case) -> Schedule:

@@ -20,7 +20,6 @@ from dflop_jax.records import (
     Layout,
     Load,
     Plan,
-    Predicted,
     Prices,
     ProgramId,
     Schedule,
@@ -39,7 +38,8 @@ from dflop_jax.schedule.memory_plan import held_bytes
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.search import fewest_groups
 from dflop_jax.sim import memory
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from dflop_jax.tasks.order import most_in_flight
 
@@ -62,8 +62,10 @@ class Evaluator:
     """Schedules and simulates the same sampled batches on every plan.
 
     Shapes are sized and candidates ranked by `batches`; what comes of that is judged by `unseen`
-    ones, of which `drifted` hold other shares of media.
+    ones, of which `drifted` hold other shares of media, and by those of `n_rounds` more rounds.
     """
+
+    n_rounds = 12
 
     def __init__(
         self,
@@ -204,7 +206,8 @@ class Evaluator:
             if _busiest_s(plan.layout, traces) >= worth_s or not self.fits(longer):
                 break
             again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
-            other = self._predicted(longer, [s for s, _ in again], [trace for _, trace in again])
+            longer_traces = [simulate_step(longer, s, prices, trainable) for s in again]
+            other = self._predicted(longer, again, longer_traces)
             best = other if other.predicted.makespan_s < worth_s else best
         return best.with_scheduling(work_budget=work_budget(best.predicted.makespan_s))
 
@@ -217,6 +220,23 @@ class Evaluator:
         work = min(plan.scheduling.work_budget, _EVALUATE_WORK)
         drifted_s = self._mean_s(plan, self.drifted, prices, work)
         return (1 - share) * plan.predicted.makespan_s + share * drifted_s
+
+    @property
+    def round_batches(self) -> int:
+        """Batches of a round: one as the data are and, where `plan.drift` counts, a drifted one."""
+        return 2 if self.config.drift else 1
+
+    def round_s(self, plan: Plan, prices: Prices | None, number: int, work: int) -> float:
+        """Seconds of a step by the batches of one of `n_rounds` more rounds, as `judged_s`."""
+        share, modules = self.config.drift, tuple(self.rules.n_layers)
+        one = sample_batches(self.loads, self.global_batch, 1, seed=2 + number)
+        plain_s = self._mean_s(plan, one, prices, work)
+        if not share:
+            return plain_s
+        # Both directions of a drift come from one seed.
+        both = drifted_batches(self.loads, modules, self.global_batch, 2, seed=1 + number // 2)
+        drifted_s = self._mean_s(plan, [both[number % 2]], prices, work)
+        return (1 - share) * plain_s + share * drifted_s
 
     def glance_s(self, plan: Plan) -> float:
         """About the seconds of a plan that was not evaluated, from few batches and little work."""
@@ -250,7 +270,8 @@ class Evaluator:
             }
             peak_bytes = self.peak_bytes(plan.layout, in_flight)
         makespan_s = float(np.mean([t.makespan_s for t in traces]))
-        predicted = Predicted(
+        predicted = replace(
+            plan.predicted,
             makespan_s=makespan_s,
             busy_fraction={
                 m.name: float(np.mean([b.get(m.name, 0.0) for b in busy]))

@@ -11,7 +11,10 @@ from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import Option, with_options
 from dflop_jax.records import Bucket, Group, Layout, Plan, Prices, Schedule, Scheduling, Trace
+from dflop_jax.sim.fastest_order import makespan_by
 from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.tasks.graph import step_graph
+from dflop_jax.tasks.order import textbook_order
 
 
 def as_plan(
@@ -41,11 +44,13 @@ def uniform_groups(
     (bucket,) = layout.buckets
     shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
     counts = [(parts or {}).get(m, 1) for m, _ in shapes]
+    many = dict(zip((m for m, _ in shapes), counts))
     place = {m: first for (m, _), first in zip(shapes, accumulate(counts, initial=0))}
     groups: list[Group] = []
     for i in range(n):
         for (m, shape), count in zip(shapes, counts, strict=True):
-            feeds = (i * sum(counts) + place[t] for t in layout.targets(m) if t in place)
+            targets = [t for t in layout.targets(m) if t in place]
+            feeds = (i * sum(counts) + place[t] + k for t in targets for k in range(many[t]))
             size = layout.group_size
             groups += [Group(m, shape, tuple(feeds), content[m], microbatches=size)] * count
     return tuple(groups)
@@ -69,5 +74,10 @@ class Uniform:
     def makespan_s(self, n: int) -> float:
         """Simulated once; no trace is kept, since a search has hundreds."""
         if n not in self._makespans:
-            self._makespans[n] = self.trace(n).makespan_s
+            layout = self.plan.layout
+            groups = uniform_groups(layout, self.content, n, self.parts)
+            graph = step_graph(layout, groups, self.trainable)
+            order = textbook_order(self.plan, graph, groups)
+            step = makespan_by(self.plan, Schedule(0, groups), graph, self.prices)
+            self._makespans[n] = step(order)
         return self._makespans[n]

@@ -19,7 +19,7 @@ from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedu
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.pipeline import simulate_order
+from dflop_jax.sim.fastest_order import makespan_by
 from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
 
 # Share of the seconds saved that the MILP must add to the greedy choice; twice as much keeps that
@@ -90,7 +90,8 @@ def with_memory_plan(
     )
     planned = replace(schedule, groups=groups)
     graph = step_graph(plan.layout, groups, trainable)
-    makespan_s = simulate_order(plan.layout, planned, graph, schedule.order, prices).makespan_s
+    order = [graph.place[t] for t in schedule.order]
+    makespan_s = makespan_by(plan, planned, graph, prices)(order)
     if makespan_s >= schedule.makespan_s * (1 - ROUNDING):
         return schedule
     return replace(planned, makespan_s=makespan_s)

@@ -34,7 +34,7 @@ from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.schedule.sub_microbatches import most_buckets, widened
-from dflop_jax.sim.pipeline import with_order
+from dflop_jax.sim.fastest_order import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units for a batch of a plan that has no work budget; twice as many take up to twice as long.
@@ -173,7 +173,7 @@ def solve(
         share = budget.left / (len(answers) - place) if hopeful and balanced else 0
         even_content(room, answer, budget.part(share), seed)
         groups = schedule_groups(room, answer, plan.layout)
-        schedule, _ = with_order(plan, Schedule(0, groups), prices, trainable)
+        schedule = with_order(plan, Schedule(0, groups), prices, trainable)
         if best is None or schedule.makespan_s < best.schedule.makespan_s * (1 - ROUNDING):
             best = Solution(room, answer, schedule, made_by)
     assert best is not None, "there is at least the greedy answer"

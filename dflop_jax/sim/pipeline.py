@@ -34,10 +34,9 @@ from dflop_jax.records import (
 )
 from dflop_jax.sim.engine import Job, run
 from dflop_jax.tasks.graph import StepGraph, links, resources, step_graph
-from dflop_jax.tasks.order import order_of, order_tasks
+from dflop_jax.tasks.order import order_of
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
-_ROUNDING = 1e-9  # makespans that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -245,23 +244,3 @@ def simulate_schedules(
         offset += one.makespan_s
         first_group += len(schedule.groups)
     return Trace(schedules[0].step if schedules else 0, "simulated", tuple(events))
-
-
-def with_order(
-    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
-) -> tuple[Schedule, Trace]:
-    """The schedule with the order of tasks that is fastest in simulation, and its trace.
-
-    List scheduling by textbook durations is compared with list scheduling by the prices, which does
-    not always beat it: the first choice of a greedy rule may be wrong with the right numbers. The
-    second is taken where it is faster by more than rounding.
-    """
-    graph = step_graph(plan.layout, schedule.groups, trainable)
-    order = order_tasks(plan, graph, schedule.groups)
-    trace = simulate_order(plan.layout, schedule, graph, order, prices)
-    priced = order_tasks(plan, graph, schedule.groups, task_seconds(plan.layout, schedule, prices))
-    if priced != order:
-        other = simulate_order(plan.layout, schedule, graph, priced, prices)
-        if other.makespan_s < trace.makespan_s * (1 - _ROUNDING):
-            order, trace = priced, other
-    return replace(schedule, order=order, makespan_s=trace.makespan_s), trace

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
 from dflop_jax.tasks.graph import StepGraph
 from dflop_jax.tasks.listing import listed
-from dflop_jax.tasks.numbered import number_tasks
+from dflop_jax.tasks.numbered import NumberedTasks, number_tasks
 
 TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
 
@@ -27,12 +27,34 @@ def order_tasks(
     turn by the group at the pipeline's end that they feed. Ties break by (turn, group, segment).
     """
     if seconds:
-        tasks = number_tasks(plan, graph, groups, seconds)
+        tasks = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
+        order = listed(tasks, _urgency(plan, graph, groups))
     else:
-        tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
-    if plan.scheduling.order == "gpipe":
-        tasks = replace(tasks, limit=(len(groups) + 1,) * len(tasks.limit))
-    return tuple(graph.tasks[t] for t in listed(tasks, _urgency(plan, graph, groups)))
+        order = textbook_order(plan, graph, groups)
+    return tuple(graph.tasks[t] for t in order)
+
+
+def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
+    """What `order_tasks` says by textbook durations, in numbers of the tasks."""
+    tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
+    return listed(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
+
+
+def both_orders(
+    plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
+) -> tuple[list[int], list[int]]:
+    """What `order_tasks` says by textbook durations and with `seconds`, in numbers of the tasks."""
+    priced = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
+    ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
+    ranks = _urgency(plan, graph, groups)
+    return listed(replace(priced, ticks=ticks, tick_s=1.0), ranks), listed(priced, ranks)
+
+
+def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> NumberedTasks:
+    """The tasks, whose segments keep any number of groups under "gpipe"."""
+    if plan.scheduling.order != "gpipe":
+        return tasks
+    return replace(tasks, limit=(len(groups) + 1,) * len(tasks.limit))
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:

@@ -14,7 +14,8 @@ from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import simulate_step
 from tests.plans import programs
 from tests.small import Eye, Small, Text
 
@@ -116,7 +117,7 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     plan, schedule = keeping_more(plan, schedule)
     trainable = [s.name for s in plan.layout.segments if not (s.module in freeze and not s.last)]
     prices = Prices(programs(plan))
-    listed, _ = with_order(plan, schedule, prices, trainable)
+    listed = with_order(plan, schedule, prices, trainable)
     ordered = with_searched_order(plan, listed, prices, trainable, Budget(3000), 0)
     assert ordered.makespan_s <= listed.makespan_s
     loss, grads, _, result = grads_of(m, plan, samples, ordered, freeze=freeze)

@@ -16,7 +16,8 @@ from dflop_jax.schedule.memory_plan import (
     with_memory_plan,
 )
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from tests.sim.cases import SHAPES, batch, graph, names, random_case, same_prices
 
@@ -123,7 +124,7 @@ def test_what_is_held_fits_at_every_moment(seed):
     plan, schedule, prices, trainable = random_case(rng, sends=True)
     plan = plan.with_scheduling(order="1f1b")
     plan, prices = second_policies(rng, plan, prices, 8.0)
-    ordered, _ = with_order(plan, schedule, prices, trainable)
+    ordered = with_order(plan, schedule, prices, trainable)
     planned = with_memory_plan(plan, ordered, prices, trainable, Budget(1e6))
     assert planned.order == ordered.order
     assert planned.makespan_s <= ordered.makespan_s
@@ -166,10 +167,10 @@ def test_all_or_nothing_where_memory_says_so(free, share):
         for d in (FORWARD, BACKWARD)
     }
     prices = Prices({**base.programs, **less})
-    ordered, _ = with_order(plan, batch(plan, 6), prices, names(plan))
+    ordered = with_order(plan, batch(plan, 6), prices, names(plan))
     planned = with_memory_plan(plan, ordered, prices, names(plan), Budget(1e6))
     assert sum(g.remat_less == ("b0",) for g in planned.groups) == share * 6
     assert (planned == ordered) == (share == 0)
     for empty in (Schedule(0, ()), batch(plan, 0)):
-        ordered, _ = with_order(plan, empty, prices, names(plan))
+        ordered = with_order(plan, empty, prices, names(plan))
         assert with_memory_plan(plan, ordered, prices, names(plan), Budget(9)) == ordered

@@ -21,7 +21,8 @@ from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_grou
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
 from tests.rows import group_of_rows, rows_of
@@ -284,9 +285,7 @@ def fastest_by_hand(loads, plan, prices):
                 groups = []
                 for k in order:
                     groups += with_places(answers[k], len(groups))
-                schedule, _ = with_order(
-                    plan, Schedule(0, tuple(groups)), prices, plan.layout.modules
-                )
+                schedule = with_order(plan, Schedule(0, tuple(groups)), prices, plan.layout.modules)
                 best = min(best, schedule.makespan_s)
     return best
 

@@ -15,6 +15,7 @@ from dflop_jax.records import (
     ModelProfile,
     Trace,
 )
+from dflop_jax.sim.fastest_order import with_order
 from dflop_jax.sim.memory import (
     ByteTable,
     byte_table,
@@ -23,7 +24,7 @@ from dflop_jax.sim.memory import (
     peak_bytes,
     peaks,
 )
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit, links
 from dflop_jax.tasks.order import most_in_flight
 from tests.sim.cases import (
@@ -116,7 +117,8 @@ def test_the_first_stage_holds_what_its_order_says(order, m, stages):
     """GPipe holds all groups at once; 1F1B the classical depth, with one more in flight."""
     plan = chain(stages, sources=1, order=order)
     schedule, priced = batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0)
-    schedule, trace = with_order(plan, schedule, priced, names(plan))
+    schedule = with_order(plan, schedule, priced, names(plan))
+    trace = simulate_step(plan, schedule, priced, names(plan))
     table = ByteTable({}, {(n, ONE): 1.0 for n in names(plan)})
     peak = peaks(memory_over_time(plan.layout, trace, facts(schedule)[0], table))
     limit = in_flight_limit(plan)["a0"]
@@ -130,7 +132,8 @@ def test_what_an_order_holds_at_once_is_what_the_simulation_shows():
     rng, compared = np.random.default_rng(2), 0
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng)
-        schedule, trace = with_order(plan, schedule, priced, trainable)
+        schedule = with_order(plan, schedule, priced, trainable)
+        trace = simulate_step(plan, schedule, priced, trainable)
         counts = most_in_flight(schedule.order)
         # Time is too coarse where tasks take none; runs are numbered in the order instead.
         place = {(t.segment, t.group, t.direction): i for i, t in enumerate(schedule.order)}

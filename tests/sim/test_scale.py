@@ -8,7 +8,8 @@ import pytest
 
 import dflop_jax.sim.pipeline as pipeline
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
-from dflop_jax.sim.pipeline import Noise, simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import Noise, simulate_step
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import SHAPES, batch, graph, names, prices

@@ -10,7 +10,7 @@ from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import first_work, searched
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.pipeline import simulate_order
+from dflop_jax.sim.fastest_order import makespan_by
 from dflop_jax.tasks.graph import step_graph
 
 
@@ -36,7 +36,7 @@ def with_searched_order(
     order = tuple(graph.tasks[t] for t in best.order)
     if order == schedule.order:
         return schedule
-    trace = simulate_order(plan.layout, schedule, graph, order, prices)
-    if trace.makespan_s >= schedule.makespan_s * (1 - ROUNDING):
+    makespan_s = makespan_by(plan, schedule, graph, prices)(best.order)
+    if makespan_s >= schedule.makespan_s * (1 - ROUNDING):
         return schedule
-    return replace(schedule, order=order, makespan_s=trace.makespan_s)
+    return replace(schedule, order=order, makespan_s=makespan_s)

@@ -14,7 +14,8 @@ from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import searched
 from dflop_jax.schedule.ordering.swaps import swapped, with_swaps
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
+from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit, step_graph
 from dflop_jax.tasks.listing import listed, turned
 from dflop_jax.tasks.numbered import most_kept, starts_of
@@ -27,7 +28,7 @@ oracle = module("pipeline_oracle")
 
 def numbered(plan, schedule, priced, trainable):
     """(ordered schedule, graph, problem, the order in numbers)."""
-    ordered, _ = with_order(plan, schedule, priced, trainable)
+    ordered = with_order(plan, schedule, priced, trainable)
     tasks = step_graph(plan.layout, schedule.groups, trainable)
     problem = problem_of(plan, ordered, tasks, priced, ordered.order)
     place = {t: i for i, t in enumerate(tasks.tasks)}

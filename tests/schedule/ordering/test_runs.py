@@ -10,7 +10,7 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.ordering.problem import problem_of
-from dflop_jax.sim.pipeline import with_order
+from dflop_jax.sim.fastest_order import with_order
 from dflop_jax.tasks.graph import step_graph
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
@@ -47,17 +47,15 @@ def test_a_run_gets_the_searched_order():
         plan, loads = three_modules(seed)
         prices = make_prices(plan, factor=uneven)
         got = schedule_batch(loads, plan, prices, plan.layout.modules, work=600)
-        listed, _ = with_order(plan, replace(got, order=()), prices, plan.layout.modules)
+        listed = with_order(plan, replace(got, order=()), prices, plan.layout.modules)
         assert got.lower_bound_s <= got.makespan_s <= listed.makespan_s
         faster += got.makespan_s < listed.makespan_s * (1 - 1e-6)
         greedy = schedule_batch(loads, plan, prices, plan.layout.modules, work=0)
-        assert greedy.order == with_order(plan, greedy, prices, plan.layout.modules)[0].order
+        assert greedy.order == with_order(plan, greedy, prices, plan.layout.modules).order
         fixed = schedule_batch(
             loads, plan.with_scheduling(order="gpipe"), prices, plan.layout.modules, work=600
         )
-        again, _ = with_order(
-            plan.with_scheduling(order="gpipe"), fixed, prices, plan.layout.modules
-        )
+        again = with_order(plan.with_scheduling(order="gpipe"), fixed, prices, plan.layout.modules)
         assert fixed.order == again.order
     assert faster >= 3
 

@@ -140,17 +140,18 @@ def _shape_pairs(programs: Programs, link: Link) -> list[tuple[Shape, Shape]]:
 def _summed(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
     """What comes to a segment in several parts: an input that several modules, several groups of
     one or several rounds may bring, and the gradient of an output that several edges carry, or one
-    in rounds."""
+    to several groups or in rounds."""
     segment = programs.segments[name]
     x = programs.signature(name, shape).x
     inputs = dict.fromkeys(k.edge.name for k in programs.into[name] if k.edge)
     structs = [x[n] for n in inputs if _in_parts(programs, name, n)]
     carried = [k.edge for k in programs.out_of[name] if k.edge]
     taps = [e.tap for e in carried]
-    in_rounds = segment.data_ranks > 1
+    in_rounds, divided = segment.data_ranks > 1, programs.layout.divided
     structs += [
-        output_struct(segment, e, shape) for e in carried if in_rounds or taps.count(e.tap) > 1
-    ]
+        output_struct(segment, e, shape) for e in carried
+        if in_rounds or e.target in divided or taps.count(e.tap) > 1
+    ]  # fmt: skip
     return list(dict.fromkeys(structs))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -214,13 +215,16 @@ class Executor:
     def _ordered(
         self, schedule: Schedule, *, evaluate: bool = False
     ) -> tuple[StepGraph, tuple[Task, ...]]:
-        fan_in = max(map(len, fed_by(schedule.groups).values()), default=0)
-        if fan_in > self.plan.layout.fan_in:
+        layout = self.plan.layout
+        most = max(map(len, fed_by(schedule.groups).values()), default=0)
+        for g in schedule.groups:
+            most = max([most, *Counter(schedule.groups[f].module for f in g.feeds).values()])
+        if most > layout.fan_in:
             raise ValueError(
-                f"step {schedule.step}: {fan_in} groups of a module feed one, the plan allows "
-                f"{self.plan.layout.fan_in}; raise its fan_in"
+                f"step {schedule.step}: {most} groups of a module go with one, the plan allows "
+                f"{layout.fan_in}; raise its fan_in"
             )
-        graph = step_graph(self.plan.layout, schedule.groups, self.trainable, evaluate=evaluate)
+        graph = step_graph(layout, schedule.groups, self.trainable, evaluate=evaluate)
         return graph, order_of(self.plan, schedule, graph)
 
     def _crowded_resources(self) -> frozenset[int]:

@@ -43,22 +43,24 @@ def _inputs(call: StepCall, name: str, g: int) -> tuple[Tree, Tree]:
     return x, fields
 
 
-def _fed(call: StepCall, link: Link, g: int) -> int | None:
-    """The group that a link takes a group's output to; None: this group has none there."""
+def _fed(call: StepCall, link: Link, g: int) -> list[int]:
+    """The groups that a link takes a group's output to."""
     if link.edge is None:
-        return g
-    return next(
-        (f for f in call.groups[g].feeds if call.groups[f].module == link.edge.target), None
-    )
+        return [g]
+    return [f for f in call.groups[g].feeds if call.groups[f].module == link.edge.target]
+
+
+def _fed_links(call: StepCall, name: str, g: int) -> list[tuple[Link, int]]:
+    """(link, group that it takes a group's output to) of a segment."""
+    return [(link, fed) for link in call.programs.out_of[name] for fed in _fed(call, link, g)]
 
 
 def collect(call: StepCall, name: str, g: int) -> None:
     """Send the packer's places of a group's outputs to the segment that its forward task will
     ask for them; nothing that is under way already."""
-    for link in call.programs.out_of[name]:
-        fed = _fed(call, link, g)
-        key = (name, link.target, g)
-        if link.edge is None or fed is None or key in call.under_way.places:
+    for link, fed in _fed_links(call, name, g):
+        key = (name, link.target, g, fed)
+        if link.edge is None or key in call.under_way.places:
             continue
         exchange = call.programs.exchange(link, call.groups[g].shape, call.groups[fed].shape)
         arrays, structs = call.arrays[fed], exchange.source_structs
@@ -81,10 +83,7 @@ def _forward(call: StepCall, name: str, g: int) -> Outputs:
     _add_sums(call, name, y.pop("sums", None))
     collect(call, name, g)
     sent: list[Any] = []
-    for link in programs.out_of[name]:
-        fed = _fed(call, link, g)
-        if fed is None:
-            continue
+    for link, fed in _fed_links(call, name, g):
         if link.edge is None:
             wanted = programs.signature(link.target, group.shape).x["hidden"].sharding
             _deliver(call, link.target, fed, "hidden", send(y["next"], wanted))
@@ -92,7 +91,7 @@ def _forward(call: StepCall, name: str, g: int) -> Outputs:
         shapes = group.shape, call.groups[fed].shape
         features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
         gather = programs.of_exchange(link, *shapes, backward=False)
-        for one in call.under_way.places[name, link.target, g]:
+        for one in call.under_way.places[name, link.target, g, fed]:
             blocks = gather(features, one)
             arrived = programs.exchange(link, *shapes).deliver(blocks)
             _deliver(call, link.target, fed, link.edge.name, arrived)
@@ -142,16 +141,13 @@ def _gradient_of_output(call: StepCall, name: str, g: int) -> tuple[Tree, list[j
     if name in call.scales:
         dy["sums"] = call.scales[name]
     by_output: dict[str, list[jax.Array]] = {}
-    for link in programs.out_of[name]:
-        fed = _fed(call, link, g)
-        if fed is None:
-            continue
-        received = call.under_way.returned.pop((link, g))
+    for link, fed in _fed_links(call, name, g):
+        received = call.under_way.returned.pop((link, g, fed))
         if link.edge is None:
             dy["next"] = received
             continue
         scatter = programs.of_exchange(link, shape, call.groups[fed].shape, backward=True)
-        for one in call.under_way.places[name, link.target, g]:
+        for one in call.under_way.places[name, link.target, g, fed]:
             part, done = scatter(received, one)
             by_output.setdefault(link.edge.tap, []).append(part)
             arrived.append(done)
@@ -176,8 +172,8 @@ def _send_gradient(call: StepCall, link: Link, g: int, dx: Tree) -> None:
     programs, shape = call.programs, call.groups[g].shape
     if link.edge is None:
         wanted = programs.signature(link.source, shape).y["next"].sharding
-        call.under_way.returned[link, g] = send(dx["hidden"], wanted)
+        call.under_way.returned[link, g, g] = send(dx["hidden"], wanted)
         return
     for source in call.fed_by.get((g, link.edge.source), []):
         exchange = programs.exchange(link, call.groups[source].shape, shape)
-        call.under_way.returned[link, source] = exchange.collect(dx[link.edge.name])
+        call.under_way.returned[link, source, g] = exchange.collect(dx[link.edge.name])

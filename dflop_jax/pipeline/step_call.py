@@ -25,18 +25,19 @@ class UnderWay:
 
     Attributes:
       inbox: (segment, group, input) -> parts that have arrived.
-      returned: (link, source group) -> the gradient that came back.
+      returned: (link, source group, reading group) -> the gradient that came back.
       for_backward: (segment, group) -> inputs and residuals kept for backward.
-      places: (segment, reading segment, group) -> the packer's places there, by round.
+      places: (segment, reading segment, group, reading group) -> the packer's places there, by
+        round.
       reduced: by segment, reduced gradients and the sum of their squares.
       sums: of losses, by name.
       totals: sums of squares of all segments, one a trained segment.
     """
 
     inbox: dict[tuple[str, int, str], list[jax.Array]] = field(default_factory=dict)
-    returned: dict[tuple[Link, int], Tree] = field(default_factory=dict)
+    returned: dict[tuple[Link, int, int], Tree] = field(default_factory=dict)
     for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = field(default_factory=dict)
-    places: dict[tuple[str, str, int], list[Tree]] = field(default_factory=dict)
+    places: dict[tuple[str, str, int, int], list[Tree]] = field(default_factory=dict)
     reduced: dict[str, tuple[Tree, jax.Array]] = field(default_factory=dict)
     sums: list[dict[str, jax.Array]] = field(default_factory=list)
     totals: list[jax.Array] = field(default_factory=list)

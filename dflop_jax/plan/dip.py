@@ -8,7 +8,7 @@ them efficiently, of which several feed one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,23 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.placement import ModelFacts, factors, split_layers
 from dflop_jax.profile.state import Array
-from dflop_jax.records import BACKWARD, FORWARD, Layout, MeshShape, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    Bucket,
+    Layout,
+    MeshShape,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+)
 
 POLICY = "dip"
 EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least
 MOST_ROUNDS = 3  # of a module's chunks round the ranks; every chunk has programs of its own
-MOST_PARTS = 4  # sub-microbatches of a microbatch
+# Sub-microbatches of a microbatch. With 12 steps of VLM-S were 10% shorter, on 8 ranks in place of
+# 2, and planning took nine times as long, since every step that is tried has more tasks.
+MOST_PARTS = 4
 _ROWS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
 
 
@@ -115,24 +126,33 @@ def chunked(rules: Rules, ranks: Sequence[SubmeshPlan], rounds: Mapping[str, int
     return rules.joined(Layout(tuple(ranks), tuple(segments)))
 
 
-def with_sub_microbatches(layout: Layout, rules: Rules) -> Layout:
-    """The layout with modules that only feed others in groups of one efficient shape, at most
-    `MOST_PARTS` of them for every group that its buckets have; as it is where one is enough."""
-    parts: dict[str, Shape] = {}
-    fan_in = 1
-    for m in replace(layout, fan_in=MOST_PARTS).divided:
-        shapes = layout.shapes(m)
-        if not shapes:
-            continue
-        model = layout.submesh(layout.segments_of(m)[0].submesh).model
-        tokens = max(s.tokens for s in shapes)
-        needed = max(-(-s.rows // (tokens // s.tokens)) for s in shapes)  # rows of `tokens`
-        rows = min(needed, efficient_rows(rules, m, model, tokens))
-        rows = max(rows, -(-needed // MOST_PARTS))
-        parts[m], fan_in = Shape(rows, tokens), max(fan_in, -(-needed // rows))
+def with_sub_microbatches(layout: Layout, rules: Rules, readers: Collection[str] = ()) -> Layout:
+    """The layout with modules in groups of one efficient shape, at most `MOST_PARTS` of them for
+    every group that its buckets have: those that only feed others, and these `readers` and not what
+    feeds them; as it is where one is enough."""
+    divided = replace(layout, fan_in=MOST_PARTS, divided_readers=tuple(readers))
+    parts = {m: _part(divided, m, rules) for m in divided.divided if divided.shapes(m)}
+    fan_in = max((n for _, n in parts.values()), default=1)
     if fan_in == 1:
         return layout
     buckets = dict.fromkeys(
-        replace(b, shapes=tuple((m, parts.get(m, s)) for m, s in b.shapes)) for b in layout.buckets
+        Bucket(tuple((m, parts[m][0] if m in parts else s) for m, s in b.shapes))
+        for b in layout.buckets
     )
-    return replace(layout, buckets=tuple(buckets), fan_in=fan_in)
+    return replace(divided, buckets=tuple(buckets), fan_in=fan_in)
+
+
+def readers_of(layout: Layout) -> tuple[str, ...]:
+    """Modules that only read others."""
+    return tuple(m for m in layout.modules if layout.sources(m) and not layout.targets(m))
+
+
+def _part(layout: Layout, module: str, rules: Rules) -> tuple[Shape, int]:
+    """The efficient shape of a module's parts, and how many of them its largest group takes."""
+    shapes = layout.shapes(module)
+    model = layout.submesh(layout.segments_of(module)[0].submesh).model
+    tokens = max(s.tokens for s in shapes)
+    needed = max(-(-s.rows // (tokens // s.tokens)) for s in shapes)  # rows of `tokens`
+    rows = min(needed, efficient_rows(rules, module, model, tokens))
+    rows = max(rows, -(-needed // MOST_PARTS))
+    return Shape(rows, tokens), -(-needed // rows)

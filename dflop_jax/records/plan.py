@@ -148,13 +148,20 @@ class Predicted:
     """What the planner expects of a plan: seconds of a mean step, share of it in which each
     submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
     step by the profile's single layers, which are priced by what `priced_by` says, `makespan_s` by
-    the plan's own programs once those were timed, else the same."""
+    the plan's own programs once those were timed, else the same.
+
+    `shapes_by` says whose buckets these are where the integer program of shapes was asked:
+    "integer" its own, "search" those of local search. Their step is `shapes_gain` shorter than with
+    the other's, and the program's optimum at most `shapes_gap` below its answer, both relative."""
 
     makespan_s: float = 0.0
     busy_fraction: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, float] = field(default_factory=dict)
     chosen_by_s: float = 0.0
     priced_by: str = ""
+    shapes_by: str = ""
+    shapes_gain: float = 0.0
+    shapes_gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,9 +171,10 @@ class Layout:
 
     `segments` stand module by module, every module after those that it reads; `edges` are the
     model's. Before shapes are chosen there are no `buckets`. `group_size` microbatches are run by
-    one program call. At most `fan_in` groups of one module feed a group: of the modules that read
-    no other (`divided`), a microbatch's pieces then go through in several groups of one small
-    shape. The exits of `tied` modules read the parameters of their entries. `exchange_rooms` are
+    one program call. A microbatch's pieces go through some modules (`divided`) in at most `fan_in`
+    groups of one small shape: those that read no other, whose groups together feed one, and the
+    `divided_readers`, several of whose groups read one. The exits of `tied` modules read the
+    parameters of their entries. `exchange_rooms` are
     what batches that the planner saw move between data ranks.
     """
 
@@ -176,6 +184,7 @@ class Layout:
     edges: tuple[Edge, ...] = ()
     group_size: int = 1
     fan_in: int = 1
+    divided_readers: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     exchange_rooms: tuple[ExchangeRoom, ...] = ()
 
@@ -276,10 +285,16 @@ class Layout:
 
     @cached_property
     def divided(self) -> tuple[str, ...]:
-        """Modules of which several groups may feed one: those that read no other, where `fan_in`
-        allows it."""
-        ends = [m for m in self.modules if self.targets(m) and not self.sources(m)]
-        return tuple(ends) if self.fan_in > 1 else ()
+        """Modules of which several groups may go with one of each module that they feed or read,
+        where `fan_in` allows it."""
+        if self.fan_in == 1:
+            return ()
+        readers = set(self.divided_readers)
+        return tuple(
+            m for m in self.modules
+            if m in readers
+            or (self.targets(m) and not self.sources(m) and readers.isdisjoint(self.targets(m)))
+        )  # fmt: skip
 
     def sources(self, module: str) -> tuple[str, ...]:
         """Modules whose outputs it reads."""

@@ -26,11 +26,11 @@ NO_GROUP = -1  # the group of a task that runs once a step
 class Group:
     """Microbatches of one module and one shape, run by one program call.
 
-    `feeds` are the places in the schedule of the groups that read its output, one of every module
-    that reads the module's. `content` has of each feature (`features.CONTENT`) the sum over the
-    pieces of the data rank with most, which the others wait for. `remat_less` names the segments
-    that run it under their second recompute policy. Groups that are only simulated need not say
-    which `pieces` they hold.
+    `feeds` are the places in the schedule of the groups that read its output: of a module that
+    reads the module's one, or several that read no other group of it. `content` has of each feature
+    (`features.CONTENT`) the sum over the pieces of the data rank with most, which the others wait
+    for. `remat_less` names the segments that run it under their second recompute policy. Groups
+    that are only simulated need not say which `pieces` they hold.
     """
 
     module: str
@@ -92,8 +92,13 @@ class Schedule:
         for i, g in enumerate(self.groups):
             fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             require(
-                len(fed) == len(g.feeds) == len(set(fed)) and g.module not in fed,
-                f"group {i} feeds {g.feeds}; it may feed one group of each other module",
+                len(fed) == len(g.feeds) == len(set(g.feeds)) and g.module not in fed,
+                f"group {i} feeds {g.feeds}; it may feed groups of other modules, each once",
+            )
+            several = [f for f, m in zip(g.feeds, fed) if fed.count(m) > 1]
+            require(
+                all(self.fed_by(f, g.module) == (i,) for f in several),
+                f"group {i} feeds {g.feeds}, of which some read other groups of {g.module!r}, too",
             )
 
     @property

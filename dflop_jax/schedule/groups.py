@@ -276,15 +276,16 @@ def schedule_groups(
     room: PackingSpace, answer: Sequence[BucketRun], layout: Layout
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
-    each feeding those of the same run that read it; divided modules in several groups."""
+    each feeding those of the same run that read it; divided modules in several groups, all of
+    which feed or read the same groups."""
     groups: list[Group] = []
     size, ranks = room.capacity.group_size, room.capacity.ranks
     for together in answer:
         every = {m: _parts(room, together, layout, m) for m in together.placed}
-        ends = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
-        place_of = dict(zip(every, ends))  # a module that others feed has one group here
+        first = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
+        places_of = {m: range(at, at + len(every[m][1])) for m, at in zip(every, first)}
         for m, (shape, parts) in every.items():
-            feeds = tuple(place_of[t] for t in layout.targets(m) if t in place_of)
+            feeds = tuple(f for t in layout.targets(m) for f in places_of.get(t, ()))
             for places in parts:
                 content = [
                     int(rank_content(places, feature_P, size, ranks[m]).sum(axis=0).max())

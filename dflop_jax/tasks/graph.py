@@ -133,15 +133,16 @@ def step_graph(
                     before += [Task(link.source, k, FORWARD) for k in sources]
             waits[Task(s.name, i, BACKWARD if fused else FORWARD)] = tuple(dict.fromkeys(before))
     for i, g in enumerate(groups):
-        feeds = {groups[f].module: f for f in g.feeds}
+        feeds: dict[str, list[int]] = {}
+        for f in g.feeds:
+            feeds.setdefault(groups[f].module, []).append(f)
         for s in reversed(segments[g.module]):
             if s.name not in backward or not out_of[s.name]:
                 continue
             after = [Task(s.name, i, FORWARD)]
             for link in out_of[s.name]:
-                fed = i if link.edge is None else feeds.get(link.edge.target)
-                if fed is not None:
-                    after.append(Task(link.target, fed, BACKWARD))
+                fed = [i] if link.edge is None else feeds.get(link.edge.target, [])
+                after += [Task(link.target, f, BACKWARD) for f in fed]
             waits[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(after))
     if not evaluate:
         waits |= _step_end(layout, waits, trainable)
@@ -203,7 +204,8 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     for s in reversed(plan.layout.segments):
         after = out_of.get(s.name, [])
         depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
-        fan_in = plan.layout.fan_in if s.module in plan.layout.divided and not groups else 1
+        feeds_one = s.module in plan.layout.divided and plan.layout.targets(s.module)
+        fan_in = plan.layout.fan_in if feeds_one and not groups else 1
         widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=fan_in)
         beyond = max((times[t] for t in after if module[t] != s.module), default=1)
         times[s.name] = widest * beyond

@@ -183,8 +183,7 @@ def ablation(cases: Sequence[Case] = CASES) -> Result:
         "partition: the placement of DIP's plan, a module's part of a microbatch in one group, "
         "textbook 1F1B; sub-microbatches: the groups of the plan, the same order; reordering: the "
         "order that is searched for every batch; memory: groups that keep more where there is room",
-        "sub-microbatches bring nothing to T2V: only modules that read no other are divided, and a "
-        "generator reads the LLM",
+        "sub-microbatches of T2V are the generator's, several of which read one group of the LLM",
         "recompute policies that the planner chooses by module are in every column; where these "
         "recompute nothing, or memory is full, groups have nothing to choose",
     ]

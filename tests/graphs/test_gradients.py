@@ -72,6 +72,7 @@ def make_plan(layout, fan_in=1, group_size=1):
             edges=edges_of(MODEL),
             group_size=group_size,
             fan_in=fan_in,
+            divided_readers=("echoes",) if fan_in > 1 else (),
             tied=("words",),
         ),
     )
@@ -90,7 +91,8 @@ def dealt(plan, module, pieces, tokens):
 
 
 def make_schedule(plan, loads, n_groups, seed, fan_in=1):
-    """Samples at random into groups of words; their pictures into `fan_in` groups that feed it."""
+    """Samples at random into groups of words; their pictures into `fan_in` groups that feed it, and
+    what reads it into as many."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(loads))
     tokens = {m: piece_tokens(loads, m) for m in plan.layout.modules}
@@ -103,22 +105,23 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
     for k in range(n_groups):
         members = order[k::n_groups].tolist()
         split = {m: [pieces_of(m, members)] for m in plan.layout.modules}
-        split["sights"] = [split["sights"][0][i::fan_in] for i in range(fan_in)]
+        for m in ("sights", "echoes"):
+            split[m] = [split[m][0][i::fan_in] for i in range(fan_in)]
         # a group without a piece is not run, unless others read it
         parts = [(m, p) for m in ("sights", "smells") for p in split[m] if p]
         consumer = len(groups) + len(parts)
         for m, p in parts:
             groups.append(group_of_rows(m, SHAPES[m], (dealt(plan, m, p, tokens[m]),), (consumer,)))
-        echoes = split["echoes"][0]
-        feeds = (consumer + 1,) if echoes else ()
+        echoes = [p for p in split["echoes"] if p]
+        feeds = tuple(consumer + 1 + i for i in range(len(echoes)))
         words = split["words"][0]
         groups.append(
             group_of_rows(
                 "words", SHAPES["words"], (dealt(plan, "words", words, tokens["words"]),), feeds
             )
         )
-        if echoes:
-            rows = dealt(plan, "echoes", echoes, tokens["echoes"])
+        for part in echoes:
+            rows = dealt(plan, "echoes", part, tokens["echoes"])
             groups.append(group_of_rows("echoes", SHAPES["echoes"], (rows,)))
     return Schedule(0, tuple(groups))
 
@@ -158,6 +161,8 @@ def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monke
     schedule = make_schedule(plan, loads, n_groups, seed=fan_in, fan_in=fan_in)
     fed = max(len(schedule.fed_by(i, "sights")) for i in range(len(schedule.groups)))
     assert fed == fan_in
+    read = max(sum(schedule.groups[f].module == "echoes" for f in g.feeds) for g in schedule.groups)
+    assert read == fan_in
     arrays = []
     for g in range(len(schedule.groups)):
         packed = pack_group(plan.layout, schedule, g, samples, loads, model=MODEL)

@@ -167,9 +167,10 @@ def every_candidate_s(evaluator, n_devices):
                 for _ in range(max(ranked.groups[b], evaluator.n_groups(plan.layout, b))):
                     (bucket,) = plan.layout.buckets
                     counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
-                    last = len(groups) + sum(counts) - 1
+                    stop = len(groups) + sum(counts)
+                    read = tuple(range(stop - counts[-1], stop))
                     for (m, shape), n in zip(bucket.shapes, counts, strict=True):
-                        feeds = () if m == "llm" else (last,)
+                        feeds = () if m == "llm" else read
                         groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
                 trace = simulate_step(
                     plan,

@@ -1,4 +1,5 @@
-"""Several groups of a module that feed one: every piece once, as few groups as its data needs."""
+"""Several groups of a module that feed one, or read one: every piece once, as few groups as its
+data needs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +34,14 @@ def divided_plan(parts, fan_in, *, ranks=None, shared=("a", "b"), tokens=(256, 1
     return replace(plan, policy="dip").with_layout(fan_in=fan_in)
 
 
+def reading_plan(tiles, fan_in, *, ranks=None, shared=("a", "b"), tokens=128):
+    """Groups of so many tiles on each rank, up to `fan_in` rows of text read one."""
+    plan = make_plan([bucket(tiles, (1, tokens))], ranks or {"a": 2, "b": 2}, shared=shared)
+    plan = replace(plan, policy="dip").with_layout(fan_in=fan_in, divided_readers=("b",))
+    assert plan.layout.divided == ("b",)
+    return plan
+
+
 def solve(loads, plan, **options):
     return schedule_batch(loads, plan, make_prices(plan), plan.layout.modules, **options)
 
@@ -55,6 +64,27 @@ def test_every_piece_once_in_groups_of_one_shape(seed):
     assert got == replace(solve(loads, plan, work=300), elapsed_s=got.elapsed_s)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_go_through_in_parts(seed):
+    """Every piece once, each part reads the group that holds the tiles of its samples."""
+    rng = np.random.default_rng(seed)
+    loads = make_batch(rng, int(rng.choice([1, 7, 30, 60])))
+    a, b = (int(x) for x in rng.integers(1, 4, 2))
+    plan = reading_plan(-(-40 // a), 3, ranks={"a": a, "b": b})
+    got = solve(loads, plan, work=300, program=program_of(plan))
+    check(got, loads, plan)
+    check_order(step_graph(plan.layout, got.groups, plan.layout.modules), got.order)
+    assert {g.shape for g in got.groups if g.module == "b"} == {Shape(1, 128)}
+    read = [len(g.feeds) for g in got.groups if g.module == "a"]
+    assert max(read, default=0) <= plan.layout.fan_in
+    assert len(loads) < 30 or max(read) > 1
+    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    owner = {m: np.repeat(np.arange(len(loads)), np.diff(first[m])) for m in first}
+    for g in (g for g in got.groups if g.module == "a"):
+        texts = {owner["b"][p] for f in g.feeds for p in got.groups[f].pieces.piece}
+        assert {owner["a"][p] for p in g.pieces.piece} <= texts
+
+
 @pytest.mark.parametrize("tiles, groups", [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
 def test_as_many_groups_as_the_data_needs(tiles, groups):
     """On one rank, groups of four tiles: one sample of so many and one of text."""
@@ -74,11 +104,13 @@ def test_a_sample_larger_than_all_parts_is_refused():
         widened(two, make_prices(two))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_random_schedule_beats_the_bound(seed):
+@pytest.mark.parametrize("divided, seed", [*(("a", i) for i in range(4)), ("b", 0), ("b", 1)])
+def test_no_random_schedule_beats_the_bound(divided, seed):
     """Random packings, cut by hand, against the bound and what was found."""
     rng = np.random.default_rng(seed)
-    plan = divided_plan(3, 2, ranks={"a": 1, "b": 1}, shared=("a", "b")[: 2 * (seed % 2)])
+    make, by_hand = (divided_plan, fed_by_hand) if divided == "a" else (reading_plan, read_by_hand)
+    size = 3 if divided == "a" else 9
+    plan = make(size, 2, ranks={"a": 1, "b": 1}, shared=("a", "b")[: 2 * (seed % 2)])
     prices = make_prices(plan)
     loads = [Load({"a": (TILE,) * int(t), "b": (int(n),)} if t else {"b": (int(n),)})
              for t, n in zip(rng.integers(0, 4, 5), rng.integers(20, 90, 5))]  # fmt: skip
@@ -104,15 +136,43 @@ def test_no_random_schedule_beats_the_bound(seed):
             assert got.makespan_s <= made_s * 1.1
 
 
-def by_hand(rng, loads, plan):
+def cut_at_random(rng, n):
+    """Places in a random order, in up to three lists."""
+    lists = np.split(rng.permutation(n), sorted(rng.integers(0, n + 1, 2)))
+    return [one for one in lists if len(one)]
+
+
+def read_by_hand(rng, loads, plan):
+    """A schedule of random groups of tiles, each read by one row of text for each of its samples or
+    for two; None if some do not fit."""
+    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    (whole,), (part,) = (plan.layout.shapes(m) for m in ("a", "b"))
+    groups = []
+    for samples in cut_at_random(rng, len(loads)):
+        tiles = [p for i in samples for p in range(first["a"][i], first["a"][i + 1])]
+        each = int(rng.integers(1, 3))
+        cuts = [samples[k : k + each] for k in range(0, len(samples), each)]
+        longest = max(sum(loads[i].tokens("b") for i in cut) for cut in cuts)
+        if len(tiles) > whole.rows or len(cuts) > plan.layout.fan_in or longest > part.tokens:
+            return None
+        if tiles:
+            rows = tuple((p,) for p in tiles) + ((),) * (whole.rows - len(tiles))
+            fed = tuple(len(groups) + 1 + k for k in range(len(cuts)))
+            groups.append(group_of_rows("a", whole, ((rows,),), fed, (len(tiles) * TILE**2,)))
+        for cut in cuts:
+            row = tuple(sorted(first["b"][i] for i in cut))
+            pairs = sum(loads[i].tokens("b") ** 2 for i in cut)
+            groups.append(group_of_rows("b", part, (((row,),),), (), (pairs,)))
+    return Schedule(0, tuple(groups))
+
+
+def fed_by_hand(rng, loads, plan):
     """A schedule of random groups: samples in a random order, cut at random; None if some do not
     fit."""
     first = {m: first_pieces(loads, m) for m in plan.layout.modules}
     part = plan.layout.shapes("a")[0]
     groups = []
-    for samples in np.split(rng.permutation(len(loads)), sorted(rng.integers(0, 6, 2))):
-        if not len(samples):
-            continue
+    for samples in cut_at_random(rng, len(loads)):
         tokens = sum(loads[i].tokens("b") for i in samples)
         shape = next((s for s in sorted(plan.layout.shapes("b")) if s.tokens >= tokens), None)
         tiles = [p for i in samples for p in range(first["a"][i], first["a"][i + 1])]

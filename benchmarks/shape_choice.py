@@ -1,16 +1,17 @@
-"""Does the MILP that chooses shapes matter? Steps with it and without it.
+"""What the integer program that chooses shapes brings, under both efforts of planning.
 
 Command:  python benchmarks/shape_choice.py --json shape_choice.json
-Minutes:  about 5 on 2 cores with nothing else running
-Expected: shorter steps in some cases, by 2% and more, and none longer by more than the noise of
-          held-out batches (3%)
+Minutes:  about 6 on 2 cores with nothing else running
+Expected: steps that are shorter by 2% and more in some cases, and none longer by more than the
+          noise of held-out batches (3%); with effort "quick" a second of a core more for it
 
-Shapes are chosen with full effort on half of a data set, with the MILP's answers among the starts
-and without; then batches of the other half are scheduled and simulated with either. Data have
+Shapes are chosen on half of a data set, by search alone and as plans get them: search, then the
+integer program, which begins with what that found. Then batches of the other half are scheduled
+and simulated with each. Data have
 several modes: questions of 100 tokens, pages of 8,000 and more, pictures, clips of up to 32 frames.
 Attention is computed over whole rows, so a row of 8,000 tokens costs twice as much per token.
 `native` pictures are pieces of 16 to 2,048 patches that share rows. Modules that are `shared` run
-on the same devices. Work is counted, so the table depends on no clock but in the last columns.
+on the same devices. Work is counted, so the table depends on no clock but in the last column.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dflop_jax.records import Bucket, Edge, Load  # noqa: E402
 from dflop_jax.schedule import ShapeProblem, choose_buckets, evaluate_buckets  # noqa: E402
 
 HELD_OUT, EVALUATE_WORK = 8, 300
+EFFORTS = ("quick", "full")
 PATCH_PX, MOST_PATCHES = 28, 2048
 ATTENTION = {"llm": 8000, "vision": 4000}  # tokens of a row at which attention costs as much again
 IMAGES = ("coco", "opencqa", "cxc", "drivelm", "doc", "gsm8k")
@@ -81,20 +83,28 @@ CASES = (
     Case("clips", 4, 256, 8, vision=8, shared=True),
     Case("images", 4, 256, 6, vision=2, native=True),
     Case("images", 3, 256, 8, vision=8, native=True, shared=True),
+    Case("clips", 3, 256, 6, vision=2, native=True),
 )
 
 
 @dataclass(frozen=True)
 class Row:
+    """A choice: the seconds of a step on held-out batches and on those that it was made by, and
+    processor seconds. `search_s` is the held-out step by search alone; made_by, gain and gap are
+    `BucketChoice`'s."""
+
     case: str
     shapes: int
     seed: int
-    without_s: float
-    with_s: float
-    seen_without_s: float
-    seen_with_s: float
-    cpu_without_s: float
-    cpu_with_s: float
+    effort: str
+    search_s: float
+    chosen_s: float
+    seen_s: float
+    search_cpu_s: float
+    cpu_s: float
+    made_by: str
+    gain: float
+    gap: float
 
 
 def loads_of(case: Case, folder: Path) -> list[Load]:
@@ -142,7 +152,8 @@ def problem(case: Case, loads: Sequence[Load]) -> ShapeProblem:
     )
 
 
-def measured(case: Case, folder: Path, seed: int) -> Row:
+def measured(case: Case, folder: Path, seed: int) -> Iterator[Row]:
+    """A row for each effort."""
     every = loads_of(case, folder)
     order = np.random.default_rng(seed).permutation(len(every))
     seen = [every[i] for i in order[: len(every) // 2]]
@@ -153,40 +164,45 @@ def measured(case: Case, folder: Path, seed: int) -> Row:
     rng = np.random.default_rng(99 + seed)
     batches = [[rest[i] for i in rng.choice(len(rest), case.batch)] for _ in range(HELD_OUT)]
     wanted = problem(case, seen)
-    figures = []
-    for with_milp in (False, True):
+
+    def held_out_s(buckets: Sequence[Bucket]) -> float:
+        return evaluate_buckets(buckets, batches, wanted, work=EVALUATE_WORK).expected_s
+
+    for effort in EFFORTS:
         start_s = time.process_time()
-        choice = choose_buckets(seen, wanted, seed=seed, with_milp=with_milp)
-        spent_s = time.process_time() - start_s
-        held_out = evaluate_buckets(choice.buckets, batches, wanted, work=EVALUATE_WORK)
-        figures.append((held_out.expected_s, choice.expected_s, spent_s))
-    columns = [x for pair in zip(*figures, strict=True) for x in pair]
-    return Row(case.name, case.shapes, seed, *columns)
-
-
-def rows_of(folder: Path, cases: Sequence[Case], seeds: int) -> Iterator[Row]:
-    for case in cases:
-        for seed in range(seeds):
-            yield measured(case, folder, seed)
+        search = choose_buckets(seen, wanted, effort=effort, seed=seed, with_milp=False)
+        middle_s = time.process_time()
+        choice = choose_buckets(seen, wanted, effort=effort, seed=seed, start=search.buckets)
+        both_s = time.process_time() - start_s
+        yield Row(
+            case.name, case.shapes, seed, effort,
+            held_out_s(search.buckets), held_out_s(choice.buckets), choice.expected_s,
+            middle_s - start_s, both_s, choice.made_by, choice.gain, choice.gap,
+        )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> Table:
-    out = Table("data | ranks | batch", "K", "without", "with", "change", "seen", "CPU s")
-    for case in dict.fromkeys((r.case, r.shapes) for r in rows):
-        some = [r for r in rows if (r.case, r.shapes) == case]
-        without_s, with_s = (float(np.mean([getattr(r, k) for r in some])) for k in
-                             ("without_s", "with_s"))  # fmt: skip
-        seen = sum(r.seen_with_s for r in some) / sum(r.seen_without_s for r in some)
-        cpu = [float(np.mean([getattr(r, k) for r in some])) for k in
-               ("cpu_without_s", "cpu_with_s")]  # fmt: skip
+    out = Table("data | ranks | batch", "K", "effort", "search", "both", "change", "seen",
+                "program wins", "its gap", "CPU s")  # fmt: skip
+    for key in dict.fromkeys((r.case, r.shapes, r.effort) for r in rows):
+        some = [r for r in rows if (r.case, r.shapes, r.effort) == key]
+        wins = [r for r in some if r.made_by == "integer"]
+        seen = sum(r.gain for r in wins) / len(some)
+
+        def mean(field: str, some: Sequence[Row] = some) -> float:
+            return float(np.mean([getattr(r, field) for r in some]))
+
         out.add_row(
-            case[0],
-            str(case[1]),
-            f"{without_s:.3f}",
-            f"{with_s:.3f}",
-            f"{100 * (with_s / without_s - 1):+.1f}%",
-            f"{100 * (seen - 1):+.1f}%",
-            f"{cpu[0]:.1f} / {cpu[1]:.1f}",
+            key[0],
+            str(key[1]),
+            key[2],
+            f"{mean('search_s'):.3f}",
+            f"{mean('chosen_s'):.3f}",
+            f"{100 * (mean('chosen_s') / mean('search_s') - 1):+.1f}%",
+            f"{-100 * seen:+.1f}%",
+            f"{len(wins)} of {len(some)}",
+            f"{100 * mean('gap'):.1f}%",
+            f"{mean('search_cpu_s'):.1f} / {mean('cpu_s'):.1f}",
         )
     return out
 
@@ -200,8 +216,10 @@ def main() -> None:
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases] if args.cases is not None else CASES
     rows = Rows(args.json, as_rows)
-    for row in rows_of(args.shapes, cases, args.seeds):
-        rows.append(row)
+    for case in cases:
+        for seed in range(args.seeds):
+            for row in measured(case, args.shapes, seed):
+                rows.append(row)
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
 
 

@@ -3,16 +3,19 @@ own, and what comes of them is judged by batches that no shape was sized for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.dip import POLICY as DIP
+from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.finalist import Finalist, fastest_of
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
-from dflop_jax.records import Bucket, Plan, Prices, Shape
-from dflop_jax.schedule.shapes.evaluate import TIE
+from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.schedule import BucketChoice
 from dflop_jax.schedule.shapes.spare import beyond
 
 SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time
@@ -33,29 +36,6 @@ _MOST_MORE_GROUPS = 1.2
 Finish = Callable[[Plan], Plan]
 
 
-@dataclass(frozen=True)
-class Finalist:
-    """A plan whose buckets were chosen, and what is known of it.
-
-    of: the candidate that it was made of, None: not known. finest: microbatches into which its
-    buckets cut a mean batch at most. seconds: by which evaluated plans are compared. prices: of its
-    own programs, once they are timed.
-    """
-
-    plan: Plan
-    of: Candidate | None = None
-    finest: int = 0
-    seconds: float = math.inf
-    prices: Prices | None = None
-
-
-def fastest_of(judged: Sequence[Finalist]) -> Finalist:
-    """The plan of least seconds; of equals that of fewer buckets, then the first."""
-    least_s = min(j.seconds for j in judged)
-    equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
-    return min(equal, key=lambda j: len(j.plan.layout.buckets))
-
-
 def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
     """About the best of every policy that `best` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
@@ -64,14 +44,16 @@ def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
     return [r for r in nearly_best if r]
 
 
-def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish) -> list[Plan]:
+def refined(
+    ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish
+) -> list[Finalist]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the first of those that are ranked, of the first of other policies, and with effort
     "full" of all that are close to it, with several granularities of buckets; the best are then
     searched through. What `finish` adds to an evaluated plan is judged with it."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
-        return [finish(r.plan) for r in ranked[:n]]
+        return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in ranked[:n]]
     best = [*ranked[:SIZED_PLACEMENTS], *_others(ranking, ranked)]
     quick = evaluator.config.effort == "quick"
     by_policy = {r.policy: r for r in reversed(best)}
@@ -87,23 +69,54 @@ def refined(ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finis
             {max(1, min(max_microbatches, round(x * cut))) for x in _GRANULARITIES}, reverse=True
         )
         for at_most in finest[:1] if quick else finest:
-            tried += _with_buckets(evaluator, candidate, at_most, "quick")
+            tried += _with_buckets(evaluator, candidate, at_most, "quick", with_milp=False)
         if candidate in by_policy.values():
             alike = _with_one(candidate.plan, evaluator)
             alike += _with_shorter_rows(alike[-1], evaluator)
             tried += [Finalist(p, candidate, cut) for p in alike]
+    tried += [more for one in tried for more in _with_divided_readers(evaluator, one)]
     judged = _judged(evaluator, tried, n, finish)
-    if not quick:  # the fastest, searched through
-        winner = fastest_of(judged)
-        assert winner.of is not None
-        searched = _with_buckets(evaluator, winner.of, winner.finest, "full")
-        judged += _judged(evaluator, searched, 1, finish)
-    in_order: list[Plan] = []
+    judged = _with_program(evaluator, judged, tried, finish)
+    in_order: list[Finalist] = []
     while judged:
-        fastest = fastest_of(judged).plan
-        in_order.append(fastest)
-        judged = [j for j in judged if j.plan.layout != fastest.layout]
+        in_order.append(fastest_of(judged))
+        judged = [j for j in judged if j.plan.layout != in_order[-1].plan.layout]
     return in_order
+
+
+def _with_program(
+    evaluator: Evaluator, judged: Sequence[Finalist], tried: Sequence[Finalist], finish: Finish
+) -> list[Finalist]:
+    """The plans with what the integer program of shapes makes of the fastest, which says how its
+    own buckets compare; with effort "full" of a longer search, too."""
+    fastest = fastest_of(judged)
+    known = next((t for t in tried if t.of is fastest.of and t.choice), None)
+    if known is None or known.of is None or known.choice is None:
+        return list(judged)  # its candidate leaves no room for a choice
+    effort = evaluator.config.effort
+    start = known.choice.buckets if effort == "quick" else ()
+    asked = _with_buckets(evaluator, known.of, known.finest, effort, start=start)
+    others = [a for a in asked if a.plan.layout not in (known.plan.layout, fastest.plan.layout)]
+    compared = [fastest, *_judged(evaluator, others, 1, finish)]
+    won = fastest_of(compared)
+    slowest_s = max(c.seconds for c in compared)
+    told = [
+        _told(won, a.choice, 1 - won.seconds / slowest_s if others else a.choice.gain)
+        for a in asked
+        if a.choice
+    ]
+    return [*(told or [won]), *(f for f in [*compared, *judged] if f is not won)]
+
+
+def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
+    """The finalist, whose plan says how it compares with what the program of shapes made."""
+    predicted = replace(
+        won.plan.predicted,
+        shapes_by=asked.made_by if won.choice == asked else "search",
+        shapes_gain=gain,
+        shapes_gap=asked.gap,
+    )
+    return replace(won, plan=replace(won.plan, predicted=predicted))
 
 
 def _judged(
@@ -126,11 +139,17 @@ def _judged(
     return judged
 
 
-def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
-    """The first `n` plans, and `n` of the first one's policy: a policy that is far from the fastest
-    takes no place of it."""
-    alike = [p for p in plans if p.policy == plans[0].policy][:n]
-    return [p for i, p in enumerate(plans) if i < n or p in alike]
+def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
+    """The plan whose modules that only read others go through in several groups, where the policy
+    divides modules, none of this plan is and memory holds it. The ranking leaves it out: what it
+    brings is less than what equal groups are off."""
+    plan = one.plan
+    if plan.policy != DIP or plan.layout.divided:
+        return []
+    layout = with_sub_microbatches(plan.layout, evaluator.rules, readers_of(plan.layout))
+    divided = replace(one, plan=replace(plan, layout=layout))
+    known = layout == plan.layout or not evaluator.fits(divided.plan)
+    return [] if known else [divided]
 
 
 def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
@@ -180,12 +199,14 @@ def _up(tokens: float, multiple: int) -> int:
 
 
 def _with_buckets(
-    evaluator: Evaluator, ranked: Candidate, finest: int, effort: str
+    evaluator: Evaluator, ranked: Candidate, finest: int, effort: str, **options: Any
 ) -> list[Finalist]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan = with_buckets(evaluator, ranked.plan, ranked.largest, finest, effort)
+        plan, choice = with_buckets(
+            evaluator, ranked.plan, ranked.largest, finest, effort, **options
+        )
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)
-    return [Finalist(plan, ranked, finest)] if evaluator.fits(plan) else []
+    return [Finalist(plan, ranked, finest, choice)] if evaluator.fits(plan) else []

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.finalists import Finalist, fastest_of, to_time
+from dflop_jax.plan.finalist import Finalist
+from dflop_jax.plan.judge import fastest
 from dflop_jax.records import Plan, Prices
 
 TimePlan = Callable[[Plan], Prices]
@@ -53,11 +54,18 @@ def by_its_own(
             plan = others.pop(0)
             judged = devices.timed(plan, alone=True) if n else devices.by_profile(plan)
             continue
-        best = fastest_of(judged)
+        best = fastest(evaluator, judged)
         if taken := devices.after_a_step(best):
             return taken, devices.n_timed
-        judged = [j for j in judged if j is not best and devices.hold(j.plan)]
+        judged = [j for j in judged if j.plan is not best.plan and devices.hold(j.plan)]
     raise ValueError(devices.why_none())
+
+
+def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
+    """The first `n` plans, and `n` of the first one's policy: a policy that is far from the fastest
+    takes no place of it."""
+    alike = [p for p in plans if p.policy == plans[0].policy][:n]
+    return [p for i, p in enumerate(plans) if i < n or p in alike]
 
 
 class _Devices:

@@ -20,6 +20,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.finalists import SIZED_PLACEMENTS, refined
+from dflop_jax.plan.judge import fastest
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, searched
@@ -146,17 +147,19 @@ def search_plan(
     best = ranking.ranked(n, on_progress)
     if not best:
         raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
-    plans, n_timed = [best[0].plan], 0
+    plan, n_timed = best[0].plan, 0
     if spec.refine:
         n_wanted = max(1, spec.config.finalists if time_plan else 1)
 
         def finish(plan: Plan) -> Plan:
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
-        plans = refined(ranking, best, n_wanted, finish)
-    plan = plans[0]
-    if time_plan and spec.refine:
-        plan, n_timed = by_its_own(evaluator, plans, spec.config.finalists, time_plan, try_step)
+        finalists = refined(ranking, best, n_wanted, finish)
+        if time_plan:
+            plans, n = [f.plan for f in finalists], spec.config.finalists
+            plan, n_timed = by_its_own(evaluator, plans, n, time_plan, try_step)
+        else:
+            plan = fastest(evaluator, finalists).plan
     return SearchResult(
         plan,
         tuple(c.with_figures(evaluator) for c in best),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,13 @@ from dflop_jax.plan.dip import POLICY, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import Bucket, Layout, Plan
-from dflop_jax.schedule import ShapeProblem, arrival_buckets, capacity_of, choose_buckets
+from dflop_jax.schedule import (
+    BucketChoice,
+    ShapeProblem,
+    arrival_buckets,
+    capacity_of,
+    choose_buckets,
+)
 
 
 def arrival_plan(evaluator: Evaluator, layout: Layout, policy: str, cap: int) -> Plan:
@@ -30,18 +37,23 @@ def arrival_plan(evaluator: Evaluator, layout: Layout, policy: str, cap: int) ->
 
 
 def with_buckets(
-    evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: int, effort: str
-) -> Plan:
+    evaluator: Evaluator,
+    plan: Plan,
+    largest: Bucket | None,
+    finest: int,
+    effort: str,
+    **options: Any,
+) -> tuple[Plan, BucketChoice]:
     """The plan with the buckets that suit it best, none larger than `largest` or than its one
     bucket where prices are not believed, cutting an average batch into at most `finest`
-    microbatches.
+    microbatches; `options` are those of `choose_buckets`.
 
     Raises:
       ValueError: the largest sample needs a larger one.
     """
     problem = _problem(evaluator, plan, largest, finest)
-    choice = choose_buckets(evaluator.loads, problem, effort=effort)
-    return problem.with_buckets(choice.buckets)
+    choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
+    return problem.with_buckets(choice.buckets), choice
 
 
 def _problem(evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: int) -> ShapeProblem:
@@ -55,7 +67,7 @@ def _problem(evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: i
 
     def as_run(chosen: Layout) -> Plan:
         if plan.policy == POLICY:
-            chosen = with_sub_microbatches(chosen, rules)
+            chosen = with_sub_microbatches(chosen, rules, plan.layout.divided_readers)
         return replace(plan, layout=chosen)
 
     return ShapeProblem(

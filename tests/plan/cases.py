@@ -161,7 +161,7 @@ def capacity(module, loads, problem):
     return Shape(1, -(-max(need, longest) // problem.token_multiple) * problem.token_multiple)
 
 
-def simple_buckets(loads, problem, *, effort):
+def simple_buckets(loads, problem, *, effort, **options):
     """A rule in place of the bucket search, which has tests of its own and takes seconds: one
     bucket for all, and one without tiles."""
     both = Bucket.of({m: capacity(m, loads, problem) for m in problem.ranks})

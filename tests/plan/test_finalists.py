@@ -6,6 +6,7 @@ import pytest
 
 from dflop_jax.plan import finalists
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.finalist import Finalist
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import Load
 
@@ -28,7 +29,7 @@ def looked_at(glances, n):
     def finish(plan):
         return SimpleNamespace(**vars(plan), finished=True)
 
-    tried = [finalists.Finalist(p, candidate, 1) for p in plans]
+    tried = [Finalist(p, candidate, 1) for p in plans]
     judged = finalists._judged(evaluator, tried, n, finish)
     assert all(j.plan.finished and j.of is candidate for j in judged)
     return [j.plan.at for j in judged]
@@ -50,20 +51,6 @@ def looked_at(glances, n):
 )  # fmt: skip
 def test_the_first_the_close_and_the_first_of_other_policies(glances, n, expected):
     assert looked_at(glances, n) == expected
-
-
-@pytest.mark.parametrize(
-    "policies, n, expected",
-    [
-        ([ORCH], 0, []),
-        ([ORCH, DIP, ORCH, DFLOP], 1, [0]),
-        ([ORCH, DIP, ORCH, DFLOP, ORCH, ORCH], 3, [0, 1, 2, 4]),
-        ([ORCH, ORCH, DIP], 3, [0, 1, 2]),
-    ],
-)
-def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
-    plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
-    assert [p.at for p in finalists.to_time(plans, n)] == expected
 
 
 def shortened(plan, loads, batch_tokens=(0,)):

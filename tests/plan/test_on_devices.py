@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.plan.on_devices import PlanTooLarge, by_its_own
+from dflop_jax.plan.on_devices import PlanTooLarge, by_its_own, to_time
 from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
@@ -29,6 +29,7 @@ class Evaluator:
 
     def __init__(self, needed, limit=10.0):
         self.needed, self.rules = needed, SimpleNamespace(memory_bytes=limit * GIB)
+        self.config, self.unseen, self.n_rounds = SimpleNamespace(effort="quick"), [[]], 0
 
     def with_less_memory(self, n_bytes):
         return Evaluator(self.needed, (self.rules.memory_bytes - n_bytes) / GIB)
@@ -110,3 +111,17 @@ def test_where_none_is_left_the_remedy_is_named(short, remedy):
         chosen(3, no_step=every)
     assert remedy in str(e.value)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "policies, n, expected",
+    [
+        (["orch"], 0, []),
+        (["orch", "dip", "orch", "dflop"], 1, [0]),
+        (["orch", "dip", "orch", "dflop", "orch", "orch"], 3, [0, 1, 2, 4]),
+        (["orch", "orch", "dip"], 3, [0, 1, 2]),
+    ],
+)
+def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
+    plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
+    assert [p.at for p in to_time(plans, n)] == expected

@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+import dflop_jax.plan.finalist as finalist
 import dflop_jax.plan.finalists as finalists
 import dflop_jax.plan.ranking as ranking_module
 import dflop_jax.plan.search as search_module
@@ -72,11 +73,12 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     limit = 2.5 * run(profile=profile).candidates[0].peak_bytes
     tried = []
 
-    def choose(loads, problem, *, effort):
-        tried.append(effort)
+    def choose(loads, problem, *, effort, with_milp=True, start=()):
+        tried.append((effort, with_milp))
         tiles, tokens = (capacity(m, loads, problem) for m in problem.ranks)
         large = Bucket.of({"vision": tiles, "llm": tokens})
         if effort == "quick":
+            assert start == (() if not with_milp else (large,))
             return BucketChoice((large,), 0.0, {})
         small = tuple(Bucket.of({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96))
         huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
@@ -87,10 +89,10 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     # plan has.
     monkeypatch.setattr(finalists, "_with_shorter_rows", lambda plan, evaluator: [])
     quick = searched_anew(profile=profile, memory_bytes=limit)
-    assert tried == ["quick"]
+    assert tried == [("quick", False), ("quick", True)]
     full = searched_anew(effort="full", profile=profile, memory_bytes=limit)
-    assert tried[1:].count("full") == 1
-    assert tried[1:].count("quick") >= 2
+    assert tried[2:].count(("full", True)) == 1
+    assert tried[2:].count(("quick", False)) >= 2
     assert full.candidates == quick.candidates
     assert full.plan.predicted.makespan_s <= quick.plan.predicted.makespan_s
     assert (len(full.plan.layout.buckets) == 4) == fits
@@ -101,9 +103,9 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     plan = run().plan
     larger = plan.with_layout(buckets=(*plan.layout.buckets, Bucket.of({"llm": Shape(1, 4096)})))
-    few, more = (finalists.Finalist(p, seconds=s) for p, s in ((plan, 1.0), (larger, 1 - faster)))
+    few, more = (finalist.Finalist(p, seconds=s) for p, s in ((plan, 1.0), (larger, 1 - faster)))
     for judged in ([few, more], [more, few]):
-        assert finalists.fastest_of(judged) is (few if faster < 1e-6 else more)
+        assert finalist.fastest_of(judged) is (few if faster < 1e-6 else more)
 
 
 def keeps_little():

@@ -15,7 +15,7 @@ from dflop_jax.schedule.counts.program import CountProgram, dealt_counts
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.search import packed_into
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.highs import Highs
+from dflop_jax.schedule.solver.highs import Highs, integer_program
 from dflop_jax.schedule.solver.problem import Floats, Ints
 
 _MOST_NODES = 200  # of branch and bound; most batches take fewer than ten
@@ -116,23 +116,14 @@ def _model(program: CountProgram, costs: Floats, h: Floats, entries: Floats) -> 
     """min costs @ x with G x >= -h, equal in the first rows; what is 0 in G is left out."""
     row, column = program.cells
     some = np.flatnonzero(entries)
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = program.columns, program.rows
-    model.col_cost_ = costs
-    model.col_lower_ = np.full(program.columns, -np.inf)
-    model.col_upper_ = np.full(program.columns, np.inf)
-    model.row_lower_ = -h
-    model.row_upper_ = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
-    matrix = model.a_matrix_
-    matrix.format_ = highspy.MatrixFormat.kRowwise
-    matrix.start_ = np.searchsorted(row[some], np.arange(program.rows + 1))
-    matrix.index_ = column[some]
-    matrix.value_ = entries[some]
-    kinds = [highspy.HighsVarType.kContinuous] * program.columns
-    for c in range(program.sizes.buckets):
-        kinds[program.buckets + c] = highspy.HighsVarType.kInteger
-    model.integrality_ = kinds
-    return model
+    start = np.searchsorted(row[some], np.arange(program.rows + 1))
+    upper = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
+    return integer_program(
+        costs,
+        (start, column[some], entries[some]),
+        (-h, upper),
+        program.buckets + np.arange(program.sizes.buckets),
+    )
 
 
 def _homes(room: PackingSpace, numbers: Numbers, solved: _Solved) -> Ints:

@@ -1,23 +1,21 @@
 """Offline choice of the shapes that are compiled: at most K buckets for the data at hand.
 
-`choose_buckets` collects starting sets (chains of sizes; with effort "full" also the answer of a
-MILP over sampled global batches), keeps the one that schedules them best and refines it while real
-schedules of the batches get faster.
+`choose_buckets` keeps the best of some starting sets (chains of sizes), refines it while real
+schedules of sampled batches get faster, and asks an integer program over these batches, which
+begins with it, for a better one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
-
-import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
 from dflop_jax.schedule.sample import LARGE_BATCH, drifted_batches, sample_batches
-from dflop_jax.schedule.shapes.evaluate import BucketEvaluator, first_least, roomiest_first
-from dflop_jax.schedule.shapes.milp import solve_choices
+from dflop_jax.schedule.shapes.evaluate import BucketEvaluator, first_least, less, roomiest_first
+from dflop_jax.schedule.shapes.milp import SLACKS, solve_choices
 from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
 from dflop_jax.schedule.shapes.sizes import (
     Move,
@@ -28,26 +26,33 @@ from dflop_jax.schedule.shapes.sizes import (
     sizes_of,
 )
 
-# Microbatches drawn to see what arrival order needs; twice as many move a baseline's quantiles by
-# less than a step of its shapes, usually.
-_ARRIVAL_DRAWS = 512
-# Of the MILP's candidates: cuts of a batch over the finest that is sensible, and lengths of packed
-# rows (or, where a row takes one piece, numbers of rows) in the last module and in the others.
-# Twice as many make the MILP that much larger, solved in the same number of nodes.
-_CANDIDATE_CUTS, _LAST_LENGTHS, _OTHER_LENGTHS = (0.5, 0.8, 1.2, 2.0), 5, 2
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
 _JUDGING_WORK = 2000  # units for a batch of buckets that are judged
-_MILP_BATCHES = 4  # batches whose groups the MILP chooses, at most: its size is in proportion
 _MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
 _SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
 _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
 
 
 @dataclass(frozen=True)
+class _Milp:
+    """An integer program: its nodes, the batches whose groups it chooses, at most, and amounts of
+    slack. Of its candidates: cuts of a batch over the finest that is sensible, and lengths of
+    packed rows (or, where a row takes one piece, numbers of rows) in the last module and in the
+    others. Twice as many candidates or batches make it twice as large."""
+
+    nodes: int
+    batches: int
+    slacks: tuple[float, ...]
+    cuts: tuple[float, ...]
+    last_lengths: int
+    other_lengths: int
+
+
+@dataclass(frozen=True)
 class _Effort:
     """Work of a choice: starts tried, on how many batches first, how many of them then on all
     `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each;
-    nodes of the MILP (0: none)."""
+    the integer program."""
 
     starts: int
     first: int
@@ -55,13 +60,19 @@ class _Effort:
     batches: int
     budget: int
     work: int
-    milp_nodes: int
+    milp: _Milp
 
 
 _EFFORTS = {
-    "quick": _Effort(6, first=4, finalists=1, batches=4, budget=24, work=300, milp_nodes=0),
-    "full": _Effort(12, first=3, finalists=3, batches=12, budget=280, work=1000, milp_nodes=1),
-}
+    "quick": _Effort(
+        6, first=4, finalists=1, batches=4, budget=24, work=300,
+        milp=_Milp(1, 2, SLACKS[1:], (0.8, 1.2), 4, 1),
+    ),
+    "full": _Effort(
+        12, first=3, finalists=3, batches=12, budget=280, work=1000,
+        milp=_Milp(1, 4, SLACKS, (0.5, 0.8, 1.2, 2.0), 5, 2),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,17 @@ class BucketChoice:
     """Chosen buckets, the roomiest first, and what scheduling sampled batches with them gave.
 
     expected_s: mean simulated makespan of a global batch. padding: by module, mean padded share of
-    the executed tokens.
+    the executed tokens. made_by: "search" or "integer", who proposed them; gain: by how much that
+    is faster than what the other proposed, relative. gap: how far below its own best answer the
+    integer program's optimum may be, relative; 1 where it was not asked.
     """
 
     buckets: Buckets
     expected_s: float
     padding: dict[str, float]
+    made_by: str = "search"
+    gain: float = 0.0
+    gap: float = 1.0
 
 
 def choose_buckets(
@@ -84,14 +100,16 @@ def choose_buckets(
     effort: str = "full",
     seed: int = 0,
     with_milp: bool = True,
+    start: Buckets = (),
 ) -> BucketChoice:
     """At most `problem.n_buckets` buckets that minimise the expected step on these loads (a
     DataProfile's). The answer depends on the arguments alone.
 
     Args:
-      effort: "full" (seconds), or "quick" (a tenth of it: no integer program, fewer batches), good
-        enough to rank plans. Either does a fixed amount of work.
-      with_milp: False leaves the integer program out, to see what it brings.
+      effort: "full" (seconds), or "quick" (a fifth of it: fewer batches, a smaller integer
+        program), good enough to rank plans. Either does a fixed amount of work.
+      with_milp: False leaves the integer program out.
+      start: the answer of a choice without it, to go on from.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
@@ -107,25 +125,35 @@ def choose_buckets(
     budget = round(work.budget * max(0.3, share))
     evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
     chained = chains(sizes, problem)[: work.starts]
-    starts = [_holding(start, front, sizes, problem.capacity) for start in chained]
-    best = _best_start(starts, evaluator, few, work.finalists)
-    best = _refined(best, sizes, evaluator, front, problem)
-    if work.milp_nodes and with_milp:
-        candidates = _candidates((*chained, best), sizes, problem)
-        answers = solve_choices(
-            candidates,
-            evaluator.batches[:_MILP_BATCHES],
-            problem,
-            must_hold=front,
-            max_nodes=work.milp_nodes,
-        )
-        evaluator.left = round(_MILP_SHARE * budget)
-        starts = [_holding(answer, front, sizes, problem.capacity) for answer in answers]
-        n = len(batches)
-        other = _best_start(starts, evaluator, n, 1)
-        other = _refined(other, sizes, evaluator, front, problem)
-        best = (best, other)[first_least([evaluator.mean_s(s, n) for s in (best, other)])]
-    return _choice(roomiest_first(best), evaluator)
+    best = start
+    if not start:
+        starts = [_holding(one, front, sizes, problem.capacity) for one in chained]
+        best = _best_start(starts, evaluator, few, work.finalists)
+        best = _refined(best, sizes, evaluator, front, problem)
+    if not with_milp:
+        return _choice(roomiest_first(best), evaluator)
+    answers = solve_choices(
+        _candidates((*chained, best), sizes, problem, work.milp),
+        evaluator.batches[: work.milp.batches],
+        problem,
+        must_hold=front,
+        start=best,
+        slacks=work.milp.slacks,
+        max_nodes=work.milp.nodes,
+    )
+    others = [a.buckets for a in answers if a.buckets != roomiest_first(best)]
+    evaluator.left = round(_MILP_SHARE * budget)
+    n, other = len(batches), best
+    if others:
+        other = _refined(_best_start(others, evaluator, n, 1), sizes, evaluator, front, problem)
+    best_s, other_s = evaluator.mean_s(best, n), evaluator.mean_s(other, n)
+    wins = less(other_s, best_s)
+    return replace(
+        _choice(roomiest_first(other if wins else best), evaluator),
+        made_by="integer" if wins else "search",
+        gain=1 - min(best_s, other_s) / max(best_s, other_s),
+        gap=min((a.gap for a in answers), default=1.0),
+    )
 
 
 def evaluate_buckets(
@@ -222,77 +250,20 @@ def _refined(
     return best
 
 
-def _candidates(starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem) -> list[Bucket]:
+def _candidates(
+    starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem, milp: _Milp
+) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
     that cut an average batch into a few numbers of microbatches with rows of several lengths."""
     candidates = dict.fromkeys(b for start in starts for b in start)
     candidates[bucket_of(sizes, {}, holds_all=True)] = None
     *others, last = sizes
-    for cut in _CANDIDATE_CUTS:
+    for cut in milp.cuts:
         tokens = {m: s.volume / (cut * finest(sizes, problem)) for m, s in sizes.items()}
-        options = [sizes[m].choices(tokens[m], _OTHER_LENGTHS) for m in others]
-        for shapes in product(*options, sizes[last].choices(tokens[last], _LAST_LENGTHS)):
+        options = [sizes[m].choices(tokens[m], milp.other_lengths) for m in others]
+        for shapes in product(*options, sizes[last].choices(tokens[last], milp.last_lengths)):
             candidates[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
     return list(candidates)
-
-
-def arrival_buckets(
-    loads: Sequence[Load],
-    ranks: Mapping[str, int],
-    per_rank: int,
-    *,
-    n_buckets: int = 4,
-    piece_tokens: Mapping[str, int] | None = None,
-    token_multiple: int = 128,
-    seed: int = 0,
-) -> tuple[Bucket, ...]:
-    """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
-    longest, and as many rows of the others as hold these samples' pieces.
-
-    Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
-    holds `per_rank` of the largest sample.
-    """
-    piece_tokens = piece_tokens or {}
-    last = list(ranks)[-1]
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, ranks[last], per_rank))
-    needs: dict[str, tuple[np.ndarray, int]] = {}
-    row_tokens: dict[str, int] = {}
-    for m in ranks:
-        lengths = [load.lengths(m) for load in loads]
-        if not any(lengths):
-            continue
-        if m == last:
-            unit = piece_tokens.get(m, token_multiple)
-            sizes_N = np.array([sum(n) for n in lengths])
-            drawn = sizes_N[picks].max(axis=(1, 2))
-            needs[m] = np.array([_round_up(v, unit) for v in drawn]), _round_up(sizes_N.max(), unit)
-            continue
-        longest = max((max(n, default=0) for n in lengths), default=0)
-        row_tokens[m] = piece_tokens.get(m) or _round_up(longest, token_multiple)
-        shape = Shape(1, row_tokens[m])
-        rows_N = np.array([rows_needed(n, shape) for n in lengths], int)
-        needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
-
-    def bucket(amounts: Mapping[str, int]) -> Bucket:
-        return Bucket.of(
-            {
-                m: (Shape(per_rank, n) if m == last else Shape(n, row_tokens[m])) if n else None
-                for m, n in amounts.items()
-            }
-        )
-
-    quantiles = np.arange(1, n_buckets) / n_buckets
-    chosen = {
-        bucket({m: int(np.quantile(drawn, q, method="higher")) for m, (drawn, _) in needs.items()})
-        for q in quantiles
-    }
-    chosen.add(bucket({m: needed for m, (_, needed) in needs.items()}))
-    return roomiest_first(list(chosen))
-
-
-def _round_up(value: float, multiple: int) -> int:
-    return max(multiple, int(-(-value // multiple)) * multiple)
 
 
 def largest(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:

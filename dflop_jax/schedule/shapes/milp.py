@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -13,7 +13,7 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import Demand, demand
 from dflop_jax.schedule.shapes.evaluate import roomiest_first
 from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
-from dflop_jax.schedule.solver.highs import silent_for_others
+from dflop_jax.schedule.solver.highs import Highs, integer_program
 from dflop_jax.schedule.solver.problem import Floats
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
@@ -44,15 +44,26 @@ def with_remains(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict
     return parents
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Buckets, the roomiest first, and how far the program's optimum may be below what they cost in
+    it, relative."""
+
+    buckets: Buckets
+    gap: float
+
+
 def solve_choices(
     candidates: Sequence[Bucket],
     batches: Sequence[Batch],
     problem: ShapeProblem,
     *,
     must_hold: Batch,
+    start: Buckets,
+    slacks: Sequence[float] = SLACKS,
     max_nodes: int,
-) -> list[Buckets]:
-    """Answers of the MILP, at most one for each of `SLACKS`.
+) -> list[Answer]:
+    """Answers of the MILP, at most one for each slack.
 
     Binary z[c] says that candidate c is compiled, integer n[s, v] how many groups of v batch s
     runs; v are the candidates and what is left of each without modules that some samples lack,
@@ -63,7 +74,9 @@ def solve_choices(
          every batch's conditions met (`cover.demand`, times the slack),
          each load of `must_hold` held by some z[c] = 1.
 
-    Branch and bound ends after `max_nodes` nodes, with the best answer so far: work, not time.
+    Args:
+      start: candidates that branch and bound begins with.
+      max_nodes: after which it ends, with the best answer so far: work, not time.
     """
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
@@ -73,38 +86,54 @@ def solve_choices(
     prices = np.array([group_price(problem, b) for b in columns])
     price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
     of_VC = np.array([[c in whole for c in range(len(candidates))] for whole in parents.values()])
-    wanted = [demand(batch, columns, capacity) for batch in batches]
     able_CN = np.array([must_hold.able(b, capacity) for b in candidates], float)
     n = cp.Variable((len(batches), len(columns)), integer=True)
-    z = cp.Variable(len(candidates), boolean=True)
-    fill, slack = cp.Variable(nonneg=True), cp.Parameter(nonneg=True)
+    z = cp.Variable(len(candidates), integer=True)
+    fill, slack = cp.Variable(), cp.Parameter(nonneg=True)
     limits = [
         n >= 0,
+        z >= 0,
+        z <= 1,
         cp.sum(z) <= problem.n_buckets,
         fill >= cp.multiply(rest_V[: len(candidates)], z),
         able_CN.T @ z >= 1,
     ]
-    for s, want in enumerate(wanted):
-        most_V = np.ceil(max(SLACKS) * _alone(want))
+    for s, batch in enumerate(batches):
+        wanted = demand(batch, columns, capacity)
+        most_V = np.ceil(max(slacks) * _alone(wanted))
         limits += [
             n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
-            want.room_DC @ n[s] >= slack * want.need_D,
+            wanted.room_DC @ n[s] >= slack * wanted.need_D,
         ]
     program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
-    answers: dict[Buckets, None] = {}
-    for value in SLACKS:
+    begun_C = np.array([c in start for c in candidates], float)
+    answers: dict[Buckets, Answer] = {}
+    for value in slacks:
         slack.value = value
-        with silent_for_others(), warnings.catch_warnings():
-            # The best answer within the nodes is what is asked for.
-            warnings.filterwarnings("ignore", message="Solution may be inaccurate")
-            program.solve(
-                solver=cp.HIGHS, threads=1, mip_rel_gap=_MILP_GAP, mip_max_nodes=max_nodes
+        data, _, _ = program.get_problem_data(cp.HIGHS)
+        variables = data["param_prob"].var_id_to_col
+        first = variables[z.id]
+        solver = Highs(mip_rel_gap=_MILP_GAP, mip_max_nodes=max_nodes)
+        rows, upper = data["A"].tocsr(), data["b"]
+        lower = np.where(np.arange(len(upper)) < data["dims"].zero, upper, -np.inf)
+        whole = [first + np.arange(z.size), variables[n.id] + np.arange(n.size)]
+        solver.passModel(
+            integer_program(
+                data["c"],
+                (rows.indptr, rows.indices, rows.data),
+                (lower, upper),
+                np.concatenate(whole),
             )
-        on_C = np.zeros(len(candidates)) if z.value is None else z.value
+        )
+        solver.setSolution(z.size, (first + np.arange(z.size)).astype(np.int32), begun_C)
+        solver.run()
+        solution = np.array(solver.getSolution().col_value)
+        on_C = solution[first : first + z.size] if len(solution) else np.zeros(z.size)
         chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
         if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes
-            answers[roomiest_first(chosen)] = None
-    return list(answers) or [roomiest_first(candidates)[:1]]
+            found = Answer(roomiest_first(chosen), min(1.0, float(solver.getInfo().mip_gap)))
+            answers.setdefault(found.buckets, found)
+    return list(answers.values())
 
 
 def _alone(want: Demand) -> Floats:

@@ -47,7 +47,7 @@ class ModuleSizes:
     @property
     def least(self) -> int:
         """Tokens on a rank of a shape that holds the largest sample."""
-        return max(self.sample, _round_up(self.longest, self.piece or self.multiple))
+        return max(self.sample, round_up(self.longest, self.piece or self.multiple))
 
     def choices(self, tokens: float, n: int) -> list[Shape]:
         """About `n` shapes of about so many tokens on a rank: of packed rows from the mean piece's
@@ -56,7 +56,7 @@ class ModuleSizes:
             shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
         else:
             lengths = np.geomspace(min(self.mean, self.longest), self.longest, n)
-            units = [_round_up(x, self.multiple) for x in lengths.tolist()]
+            units = [round_up(x, self.multiple) for x in lengths.tolist()]
             wanted = min(tokens, self.limit)
             shapes = [Shape(max(1, round(wanted / u)), u) for u in units]
         within = [s for s in shapes if s is not None and s.size <= self.limit]
@@ -72,7 +72,7 @@ class ModuleSizes:
             n = math.ceil(tokens / self.piece - 1e-9)
             n = max(n, -(-self.sample // self.piece)) if holds_all else n
             return Shape(max(1, min(n, int(min(self.limit, 1e15)) // self.piece)), self.piece)
-        longest = _round_up(self.longest, self.multiple)
+        longest = round_up(self.longest, self.multiple)
         if holds_all:
             tokens = max(tokens, self.sample)
             rows = min(rows, max(1, round(tokens / longest)))
@@ -125,9 +125,9 @@ def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) ->
     for load in loads:
         lengths = load.lengths(module)
         if len(lengths) > 1:
-            needed = max(needed, -(-len(lengths) // ranks) * _round_up(max(lengths), unit))
+            needed = max(needed, -(-len(lengths) // ranks) * round_up(max(lengths), unit))
         elif lengths:
-            needed = max(needed, _round_up(lengths[0], unit))
+            needed = max(needed, round_up(lengths[0], unit))
     return needed
 
 
@@ -210,5 +210,5 @@ def _moved(shape: Shape, size: ModuleSizes, scale: float, cut: float) -> Shape |
     return size.shape(max(1, scaled) * unit * rows, rows)
 
 
-def _round_up(value: float, multiple: int) -> int:
+def round_up(value: float, multiple: int) -> int:
     return max(multiple, int(-(-value // multiple)) * multiple)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import highspy
+import numpy as np
 
-_PLAIN = highspy.Highs
+from dflop_jax.schedule.solver.problem import Floats, Ints
 
 
-class Highs(_PLAIN):
+class Highs(highspy.Highs):
     """Prints nothing, though highspy 1.16 names itself on stdout as soon as callbacks are enabled,
     which its constructor does."""
 
@@ -25,12 +24,24 @@ class Highs(_PLAIN):
         super().enableCallbacks()
 
 
-@contextmanager
-def silent_for_others() -> Iterator[None]:
-    """Whoever makes a solver meanwhile, as cvxpy does, makes a silent one: what HiGHS prints would
-    stand in the middle of an answer on stdout."""
-    highspy.Highs = Highs  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        highspy.Highs = _PLAIN  # type: ignore[misc]
+def integer_program(
+    costs: Floats,
+    rows: tuple[Ints, Ints, Floats],
+    row_bounds: tuple[Floats, Floats],
+    integers: Ints,
+) -> highspy.HighsLp:
+    """min costs @ x, its rows within bounds and x free, whole where `integers` says so. `rows` are
+    (start of each row and the end, columns, values)."""
+    n = len(costs)
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = n, len(row_bounds[0])
+    program.col_cost_ = costs
+    program.col_lower_, program.col_upper_ = np.full(n, -np.inf), np.full(n, np.inf)
+    program.row_lower_, program.row_upper_ = row_bounds
+    matrix = program.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_, matrix.index_, matrix.value_ = rows
+    kinds = np.full(n, highspy.HighsVarType.kContinuous)
+    kinds[integers] = highspy.HighsVarType.kInteger
+    program.integrality_ = kinds.tolist()
+    return program

@@ -88,27 +88,36 @@ def test_milp_equals_exhaustive_choice(seed, shared):
     batches = [Batch(batch, ("a", "b")) for batch in drawn]
     problem = problem_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, shared=shared)
     candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
-    answers = solve_choices(candidates, batches, problem, must_hold=front, max_nodes=100_000)
-    assert all(len(chosen) <= 2 for chosen in answers)
+    every = {"must_hold": front, "start": candidates[-1:], "max_nodes": 100_000}
+    solved = solve_choices(candidates, batches, problem, **every)
+    assert all(len(a.buckets) <= 2 and a.gap <= _MILP_GAP for a in solved)
+    answers = [a.buckets for a in solved]
     for slack in SLACKS:
         best = exhaustive_objective(candidates, batches, problem, front, slack)
         total = min(objective(candidates, chosen, batches, problem, slack) for chosen in answers)
         assert best * (1 - 1e-6) <= total <= best * (1 + _MILP_GAP)
 
 
-def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch):
-    """Short and long texts, attention over a row dear: its answers join the starts and make the
-    choice faster, and what is chosen without it stays a choice."""
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch, effort):
+    """Short and long texts, attention over a row dear: its answers make the choice faster, and what
+    is chosen without it stays a choice."""
     rng = np.random.default_rng(2)
     lengths = np.where(rng.random(400) < 0.05, 960, np.where(rng.random(400) < 0.5, 40, 250))
     loads = [Load({"b": (int(n),)}) for n in lengths]
-    spans = []
-    for nodes in (0, 1):
-        full = replace(_EFFORTS["full"], milp_nodes=nodes, budget=60)
-        monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", {"full": full})
-        problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
-        spans.append(choose_buckets(loads, problem).expected_s)
-    assert spans[1] < 0.99 * spans[0]
+    monkeypatch.setitem(_EFFORTS, "full", replace(_EFFORTS["full"], budget=60))
+    problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
+    alone = choose_buckets(loads, problem, effort=effort, with_milp=False)
+    assert (alone.made_by, alone.gain, alone.gap) == ("search", 0.0, 1.0)
+    start = alone.buckets if effort == "quick" else ()
+    both = choose_buckets(loads, problem, effort=effort, start=start)
+    assert both.expected_s < 0.99 * alone.expected_s
+    assert both.made_by == "integer"
+    assert both.gain == pytest.approx(1 - both.expected_s / alone.expected_s)
+    assert 0 <= both.gap <= 1
+    if effort == "quick":  # on the same batches
+        again = choose_buckets(loads, problem, effort=effort, start=both.buckets)
+        assert again.expected_s <= both.expected_s
 
 
 def test_largest_holds_for_all():

@@ -26,7 +26,9 @@ LAYOUTS = {
         "a process each, dp 4 and tp 2 x dp 2": lambda m: plan_of(m, (0, 1, 4, 1), (4, 1, 2, 2)),
     },
     (2, 1): {
-        "1+1": lambda m: plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1)),
+        "1+1, two groups read one": lambda m: plan_of(
+            m, (0, 1, 1, 1), (1, 1, 1, 1), fan_in=2, divided_readers=("llm",)
+        ),
         "tied across processes": lambda m: plan_of(
             m, (0, 1, 1, 1), (0, 1, 1, 1), llm_segments=2
         ),
@@ -68,9 +70,7 @@ def print_order():
 def check(want, name, plan):
     m = Small()
     samples = plain.random_samples(m, N, 1)
-    schedule = plain.random_schedule(
-        plan, samples, 2, 5, text_only=(0,), feeding=plan.layout.fan_in
-    )
+    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.init(0)
     if name.startswith("both on"):

@@ -133,32 +133,36 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     return out
 
 
-def random_schedule(
-    plan: Plan, samples, n_groups: int, seed: int, *, text_only=(), feeding: int = 1
-) -> Schedule:
+def random_schedule(plan: Plan, samples, n_groups: int, seed: int, *, text_only=()) -> Schedule:
     """A permutation of the samples dealt to rows; `text_only` samples form a last group that no
-    tile feeds. `feeding` groups of tiles feed every other group."""
+    tile feeds. As many groups of tiles feed every other group as the plan's `fan_in`, or each feeds
+    as many groups of text."""
     rng = np.random.default_rng(seed)
     n, g = len(samples), plan.layout.group_size
     first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
     order = [int(i) for i in rng.permutation(n) if i not in text_only]
     shape = plan.layout.shapes("llm")[0]
     ranks = plan.layout.data_ranks("llm")
+    feeding, reading = (
+        plan.layout.fan_in if m in plan.layout.divided else 1 for m in ("vision", "llm")
+    )
     groups: list[Group] = []
 
-    def add(items, n_groups, with_tiles):
-        bins = [tuple(items[i :: n_groups * g * ranks * shape.rows])
-                for i in range(n_groups * g * ranks * shape.rows)]  # fmt: skip
-        it = iter(bins)
+    def add(items, n_groups, feeding, reading):
+        n_rows = n_groups * reading * g * ranks * shape.rows
+        it = iter([tuple(items[i::n_rows]) for i in range(n_rows)])
         for _ in range(n_groups):
-            rows = tuple(tuple(tuple(next(it) for _ in range(shape.rows)) for _ in range(ranks))
-                         for _ in range(g))  # fmt: skip
-            fed = len(groups) + (feeding if with_tiles else 0)
-            for k in range(feeding if with_tiles else 0):
+            readers = [
+                tuple(tuple(tuple(next(it) for _ in range(shape.rows)) for _ in range(ranks))
+                      for _ in range(g))
+                for _ in range(reading)
+            ]  # fmt: skip
+            fed = tuple(len(groups) + feeding + i for i in range(reading))
+            for k in range(feeding):
                 low, v = plan.layout.shapes("vision")[0], plan.layout.data_ranks("vision")
                 dealt = []
-                for microbatch in rows:
-                    held = [i for rank in microbatch for row in rank for i in row]
+                for microbatch in zip(*readers, strict=True):
+                    held = [i for one in microbatch for rank in one for row in rank for i in row]
                     tiles = [t for i in held for t in range(first_tile[i], first_tile[i + 1])]
                     mine = [int(t) for t in tiles[k::feeding]]
                     per_rank = [mine[r::v] for r in range(v)]
@@ -166,12 +170,12 @@ def random_schedule(
                     dealt.append(tuple(
                         tuple((p[j],) if j < len(p) else () for j in range(low.rows))
                         for p in per_rank))  # fmt: skip
-                groups.append(group_of_rows("vision", low, tuple(dealt), (fed,)))
-            groups.append(group_of_rows("llm", shape, rows))
+                groups.append(group_of_rows("vision", low, tuple(dealt), fed))
+            groups.extend(group_of_rows("llm", shape, rows) for rows in readers)
 
-    add(order, n_groups, "vision" in plan.layout.modules)
+    add(order, n_groups, feeding if "vision" in plan.layout.modules else 0, reading)
     if text_only:
-        add(list(text_only), 1, False)
+        add(list(text_only), 1, 0, 1)
     return Schedule(0, tuple(groups))
 
 
@@ -248,6 +252,7 @@ def plan_of(
     rows: int = 1,
     order: str = "1f1b",
     fan_in: int = 1,
+    divided_readers: tuple[str, ...] = (),
 ) -> Plan:
     """`vision` and `llm` are (first device, stage, data, model); LLM segments side by side."""
     submeshes, segments = [], []
@@ -276,6 +281,7 @@ def plan_of(
             edges=tuple(e for e in edges_of(model) if vision is not None),
             group_size=group_size,
             fan_in=fan_in,
+            divided_readers=divided_readers,
             tied=("llm",) if model.modules["llm"].tied else (),
         ),
         Scheduling(order=order),

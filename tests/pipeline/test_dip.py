@@ -113,7 +113,7 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     plan = chunked(m, ranks, rounds, parts, **options)
     assert all({s.module for s in plan.layout.segments if s.submesh == r.name} == {"vision", "llm"}
                for r in plan.layout.submeshes)  # fmt: skip
-    schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,), feeding=parts)
+    schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,))
     plan, schedule = keeping_more(plan, schedule)
     trainable = [s.name for s in plan.layout.segments if not (s.module in freeze and not s.last)]
     prices = Prices(programs(plan))

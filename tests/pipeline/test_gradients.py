@@ -103,6 +103,11 @@ PLANS = {
     "llm as 3 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3, "tied": False}),
     "tied across segments of dp 2 x tp 2": ((0, 1, 2, 1), (0, 1, 2, 2), {"llm_segments": 2}),
     "three groups feed one": ((0, 1, 2, 1), (2, 1, 2, 1), {"fan_in": 3}),
+    "two groups of stage 2 read one": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"group_size": 2, "fan_in": 2, "divided_readers": ("llm",)},
+    ),
     "two groups feed one, stage 2": (
         (0, 1, 2, 1),
         (2, 2, 1, 1),
@@ -145,9 +150,7 @@ def test_step_equals_plain_computation(size, name):
     samples, params, want_loss, want = oracle(m)
     plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     plan = plain.with_zero(plan, **ZERO.get(name, {}))
-    schedule = plain.random_schedule(
-        plan, samples, 2, seed=len(name), text_only=(0,), feeding=plan.layout.fan_in
-    )
+    schedule = plain.random_schedule(plan, samples, 2, seed=len(name), text_only=(0,))
     loss, grads, start, _ = grads_of(m, plan, samples, schedule)
     assert_trees_close(start, params, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,8 +106,59 @@ def sizes_of(layout: Layout) -> Sizes:
 
 @lru_cache
 def canonical(sizes: Sizes) -> CountProgram:
-    """The program, written and canonicalised by cvxpy. With y[c] groups of a bucket (integers) and
-    x[k, c] samples of a class that go to them:
+    """The program of these sizes, canonicalised by cvxpy. See `_written`."""
+    import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
+
+    written = _written(sizes)
+    data, _, _ = written.problem.get_problem_data(cp.HIGHS, enforce_dpp=True)
+    stuffed = data["param_prob"]
+    # cvxpy flattens arrays by columns; ours are flat by rows.
+    place_of = np.full(stuffed.total_param_size + 1, -1)
+    n_before = 0
+    for name, shape in sizes.parameters.items():
+        ours = n_before + np.arange(math.prod(shape)).reshape(shape)
+        first_theirs = stuffed.param_id_to_col[written.parameters[name].id]
+        place_of[first_theirs : first_theirs + ours.size] = ours.ravel(order="F")
+        n_before += ours.size
+    place_of[-1] = n_before
+    columns, rows = stuffed.x.size, stuffed.constr_size
+    costs, matrix = stuffed.q.tocoo(), stuffed.A.tocoo()
+    is_cost = costs.row < columns  # the row behind them is the objective's constant
+    at_row, at_column = matrix.row % rows, matrix.row // rows
+    inside = at_column < columns
+    entries, entry = np.unique(
+        np.stack([at_row[inside], at_column[inside]]), axis=1, return_inverse=True
+    )
+    places = [
+        (costs.row[is_cost], costs.col[is_cost], costs.data[is_cost]),
+        (columns + at_row[~inside], matrix.col[~inside], matrix.data[~inside]),
+        (columns + rows + entry.ravel(), matrix.col[inside], matrix.data[inside]),
+    ]
+    place, theirs, factor = map(np.concatenate, zip(*places, strict=True))
+    numbers = zip(place.tolist(), place_of[theirs].tolist(), factor.tolist(), strict=True)
+    return CountProgram(
+        sizes,
+        columns,
+        rows,
+        equal=stuffed.cone_dims.zero,
+        buckets=stuffed.var_id_to_col[written.groups.id],
+        dealt=stuffed.var_id_to_col[written.samples.id],
+        entries=tuple(map(tuple, entries.T.tolist())),
+        numbers=tuple(numbers),
+    )
+
+
+class _Written(NamedTuple):
+    """The program as cvxpy has it: its parameters by name, and the variables that are asked for."""
+
+    problem: Any
+    parameters: dict[str, Any]
+    groups: Any
+    samples: Any
+
+
+def _written(sizes: Sizes) -> _Written:
+    """With y[c] groups of a bucket (integers) and x[k, c] samples of a class that go to them:
 
     min  T + price @ y
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
@@ -118,7 +170,7 @@ def canonical(sizes: Sizes) -> CountProgram:
          sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= there[r, c] y[c],
          y <= most.
     """
-    import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
+    import cvxpy as cp
 
     p = {name: cp.Parameter(shape, name=name) for name, shape in sizes.parameters.items()}
     y, makespan = cp.Variable(sizes.buckets, integer=True), cp.Variable()
@@ -145,45 +197,10 @@ def canonical(sizes: Sizes) -> CountProgram:
     for end in (first, last):
         limits += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
         limits += [end <= cp.multiply(p["there"], every(sizes.resources))]
-    program = cp.Problem(cp.Minimize(makespan + p["price"] @ y), limits)
+    problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), limits)
     for parameter in p.values():
         parameter.value = np.ones(parameter.shape)  # canonicalising asks for some
-    data, _, _ = program.get_problem_data(cp.HIGHS, enforce_dpp=True)
-    stuffed = data["param_prob"]
-    # cvxpy flattens arrays by columns; ours are flat by rows.
-    place_of = np.full(stuffed.total_param_size + 1, -1)
-    n_before = 0
-    for name, shape in sizes.parameters.items():
-        ours = n_before + np.arange(math.prod(shape)).reshape(shape)
-        first_theirs = stuffed.param_id_to_col[p[name].id]
-        place_of[first_theirs : first_theirs + ours.size] = ours.ravel(order="F")
-        n_before += ours.size
-    place_of[-1] = n_before
-    columns, rows = stuffed.x.size, stuffed.constr_size
-    costs, matrix = stuffed.q.tocoo(), stuffed.A.tocoo()
-    is_cost = costs.row < columns  # the row behind them is the objective's constant
-    at_row, at_column = matrix.row % rows, matrix.row // rows
-    inside = at_column < columns
-    entries, entry = np.unique(
-        np.stack([at_row[inside], at_column[inside]]), axis=1, return_inverse=True
-    )
-    places = [
-        (costs.row[is_cost], costs.col[is_cost], costs.data[is_cost]),
-        (columns + at_row[~inside], matrix.col[~inside], matrix.data[~inside]),
-        (columns + rows + entry.ravel(), matrix.col[inside], matrix.data[inside]),
-    ]
-    place, theirs, factor = map(np.concatenate, zip(*places, strict=True))
-    numbers = zip(place.tolist(), place_of[theirs].tolist(), factor.tolist(), strict=True)
-    return CountProgram(
-        sizes,
-        columns,
-        rows,
-        equal=stuffed.cone_dims.zero,
-        buckets=stuffed.var_id_to_col[y.id],
-        dealt=stuffed.var_id_to_col[x.id],
-        entries=tuple(map(tuple, entries.T.tolist())),
-        numbers=tuple(numbers),
-    )
+    return _Written(problem, p, y, x)
 
 
 def dealt_counts(program: CountProgram, solution: Floats) -> tuple[Ints, Floats]:

@@ -49,8 +49,9 @@ def refined(
 ) -> list[Finalist]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the first of those that are ranked, of the first of other policies, and with effort
-    "full" of all that are close to it, with several granularities of buckets; the best are then
-    searched through. What `finish` adds to an evaluated plan is judged with it."""
+    "full" of all that are close to it, with several granularities of buckets; the integer program
+    of shapes is then asked for the fastest. What `finish` adds to an evaluated plan is judged with
+    it."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in ranked[:n]]
@@ -96,16 +97,17 @@ def _with_program(
     effort = evaluator.config.effort
     start = known.choice.buckets if effort == "quick" else ()
     asked = _with_buckets(evaluator, known.of, known.finest, effort, start=start)
+    asked += [more for a in asked for more in _with_divided_readers(evaluator, a)]
     others = [a for a in asked if a.plan.layout not in (known.plan.layout, fastest.plan.layout)]
     compared = [fastest, *_judged(evaluator, others, 1, finish)]
     won = fastest_of(compared)
     slowest_s = max(c.seconds for c in compared)
-    told = [
-        _told(won, a.choice, 1 - won.seconds / slowest_s if others else a.choice.gain)
-        for a in asked
-        if a.choice
-    ]
-    return [*(told or [won]), *(f for f in [*compared, *judged] if f is not won)]
+    rest = [f for f in [*compared, *judged] if f is not won]
+    choice = asked[0].choice if asked else None
+    if choice is None:  # what it chose does not fit
+        return [won, *rest]
+    gain = 1 - won.seconds / slowest_s if others else choice.gain
+    return [_told(won, choice, gain), *rest]
 
 
 def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:

@@ -298,8 +298,7 @@ def profiled_steps(train: TrainConfig) -> range:
     Raises:
       ValueError: text that is not A:B with A up to B.
     """
-    text = train.profile_steps
-    if not text:
+    if not (text := train.profile_steps):
         return range(0)
     first, _, last = (part.strip() for part in text.partition(":"))
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
@@ -354,14 +353,15 @@ class Field(NamedTuple):
 
 def _check_bounds(name: str, number: float, bounds: Meta) -> None:
     """Raise ValueError for a number outside `bounds`, or one that is not finite."""
+    low = bounds.gt if bounds.ge is None else bounds.ge
+    assert low is not None, f"{name} has bounds that no rule is written for"
     if bounds.gt is not None:
-        allowed, rule = number > bounds.gt, f"a finite number above {bounds.gt}"
+        allowed, rule = number > low, f"a finite number above {low}"
     elif bounds.le is not None:
-        allowed, rule = 0 <= number <= bounds.le, f"a number from 0 to {bounds.le}"
-    elif bounds.ge == 0:
-        allowed, rule = number >= 0, "a finite number, 0 or above"
+        allowed, rule = low <= number <= bounds.le, f"a number from {low} to {bounds.le}"
     else:
-        allowed, rule = number >= (bounds.ge or 0), f"at least {bounds.ge}"
+        rule = "a finite number, 0 or above" if low == 0 else f"at least {low}"
+        allowed = number >= low
     if not (allowed and math.isfinite(number)):
         raise ValueError(f"{name}={number} must be {rule}")
 

@@ -34,6 +34,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.sim.engine import Job, run
 from dflop_jax.tasks.graph import StepGraph, links, resources, step_graph
+from dflop_jax.tasks.numbered import Sent
 from dflop_jax.tasks.order import order_of
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
@@ -200,6 +201,17 @@ def sends_of(
                 shown = source.segment, source.group, direction
                 sends.setdefault(producer, []).append(Sending(reader, shown, known[key]))
     return sends
+
+
+def sent_over(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices) -> Sent:
+    """The same as task -> reader -> ((submesh, submesh), seconds)."""
+    submesh = {s.name: s.submesh for s in layout.segments}
+    return {
+        task: {
+            s.reader: ((submesh[task.segment], submesh[s.reader.segment]), s.seconds) for s in to
+        }
+        for task, to in sends_of(layout, schedule, graph, prices).items()
+    }
 
 
 def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ NO_LINK = -1  # the link of what reaches a task without any
 # Whole units that all seconds of a step together are rounded to: sums of them are exact, and even
 # of 100,000 tasks each is rounded by less than a millionth.
 _TICKS_OF_STEP = 100_000_000_000
+Time = TypeVar("Time", int, float)
 Out = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
 Sent = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
 
@@ -101,16 +103,7 @@ def number_tasks(
     sent = sent or {}
     total_s = sum(task_s) + sum(s for to in sent.values() for _, s in to.values())
     tick_s = tick_s or (total_s or 1.0) / _TICKS_OF_STEP
-    links: dict[object, int] = {}
-    out = [tuple((f, NO_LINK, 0) for f in followers) for followers in graph.followers]
-    for task, to in sent.items():
-        i = graph.place[task]
-        row = [
-            (graph.place[reader], links.setdefault(link, len(links)), round(s / tick_s))
-            for reader, (link, s) in to.items()
-        ]
-        reached = {reader for reader, _, _ in row}
-        out[i] = (*row, *(o for o in out[i] if o[0] not in reached))
+    out_s, n_links = sent_by(graph, sent)
     both = {(t.segment, t.group) for t in graph.tasks if t.direction == FORWARD} & {
         (t.segment, t.group) for t in graph.tasks if t.direction == BACKWARD
     }
@@ -119,15 +112,30 @@ def number_tasks(
     return NumberedTasks(
         resource=tuple(where[segments[t.segment]] for t in graph.tasks),
         ticks=tuple(round(s / tick_s) for s in task_s),
-        out=tuple(out),
+        out=tuple(tuple((to, link, round(s / tick_s)) for to, link, s in row) for row in out_s),
         segment=tuple(segments[t.segment] for t in graph.tasks),
         keeps=tuple(sign[t.direction] * ((t.segment, t.group) in both) if t.direction in sign else 0
                     for t in graph.tasks),
         limit=tuple(limits[s.name] for s in plan.layout.segments),
         n_resources=len(ids),
-        n_links=len(links),
+        n_links=n_links,
         tick_s=tick_s,
     )  # fmt: skip
+
+
+def sent_by(graph: StepGraph, sent: Sent) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
+    """Of every task (task that waits, link or NO_LINK, seconds), and how many links there are."""
+    links: dict[object, int] = {}
+    out = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
+    for task, to in sent.items():
+        i = graph.place[task]
+        row = [
+            (graph.place[reader], links.setdefault(link, len(links)), s)
+            for reader, (link, s) in to.items()
+        ]
+        reached = {reader for reader, _, _ in row}
+        out[i] = (*row, *(o for o in out[i] if o[0] not in reached))
+    return out, len(links)
 
 
 def most_kept(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
@@ -143,15 +151,27 @@ def most_kept(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
 def starts_of(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:
     """(start of each task, makespan) of an order, in ticks: what the event simulator says where
     nothing slows a task down."""
-    ticks, resource, out = tasks.ticks, tasks.resource, tasks.out
-    starts = [0] * tasks.n  # until a task's turn comes: when its inputs are there
-    free, link_free = [0] * tasks.n_resources, [0] * tasks.n_links
-    makespan = 0
+    free = [0] * tasks.n_resources
+    return run_in_order(order, tasks.resource, tasks.ticks, tasks.out, free, [0] * tasks.n_links)
+
+
+def run_in_order(
+    order: Sequence[int],
+    resource: Sequence[int],
+    took: Sequence[Time],
+    out: Sequence[Sequence[tuple[int, int, Time]]],
+    free: list[Time],
+    link_free: list[Time],
+) -> tuple[list[Time], Time]:
+    """The same of tasks in any unit of time, from when resources and links are `free`, which are
+    moved on."""
+    makespan = min(free, default=0)
+    starts = [makespan] * len(took)  # until a task's turn comes: when its inputs are there
     for t in order:
         r = resource[t]
         if free[r] > starts[t]:
             starts[t] = free[r]
-        free[r] = end = starts[t] + ticks[t]
+        free[r] = end = starts[t] + took[t]
         if end > makespan:
             makespan = end
         for reader, link, send in out[t]:

@@ -216,15 +216,15 @@ class Executor:
         self, schedule: Schedule, *, evaluate: bool = False
     ) -> tuple[StepGraph, tuple[Task, ...]]:
         layout = self.plan.layout
-        most = max(map(len, fed_by(schedule.groups).values()), default=0)
-        for g in schedule.groups:
-            most = max([most, *Counter(schedule.groups[f].module for f in g.feeds).values()])
+        groups = schedule.groups
+        reading = Counter((i, groups[f].module) for i, g in enumerate(groups) for f in g.feeds)
+        most = max([*map(len, fed_by(groups).values()), *reading.values()], default=0)
         if most > layout.fan_in:
             raise ValueError(
                 f"step {schedule.step}: {most} groups of a module go with one, the plan allows "
                 f"{layout.fan_in}; raise its fan_in"
             )
-        graph = step_graph(layout, schedule.groups, self.trainable, evaluate=evaluate)
+        graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
         return graph, order_of(self.plan, schedule, graph)
 
     def _crowded_resources(self) -> frozenset[int]:

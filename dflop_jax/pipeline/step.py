@@ -43,16 +43,16 @@ def _inputs(call: StepCall, name: str, g: int) -> tuple[Tree, Tree]:
     return x, fields
 
 
-def _fed(call: StepCall, link: Link, g: int) -> list[int]:
-    """The groups that a link takes a group's output to."""
-    if link.edge is None:
-        return [g]
-    return [f for f in call.groups[g].feeds if call.groups[f].module == link.edge.target]
-
-
 def _fed_links(call: StepCall, name: str, g: int) -> list[tuple[Link, int]]:
     """(link, group that it takes a group's output to) of a segment."""
-    return [(link, fed) for link in call.programs.out_of[name] for fed in _fed(call, link, g)]
+    every: list[tuple[Link, int]] = []
+    for link in call.programs.out_of[name]:
+        if link.edge is None:
+            every.append((link, g))
+        else:
+            to = link.edge.target
+            every += [(link, f) for f in call.groups[g].feeds if call.groups[f].module == to]
+    return every
 
 
 def collect(call: StepCall, name: str, g: int) -> None:

@@ -221,22 +221,24 @@ class Evaluator:
         drifted_s = self._mean_s(plan, self.drifted, prices, work)
         return (1 - share) * plan.predicted.makespan_s + share * drifted_s
 
-    @property
-    def round_batches(self) -> int:
-        """Batches of a round: one as the data are and, where `plan.drift` counts, a drifted one."""
-        return 2 if self.config.drift else 1
+    def round_batches(self, number: int) -> list[list[Load]]:
+        """The batches of one of `n_rounds` more rounds: one as the data are and, where `plan.drift`
+        counts, a drifted one."""
+        batches = sample_batches(self.loads, self.global_batch, 1, seed=2 + number)
+        if self.config.drift:
+            modules, seed = tuple(self.rules.n_layers), 1 + number // 2
+            # Both directions of a drift come from one seed.
+            both = drifted_batches(self.loads, modules, self.global_batch, 2, seed=seed)
+            batches.append(both[number % 2])
+        return batches
 
-    def round_s(self, plan: Plan, prices: Prices | None, number: int, work: int) -> float:
-        """Seconds of a step by the batches of one of `n_rounds` more rounds, as `judged_s`."""
-        share, modules = self.config.drift, tuple(self.rules.n_layers)
-        one = sample_batches(self.loads, self.global_batch, 1, seed=2 + number)
-        plain_s = self._mean_s(plan, one, prices, work)
-        if not share:
-            return plain_s
-        # Both directions of a drift come from one seed.
-        both = drifted_batches(self.loads, modules, self.global_batch, 2, seed=1 + number // 2)
-        drifted_s = self._mean_s(plan, [both[number % 2]], prices, work)
-        return (1 - share) * plain_s + share * drifted_s
+    def round_s(
+        self, plan: Plan, prices: Prices | None, batches: Sequence[Sequence[Load]], work: int
+    ) -> float:
+        """Seconds of a step by the batches of a round, as `judged_s`."""
+        plain_s, *drifted_s = (self._mean_s(plan, [b], prices, work) for b in batches)
+        share = self.config.drift
+        return (1 - share) * plain_s + share * sum(drifted_s)
 
     def glance_s(self, plan: Plan) -> float:
         """About the seconds of a plan that was not evaluated, from few batches and little work."""

@@ -30,11 +30,14 @@ def fastest(evaluator: Evaluator, judged: Sequence[Finalist]) -> Finalist:
     rounds: list[list[float]] = [[] for _ in leaders]
     left = _ALL_WORK * (_FULL_TIMES if evaluator.config.effort == "full" else 1)
     for number in range(evaluator.n_rounds):
-        left -= len(leaders) * evaluator.round_batches * (_BATCH_WORK + _BATCH_COST)
-        if len(leaders) < 2 or left < 0:
+        if len(leaders) < 2:
+            break
+        batches = evaluator.round_batches(number)
+        left -= len(leaders) * len(batches) * (_BATCH_WORK + _BATCH_COST)
+        if left < 0:
             break
         for leader, spans in zip(leaders, rounds):
-            spans.append(evaluator.round_s(leader.plan, leader.prices, number, _BATCH_WORK))
+            spans.append(evaluator.round_s(leader.plan, leader.prices, batches, _BATCH_WORK))
         first = fastest_of(_with_rounds(evaluator, leaders, rounds))
         place = next(i for i, leader in enumerate(leaders) if leader.plan is first.plan)
         in_race = [i for i, r in enumerate(rounds) if i == place or not _slower(r, rounds[place])]

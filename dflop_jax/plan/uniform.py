@@ -44,13 +44,13 @@ def uniform_groups(
     (bucket,) = layout.buckets
     shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
     counts = [(parts or {}).get(m, 1) for m, _ in shapes]
-    many = dict(zip((m for m, _ in shapes), counts))
-    place = {m: first for (m, _), first in zip(shapes, accumulate(counts, initial=0))}
+    first = accumulate(counts, initial=0)
+    places = {m: range(at, at + k) for (m, _), k, at in zip(shapes, counts, first)}
     groups: list[Group] = []
     for i in range(n):
         for (m, shape), count in zip(shapes, counts, strict=True):
-            targets = [t for t in layout.targets(m) if t in place]
-            feeds = (i * sum(counts) + place[t] + k for t in targets for k in range(many[t]))
+            read_by = (f for t in layout.targets(m) for f in places.get(t, ()))
+            feeds = (i * sum(counts) + f for f in read_by)
             size = layout.group_size
             groups += [Group(m, shape, tuple(feeds), content[m], microbatches=size)] * count
     return tuple(groups)

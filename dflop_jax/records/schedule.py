@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -89,6 +90,7 @@ class Schedule:
             pieces = np.concatenate([g.pieces.piece for g in self.groups if g.module == module])
             once = np.bincount(pieces).max(initial=0) <= 1
             require(once, f"a piece of {module!r} is scheduled twice")
+        feeders = Counter((f, g.module) for g in self.groups for f in g.feeds)
         for i, g in enumerate(self.groups):
             fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             require(
@@ -97,7 +99,7 @@ class Schedule:
             )
             several = [f for f, m in zip(g.feeds, fed) if fed.count(m) > 1]
             require(
-                all(self.fed_by(f, g.module) == (i,) for f in several),
+                all(feeders[f, g.module] == 1 for f in several),
                 f"group {i} feeds {g.feeds}, of which some read other groups of {g.module!r}, too",
             )
 

@@ -92,7 +92,7 @@ def judged(case: Case, found: Answer) -> float:
     names = [s.name for s in found.plan.layout.segments]
     seconds = []
     for draw in range(DRAWS):
-        prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw), case.hardware)
+        prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw))
         seconds += [
             simulate_step(found.plan, step.schedule, prices, names).makespan_s
             for step in found.steps

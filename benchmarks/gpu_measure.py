@@ -13,8 +13,9 @@ import numpy as np
 
 from dflop_jax.gpu_compile.chips import CHIPS
 from dflop_jax.gpu_compile.modelled import modelled_terms
-from dflop_jax.hardware import Hardware, find_hardware
+from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.records import Hardware
 
 Line = dict[str, Any]
 ROUNDS = 12  # in which every case of a batch has its turn

@@ -8,66 +8,14 @@ business (`dflop_jax.profile`). A cluster that differs is `dataclasses.replace(f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+
+from dflop_jax.records import Hardware
 
 GB, GIB = 1e9, 2**30  # bytes
-# Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
-# libraries'.
-USABLE_MEMORY = 0.92
-# Share of that which plans fill: compiled programs took up to 4% more than was predicted.
-PLANNED_SHARE = 0.95
 # Seconds that a process's dispatching thread works for a task on its devices before any plan's own
 # programs were timed: Python, arguments and transfers, not launches of kernels. 0.9 to 1.1 ms were
 # measured for each task of a step on two processes (x86 at 2 to 3 GHz, jax 0.10).
 TASK_HOST_S = 1e-3
-_PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of device in its usual node.
-
-    `chip` is what programs are compiled for, as `contract.chip_of` says of a device.
-    `bfloat16_flops` and `float32_flops` are FLOP/s of matrix products; a float32 product is
-    computed in TF32 where there is such a thing, as JAX does by default. `link_*` joins devices of
-    a node, `network_*` is a device's share of what joins nodes: bytes/s in one direction, and
-    seconds of one step of a ring. `memory_bandwidth` is bytes/s.
-    """
-
-    name: str
-    chip: str
-    bfloat16_flops: float
-    float32_flops: float
-    memory_bytes: float
-    memory_bandwidth: float
-    devices_per_node: int
-    link_bandwidth: float
-    link_latency_s: float
-    network_bandwidth: float
-    network_latency_s: float
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, str) and not 0 < value < float("inf"):
-                raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
-
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes of a device that jax takes."""
-        return USABLE_MEMORY * self.memory_bytes
-
-    @property
-    def plannable_bytes(self) -> float:
-        """Bytes of a device that a plan may fill."""
-        return PLANNED_SHARE * self.usable_bytes
-
-    def peak_flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products of a dtype; ValueError names the known ones."""
-        if dtype not in _PEAKS:
-            raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
-        return float(getattr(self, _PEAKS[dtype]))
 
 
 # Seconds of one ring step in the cost model of NCCL (src/graph/tuning.cc, hwLat, Ring, LL128).

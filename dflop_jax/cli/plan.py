@@ -20,14 +20,14 @@ from dflop_jax.cli.experiment import (
     profile_of,
 )
 from dflop_jax.cli.terminal import show, ticker
-from dflop_jax.hardware import GIB
+from dflop_jax.hardware import GB, GIB
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
     from dflop_jax.plan.explain import Saving
     from dflop_jax.plan.limits import Limits
     from dflop_jax.plan.search import SearchResult
-    from dflop_jax.records import Plan
+    from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.room import LargestMedium, SampleRoom
 
@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> Any:
             show(savings(bought))
         if helps:
             show(what_ifs(helps))
+        if links := profile.model.hardware and profile.model.hardware.measured:
+            show(link_table(links))
         show(chosen(result))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
@@ -130,6 +132,19 @@ def chosen(result: SearchResult) -> str:
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step" + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
     )
+
+
+def link_table(links: Sequence[Link]) -> Table:
+    """What was measured of the links between devices."""
+    title = "Measured links: GB/s of a device, ms of a step of a ring"
+    table = Table("links", "in a node", "across nodes", title=title, title_justify="left")
+    by_place = {(k.collective, k.across): k for k in links}
+    for name in dict.fromkeys(k.collective for k in links):
+        row = (by_place.get((name, across)) for across in (False, True))
+        table.add_row(
+            name, *(f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" if k else "-" for k in row)
+        )
+    return table
 
 
 def what_fits(rooms: Sequence[SampleRoom]) -> Table:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Any:
     profile = profile_of(args, place, None if given else planning.check_plannable)
     plan = given or planning.make_plan(place, profile, ticker("planning")).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
-    prices = plan_prices(plan.layout, profile.model, place.hardware)
+    prices = plan_prices(plan.layout, profile.model)
     names = [s.name for s in plan.layout.segments]
     schedules = schedule_batches(plan, batches, prices, names)
     trace = simulate_schedules(plan, schedules, prices, names)

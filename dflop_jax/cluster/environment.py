@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dflop_jax.cluster.devices import jax_has_started, on_cpu
-from dflop_jax.hardware import USABLE_MEMORY
+from dflop_jax.records import USABLE_MEMORY
 
 CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false"}
 GPU_FLAGS = {

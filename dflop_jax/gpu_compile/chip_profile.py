@@ -21,13 +21,13 @@ from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.probes import Found, Probe
 from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
 from dflop_jax.gpu_compile.toolchain import compiler_environment
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
     DataProfile,
+    Hardware,
     LayerTiming,
     ModelProfile,
     Profile,

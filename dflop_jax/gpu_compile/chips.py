@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from dflop_jax.hardware import Hardware
+from dflop_jax.records import Hardware
 
 # XLA asks for versions of the driver, the toolkit and cuDNN that the chip would run with.
 _CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.records import Hardware
 
 
 def modelled_terms(

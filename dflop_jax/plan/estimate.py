@@ -16,7 +16,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dflop_jax.hardware import Hardware
 from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
     Ends,
@@ -61,8 +60,8 @@ class Rules:
 
     volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
     memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
-    or values of `SegmentPlan`. hardware: links and memory of the devices; None: what crosses them
-    takes no time. node_devices: of a node; 0: as `hardware` says, or all.
+    or values of `SegmentPlan`. node_devices: of a node; 0: as the
+    profile's hardware says, or all.
     """
 
     costs: CostModel
@@ -73,7 +72,6 @@ class Rules:
     memory_bytes: float = 0.0
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
-    hardware: Hardware | None = None
     node_devices: int = 0
 
     @property
@@ -102,14 +100,14 @@ class Rules:
 
     def node(self, n_devices: int) -> int:
         """Devices of a node."""
-        usual = self.hardware.devices_per_node if self.hardware else n_devices
+        hardware = self.profile.hardware
+        usual = hardware.devices_per_node if hardware else n_devices
         return self.node_devices or usual
 
     def trusted_tokens(self, module: str) -> float:
         """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
-        astray far beyond the largest shape that was timed. Prices of `hardware` come from formulas
-        that hold at any size."""
-        if self.hardware:
+        astray far beyond the largest shape that was timed, computed ones hold at any size."""
+        if self.profile.computed:
             return np.inf
         timed = (t.shape.size for t in self.profile.timings if t.module == module)
         return _TRUSTED_GROWTH * max(timed)
@@ -264,8 +262,8 @@ def _costs(
     """What a segment takes with every option of its module."""
     costs, trains = rules.costs, rules.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
-    links = rules.profile, rules.hardware
-    moved = {o.zero: moved_by(o, mesh, *links) for o in options}
+    profile = rules.profile
+    moved = {o.zero: moved_by(o, mesh, profile) for o in options}
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
         static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
@@ -286,7 +284,7 @@ def _costs(
     none = np.zeros((len(options), *figures.is_there.shape))
     backward = BACKWARD in tasks
     # Without hardware what is moved takes no time.
-    both = ("remat", "zero") if rules.hardware else ("remat",)
+    both = ("remat", "zero") if profile.hardware else ("remat",)
     held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
             for o in options}  # fmt: skip
 
@@ -296,7 +294,7 @@ def _costs(
     return SegmentCosts(
         each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
         each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
-        each(lambda o: reduce_s(o, mesh, *links), "zero") if trains else none,
-        each(lambda o: update_s(o, mesh, *links), "zero") if trains else none,
+        each(lambda o: reduce_s(o, mesh, profile), "zero") if trains else none,
+        each(lambda o: update_s(o, mesh, profile), "zero") if trains else none,
         SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
     )

@@ -93,7 +93,7 @@ class Evaluator:
         return less
 
     def prices(self, layout: Layout) -> Prices:
-        return prices_of(layout, self.rules.costs, self.rules.hardware)
+        return prices_of(layout, self.rules.costs)
 
     def uniform(
         self,

@@ -91,7 +91,7 @@ def why_nothing_fits(
     more = _devices_that_fit(rules, n_devices, config)
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
-    if larger and rules.hardware:
+    if larger and rules.profile.computed:
         known = " or ".join(larger)
         ways.append(f"so would {known}" if more else f"{known} would do")
     ways += [

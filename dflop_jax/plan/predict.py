@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dflop_jax.hardware import Hardware
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.records import (
     BACKWARD,
@@ -31,7 +30,6 @@ def simulate(
     profile: ModelProfile,
     *,
     trainable: Collection[str] | None = None,
-    hardware: Hardware | None = None,
     noise: Noise | None = None,
 ) -> Trace:
     """Schedule global batches and run them, one after another, on the profile's times.
@@ -39,7 +37,6 @@ def simulate(
     Args:
       batches: loads of each global batch.
       trainable: names of segments with trainable parameters; None: all.
-      hardware: links of the devices; None: what crosses them takes no time.
       noise: as for `simulate_step`. Schedules are made without noise, as in a run.
 
     Returns:
@@ -49,7 +46,7 @@ def simulate(
       ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
     """
     names = [s.name for s in plan.layout.segments] if trainable is None else trainable
-    prices = plan_prices(plan.layout, profile, hardware)
+    prices = plan_prices(plan.layout, profile)
     schedules = schedule_batches(plan, batches, prices, names)
     return simulate_schedules(plan, schedules, prices, names, noise=noise)
 

@@ -1,9 +1,8 @@
 """What everything in a step takes by a profile: the prices that planner and scheduler begin with.
 
-Programs come from the profile's fit. What crosses devices comes from a hardware table: activations
-between segments, gradients and parameters between data ranks; without one (what is measured here
-knows no links) it takes no time. Devices are numbered node by node; a submesh's model axis is the
-innermost.
+Programs come from the profile's fit. What crosses devices comes from its hardware: activations
+between segments, gradients and parameters between data ranks. Devices are numbered node by node; a
+submesh's model axis is the innermost.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array, ShardSeconds, ends_bytes, layer_bytes, parameter_bytes
@@ -23,6 +21,7 @@ from dflop_jax.records import (
     REDUCE,
     UPDATE,
     Direction,
+    Hardware,
     Layout,
     MeshShape,
     ModelProfile,
@@ -43,30 +42,28 @@ Collective = Callable[..., float]
 _UPDATE_PASSES = 4 + 3
 
 
-def plan_prices(layout: Layout, profile: ModelProfile, hardware: Hardware | None = None) -> Prices:
+def plan_prices(layout: Layout, profile: ModelProfile) -> Prices:
     """Prices of everything in a step of the plan.
 
     Raises:
       ValueError: the profile lacks a module or degree that the plan uses.
     """
-    return prices_of(layout, CostModel(profile), hardware)
+    return prices_of(layout, CostModel(profile))
 
 
-def prices_of(layout: Layout, costs: CostModel, hardware: Hardware | None = None) -> Prices:
+def prices_of(layout: Layout, costs: CostModel) -> Prices:
     """`plan_prices` from a cost model that is at hand, whose fits are then made once."""
     return Prices(
-        programs=program_prices(layout, costs, hardware),
-        step_end=step_end_seconds(layout, costs.profile, hardware),
-        sends=send_seconds(layout, costs, hardware),
+        programs=program_prices(layout, costs),
+        step_end=step_end_seconds(layout, costs.profile),
+        sends=send_seconds(layout, costs),
         concurrency=costs.profile.concurrency,
         host_s=costs.profile.host_s,
         shares_cores=costs.profile.shares_cores,
     )
 
 
-def program_prices(
-    layout: Layout, costs: CostModel, hardware: Hardware | None = None
-) -> dict[ProgramId, Price]:
+def program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
     """Price of every segment at every shape of its module, forward and backward, under each of its
     recompute policies."""
     programs: dict[ProgramId, Price] = {}
@@ -76,7 +73,7 @@ def program_prices(
         for less, policy in enumerate([s, s.keeping] if s.remat_less is not None else [s]):
             key = costs.kind(policy), mesh
             if key not in known:
-                known[key] = list(_segment_prices(layout, policy, mesh, costs, hardware))
+                known[key] = list(_segment_prices(layout, policy, mesh, costs))
             programs |= {
                 ProgramId(s.name, shape, d, bool(less)): price for shape, d, price in known[key]
             }
@@ -84,13 +81,13 @@ def program_prices(
 
 
 def _segment_prices(
-    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel, hardware: Hardware | None
+    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel
 ) -> Iterator[tuple[Shape, Direction, Price]]:
     shapes = layout.shapes(s.module)
     rows = np.array([shape.rows for shape in shapes])
     tokens = np.array([shape.tokens for shape in shapes])
     figures = costs.at(s.module, mesh.model, rows, tokens)
-    moved = moved_by(s, mesh, costs.profile, hardware)
+    moved = moved_by(s, mesh, costs.profile)
     for direction in (FORWARD, BACKWARD):
         static_s = costs.task_s(s, mesh, layout.group_size, figures, direction, moved)
         content_s = costs.group_content_s(s, mesh, layout.group_size, direction)
@@ -98,17 +95,15 @@ def _segment_prices(
             yield shape, direction, Price(float(seconds), tuple(content_s.tolist()))
 
 
-def moved_by(
-    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
-) -> ShardSeconds:
+def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSeconds:
     """Seconds of what a segment's programs gather from other data ranks and scatter to them."""
-    if hardware is None or s.zero == 1:
+    if profile.hardware is None or s.zero == 1:
         return ShardSeconds()
     layer, ends = layer_bytes(s, mesh, profile), ends_bytes(s, mesh, profile)
     working = profile.working_share(s.module) * (s.zero == 3)
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
-        return _over_ranks(n_bytes, mesh, hardware, collective)
+        return _over_ranks(n_bytes, mesh, profile.hardware, collective)
 
     return ShardSeconds(
         layer_gather_s=seconds(all_gather_s, layer * working),
@@ -118,21 +113,17 @@ def moved_by(
     )
 
 
-def reduce_s(
-    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
-) -> Array:
+def reduce_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
     programs do not; each keeps its part of the sum."""
     size = parameter_bytes(s, mesh, profile) * (s.zero == 1)
-    return _over_ranks(size, mesh, hardware, reduce_scatter_s)
+    return _over_ranks(size, mesh, profile.hardware, reduce_scatter_s)
 
 
-def update_s(
-    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
-) -> Array:
+def update_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Seconds of AdamW on each rank's part of a segment, and of the new parameters' way to all
     ranks where these hold all of them."""
-    size = parameter_bytes(s, mesh, profile)
+    size, hardware = parameter_bytes(s, mesh, profile), profile.hardware
     working = profile.working_share(s.module) * (s.zero != 3)
     gathered = _over_ranks(size * working, mesh, hardware, all_gather_s)
     if hardware is None:
@@ -140,28 +131,24 @@ def update_s(
     return gathered + _UPDATE_PASSES * size / np.asarray(mesh.data) / hardware.memory_bandwidth
 
 
-def step_end_seconds(
-    layout: Layout, profile: ModelProfile, hardware: Hardware | None
-) -> dict[Task, float]:
+def step_end_seconds(layout: Layout, profile: ModelProfile) -> dict[Task, float]:
     """Seconds of every segment's reduction and update. A segment that reads the parameters of a
     tied entry sends their gradient to their owner, and receives them new."""
     seconds: dict[Task, float] = {}
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
-        seconds[Task(s.name, NO_GROUP, REDUCE)] = float(reduce_s(s, mesh, profile, hardware))
-        seconds[Task(s.name, NO_GROUP, UPDATE)] = float(update_s(s, mesh, profile, hardware))
-    for reader, owner in tied_ends(layout).items() if hardware else ():
+        seconds[Task(s.name, NO_GROUP, REDUCE)] = float(reduce_s(s, mesh, profile))
+        seconds[Task(s.name, NO_GROUP, UPDATE)] = float(update_s(s, mesh, profile))
+    for reader, owner in tied_ends(layout).items() if profile.hardware else ():
         here, there = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
         ends_bytes = profile.ends_param_bytes[layout.segment(reader).module] / here.model
         for direction in (REDUCE, UPDATE):
-            took_s = _between(here, there, ends_bytes, hardware)
+            took_s = _between(here, there, ends_bytes, profile.hardware)
             seconds[Task(reader, NO_GROUP, direction)] += took_s
     return seconds
 
 
-def send_seconds(
-    layout: Layout, costs: CostModel, hardware: Hardware | None
-) -> dict[SendId, float]:
+def send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
     """Seconds of what each segment sends to one on other devices, for every shape of the reader,
     and of the gradients that come back, which are as many bytes.
 
@@ -170,6 +157,7 @@ def send_seconds(
     as if it filled all places of it.
     """
     seconds: dict[SendId, float] = {}
+    hardware = costs.profile.hardware
     for link in links(layout) if hardware else ():
         reader = layout.segment(link.target)
         here, there = (

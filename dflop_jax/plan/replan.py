@@ -17,7 +17,6 @@ import msgspec
 
 from dflop_jax.children import begin, ignore_signals
 from dflop_jax.config import PlanConfig
-from dflop_jax.hardware import Hardware
 from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
 from dflop_jax.records import (
@@ -49,7 +48,6 @@ class SearchFacts:
     global_batch: int
     config: PlanConfig
     memory_bytes: float
-    hardware: Hardware | None
     remat: Remat | Literal["auto"]
     zero: Zero | Literal["auto"]
     token_multiple: int
@@ -71,7 +69,6 @@ class SearchFacts:
             self.global_batch,
             self.config,
             self.memory_bytes,
-            self.hardware,
             self.remat,
             self.zero,
             self.token_multiple,
@@ -117,7 +114,7 @@ def better_plan(
     n = facts.global_batch
     batches = [data.loads[i : i + n] for i in range(0, len(data.loads), n)]
     last = batches[-facts.config.sampled_batches :]
-    now_s, then_s = _simulated_s((plan, best), last, profile, facts.hardware)
+    now_s, then_s = _simulated_s((plan, best), last, profile)
     if then_s >= now_s:
         return BetterPlan(why="the best plan for them is not faster")
     return BetterPlan(best, 1 - then_s / now_s)
@@ -127,14 +124,13 @@ def _simulated_s(
     plans: Sequence[Plan],
     batches: Sequence[Sequence[Load]],
     profile: Profile,
-    hardware: Hardware | None,
 ) -> list[float]:
     """Seconds of each plan for what all have room for of some batches."""
     held = []
     for batch in batches:
         large = {i for plan in plans for i in beyond(batch, plan)}
         held.append([load for i, load in enumerate(batch) if i not in large])
-    return [simulate(p, held, profile.model, hardware=hardware).makespan_s for p in plans]
+    return [simulate(p, held, profile.model).makespan_s for p in plans]
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.hardware import Hardware
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
@@ -56,8 +55,6 @@ class SearchSpec:
 
     Attributes:
       memory_bytes: memory of a device; 0: not checked.
-      hardware: nodes and links of the devices: what crosses them takes time, and tensor parallelism
-        stays inside a node. None: links take no time.
       remat, zero: "auto" (the cheapest for each module that memory holds), or the value of every
         segment.
       token_multiple: token capacities are multiples of it (128 on GPU).
@@ -71,7 +68,6 @@ class SearchSpec:
     global_batch: int
     config: PlanConfig = field(default_factory=PlanConfig)
     memory_bytes: float = 0.0
-    hardware: Hardware | None = None
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
     token_multiple: int = 32
@@ -181,7 +177,7 @@ def what_memory_bought(
 
 def limited(spec: SearchSpec, profile: ModelProfile, data: DataProfile) -> SearchSpec:
     """With the job's own limits where none are given."""
-    usual = spec.hardware.devices_per_node if spec.hardware else spec.n_devices
+    usual = profile.hardware.devices_per_node if profile.hardware else spec.n_devices
     config = with_limits(
         spec.config,
         profile,
@@ -213,7 +209,6 @@ def _prepared(
         memory_bytes=spec.memory_bytes,
         remat=spec.remat,
         zero=spec.zero,
-        hardware=spec.hardware,
         node_devices=spec.config.node,
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)

@@ -3,7 +3,7 @@
 Devices are numbered node by node. A group of n devices `stride` apart is what a mesh axis joins:
 stride 1 for the axis "model", the degree of tensor parallelism for "data". Across nodes a reduction
 is hierarchical, as NCCL's are: scatter inside each node, exchange each device's share over its
-own network link, gather inside.
+own network link, gather inside. What was measured of a link goes before its data sheet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.hardware import Hardware
+from dflop_jax.records import Collective, Hardware
 
 Array = Any  # a whole number, or an array of them; of results floats
 
@@ -20,11 +20,8 @@ Array = Any  # a whole number, or an array of them; of results floats
 # Share of a link's bandwidth that a collective reaches, and seconds to start it, from these.
 LINK_REACH = 0.78
 START_S = 8.4e-6
-
-
-def _ring_s(n_bytes: Array, n: Array, bandwidth: float, latency_s: float, reach: float) -> Array:
-    """n - 1 steps of a ring, each passing on 1/n of the bytes."""
-    return (n - 1) * (n_bytes / n / (bandwidth * reach) + latency_s)
+# Times that an all-reduce goes around the ring: to scatter the sum, and to gather it.
+ALL_REDUCE_PASSES = 2
 
 
 def group_nodes(n: Array, hardware: Hardware, stride: int = 1) -> tuple[Array, Array]:
@@ -48,13 +45,9 @@ def reduce_scatter_s(
       n_bytes: of one device's input.
       n: devices of the group, a number or an array; 1 costs nothing.
       stride: distance of neighbours in the numbering of devices.
-      reach: share of the links' bandwidth that is reached.
+      reach: share of the links' bandwidth that is reached, by their data sheet.
     """
-    inside, nodes = group_nodes(n, hardware, stride)
-    h = hardware
-    within = _ring_s(n_bytes, inside, h.link_bandwidth, h.link_latency_s, reach)
-    between = _ring_s(n_bytes / inside, nodes, h.network_bandwidth, h.network_latency_s, reach)
-    return np.where((np.asarray(n) == 1) | (n_bytes == 0), 0.0, START_S + within + between)[()]
+    return _rings_s("reduce_scatter", n_bytes, n, hardware, stride, reach)
 
 
 def all_gather_s(
@@ -62,7 +55,7 @@ def all_gather_s(
 ) -> Array:
     """Seconds until each of n devices has all `n_bytes`, of which each held 1/n: a scattering
     reduction run backwards."""
-    return reduce_scatter_s(n_bytes, n, hardware, stride=stride, reach=reach)
+    return _rings_s("all_gather", n_bytes, n, hardware, stride, reach)
 
 
 def all_reduce_s(
@@ -70,8 +63,7 @@ def all_reduce_s(
 ) -> float:
     """Seconds until each of n devices has the sum of `n_bytes` held by each; see
     `reduce_scatter_s`."""
-    half = reduce_scatter_s(n_bytes, n, hardware, stride=stride, reach=reach)
-    return max(0.0, 2 * half - START_S)
+    return float(_rings_s("all_reduce", n_bytes, n, hardware, stride, reach, ALL_REDUCE_PASSES))
 
 
 def send_s(
@@ -80,6 +72,40 @@ def send_s(
     """Seconds of a copy from one device to another, inside a node or `across` nodes."""
     if n_bytes == 0:
         return 0.0
+    _, bandwidth, latency_s = _reached("send", hardware, across=across, reach=reach)
+    return latency_s + n_bytes / bandwidth
+
+
+def _rings_s(
+    collective: Collective,
+    n_bytes: float,
+    n: Array,
+    hardware: Hardware,
+    stride: int,
+    reach: float,
+    passes: int = 1,
+) -> Array:
+    """Seconds of a collective that goes around a ring in each node, then around one of nodes, on
+    which each device moves its share."""
+    inside, nodes = group_nodes(n, hardware, stride)
+    rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
+    seconds = np.zeros(np.shape(n))
+    for size, share, across in rings:
+        start_s, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
+        # Each of its steps passes on a part of the bytes.
+        step_s = share / size / bandwidth + latency_s
+        # A ring that reaches across goes on where the other has started.
+        begun = across & (inside > 1)
+        seconds = seconds + (size > 1) * (passes * (size - 1) * step_s + start_s * ~begun)
+    return np.where(n_bytes == 0, 0.0, seconds)[()]
+
+
+def _reached(
+    collective: Collective, hardware: Hardware, *, across: bool, reach: float
+) -> tuple[float, float, float]:
+    """(seconds to start, bytes/s, seconds of a step)."""
+    if link := hardware.link(collective, across=across):
+        return 0.0, link.bandwidth, link.latency_s
     if across:
-        return hardware.network_latency_s + n_bytes / (hardware.network_bandwidth * reach)
-    return hardware.link_latency_s + n_bytes / (hardware.link_bandwidth * reach)
+        return START_S, hardware.network_bandwidth * reach, hardware.network_latency_s
+    return START_S, hardware.link_bandwidth * reach, hardware.link_latency_s

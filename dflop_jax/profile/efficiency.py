@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.collectives import LINK_REACH, all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.kernels import (
     ATTENTION,
@@ -24,6 +23,7 @@ from dflop_jax.profile.kernels import (
     SEND,
     Kernel,
 )
+from dflop_jax.records import Hardware
 
 _COLLECTIVES = (REDUCE, GATHER, SEND)
 _TERMS = {

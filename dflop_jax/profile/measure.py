@@ -38,7 +38,6 @@ from dflop_jax.contract import (
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.pipeline.parts import ADAPTER, hidden_struct
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_values
@@ -62,11 +61,10 @@ from dflop_jax.records import (
     content_of,
 )
 
-Progress = Callable[[int, int], None]
 Run = Callable[[], Any]
 # Runs of each program, and seconds of all its runs after which no more than the least are made:
 # twice as many take twice as long, for a median that scatters less by a third.
-_LEAST_RUNS, _MOST_RUNS, _RUNS_S = 3, 25, 0.5
+LEAST_RUNS, MOST_RUNS, _RUNS_S = 3, 25, 0.5
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
 _FILLINGS = (1, 16, 4, 2, 8)
 
@@ -111,41 +109,6 @@ def profile_key(
         jax.__version__,
     )
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-
-
-def time_layers(
-    model: MultimodalModel,
-    shapes: Mapping[str, Sequence[Shape]],
-    model_degrees: Sequence[int],
-    devices: Sequence[jax.Device],
-    *,
-    share: tuple[int, int] = (0, 1),
-    on_progress: Progress | None = None,
-) -> list[LayerTiming]:
-    """Time every module at its per-rank `shapes` and each tensor-parallel degree.
-
-    Degrees that a module's sizes do not divide by are left out, as are shapes that the device's
-    memory does not hold. `share` (i, n): only the i-th of n parts of the work, for one of n
-    processes that measure on devices of their own.
-    """
-    jobs = [(m, tp, shape) for m in model.modules for tp in model_degrees for shape in shapes[m]]
-    jobs = jobs[share[0] :: share[1]]
-    timings: list[LayerTiming] = []
-    undivided: set[tuple[str, int]] = set()
-    for i, (module, tp, shape) in enumerate(jobs):
-        if (module, tp) not in undivided:
-            try:
-                timings.append(_time_layer(model, module, shape, devices, tp))
-            except ValueError:  # the segment says that a dim does not divide over the degree
-                if tp == 1:
-                    raise
-                undivided.add((module, tp))
-            except jax.errors.JaxRuntimeError as e:  # a shape that memory does not hold
-                if not ran_out(e) or shape == min(shapes[module]):
-                    raise
-        if on_progress:
-            on_progress(i + 1, len(jobs))
-    return timings
 
 
 def model_profile(
@@ -212,7 +175,12 @@ def assembled(
     )
 
 
-def seconds_of(runs: Sequence[Run], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def seconds_of(
+    runs: Sequence[Run],
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    most_runs: int = MOST_RUNS,
+) -> list[float]:
     """Median seconds of each of some awaited calls, made by turns after one each to warm up.
 
     By turns, so that what disturbs a machine for a while disturbs all of them alike.
@@ -221,8 +189,8 @@ def seconds_of(runs: Sequence[Run], clock: Callable[[], float] = time.perf_count
         jax.block_until_ready(run())
     took: list[list[float]] = [[] for _ in runs]
     begin_s = clock()
-    for n in range(_MOST_RUNS):
-        if n >= _LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
+    for n in range(most_runs):
+        if n >= LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
             break
         for run, mine in zip(runs, took, strict=True):
             start_s = clock()
@@ -295,16 +263,24 @@ def _apart(
     return static_s, dict(zip(names, content_s, strict=True))
 
 
-def _time_layer(
-    model: MultimodalModel, module: str, shape: Shape, devices: Sequence[jax.Device], tp: int
+def time_layer(
+    model: MultimodalModel,
+    module: str,
+    shape: Shape,
+    devices: Sequence[jax.Device],
+    *,
+    most_runs: int = MOST_RUNS,
 ) -> LayerTiming:
+    """Time a module at a per-rank shape with `devices` as its tensor-parallel ranks."""
+    tp = len(devices)
     features = content_flops_of(on_chip(model.modules[module], chip_of(devices[0])))
     fillings = _FILLINGS[: len(features) + 1] if features else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
     segments = (shallow_segment(model, module, d, devices, MeshShape(model=tp)) for d in DEPTHS)
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
-    took_s = iter(seconds_of([run for depths in by_filling for runs in depths for run in runs]))
+    runs = [run for depths in by_filling for both in depths for run in both]
+    took_s = iter(seconds_of(runs, most_runs=most_runs))
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
         low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from dflop_jax.contract import Module, MultimodalModel, edges_of
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.kernels import ATTENTION
 from dflop_jax.profile.least_squares import rounded
@@ -23,6 +22,7 @@ from dflop_jax.records import (
     CONTENT,
     FORWARD,
     Direction,
+    Hardware,
     LayerTiming,
     Recompute,
     Remat,

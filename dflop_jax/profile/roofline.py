@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from dflop_jax.contract import MultimodalModel, content_flops_of, edges_of, on_chip
-from dflop_jax.hardware import Hardware
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
@@ -24,6 +23,7 @@ from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    Hardware,
     LayerTiming,
     ModelProfile,
     Shape,
@@ -92,7 +92,7 @@ def roofline_profile(
         task_overhead_s=e.task_s,
         priced_by=f"the data sheet of {hardware.name}",
     )
-    return replace(profile, entry_share=entry_share)
+    return replace(profile, entry_share=entry_share, computed=True, hardware=hardware)
 
 
 # Backward of attention has five products for its forward's two (arXiv 2205.14135).

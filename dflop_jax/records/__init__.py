@@ -25,6 +25,7 @@ from dflop_jax.records.features import (
     shape_features,
     times,
 )
+from dflop_jax.records.hardware import PLANNED_SHARE, USABLE_MEMORY, Collective, Hardware, Link
 from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan
 from dflop_jax.records.pieces import PiecePlaces
 from dflop_jax.records.plan import (
@@ -69,13 +70,16 @@ __all__ = [
     "FORWARD",
     "MANUAL_AXES",
     "NO_GROUP",
+    "PLANNED_SHARE",
     "REDUCE",
     "REMAT",
     "RETURN",
     "SEND",
     "UPDATE",
+    "USABLE_MEMORY",
     "ZERO",
     "Bucket",
+    "Collective",
     "DataProfile",
     "Direction",
     "Edge",
@@ -83,9 +87,11 @@ __all__ = [
     "ExchangeRoom",
     "Group",
     "Grouping",
+    "Hardware",
     "Kept",
     "LayerTiming",
     "Layout",
+    "Link",
     "Load",
     "Maker",
     "MeshShape",

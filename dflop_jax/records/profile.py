@@ -8,6 +8,7 @@ from typing import Any
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
 from dflop_jax.records.features import times
+from dflop_jax.records.hardware import Hardware
 from dflop_jax.records.plan import Edge, Remat
 
 
@@ -98,7 +99,9 @@ class ModelProfile:
     bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
     `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks share only those
     with a dim that their number divides; where they are not said all are shared. `host_s` is the
-    work of a process's dispatching thread for a task (see `prices.with_host_work`).
+    work of a process's dispatching thread for a task (see `prices.with_host_work`). `computed`:
+    seconds come from formulas that hold at any size, not from runs. `hardware` says what crosses
+    nodes and links takes; None: no time.
     """
 
     key: str
@@ -118,6 +121,8 @@ class ModelProfile:
     ends_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
     host_s: float = 0.0
     priced_by: str = ""
+    computed: bool = False
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")

@@ -92,7 +92,6 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
         "global_batch": config.train.global_batch,
         "config": replace(config.plan, node=place.node),
         "memory_bytes": place.plannable_bytes,
-        "hardware": place.hardware,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
         "token_multiple": place.token_multiple,
@@ -184,13 +183,13 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
     if limit:
         changes.append(("twice the memory", {"memory_bytes": 2 * limit}, profile.model))
-    if hardware := given["hardware"]:
+    if hardware := profile.model.hardware:
         fast = replace(
             hardware,
             link_bandwidth=8 * hardware.link_bandwidth,
             network_bandwidth=8 * hardware.network_bandwidth,
         )
-        changes.append(("links between submeshes 8x", {"hardware": fast}, profile.model))
+        changes.append(("links 8x", {}, replace(profile.model, hardware=fast)))
     for m in sources:
         changes.append((f"half the work in {m}", {}, _cheaper(profile.model, m)))
     changes.append(("twice the global batch", {"global_batch": 2 * batch}, profile.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 from jax._src import compilation_cache, compiler
 
 from dflop_jax.cluster.devices import connect_pairs
@@ -21,7 +23,8 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.hardware import PLANNED_SHARE, Hardware, find_hardware, hardware_like
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
@@ -112,7 +115,8 @@ def _model_on(chip: str, config: Config) -> MultimodalModel:
 class Workplace:
     """What every stage of a run works on.
 
-    `hardware` is what is planned for where it is not at hand; then there are no devices.
+    `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
+    names the host of each process; () for one process.
     """
 
     config: Config
@@ -120,6 +124,7 @@ class Workplace:
     devices: list[jax.Device]
     peers: Peers
     hardware: Hardware | None = None
+    hosts: tuple[str, ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -150,10 +155,21 @@ class Workplace:
 
     @property
     def node(self) -> int:
-        """Devices of a node, as configured or as the kind of device has."""
+        """Devices of a node: as configured, or of this host, or of the hardware planned for."""
         if stated := self.config.plan.node:
             return stated
-        return (self.hardware or hardware_like(self.devices[0].device_kind)).devices_per_node
+        if self.hardware:
+            return self.hardware.devices_per_node
+        return max(map(len, self.by_host))
+
+    @property
+    def by_host(self) -> list[list[jax.Device]]:
+        """The devices of every host."""
+        devices: dict[str, list[jax.Device]] = {}
+        for d in self.devices:
+            host = self.hosts[d.process_index] if self.hosts else ""
+            devices.setdefault(host, []).append(d)
+        return list(devices.values())
 
     @property
     def trained(self) -> TrainedParts:
@@ -211,9 +227,16 @@ def set_up(config: Config) -> Workplace:
     if member.number > 1 and devices[0].platform == "cpu":
         connect_pairs(tuple(devices), peers)
     model = _model_on(chip_of(devices[0]), config)
-    place = Workplace(config, model, devices, peers)
+    place = Workplace(config, model, devices, peers, hosts=_hosts(peers))
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
+
+
+def _hosts(peers: Peers) -> tuple[str, ...]:
+    """The name of every process's host."""
+    names = peers.gather("hosts", socket.gethostname().encode())
+    shared = peers.share("hosts", msgspec.json.encode([name.decode() for name in names]))
+    return msgspec.json.decode(shared, type=tuple[str, ...])
 
 
 def _set_up_elsewhere(config: Config) -> Workplace:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,15 +19,18 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.contract import Module, MultimodalModel, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.data.sample import NamesTail
+from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.plan.limits import held_bytes, parallel_limits
-from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
+from dflop_jax.profile.measure import model_profile, profile_key, together
 from dflop_jax.profile.parts import param_dims
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time
 from dflop_jax.profile.state import float32_bytes
+from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.record_files import load, save
-from dflop_jax.records import DataProfile, LayerTiming, ModelProfile, Profile, Shape
+from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.train.prepare import Workplace
 
 OnProgress = Callable[[int, int], None]
@@ -48,10 +54,25 @@ def profile_data(config: PlanConfig, source: Source) -> DataProfile:
 
 
 def tensor_degrees(place: Workplace) -> list[int]:
-    """Degrees of tensor parallelism to profile: it stays inside a process, of devices that are not
-    here inside a node."""
-    here = place.hardware.devices_per_node if place.hardware else max(len(_local(place)), 1)
-    return [d for d in DEGREES if d <= min(with_degrees(place).max_model, here)]
+    """Degrees of tensor parallelism to profile: it stays inside a node, and inside a process where
+    several CPU devices of each cannot work together."""
+    most = min(with_degrees(place).max_model, place.node)
+    if place.hardware:
+        return [d for d in DEGREES if d <= most]
+    return [d for d in DEGREES if d <= most and _blocks(place, d, apart=True)]
+
+
+def _blocks(place: Workplace, degree: int, *, apart: bool) -> list[tuple[jax.Device, ...]]:
+    """Devices that time programs of a tensor-parallel degree at once: of every process if these
+    compute `apart`, of every host where a process has too few, else of the first."""
+    by_process: dict[int, list[jax.Device]] = {}
+    for d in place.devices:
+        by_process.setdefault(d.process_index, []).append(d)
+    for groups in (list(by_process.values()), place.by_host):
+        blocks = [tuple(group[:degree]) for group in groups if len(group) >= degree]
+        if blocks := [b for b in blocks if can_join(b)]:
+            return blocks if apart else blocks[:1]
+    return []
 
 
 def with_degrees(place: Workplace) -> PlanConfig:
@@ -84,21 +105,32 @@ def _local(place: Workplace) -> list[jax.Device]:
 def profile_model(
     place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """Return the model's timings, from the cache when its programs, devices, shapes and versions
-    are the same.
+    """Return the model's timings and the links of its devices, both from the cache when programs,
+    devices, shapes and versions are the same.
 
     Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
     devices compute at once is measured by all together.
     """
-    config, model, peers = place.config, place.model, place.peers
+    model = place.model
     shapes, degrees = shapes_to_time(data, model, place.token_multiple), tensor_degrees(place)
     if place.hardware:
         return roofline_profile(model, place.hardware, shapes, degrees, n_devices=place.n_devices)
+    profile = _timed_profile(place, shapes, degrees, on_progress)
+    return replace(profile, hardware=measured_hardware(place))
+
+
+def _timed_profile(
+    place: Workplace,
+    shapes: dict[str, list[Shape]],
+    degrees: list[int],
+    on_progress: OnProgress | None,
+) -> ModelProfile:
+    config, model, peers = place.config, place.model, place.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
     shared = peers.share("profile/degrees", msgspec.json.encode(degrees))
     degrees = msgspec.json.decode(shared, type=list[int])
     devices = _local(place)
-    known = b""
+    cached, known = Path(), b""
     if peers.is_hub:
         n = len(place.devices)
         key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
@@ -114,10 +146,8 @@ def profile_model(
     if known:
         return msgspec.json.decode(known, type=ModelProfile)
     apart = _compute_apart(devices, peers)
-    timings: list[LayerTiming] = []
-    if apart or peers.is_hub:
-        part = (peers.process, peers.count) if apart else (0, 1)
-        timings = time_layers(model, shapes, degrees, devices, share=part, on_progress=on_progress)
+    blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
+    timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress)
     parts = peers.gather("profile/timings", msgspec.json.encode(timings))
     concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
     profile = None
@@ -128,6 +158,36 @@ def profile_model(
         save(profile, cached)
     encoded = peers.share("profile", msgspec.json.encode(profile))
     return msgspec.json.decode(encoded, type=ModelProfile)
+
+
+def measured_hardware(place: Workplace) -> Hardware:
+    """The devices' data sheet with nodes and links as they are here, from the cache when devices,
+    hosts and versions are the same; all processes call this together."""
+    peers, kind, hosts = place.peers, place.devices[0].device_kind, place.hosts or ("",)
+    node, known, cached = node_size(place.devices, hosts), b"", Path()
+    if peers.is_hub:
+        facts = kind, node, [d.process_index for d in place.devices], hosts, jax.__version__
+        key = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+        cached = Path(place.config.cache_dir) / f"links-{key}.json"
+        with suppress(ValueError):  # none yet, or one of another version
+            known = msgspec.json.encode(load(Hardware, cached))
+    known = peers.share("links/cached", known)
+    if not known:
+        timings = timed_links(place, node)
+        if peers.is_hub:
+            hardware = hardware_of(kind, node, timings)
+            save(hardware, cached)
+            known = msgspec.json.encode(hardware)
+        known = peers.share("links", known)
+    return msgspec.json.decode(known, type=Hardware)
+
+
+def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
+    """Timings of all processes, on process 0; all call this together."""
+    peers = place.peers
+    mine = time_links(place.devices, node, partial(peers.barrier, "links/sync"))
+    parts = peers.gather("links/timed", msgspec.json.encode(mine))
+    return slowest([msgspec.json.decode(part, type=list[LinkTiming]) for part in parts])
 
 
 def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:

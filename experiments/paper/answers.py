@@ -227,7 +227,6 @@ def _planned(case: Case, policy: str) -> Answer:
         global_batch=case.global_batch,
         config=config,
         memory_bytes=case.memory_bytes,
-        hardware=case.hardware,
         token_multiple=TOKEN_MULTIPLE,
     ).plan
     search_s = time.perf_counter() - start_s

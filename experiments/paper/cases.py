@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.hardware import Hardware, find_hardware
-from dflop_jax.records import DataProfile, Load, Plan, Schedule
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import DataProfile, Hardware, Load, Plan, Schedule
 
 H100 = find_hardware("h100")
 MEMORY_SHARE = 0.95  # of a device's memory; the rest is the framework's

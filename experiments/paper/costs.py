@@ -14,11 +14,10 @@ from functools import cache, partial
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.chip_profile import profile_at
-from dflop_jax.hardware import Hardware
 from dflop_jax.plan.pricing import prices_of as priced
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.records import ModelProfile, Plan, Prices, Shape
+from dflop_jax.records import Hardware, ModelProfile, Plan, Prices, Shape
 from experiments.paper.cases import Case
 from experiments.paper.results import say
 
@@ -61,7 +60,7 @@ def profile_of(case: Case) -> ModelProfile:
 
 
 def prices_of(case: Case, plan: Plan) -> Prices:
-    return priced(plan.layout, cost_model(case), case.hardware)
+    return priced(plan.layout, cost_model(case))
 
 
 @cache

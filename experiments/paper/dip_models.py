@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.hardware import Hardware, find_hardware
-from dflop_jax.records import Load
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import Hardware, Load
 from experiments.paper.cases import H100, Case
 from experiments.paper.costs import DTYPE
 from models.composed import Composed

@@ -9,8 +9,7 @@ from math import prod
 import numpy as np
 
 from dflop_jax.data.features import features_struct
-from dflop_jax.hardware import Hardware
-from dflop_jax.records import Load, Plan, crossing, homes
+from dflop_jax.records import Hardware, Load, Plan, crossing, homes
 from dflop_jax.records.traffic import Crossing
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.dispatch.traffic import read_between

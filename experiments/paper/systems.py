@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.hardware import Hardware, find_hardware
-from dflop_jax.records import Load
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import Hardware, Load
 from experiments.paper import data
 from experiments.paper.cases import Case
 from experiments.paper.costs import DTYPE

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.cluster import environment
 from dflop_jax.cluster.environment import cpu_settings, gpu_settings, prepare, xla_knows
-from dflop_jax.hardware import USABLE_MEMORY
+from dflop_jax.records import USABLE_MEMORY
 
 FLAGS = "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true"
 

@@ -246,7 +246,7 @@ def layouts(space, n_devices, n_layers, ends=None, **limits):
     return [f.layout(i, n_layers, ends) for f in families for i in range(len(f))]
 
 
-def every_candidate(policy, n_devices, profile, data, config, hardware):
+def every_candidate(policy, n_devices, profile, data, config):
     """(placement, microbatches, plan, content of groups, groups of each batch) of everything."""
     ends = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
@@ -254,6 +254,7 @@ def every_candidate(policy, n_devices, profile, data, config, hardware):
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
     batches = sample_batches(data.loads, BATCH, config.sampled_batches)
+    hardware = profile.hardware
     n_groups = {}  # it does not depend on seconds
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     unstaged = {e.source for e in profile.edges if e.tap}
@@ -275,7 +276,7 @@ def every_candidate(policy, n_devices, profile, data, config, hardware):
                 {m: shape_of(m, top, size, data, profile, r, model[m]) for m, r in ranks.items()}
             )
             timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
-            if not hardware and any(
+            if not profile.computed and any(
                 s.size > max(2 * timed[m], finest.tokens(m)) for m, s in bucket.shapes
             ):
                 continue  # far beyond what was timed
@@ -309,7 +310,7 @@ def every_option(plan, remats, degrees):
 
 
 def exhaustive(
-    policy, n_devices, profile, data, config, hardware=None, trains=None, remats=("none",),
+    policy, n_devices, profile, data, config, trains=None, remats=("none",),
     degrees=(1,), tight=False,
 ):  # fmt: skip
     """([(placement, microbatches, makespan, peak bytes)] of everything that memory holds, memory):
@@ -318,9 +319,7 @@ def exhaustive(
     trains = trains or (lambda s: True)
     costs = CostModel(profile)
     found = []
-    for name, m, plan, pairs, n_groups in every_candidate(
-        policy, n_devices, profile, data, config, hardware
-    ):
+    for name, m, plan, pairs, n_groups in every_candidate(policy, n_devices, profile, data, config):
         names = [s.name for s in plan.layout.segments if trains(s)]
         for with_option in every_option(plan, remats, degrees):
             flying = in_flight_limit(with_option)
@@ -332,7 +331,7 @@ def exhaustive(
     for name, m, plan, names, pairs, n_groups, peak in found:
         if memory_bytes and peak > memory_bytes:
             continue
-        prices = prices_of(plan.layout, costs, hardware)
+        prices = prices_of(plan.layout, costs)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
             took = {
@@ -403,8 +402,13 @@ def random_case(seed, graph="two"):
         if "generator" in layers:
             pieces["generator"] = tuple(rng.integers(10, 60, rng.integers(0, 2)).tolist())
         loads.append(Load(pieces))
-    hardware = LINKS if seed % 2 else None
-    return profile, DataProfile("random", 30, tuple(loads)), n_devices, hardware, rng
+    profile = on(LINKS if seed % 2 else None, profile)
+    return profile, DataProfile("random", 30, tuple(loads)), n_devices, rng
+
+
+def on(hardware, profile):
+    """The profile as if it were computed for some hardware."""
+    return dataclasses.replace(profile, hardware=hardware, computed=hardware is not None)
 
 
 _SEARCHED: dict[str, SearchResult] = {}

@@ -175,7 +175,7 @@ def every_candidate_s(evaluator, n_devices):
                 trace = simulate_step(
                     plan,
                     Schedule(0, tuple(groups)),
-                    prices_of(plan.layout, costs, rules.hardware),
+                    prices_of(plan.layout, costs),
                     names,
                 )
                 spans.append(trace.makespan_s)
@@ -186,13 +186,13 @@ def every_candidate_s(evaluator, n_devices):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_the_best_of_everything(seed):
-    profile, data, _, hardware, rng = random_case(seed)
+    profile, data, _, rng = random_case(seed)
     layers = {"vision": int(rng.integers(2, 5)), "llm": int(rng.integers(4, 9))}
     profile = dataclasses.replace(profile, n_layers=layers, task_overhead_s=3e-3)
     n_devices = int(rng.choice([2, 4, 6]))
-    _, evaluator = prepared(profile, data, n_devices, hardware=hardware, remat="none", zero=1)
+    _, evaluator = prepared(profile, data, n_devices, remat="none", zero=1)
     every = every_candidate_s(evaluator, n_devices)
-    result = run(n_devices, profile, data, hardware=hardware, remat="none", zero=1,
+    result = run(n_devices, profile, data, remat="none", zero=1,
                  refine=False, shown=3)  # fmt: skip
     least = sorted(min(s for (n, _), s in every.items() if n == name) for name, _ in every)
     best = result.candidates[0]

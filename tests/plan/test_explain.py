@@ -12,7 +12,7 @@ from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
 from dflop_jax.records import Predicted
 
 from ..plans import chain
-from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile
+from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile, on
 
 GIB = 2**30
 
@@ -40,13 +40,12 @@ def test_why_a_placement_lost(makespan_s, busy_s, says):
 def plan(n_devices, memory_bytes, hardware=None):
     big = dataclasses.replace(model_profile(), layer_param_bytes={"vision": GIB, "llm": 4 * GIB})
     return search_plan(
-        big,
+        on(hardware, big),
         data_profile(),
         n_devices=n_devices,
         global_batch=BATCH,
         config=dataclasses.replace(CONFIG, policy="auto", effort="quick"),
         memory_bytes=memory_bytes,
-        hardware=hardware,
         refine=False,
     )
 
@@ -79,10 +78,8 @@ def test_when_no_number_of_devices_would_do_none_is_named():
 
 def test_what_memory_costs():
     """Against the next cheaper option of each module, which would not fit or costs as much."""
-    profile, data = model_profile(), data_profile()
-    free = SearchSpec(
-        3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"), hardware=LINKS
-    )
+    profile, data = on(LINKS, model_profile()), data_profile()
+    free = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"))
     best = search_plan(profile, data, free)
     assert what_memory_bought(best.plan, profile, data, free) == []
     spec = dataclasses.replace(free, memory_bytes=0.7 * best.candidates[0].peak_bytes)

@@ -66,6 +66,11 @@ def profile(tied=(), pair_s=0.0):
     )
 
 
+def linked(tied=()):
+    """The profile with links that take time."""
+    return dataclasses.replace(profile(tied), hardware=HARDWARE)
+
+
 def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()):
     """`a` on the first devices, the 4 layers of `b` in segments on those that follow."""
     first, meshes, parts = a[0] * a[1] * a[2], [SubmeshPlan("a", 0, *a)], []
@@ -142,7 +147,7 @@ def test_nothing_crosses_in_no_time_without_hardware():
 def test_what_a_module_sends_another(first, across, edges):
     """The reader's hidden states of a group, to each of its devices, for every edge."""
     p = plan((1, first, 1), (2, 1, 1), group_size=2, edges=edges)
-    sends = plan_prices(p.layout, profile(), HARDWARE).sends
+    sends = plan_prices(p.layout, linked()).sends
     assert len(sends) == 2 * 3
     for shape in p.layout.shapes("b"):
         took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
@@ -151,7 +156,7 @@ def test_what_a_module_sends_another(first, across, edges):
 
 
 def test_what_passes_between_segments_of_one_module():
-    sends = plan_prices(plan(segments=2).layout, profile(), HARDWARE).sends
+    sends = plan_prices(plan(segments=2).layout, linked()).sends
     ends = {("a", "b0"), ("b0", "b1")}
     assert {(k.source, k.target) for k in sends} == ends
     assert len(sends) == 2 * 3 * 2
@@ -162,12 +167,12 @@ def test_what_passes_between_segments_of_one_module():
 def test_segments_on_the_same_devices_send_nothing():
     p = plan()
     p = p.with_layout(submeshes=tuple(dataclasses.replace(m, first=0) for m in p.layout.submeshes))
-    assert plan_prices(p.layout, profile(), HARDWARE).sends == {}
+    assert plan_prices(p.layout, linked()).sends == {}
 
 
 def test_the_step_ends_with_reduction_and_update():
     p = plan((1, 3, 2), (1, 8, 1))
-    got = plan_prices(p.layout, profile(), HARDWARE).step_end
+    got = plan_prices(p.layout, linked()).step_end
     for name, ways, ranks in (("a", 2, 3), ("b0", 1, 8)):
         own = PARAMS[name[0]] / ways
         assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(
@@ -182,12 +187,12 @@ def test_the_step_ends_with_reduction_and_update():
 def test_what_data_ranks_share_is_brought_by_the_programs(half):
     """Degree 3 gathers parameters layer by layer, 2 and 3 scatter gradients; the step's end has
     less to do."""
-    ranks, model = 4, dataclasses.replace(profile(), halved=half)
+    ranks, model = 4, dataclasses.replace(linked(), halved=half)
     base = plan((1, ranks, 1), (1, ranks, 1))
 
     def prices(zero):
         segments = tuple(dataclasses.replace(s, zero=zero) for s in base.layout.segments)
-        return plan_prices(base.with_layout(segments=segments).layout, model, HARDWARE)
+        return plan_prices(base.with_layout(segments=segments).layout, model)
 
     by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
     share, layer, ends = 0.5 if half else 1.0, 10_000, 5_000
@@ -222,8 +227,8 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
 
 
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
-    loose = plan_prices(plan(segments=2).layout, profile(), HARDWARE).step_end
-    tied = plan_prices(plan(segments=2, tied=["b"]).layout, profile(["b"]), HARDWARE).step_end
+    loose = plan_prices(plan(segments=2).layout, linked()).step_end
+    tied = plan_prices(plan(segments=2, tied=["b"]).layout, linked(["b"])).step_end
     update = 7 * 2_500 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
     send = send_s(5_000, HARDWARE)
     for name, direction, more in (

@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize("graph, seed", CASES)
 def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
-    profile, data, n_devices, hardware, rng = random_case(seed, graph)
+    profile, data, n_devices, rng = random_case(seed, graph)
     policy = "orch" if n_devices == 1 or seed % 5 == 2 else "dflop"
     most = 3 if graph != "two" else int(rng.choice([3, 6]))
     config = dataclasses.replace(CONFIG, policy=policy, max_microbatches=most)
@@ -51,7 +51,7 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     remat = "auto" if tight and seed in (0, 1, 4, 8, 12) else "none"
     known = CostModel(profile).fits.known_policies("llm")
     fit, memory_bytes = exhaustive(
-        policy, n_devices, profile, data, config, hardware, tight=tight,
+        policy, n_devices, profile, data, config, tight=tight,
         remats=known if remat == "auto" else (remat,), degrees=ZERO if zero == "auto" else (zero,),
     )  # fmt: skip
 
@@ -63,7 +63,6 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
             global_batch=BATCH,
             config=dataclasses.replace(config, effort="quick"),
             memory_bytes=memory_bytes,
-            hardware=hardware,
             remat=remat,
             zero=zero,
             shown=5,
@@ -96,11 +95,11 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
 
 @pytest.mark.parametrize("graph, seed", [("two", 3), ("apart", 3), ("chain", 3), ("taps", 3)])
 def test_no_bound_is_above_what_it_bounds(graph, seed):
-    profile, data, n_devices, hardware, _ = random_case(seed, graph)
+    profile, data, n_devices, _ = random_case(seed, graph)
     config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=3)
-    every, _ = exhaustive("dflop", n_devices, profile, data, config, hardware)
+    every, _ = exhaustive("dflop", n_devices, profile, data, config)
     took = {(name, m): seconds for name, m, seconds, _ in every}
-    spec = SearchSpec(n_devices, BATCH, config, hardware=hardware)
+    spec = SearchSpec(n_devices, BATCH, config)
     rules, _ = search_module._prepared(profile, data, spec)
     node, shares = rules.node(n_devices), []
     for bounds in all_bounds(families(rules.facts, n_devices, node, config)["dflop"], rules):

@@ -22,7 +22,7 @@ PLAN = NANO.with_layout(buckets=(bucket(32, 256),))
 LOADS = tuple(load(2, 40 + i) for i in range(12))
 FACTS = SearchFacts(
     2, 4, PlanConfig(policy="dflop", buckets=1, effort="quick", sampled_batches=2),
-    0.0, None, "auto", "auto", 32, (), (),
+    0.0, "auto", "auto", 32, (), (),
 )  # fmt: skip
 
 

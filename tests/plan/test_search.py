@@ -37,6 +37,7 @@ from .cases import (
     capacity,
     data_profile,
     model_profile,
+    on,
     random_case,
     run,
     searched_anew,
@@ -137,7 +138,7 @@ def test_parameters_are_shared_where_they_do_not_fit():
         model_profile(degrees=(1,)), layer_param_bytes={"vision": 10**4, "llm": 10**7}
     )
     for hardware in (None, LINKS):
-        options = {"profile": heavy, "hardware": hardware, "allowed": lambda m: m.stage == 1}
+        options = {"profile": on(hardware, heavy), "allowed": lambda m: m.stage == 1}
         free = run("orch", 4, **options)
         shared = run("orch", 4, zero=3, shown=100, **options)
         limit = 1.05 * min(c.peak_bytes for c in shared.candidates)
@@ -490,13 +491,13 @@ def test_no_microbatch_is_far_larger_than_what_was_timed(real_buckets):
         for t in timings
     )
 
-    def size(timings, **options):
-        profile = dataclasses.replace(whole, timings=timings)
-        plan = run(n_devices=2, profile=profile, **options).plan
+    def size(timings, hardware=None):
+        profile = on(hardware, dataclasses.replace(whole, timings=timings))
+        plan = run(n_devices=2, profile=profile).plan
         return max(b.tokens("llm") for b in plan.layout.buckets)
 
     assert size(timings) > 128 >= size(small)  # timed up to 256 and 64 tokens
-    assert size(small, hardware=LINKS) == size(timings)  # formulas hold at any size
+    assert size(small, LINKS) == size(timings)  # formulas hold at any size
 
 
 def test_a_sample_larger_than_what_was_timed_still_has_a_plan():

@@ -13,6 +13,7 @@ from dflop_jax.profile.collectives import (
     reduce_scatter_s,
     send_s,
 )
+from dflop_jax.records import Link
 
 A100 = find_hardware("a100-80")
 
@@ -77,3 +78,15 @@ def test_sends():
     inside, across = send_s(3e9, A100, reach=1.0), send_s(3e9, A100, across=True, reach=1.0)
     assert inside == pytest.approx(0.01 + 1.9e-6)
     assert across == pytest.approx(0.12 + 4e-6)
+
+
+def test_what_was_measured_goes_before_the_data_sheet():
+    reduced, sent = Link("all_reduce", True, 1e9, 1e-3), Link("send", False, 2e9, 5e-4)
+    here = dataclasses.replace(A100, measured=(reduced, sent))
+    assert send_s(4e6, here) == pytest.approx(5e-4 + 2e-3)
+    assert send_s(4e6, here, across=True) == send_s(4e6, A100, across=True)
+    ring = 2 * ring_s(8e6, 4, 1e9, 1e-3)
+    assert all_reduce_s(8e6, 4, here, stride=8) == pytest.approx(ring)
+    within = all_reduce_s(8e6, 8, A100)
+    assert all_reduce_s(8e6, 32, here) == pytest.approx(within + ring / 8 + 6 * 1e-3 * 7 / 8)
+    assert all_gather_s(8e6, 32, here) == all_gather_s(8e6, 32, A100)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.held import param_specs
 from dflop_jax.profile import measure
-from dflop_jax.profile.measure import model_profile, profile_key, time_layers, together
+from dflop_jax.profile.measure import model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import CONTENT, Edge, MeshShape, Shape
 from tests.small import WIDTH, Small
 
@@ -19,12 +19,15 @@ MODEL = Small()
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32)]}
 
 
-def test_shares_of_the_work_make_the_whole():
+def timed(model, shapes, devices):
+    return time_layers(model, timing_jobs(model, shapes, [[tuple(devices)]]))
+
+
+def test_timings_and_the_models_facts_make_a_profile():
     devices = jax.devices()[:1]
-    parts = [time_layers(MODEL, SHAPES, [1], devices, share=(i, 2)) for i in (0, 1)]
-    assert [[t.module for t in part] for part in parts] == [["vision"], ["llm"]]
-    assert time_layers(MODEL, SHAPES, [1], devices, share=(2, 3)) == []
-    profile = model_profile(MODEL, SHAPES, parts[0] + parts[1], devices, key="k")
+    timings = timed(MODEL, SHAPES, devices)
+    assert [t.module for t in timings] == ["vision", "llm"]
+    profile = model_profile(MODEL, SHAPES, timings, devices, key="k")
     assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
     assert all(t.layer_backward_s + t.ends_backward_s > 0 for t in profile.timings)
     for t in profile.timings:
@@ -141,7 +144,7 @@ def two(**fields):
 def test_what_lies_between_layers_is_timed_with_the_ends():
     model, devices = two(), jax.devices()[:1]
     shapes = {m: [Shape(2, 16)] for m in "ab"}
-    timings = time_layers(model, shapes, [1], devices)
+    timings = timed(model, shapes, devices)
     profile = model_profile(model, shapes, timings, devices, key="k")
     assert profile.edges == (Edge("a", "b", "deep", tap="mid", leaves=3, enters=3),)
     assert profile.ends_param_bytes == {"a": 4 * (16 * 8 + 2 * 64), "b": 4 * (16 * 8 + 64)}
@@ -182,9 +185,9 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         )
 
     monkeypatch.setattr(measure, "_programs", fake)
-    monkeypatch.setattr(measure, "seconds_of", list)
+    monkeypatch.setattr(measure, "seconds_of", lambda runs, most_runs: runs)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
-    for t in time_layers(two(pair_flops=4.0), shapes, [1], jax.devices()[:1]):
+    for t in timed(two(pair_flops=4.0), shapes, jax.devices()[:1]):
         # The backward program of "b", which nobody reads, also runs forward.
         own = (3.0, 3e-2, 7.0) if t.module == "a" else (1.0, 2e-2, 0.0)
         assert (t.layer_forward_s, t.content_forward_s["pair"], t.ends_forward_s) == pytest.approx(
@@ -195,7 +198,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
     assert set(calls) == {(1, 16)}
     calls.clear()
-    timings = time_layers(two(), shapes, [1], jax.devices()[:1])
+    timings = timed(two(), shapes, jax.devices()[:1])
     assert all(t.content_forward_s == t.content_backward_s == {} for t in timings)
     assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
 
@@ -241,29 +244,3 @@ def test_a_profile_is_named_by_the_programs_it_timed():
     wider = profile_key(two(width=16), devices, shapes, "more")
     longer = profile_key(two(), devices, {**shapes, "b": [Shape(1, 64)]}, "more")
     assert len({key, wider, longer, profile_key(two(), devices, shapes)}) == 4
-
-
-def test_a_degree_that_divides_nothing_is_left_out():
-    """A width of 8 splits in 2 and not in 3; what fails alone is an error."""
-    shapes, devices = {m: [Shape(2, 16)] for m in "ab"}, jax.devices()[:3]
-    timings = time_layers(two(), shapes, [1, 2, 3], devices)
-    assert [(t.module, t.model) for t in timings] == [(m, d) for m in "ab" for d in (1, 2)]
-    with pytest.raises(ValueError, match="does not divide"):
-        param_specs(shallow_segment(two(), "a", 1, devices, MeshShape(model=3)))
-
-
-def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):
-    shapes = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32), Shape(2, 32), Shape(9, 32)]}
-
-    def fake(model, module, shape, devices, tp):
-        if shape.rows > limit:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return module, shape
-
-    monkeypatch.setattr(measure, "_time_layer", fake)
-    for limit in (2, 9):
-        got = time_layers(MODEL, shapes, [1], jax.devices()[:1])
-        assert got == [(m, s) for m in shapes for s in shapes[m] if s.rows <= limit]
-    limit = 1
-    with pytest.raises(jax.errors.JaxRuntimeError):  # not even the smallest
-        time_layers(MODEL, shapes, [1], jax.devices()[:1])

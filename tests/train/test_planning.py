@@ -52,7 +52,7 @@ def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
     assert found["as it is"] == now
     more = planning.make_plan(place, profile, refine=False, shown=1, n_devices=8)
     assert found["twice the devices"] == more.candidates[0].makespan_s
-    for change in ("twice the memory", "links between submeshes 8x", "half the work in vision"):
+    for change in ("twice the memory", "links 8x", "half the work in vision"):
         assert 0 < found[change] <= now
 
 

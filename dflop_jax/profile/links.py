@@ -1,0 +1,192 @@
+"""Measures what crosses links: collectives and sends between devices of a node and of several.
+
+Each is timed at two sizes: what both take is its latency, what the larger takes more its bandwidth.
+Every node runs the same at once, as data ranks do, so that devices share a network as in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.hardware import hardware_like
+from dflop_jax.pipeline.communicator import is_local, send, zeros
+from dflop_jax.pipeline.layout import can_join
+from dflop_jax.profile.collectives import ALL_REDUCE_PASSES
+from dflop_jax.records import Collective, Hardware, Link
+
+Sync = Callable[[], None]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+# Bytes that are timed: the large ones take many times a collective's start, on CPUs a millisecond
+# or so; as large again take twice as long.
+_CPU_BYTES, _GPU_BYTES = (1 << 16, 1 << 21), (1 << 20, 1 << 26)
+# Calls that follow each other without being awaited, as in a step, and how often these are timed;
+# twice as many take twice as long.
+_IN_A_ROW, _TIMES = 4, 3
+_ITEM_BYTES = 4  # of float32, as gradients are
+
+
+@dataclass(frozen=True)
+class LinkTiming:
+    """Seconds of a collective over `ranks` devices of one node, or one of each of as many nodes
+    (`across`). `n_bytes` are of a device's input, of a gather's output."""
+
+    collective: Collective
+    across: bool
+    ranks: int
+    n_bytes: int
+    seconds: float
+
+
+def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
+    """Devices that the faster kind of link joins: on CPUs those of a process, which share memory,
+    elsewhere those of a host; 1 where hosts have different numbers of them.
+
+    Args:
+      devices: in their order in plans.
+      hosts: the host's name of each process.
+    """
+    cpu = devices[0].platform == "cpu"
+    of_node: dict[object, int] = {}
+    for d in devices:
+        node = d.process_index if cpu else hosts[d.process_index]
+        of_node[node] = of_node.get(node, 0) + 1
+    sizes = set(of_node.values())
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[LinkTiming]:
+    """What this process sees, next to no seconds where it takes no part; all processes call this.
+
+    Args:
+      node: devices of a node.
+      sync: waits for the other processes.
+    """
+    blocks = [list(devices[i : i + node]) for i in range(0, len(devices), node)]
+    sizes = _CPU_BYTES if devices[0].platform == "cpu" else _GPU_BYTES
+    timings: list[LinkTiming] = []
+    for across in (False, True):
+        ranks = len(blocks) if across else node
+        for collective, n_bytes in _each(ranks, sizes):
+            calls = _calls(collective, across, blocks, n_bytes)
+            seconds = _seconds(calls, sync)
+            timings.append(LinkTiming(collective, across, ranks, n_bytes, seconds))
+    return timings
+
+
+def _each(ranks: int, sizes: Iterable[int]) -> list[tuple[Collective, int]]:
+    return [(c, n) for c in COLLECTIVES for n in sizes] if ranks > 1 else []
+
+
+def slowest(parts: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
+    """Of what every process saw, the longest of those that took part."""
+    return [
+        replace(same[0], seconds=max(t.seconds for t in same)) for same in zip(*parts, strict=True)
+    ]
+
+
+def hardware_of(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
+    """The data sheet of a kind of device, with nodes and links as they are here."""
+    by_link: dict[tuple[Collective, bool], list[LinkTiming]] = {}
+    for t in timings:
+        by_link.setdefault((t.collective, t.across), []).append(t)
+    measured = tuple(_link(small, large) for small, large in by_link.values())
+    return replace(hardware_like(kind), devices_per_node=node, measured=measured)
+
+
+def _link(small: LinkTiming, large: LinkTiming) -> Link:
+    """A link's bandwidth and the latency of a step of a ring, from a collective of two sizes."""
+    steps = ring_steps(small.collective, small.ranks)
+    chunk = 1 if small.collective in ("send", "ppermute") else small.ranks
+    byte_s = max(0.0, large.seconds - small.seconds) / (large.n_bytes - small.n_bytes)
+    latency_s = max(0.0, small.seconds - byte_s * small.n_bytes)
+    # All of the larger one's time where the sizes differ by less than what is measured.
+    byte_s = byte_s or large.seconds / large.n_bytes
+    return Link(small.collective, small.across, steps / chunk / byte_s, latency_s / steps)
+
+
+def ring_steps(collective: Collective, ranks: int) -> int:
+    """Steps of a ring of so many devices, one after the other."""
+    if collective in ("send", "ppermute"):
+        return 1
+    return (ranks - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
+
+
+# ---- one collective ----
+
+Call = Callable[[], jax.Array]
+
+
+def _calls(
+    collective: Collective, across: bool, blocks: Sequence[Sequence[jax.Device]], n_bytes: int
+) -> list[Call]:
+    """What this process calls, for each node that runs it at once."""
+    if collective == "send":
+        pairs = [(blocks[0][0], blocks[1][0])] if across else [(b[0], b[1]) for b in blocks]
+        return [_send_call(*pair, n_bytes) for pair in pairs]
+    if not across:
+        meshes = [Mesh(np.array([block]), ("node", "rank")) for block in blocks]
+    else:
+        every = [d for block in blocks for d in block]
+        joined = blocks if can_join(every) else [block[:1] for block in blocks]
+        meshes = [Mesh(np.array(joined).T, ("node", "rank"))]
+    return [_collective_call(collective, m, n_bytes) for m in meshes if is_local(m)]
+
+
+def _send_call(source: jax.Device, target: jax.Device, n_bytes: int) -> Call:
+    struct = jax.ShapeDtypeStruct(
+        (n_bytes // _ITEM_BYTES,), jnp.float32, sharding=SingleDeviceSharding(source)
+    )
+    return partial(send, zeros(struct), SingleDeviceSharding(target))
+
+
+def _collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
+    ranks, items = mesh.shape["rank"], n_bytes // _ITEM_BYTES
+    items = -(-items // ranks) * ranks
+    mine = items // ranks if collective == "all_gather" else items
+
+    def body(x: jax.Array) -> jax.Array:
+        x = x.reshape(-1)
+        if collective == "all_reduce":
+            y = lax.psum(x, "rank")
+        elif collective == "reduce_scatter":
+            y = lax.psum_scatter(x, "rank", tiled=True)
+        elif collective == "all_gather":
+            y = lax.all_gather(x, "rank", tiled=True)
+        elif collective == "all_to_all":
+            y = lax.all_to_all(x, "rank", 0, 0, tiled=True)
+        else:
+            y = lax.ppermute(x, "rank", [(i, (i + 1) % ranks) for i in range(ranks)])
+        return y.reshape(1, 1, -1)
+
+    struct = jax.ShapeDtypeStruct(
+        (*mesh.devices.shape, mine), jnp.float32, sharding=NamedSharding(mesh, P("node", "rank"))
+    )
+    spread = P("node", "rank")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+    program = jax.jit(mapped).lower(struct).compile()
+    return partial(program, zeros(struct))
+
+
+def _seconds(calls: Sequence[Call], sync: Sync) -> float:
+    """Median seconds of one of some calls in a row, the first of which warms up."""
+
+    def run(n: int) -> float:
+        sync()
+        begun_s = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(n) for call in calls])
+        return (time.perf_counter() - begun_s) / n
+
+    run(1)
+    return median(run(_IN_A_ROW) for _ in range(_TIMES))

@@ -1,0 +1,79 @@
+"""A kind of device in its usual node, and the links between its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Collective = Literal["send", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute"]
+
+# Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
+# libraries'.
+USABLE_MEMORY = 0.92
+# Share of that which plans fill: compiled programs took up to 4% more than was predicted.
+PLANNED_SHARE = 0.95
+_PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective reached where it was measured: between devices of a node, or of several
+    (`across`). Bytes/s of each device in one direction, and seconds of a step of a ring."""
+
+    collective: Collective
+    across: bool
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device in its usual node.
+
+    `chip` is what programs are compiled for, as `contract.chip_of` says of a device.
+    `bfloat16_flops` and `float32_flops` are FLOP/s of matrix products; a float32 product is
+    computed in TF32 where there is such a thing, as JAX does by default. `link_*` joins devices of
+    a node, `network_*` is a device's share of what joins nodes: bytes/s in one direction, and
+    seconds of one step of a ring; `measured` goes before them. `memory_bandwidth` is bytes/s.
+    """
+
+    name: str
+    chip: str
+    bfloat16_flops: float
+    float32_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    devices_per_node: int
+    link_bandwidth: float
+    link_latency_s: float
+    network_bandwidth: float
+    network_latency_s: float
+    source: str = ""
+    measured: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float) and not 0 < value < float("inf"):
+                raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
+
+    def link(self, collective: Collective, *, across: bool) -> Link | None:
+        """What was measured of a collective; None: nothing."""
+        named = (k for k in self.measured if (k.collective, k.across) == (collective, across))
+        return next(named, None)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a device that jax takes."""
+        return USABLE_MEMORY * self.memory_bytes
+
+    @property
+    def plannable_bytes(self) -> float:
+        """Bytes of a device that a plan may fill."""
+        return PLANNED_SHARE * self.usable_bytes
+
+    def peak_flops(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products of a dtype; ValueError names the known ones."""
+        if dtype not in _PEAKS:
+            raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
+        return float(getattr(self, _PEAKS[dtype]))

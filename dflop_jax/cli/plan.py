@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> Any:
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
+    place.peers.close()  # from here on a process that ends is no failure
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)

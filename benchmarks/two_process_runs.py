@@ -200,8 +200,8 @@ class Timings:
         """Note what runs measure meanwhile."""
         compile_and_time = timing.compile_and_time
 
-        def noted(place: Workplace, ex: Executor) -> Timed:
-            self._timed.append(compile_and_time(place, ex))
+        def noted(place: Workplace, ex: Executor, **how: bool) -> Timed:
+            self._timed.append(compile_and_time(place, ex, **how))
             return self._timed[-1]
 
         with (

@@ -11,9 +11,9 @@ from dflop_jax.records import from_plain, to_json
 
 VERSION = 3
 # Plan 5: a layout, scheduling and figures. Profiles 5: content is priced by feature.
-# PriceList 6, Schedule 5: prices and content by feature, pieces in columns. Older prices are timed
-# again.
-_NEWER = {"Plan": 5, "ModelProfile": 5, "Profile": 5, "PriceList": 6, "Schedule": 5}
+# PriceList 6, Schedule 5: prices and content by feature, pieces in columns. PriceList 7:
+# with the step's end. Older prices are timed again.
+_NEWER = {"Plan": 5, "ModelProfile": 5, "Profile": 5, "PriceList": 7, "Schedule": 5}
 T = TypeVar("T")
 
 

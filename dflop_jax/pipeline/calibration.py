@@ -20,7 +20,7 @@ from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.programs import Programs
 from dflop_jax.pipeline.stand_in import stand_in_arrays, stand_in_groups
-from dflop_jax.pipeline.state import TrainState, share_tied
+from dflop_jax.pipeline.state import TrainState
 from dflop_jax.pipeline.step import collect, run_task
 from dflop_jax.pipeline.step_call import StepCall, settle, step_call
 from dflop_jax.pipeline.trial import Trial
@@ -28,7 +28,6 @@ from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     NO_GROUP,
-    UPDATE,
     Group,
     Layout,
     Plan,
@@ -105,7 +104,7 @@ def calibrate(
     that stand in for a batch's; gradients are zero again afterwards. It warms up every transfer
     too.
 
-    `ends`: also the reductions and updates, these on copies of parameters and optimizer state.
+    `ends`: also the reductions and updates, which leave other parameters and optimizer state.
     `sync` waits for the other processes, before every task.
     """
     timed = Calibration()
@@ -133,12 +132,7 @@ def calibrate(
             into = timed if repeat else Calibration()
             call = _tried(programs, state, (), (), {})
             for task in order_tasks(plan, graph, ()):
-                originals = _set_aside(state, programs, task)
                 _time(call, task, task, into, sync)
-                if originals:
-                    _put_back(state, task.segment, originals)
-        for reader in programs.owner_of:  # what was sent came from the copies
-            share_tied(programs, state, reader)
     else:
         _send_norms(programs)
     for name in state.grads.keys() & programs.local:
@@ -199,20 +193,6 @@ def _time(
     into.arrived.setdefault(key, []).append(time.perf_counter() - start)
     if task.segment in call.programs.local:
         into.took.setdefault(key, []).append(took)
-
-
-def _set_aside(state: TrainState, programs: Programs, task: Task) -> tuple[Any, ...] | None:
-    """Parameters and optimizer state that the task would change; copies take their place."""
-    name = task.segment
-    if task.direction != UPDATE or name not in programs.local:
-        return None
-    originals = state.params[name], state.masters[name], state.opt_state[name]
-    _put_back(state, name, jax.block_until_ready(jax.tree.map(jnp.copy, originals)))
-    return originals
-
-
-def _put_back(state: TrainState, name: str, originals: tuple[Any, ...]) -> None:
-    state.params[name], state.masters[name], state.opt_state[name] = originals
 
 
 def _send_norms(programs: Programs) -> None:

@@ -90,7 +90,8 @@ def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) 
     schedules = [
         schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
     ]
-    measured = timed.prices(profile.model)
+    # Those that the plan was chosen by were timed on a state that was not needed.
+    measured = replace(timed.prices(profile.model), step_end=prices.step_end)
     trace = simulate_schedules(plan, schedules, measured, ex.trainable, awaited=ex.awaited)
     busy = trace.busy_fraction()  # of links too
     figures = replace(

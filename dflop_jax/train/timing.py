@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -65,8 +66,8 @@ class Timed:
     parts: tuple[Calibration, ...]
 
     def prices(self, profile: ModelProfile) -> Prices:
-        """Prices of the compiled programs, on process 0; what a group's content adds to them, and
-        how many devices compute at once, are the profile's."""
+        """Prices of the compiled programs, on process 0; what a group's content adds to them, how
+        many devices compute at once, and step ends that were not timed, are the profile's."""
         ex = self.executor
         measured = merged(
             ex.plan.layout,
@@ -79,11 +80,17 @@ class Timed:
             key: dataclasses.replace(price, content_s=by_profile.programs.get(key, price).content_s)
             for key, price in measured.programs.items()
         }
-        return dataclasses.replace(measured, programs=programs, concurrency=by_profile.concurrency)
+        return dataclasses.replace(
+            measured,
+            programs=programs,
+            step_end={**by_profile.step_end, **measured.step_end},
+            concurrency=by_profile.concurrency,
+        )
 
 
-def compile_and_time(place: Workplace, ex: Executor) -> Timed:
+def compile_and_time(place: Workplace, ex: Executor, *, ends: bool = False) -> Timed:
     """Compile an executor's programs and time each alone; its state must be there (`init`).
+    `ends`: those of the step's end, too, which leave another state.
 
     Raises:
       PlanTooLarge: on every process, memory of one of them did not hold it.
@@ -92,10 +99,14 @@ def compile_and_time(place: Workplace, ex: Executor) -> Timed:
     limit_s = place.config.distributed.peer_timeout_s
     n = in_agreement(peers, ex.plan, "compiling its programs", lambda sync: ex.compile(sync=sync))
     mine = in_agreement(
-        peers, ex.plan, "timing its programs", lambda sync: ex.calibrate(sync=sync), limit_s
+        peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends), limit_s
     )
     parts = peers.gather("calibrated", mine.encode())
     return Timed(ex, n, tuple(Calibration.decode(part) for part in parts))
+
+
+def _calibrate(ex: Executor, ends: bool, sync: Callable[[], None]) -> Calibration:
+    return ex.calibrate(sync=sync, ends=ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +218,7 @@ class PlanTrials:
         try:
             seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
             in_agreement(peers, plan, "placing its parameters", lambda s: ex.init(seed, sync=s))
-            timed = timed or compile_and_time(self._place, ex)
+            timed = timed or compile_and_time(self._place, ex, ends=True)
             if schedule := asked.schedule:
                 step = partial(ex.rehearse, schedule)
                 in_agreement(peers, plan, "in a step", step, limit_s)

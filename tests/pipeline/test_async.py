@@ -42,8 +42,8 @@ def test_steps_in_flight_equal_steps_awaited(name):
         ex.init(0)
         handles = [ex.run_step(schedule, arrays, scales) for _ in range(6)]
         flying = [h.result().sums["llm.loss_sum"] for h in handles]
-        ex.init(0)
         times = ex.calibrate(1, ends=True)
+        ex.init(0)
         awaited = [
             ex.run_step(schedule, arrays, scales).result().sums["llm.loss_sum"] for i in range(6)
         ]

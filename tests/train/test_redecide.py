@@ -304,7 +304,7 @@ def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, share, step_s, p
 
 
 def question() -> Question:
-    facts = SearchFacts(2, 4, PlanConfig(), 0.0, None, "auto", "auto", 32, (), ())
+    facts = SearchFacts(2, 4, PlanConfig(), 0.0, "auto", "auto", 32, (), ())
     return Question(nano_profile(), PLAN, facts)
 
 

@@ -58,7 +58,8 @@ def timed(monkeypatch):
     """(process, plan) of everything that was timed, in order."""
     seen = []
 
-    def compile_and_time(place, ex):
+    def compile_and_time(place, ex, *, ends):
+        assert ends
         assert ex.state == 7
         place.peers.barrier(
             f"compiled {ex.plan.layout.n_devices}"
@@ -193,7 +194,7 @@ class Crowded(FakeExecutor):
         sync()
         return 1
 
-    def calibrate(self, sync):
+    def calibrate(self, sync, ends):
         for _ in range(3):
             sync()
             self._run("calibrate")

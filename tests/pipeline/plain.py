@@ -223,14 +223,34 @@ def run_module(module, params, fields):
     return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
 
 
-def join(plan: Plan, trees: dict[str, dict]) -> dict[str, dict]:
-    """Per-segment trees -> per-module trees of numpy arrays, layers concatenated."""
+def whole_of(cut, held) -> np.ndarray:
+    """A parameter from what data and tensor ranks hold of it, flat or not."""
+    held = np.asarray(held)
+    if not cut.part:
+        return held
+    lead = held.shape[: held.ndim - len(cut.part)]
+    pieces = held.reshape(*lead, cut.data, cut.model, -1)
+    n = int(np.prod(cut.part))
+    parts = []
+    for rank in range(cut.model):
+        mine = np.concatenate([pieces[..., d, rank, :] for d in range(cut.data)], axis=-1)
+        parts.append(mine[..., :n].reshape(*lead, *cut.part))
+    return np.concatenate(parts, axis=len(lead) + max(cut.tensor_dim, 0))
+
+
+def join(
+    plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None
+) -> dict[str, dict]:
+    """Per-segment trees -> per-module trees of numpy arrays, layers concatenated; `cuts` say by
+    segment how the arrays are cut, if some may be flat."""
     out = {}
     for module in plan.layout.modules:
         parts: dict = {}
         for s in plan.layout.segments_of(module):
             for part, tree in trees.get(s.name, {}).items():
                 host = jax.tree.map(np.asarray, tree)
+                if cuts is not None:
+                    host = jax.tree.map(whole_of, cuts[s.name][part], host)
                 if part in ("layers", "adapter") and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host

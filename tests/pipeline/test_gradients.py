@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import held_cuts, split_cuts
 from dflop_jax.plan.baselines import pytorch
 from models.llava import build
 from tests.small import Small
@@ -44,7 +45,9 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
     try:
         ex.init(0)
         change(ex)
-        params = plain.join(plan, ex.state.params)
+        segments = ex.programs.segments.items()
+        held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
+        params = plain.join(plan, ex.state.params, held)
         ex.compile()
         arrays = plain.pack(m, plan, schedule, samples)
         scales = plain.scales_of(arrays)
@@ -64,7 +67,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
         result = ex.run_step(schedule, arrays, scales).result()
         return (
             result.sums["llm.loss_sum"] * scales["llm"],
-            plain.join(plan, captured),
+            plain.join(plan, captured, split),
             params,
             result,
         )

@@ -94,7 +94,6 @@ def assert_trees_close(got, want, tolerance=1e-5):
 
 # name -> (vision (first, stage, data, model), llm, options)
 PLANS = {
-    "2+6, dp 2 and 3": ((0, 1, 2, 1), (2, 1, 3, 1), {}),
     "2+6, tp 2 and dp 3 x tp 2": ((0, 1, 1, 2), (2, 1, 3, 2), {}),
     "4+4, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
     "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
@@ -126,11 +125,18 @@ PLANS = {
     "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
     "gpipe": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2, "order": "gpipe"}),
     "rows": ((0, 1, 2, 1), (2, 1, 2, 1), {"rows": 2}),
+    "3+5, dp 3 and 5": ((0, 1, 3, 1), (3, 1, 5, 1), {}),
+    "dp 7 and 6, shared": ((0, 1, 7, 1), (0, 1, 6, 1), {}),
+    "dp 5, llm stage 2 of dp 3": ((0, 1, 5, 1), (0, 2, 3, 1), {"group_size": 2}),
 }
 
 
-# What some of them split over data ranks.
+# What some of them split over data ranks: of 3, 5, 6 and 7 ranks most parameters are held flat.
 ZERO = {
+    "2+6, tp 2 and dp 3 x tp 2": {"llm": 3},
+    "3+5, dp 3 and 5": {"vision": 3, "llm": 2},
+    "dp 7 and 6, shared": {"vision": 1, "llm": 3},
+    "dp 5, llm stage 2 of dp 3": {"vision": 3, "llm": 3},
     "4+4, dp 4 and tp 2 x dp 2": {"vision": 3, "llm": 2},
     "llm stage 2, dp 2, tp 2 on 8, shared": {"vision": 2, "llm": 3},
     "tied across segments of dp 2 x tp 2": {"vision": 2, "llm": 3},

@@ -14,30 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.gpu_compile.hlo_gathers import parameter_gathers
 from dflop_jax.pipeline import shards
-from dflop_jax.pipeline.cut import Cut, axes_of, cut_over, flat_boxes, split_spec
+from dflop_jax.pipeline.cut import Cut, axes_of, cut_over
 
 from .plain import whole_of
 
 LAYERS, WIDTH, MLP, ROWS = 3, 8, 6, 60
-
-
-@pytest.mark.parametrize(
-    "shape, spec, ways, want",
-    [
-        ((6, 4), P(None, None), 2, P("data", None)),
-        ((5, 4), P(None, None), 2, P(None, "data")),
-        ((5, 3), P(None, None), 2, P(None, None)),
-        ((6, 4), P("model", None), 2, P("model", "data")),
-        ((2, 6, 4), P("stage", None, "model"), 3, P("stage", "data", "model")),
-        ((2, 4), P("stage", "model"), 2, P("stage", "model")),
-        ((0, 4), P(None, None), 2, P(None, "data")),
-        ((), P(), 2, P()),
-        ((6, 4), P(None, None), 1, P(None, None)),
-    ],
-)
-def test_the_first_free_dim_that_divides_is_split(shape, spec, ways, want):
-    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert split_spec(struct, spec, ways) == want
 
 
 def layer(p, x):
@@ -171,44 +152,3 @@ def test_bfloat16_is_gathered_as_it_is_and_summed_in_float32():
         for rank in np.asarray(w):
             np.testing.assert_array_equal(rank, a)
         np.testing.assert_array_equal(s, 4 * a.astype(np.float32))
-
-
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (2, 1, 5), (2, 3, 4)])
-def test_boxes_are_the_elements_in_order(shape):
-    array = np.arange(np.prod(shape)).reshape(shape)
-    for start in range(array.size + 1):
-        for stop in range(start, array.size + 1):
-            boxes = [array[tuple(slice(*r) for r in box)] for box in flat_boxes(start, stop, shape)]
-            read = np.concatenate([np.zeros(0, int), *(box.ravel() for box in boxes)])
-            np.testing.assert_array_equal(read, np.arange(start, stop))
-            assert len(boxes) <= 2 * len(shape) - 1
-
-
-@pytest.mark.parametrize("shape, whole, data, model", [
-    ((3, 5, 6), P("stage", None, "model"), 4, 3),
-    ((3, 6, 5), P("stage", "model", None), 7, 2),
-    ((3, 4), P("stage", "model"), 3, 2),
-    ((3, 5), P("stage", None), 8, 2),
-])  # fmt: skip
-def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model):
-    """Every shard, and shards of several ranks, has the elements that its boxes say, and zeros."""
-    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    cut = cut_over(struct, whole, stacked=True, data=data, model=model)
-    array = 1 + np.arange(np.prod(shape)).reshape(shape)
-    held = cut.hold(array)
-    assert held.shape == cut.held_shape(shape)
-    assert held.ndim == len(shape)
-    assert cut.shape_of(held.shape) == shape
-    np.testing.assert_array_equal(held, np.asarray(cut.hold(jnp.asarray(array))))
-    np.testing.assert_array_equal(whole_of(cut, held), array)
-    n_shards = held.shape[-1] // cut.piece
-    assert n_shards == data * (model if "model" in whole else 1)
-    for first, last in [*((i, i + 1) for i in range(n_shards)), (0, n_shards), (1, n_shards)]:
-        low, high = first * cut.piece, last * cut.piece
-        ones = [(0, 1)] * (len(shape) - 2)
-        read = np.zeros_like(held[1:3, ..., low:high])
-        for place, box in cut.boxes(((1, 3), *ones, (low, high))):
-            values = array[tuple(slice(*r) for r in box)]
-            assert not read[place].any()
-            read[place] = values.reshape(read[place].shape)
-        np.testing.assert_array_equal(read, held[1:3, ..., low:high])

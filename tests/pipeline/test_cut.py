@@ -81,10 +81,10 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model):
 def all_shapes():
     """Of every module of `models.sizes`: (its name, parameters of a layer and of the ends)."""
     small = DECODERS["nano"]
-    sizes = {name: ModelSize(decoder) for name, decoder in DECODERS.items()}
-    sizes |= {name: ModelSize(small, vision=tower) for name, tower in VISION.items()}
-    sizes |= {name: ModelSize(small, audio=encoder) for name, encoder in AUDIO.items()}
-    for name, size in sizes.items():
+    sizes = [(name, ModelSize(decoder)) for name, decoder in DECODERS.items()]
+    sizes += [(name, ModelSize(small, vision=tower)) for name, tower in VISION.items()]
+    sizes += [(name, ModelSize(small, audio=encoder)) for name, encoder in AUDIO.items()]
+    for name, size in sizes:
         module = next(iter(Composed(size, jnp.dtype(jnp.float32)).modules.values()))
         ends = [part for part in part_names(module) if part != "layers"]
         yield (

@@ -67,10 +67,17 @@ class StateArray:
 
     def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
         """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
-        spans = [s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True)]
+        spans = [*self._spans(index)]
         if self.n_layers is not None:
             spans[0] = (spans[0][0] + self.start, spans[0][1] + self.start)
         yield from self.cut.boxes(tuple(spans))
+
+    def is_first_copy(self, index: tuple[slice, ...]) -> bool:
+        """Whether a shard is of the first block of ranks, where several have the same."""
+        return self.cut.is_first_copy(self._spans(index))
+
+    def _spans(self, index: tuple[slice, ...]) -> Box:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
 
 
 def state_arrays(ex: Executor) -> list[StateArray]:
@@ -195,7 +202,7 @@ class Checkpointer:
             leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
-                    if shard.replica_id == 0:
+                    if shard.replica_id == 0 and a.is_first_copy(shard.index):
                         yield a, shard
 
     def _run(

@@ -5,6 +5,9 @@ the parameter is held flat: what a tensor rank has of it, of each layer apart, i
 order, padded with zeros to a multiple of the ranks, and cut into equal pieces. The last dim of a
 flat array counts data ranks, tensor ranks and elements of a piece; the dims before it are of size
 1, so that a matrix keeps the number of its dims.
+
+Where neighbouring ranks share a parameter among themselves, and every such block of ranks has all
+of it (hybrid sharding), it is held flat too: the array then holds it once for each block.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Cut:
       spec: the sharding of what is held, over data ranks too if these share it.
       part: shape of what a tensor rank has of one layer of it, or of a parameter that no layers
         stack; () where it is not held flat.
-      data, model: data ranks, and tensor ranks that split it, where it is held flat.
+      data, model: data ranks that share it, and tensor ranks that split it, where it is held flat.
+      copies: blocks of so many data ranks, each with all of it.
     """
 
     whole: P
@@ -49,6 +53,7 @@ class Cut:
     part: tuple[int, ...] = ()
     data: int = 1
     model: int = 1
+    copies: int = 1
 
     @property
     def is_split(self) -> bool:
@@ -75,17 +80,26 @@ class Cut:
         if not self.part:
             return shape
         lead = shape[: len(shape) - len(self.part)]
-        return (*lead, *self._flat_dims(self.model))
+        return (*lead, *self._ones, self.copies * self.length)
 
-    def _flat_dims(self, model: int) -> tuple[int, ...]:
-        return (*(1,) * (len(self.part) - 1), self.data * model * self.piece)
+    @property
+    def length(self) -> int:
+        """Elements of the last dim that a block of ranks has."""
+        return self.data * self.model * self.piece
+
+    @property
+    def _ones(self) -> tuple[int, ...]:
+        return (1,) * (len(self.part) - 1)
 
     def hold(self, array: Any) -> Any:
         """A whole parameter, or one layer of it, as it is held by all: numpy's or jax's."""
-        return self._flat(array, self.model) if self.part else array
+        if not self.part:
+            return array
+        xp: Any = np if isinstance(array, np.ndarray) else jnp
+        return xp.concatenate([self._flat(array, self.model)] * self.copies, axis=-1)
 
     def flat(self, part: Any) -> Any:
-        """A tensor rank's part [..., *part] as it is held by all data ranks."""
+        """A tensor rank's part [..., *part] as it is held by a block of data ranks."""
         return self._flat(part, 1)
 
     def _flat(self, array: Any, model: int) -> Any:
@@ -99,7 +113,7 @@ class Cut:
         n_zeros = self.data * self.piece - self.n_elements
         rows = xp.pad(rows, [(0, 0)] * (n_lead + 1) + [(0, n_zeros)])
         pieces = rows.reshape(*lead, model, self.data, self.piece).swapaxes(-3, -2)
-        return pieces.reshape(*lead, *self._flat_dims(model))
+        return pieces.reshape(*lead, *self._ones, self.data * model * self.piece)
 
     def part_of(self, flat: Any) -> Any:
         """The inverse of `flat`."""
@@ -124,7 +138,7 @@ class Cut:
             chunk, skipped = divmod(place, self.piece)
             end = min(stop, (chunk + 1) * self.piece)
             data, model = divmod(chunk, self.model)
-            first = data * self.piece + skipped
+            first = data % self.data * self.piece + skipped
             for box in flat_boxes(first, min(first + end - place, self.n_elements), self.part):
                 there = [(a + i, b + i) for (a, b), i in zip(box, self._offset(model), strict=True)]
                 size = prod(b - a for a, b in box)
@@ -132,15 +146,22 @@ class Cut:
                 place += size
             place = end
 
+    def is_first_copy(self, shard: Box) -> bool:
+        """Whether a box of what is held is of the first block of ranks."""
+        return not self.part or shard[-1][0] < self.length
+
     def _offset(self, model: int) -> tuple[int, ...]:
         """Where a tensor rank's part begins."""
         return tuple(model * n * (i == self.tensor_dim) for i, n in enumerate(self.part))
 
 
-def cut_over(leaf: jax.ShapeDtypeStruct, whole: P, *, stacked: bool, data: int, model: int) -> Cut:
+def cut_over(
+    leaf: jax.ShapeDtypeStruct, whole: P, *, stacked: bool, data: int, model: int, copies: int = 1
+) -> Cut:
     """How `data` ranks cut a parameter that is sharded by `whole` over stages and `model` tensor
-    ranks. `stacked`: whether its first dim is that of layers."""
-    spec = split_spec(leaf, whole, data)
+    ranks, where as many blocks of ranks as there are `copies` each have it. `stacked`: whether its
+    first dim is that of layers."""
+    spec = split_spec(leaf, whole, data) if copies == 1 else whole
     axes = [*whole, *[None] * (len(leaf.shape) - len(whole))][stacked:]
     ways = [model if "model" in axes_of(axis) else 1 for axis in axes]
     part = tuple(n // w for n, w in zip(leaf.shape[stacked:], ways, strict=True))
@@ -148,7 +169,7 @@ def cut_over(leaf: jax.ShapeDtypeStruct, whole: P, *, stacked: bool, data: int, 
         return Cut(whole, spec)
     last = ("data", "model") if prod(ways) > 1 else "data"
     lead = list(whole)[:stacked]
-    return Cut(whole, P(*lead, *[None] * (len(part) - 1), last), part, data, prod(ways))
+    return Cut(whole, P(*lead, *[None] * (len(part) - 1), last), part, data, prod(ways), copies)
 
 
 def split_spec(leaf: jax.ShapeDtypeStruct, spec: P, ways: int) -> P:

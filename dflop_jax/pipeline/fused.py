@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -51,13 +52,16 @@ def sum_scatter(
             whole = [i for i in apart if not by_leaf[i].is_split]
             _replace(local, whole, lambda flat: jax.lax.psum(flat, "data"))
             scatter(local, {i: by_leaf[i] for i in apart if i not in whole}, ways)
+            _sum_copies(local, by_leaf, ways)
         total = jax.tree.unflatten(tree, local)
         added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
         total = {**total, **added}
         local = jax.tree.leaves(total)
         # An element counts once, on however many devices it is.
-        copies = [mesh.size // prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
-                  for cut in by_leaf]  # fmt: skip
+        copies = [
+            mesh.size * cut.copies // prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
+            for cut in by_leaf
+        ]
         squares = sum(
             (jnp.sum(jnp.square(x)) / n for x, n, yes in zip(local, copies, counts) if yes),
             start=jnp.float32(0),
@@ -92,7 +96,7 @@ def gather(mesh: Mesh, cuts: Tree, specs: Tree) -> Callable[[Tree], Tree]:
 
 
 # Of one rank, under a `shard_map` that is manual over "data": `cuts` says by the place of an array
-# how it is cut over `ways` ranks.
+# how it is cut over `ways` ranks, or over each block of so many.
 
 
 def join(arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True) -> None:
@@ -103,12 +107,15 @@ def join(arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: b
     """
     dims = _dims(cuts, arrays)
     for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        blocks = _blocks(cuts[part[0]], ways)
         if len(part) == 1:
             (i,) = part
-            arrays[i] = jax.lax.all_gather(arrays[i], "data", axis=dims[i], tiled=True)
+            arrays[i] = jax.lax.all_gather(
+                arrays[i], "data", axis=dims[i], tiled=True, axis_index_groups=blocks
+            )
             continue
         flat = jnp.concatenate([arrays[i].ravel() for i in part])
-        every = jax.lax.all_gather(flat, "data")
+        every = jax.lax.all_gather(flat, "data", axis_index_groups=blocks)
         for i, piece in zip(part, _cut(every, [arrays[i].shape for i in part])):
             arrays[i] = _joined(piece, dims[i])
     for i, cut in cuts.items():
@@ -119,23 +126,42 @@ def join(arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: b
 def scatter(
     arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True
 ) -> None:
-    """Put each rank's piece of the ranks' sums in the place of whole arrays; see `join`."""
+    """Put each rank's piece of the ranks' sums in the place of whole arrays, of the sums of its
+    block where there are several; see `join`."""
     for i, cut in cuts.items():
         if cut.part:
             arrays[i] = cut.flat(arrays[i])
     dims = _dims(cuts, arrays)
     for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        blocks = _blocks(cuts[part[0]], ways)
         if len(part) == 1:
             (i,) = part
             arrays[i] = jax.lax.psum_scatter(
-                arrays[i], "data", scatter_dimension=dims[i], tiled=True
+                arrays[i], "data", scatter_dimension=dims[i], tiled=True, axis_index_groups=blocks
             )
             continue
-        chunks = [_chunks(arrays[i], dims[i], ways) for i in part]
-        flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
-        reduced = jax.lax.psum_scatter(flat, "data")
+        ranks = ways // cuts[part[0]].copies
+        chunks = [_chunks(arrays[i], dims[i], ranks) for i in part]
+        flat = jnp.concatenate([c.reshape(ranks, -1) for c in chunks], axis=1)
+        reduced = jax.lax.psum_scatter(flat, "data", axis_index_groups=blocks)
         for i, piece in zip(part, _cut(reduced, [c.shape[1:] for c in chunks])):
             arrays[i] = piece
+
+
+def _blocks(cut: Cut, ways: int) -> list[list[int]] | None:
+    """Neighbouring data ranks that share what is cut; None: all do. Equal for all cuts of a
+    segment."""
+    if cut.copies == 1:
+        return None
+    return np.arange(ways).reshape(cut.copies, -1).tolist()
+
+
+def _sum_copies(arrays: list[Array], cuts: Sequence[Cut], ways: int) -> None:
+    """Add up the blocks' sums of what every block of ranks has."""
+    which = [i for i, cut in enumerate(cuts) if cut.copies > 1]
+    if which:
+        alike = np.arange(ways).reshape(cuts[which[0]].copies, -1).T.tolist()
+        _replace(arrays, which, lambda flat: jax.lax.psum(flat, "data", axis_index_groups=alike))
 
 
 def _dims(cuts: Mapping[int, Cut], arrays: Sequence[Array]) -> dict[int, int]:

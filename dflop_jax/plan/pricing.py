@@ -108,7 +108,7 @@ def moved_by(
     working = profile.working_share(s.module) * (s.zero == 3)
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
-        return _over_ranks(n_bytes, mesh, hardware, collective)
+        return _over_block(n_bytes, s, mesh, hardware, collective)
 
     return ShardSeconds(
         layer_gather_s=seconds(all_gather_s, layer * working),
@@ -122,9 +122,11 @@ def reduce_s(
     s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
 ) -> Array:
     """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
-    programs do not; each keeps its part of the sum."""
-    size = parameter_bytes(s, mesh, profile) * (s.zero == 1)
-    return _over_ranks(size, mesh, hardware, reduce_scatter_s)
+    programs do not; each keeps its part of the sum. What blocks of ranks have is added up over
+    these, whoever added it up within them."""
+    size = parameter_bytes(s, mesh, profile)
+    within = _over_block(size * (s.zero == 1), s, mesh, hardware, reduce_scatter_s)
+    return within + _over_copies(s, mesh, profile, hardware)
 
 
 def update_s(
@@ -134,10 +136,11 @@ def update_s(
     ranks where these hold all of them."""
     size = parameter_bytes(s, mesh, profile)
     working = profile.working_share(s.module) * (s.zero != 3)
-    gathered = _over_ranks(size * working, mesh, hardware, all_gather_s)
+    gathered = _over_block(size * working, s, mesh, hardware, all_gather_s)
     if hardware is None:
         return gathered
-    return gathered + _UPDATE_PASSES * size / np.asarray(mesh.data) / hardware.memory_bandwidth
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    return gathered + _UPDATE_PASSES * size / ranks / hardware.memory_bandwidth
 
 
 def step_end_seconds(
@@ -197,10 +200,28 @@ def _between(
     return send_s(n_bytes, hardware, across=len(nodes) > 1)
 
 
-def _over_ranks(
-    n_bytes: float, mesh: MeshShape, hardware: Hardware | None, collective: Collective
+def _over_block(
+    n_bytes: float,
+    s: SegmentPlan,
+    mesh: MeshShape,
+    hardware: Hardware | None,
+    collective: Collective,
 ) -> Array:
-    """Seconds of a collective over the data ranks, by degree."""
+    """Seconds of a collective over the data ranks that share a parameter, by degree."""
     if hardware is None or not n_bytes:
         return np.zeros(np.shape(mesh.data))
-    return collective(n_bytes, mesh.data, hardware, stride=mesh.stride("data"))
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    return collective(n_bytes, ranks, hardware, stride=mesh.stride("data"))
+
+
+def _over_copies(
+    s: SegmentPlan, mesh: MeshShape, profile: ModelProfile, hardware: Hardware | None
+) -> Array:
+    """Seconds to add up a rank's part of the gradients over the blocks of ranks that have all of
+    them, by degree."""
+    if hardware is None or not s.shard_devices:
+        return np.zeros(np.shape(mesh.data))
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    blocks, size = np.asarray(mesh.data) // ranks, parameter_bytes(s, mesh, profile) / ranks
+    stride = max(1, s.shard_devices // mesh.model) * mesh.stride("data")
+    return sum(of(size, blocks, hardware, stride=stride) for of in (reduce_scatter_s, all_gather_s))

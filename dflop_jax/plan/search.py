@@ -215,5 +215,15 @@ def _prepared(
         zero=spec.zero,
         hardware=spec.hardware,
         node_devices=spec.config.node,
+        shard_devices=_blocks(spec),
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
+
+
+def _blocks(spec: SearchSpec) -> tuple[int, ...]:
+    """Sizes of blocks of devices that may share state: as asked for, else all or, where links have
+    prices and there are several nodes, those of a node."""
+    if spec.config.shard_devices:
+        return (spec.config.shard_devices,)
+    node = spec.hardware and (spec.config.node or spec.hardware.devices_per_node)
+    return (0, node) if node and node < spec.n_devices else (0,)

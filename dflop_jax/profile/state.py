@@ -88,8 +88,9 @@ def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) ->
     """Bytes of what one data rank has of a segment's parameters where they split them, float32."""
     layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
     ends = ends_bytes(segment, mesh, profile)
+    ranks = segment.shard_ranks(mesh.data, mesh.model)
     layer_share, ends_share = (
-        shard_share(dims.get(segment.module, ()), mesh.data, mesh.model)
+        shard_share(dims.get(segment.module, ()), ranks, mesh.model)
         for dims in (profile.layer_dims, profile.ends_dims)
     )
     return layers * layer_share + ends * ends_share

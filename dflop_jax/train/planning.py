@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflop_jax.config import Config, profiled_steps
+from dflop_jax.config import Config
+from dflop_jax.config_texts import profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
@@ -228,7 +229,7 @@ def check_trainable(config: Config) -> None:
             f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
             "and checkpoint.every=0 writes none; give it a number of steps"
         )
-    if profiled_steps(config.train).stop > config.train.steps:
+    if profiled_steps(config.train.profile_steps).stop > config.train.steps:
         raise ValueError(
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "

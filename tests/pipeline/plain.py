@@ -229,7 +229,10 @@ def whole_of(cut, held) -> np.ndarray:
     if not cut.part:
         return held
     lead = held.shape[: held.ndim - len(cut.part)]
-    pieces = held.reshape(*lead, cut.data, cut.model, -1)
+    blocks = held.reshape(*lead, cut.copies, cut.data, cut.model, -1)
+    pieces = blocks[..., 0, :, :, :]
+    for copy in range(1, cut.copies):
+        np.testing.assert_array_equal(blocks[..., copy, :, :, :], pieces)
     n = int(np.prod(cut.part))
     parts = []
     for rank in range(cut.model):
@@ -312,7 +315,12 @@ def _block(name: str, first: int, stage: int, data: int, model: int) -> SubmeshP
     return SubmeshPlan(name, first, stage=stage, data=data, model=model)
 
 
-def with_zero(plan: Plan, **degrees: int) -> Plan:
-    """The plan with other degrees of sharding of some modules."""
-    changed = (replace(s, zero=degrees.get(s.module, s.zero)) for s in plan.layout.segments)
-    return plan.with_layout(segments=tuple(changed))
+def with_zero(plan: Plan, **degrees: int | tuple[int, int]) -> Plan:
+    """The plan with other degrees of sharding of some modules, or (degree, devices of a block)."""
+
+    def changed(s):
+        degree = degrees.get(s.module, s.zero)
+        zero, devices = degree if isinstance(degree, tuple) else (degree, 0)
+        return replace(s, zero=zero, shard_devices=devices)
+
+    return plan.with_layout(segments=tuple(map(changed, plan.layout.segments)))

@@ -48,16 +48,19 @@ def test_boxes_are_the_elements_in_order(shape):
             assert len(boxes) <= 2 * len(shape) - 1
 
 
-@pytest.mark.parametrize("shape, whole, data, model", [
-    ((3, 5, 6), P("stage", None, "model"), 4, 3),
-    ((3, 6, 5), P("stage", "model", None), 7, 2),
-    ((3, 4), P("stage", "model"), 3, 2),
-    ((3, 5), P("stage", None), 8, 2),
+@pytest.mark.parametrize("shape, whole, data, model, copies", [
+    ((3, 5, 6), P("stage", None, "model"), 4, 3, 1),
+    ((3, 6, 5), P("stage", "model", None), 7, 2, 1),
+    ((3, 4), P("stage", "model"), 3, 2, 1),
+    ((3, 5), P("stage", None), 8, 2, 1),
+    ((3, 4, 6), P("stage", None, "model"), 2, 3, 3),
+    ((3, 5), P("stage", None), 3, 1, 2),
 ])  # fmt: skip
-def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model):
-    """Every shard, and shards of several ranks, has the elements that its boxes say, and zeros."""
+def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model, copies):
+    """Every shard, and shards of several ranks, has the elements that its boxes say, and zeros; the
+    first block of ranks has all of them once."""
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    cut = cut_over(struct, whole, stacked=True, data=data, model=model)
+    cut = cut_over(struct, whole, stacked=True, data=data, model=model, copies=copies)
     array = 1 + np.arange(np.prod(shape)).reshape(shape)
     held = cut.hold(array)
     assert held.shape == cut.held_shape(shape)
@@ -66,16 +69,20 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model):
     np.testing.assert_array_equal(held, np.asarray(cut.hold(jnp.asarray(array))))
     np.testing.assert_array_equal(whole_of(cut, held), array)
     n_shards = held.shape[-1] // cut.piece
-    assert n_shards == data * (model if "model" in whole else 1)
+    assert n_shards == copies * data * (model if "model" in whole else 1)
+    saved = np.zeros(shape, int)
     for first, last in [*((i, i + 1) for i in range(n_shards)), (0, n_shards), (1, n_shards)]:
         low, high = first * cut.piece, last * cut.piece
         ones = [(0, 1)] * (len(shape) - 2)
+        shard = ((1, 3), *ones, (low, high))
         read = np.zeros_like(held[1:3, ..., low:high])
-        for place, box in cut.boxes(((1, 3), *ones, (low, high))):
-            values = array[tuple(slice(*r) for r in box)]
+        for place, box in cut.boxes(shard):
+            index = tuple(slice(*r) for r in box)
             assert not read[place].any()
-            read[place] = values.reshape(read[place].shape)
+            read[place] = array[index].reshape(read[place].shape)
+            saved[index] += last == first + 1 and cut.is_first_copy(shard)
         np.testing.assert_array_equal(read, held[1:3, ..., low:high])
+    assert (saved[1:] == 1).all()
 
 
 def all_shapes():

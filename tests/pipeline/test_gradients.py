@@ -128,6 +128,8 @@ PLANS = {
     "3+5, dp 3 and 5": ((0, 1, 3, 1), (3, 1, 5, 1), {}),
     "dp 7 and 6, shared": ((0, 1, 7, 1), (0, 1, 6, 1), {}),
     "dp 5, llm stage 2 of dp 3": ((0, 1, 5, 1), (0, 2, 3, 1), {"group_size": 2}),
+    "blocks of dp 6 and 2 x tp 2": ((0, 1, 6, 1), (0, 1, 4, 2), {}),
+    "blocks of dp 6, llm stage 2 of dp 4": ((0, 1, 6, 1), (0, 2, 4, 1), {"group_size": 2}),
 }
 
 
@@ -137,6 +139,9 @@ ZERO = {
     "3+5, dp 3 and 5": {"vision": 3, "llm": 2},
     "dp 7 and 6, shared": {"vision": 1, "llm": 3},
     "dp 5, llm stage 2 of dp 3": {"vision": 3, "llm": 3},
+    # Blocks of two, two and three data ranks.
+    "blocks of dp 6 and 2 x tp 2": {"vision": (1, 2), "llm": (3, 4)},
+    "blocks of dp 6, llm stage 2 of dp 4": {"vision": (3, 3), "llm": (2, 2)},
     "4+4, dp 4 and tp 2 x dp 2": {"vision": 3, "llm": 2},
     "llm stage 2, dp 2, tp 2 on 8, shared": {"vision": 2, "llm": 3},
     "tied across segments of dp 2 x tp 2": {"vision": 2, "llm": 3},

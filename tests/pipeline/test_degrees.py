@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import param_structs
+from dflop_jax.pipeline.held import param_structs, split_cuts
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -23,10 +23,10 @@ NANO = build("nano")
 SAMPLES = plain.random_samples(NANO, 8, 5, max_tiles=0)
 
 
-def executor(zero, data, *, dtype="float32", size=NANO.size, m=None):
+def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None):
     m = m or dataclasses.replace(NANO, size=size, dtype=jax.numpy.dtype(dtype))
     plan = plain.plan_of(m, None, (0, 1, data, 1), bucket=(0, 96))
-    plan = plain.with_zero(plan, llm=zero)
+    plan = plain.with_zero(plan, llm=(zero, block))
     return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
 
 
@@ -43,11 +43,13 @@ def steps(ex, first, n):
 
 
 def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
-    """Of 6 ranks on 5 and on 4, which divide different dims of the parameters, and few."""
-    split, others = (
-        executor(3, 6, m=Small()),
-        (executor(1, 5, m=Small()), executor(2, 4, m=Small())),
+    """Of 6 ranks on 5 and on two blocks of 2, which divide different dims of the parameters, and
+    few; and of the blocks on 5."""
+    split, alone, blocks = (
+        executor(zero, data, block=block, m=Small())
+        for zero, data, block in ((3, 6, 0), (1, 5, 0), (2, 4, 2))
     )
+    others = (alone, blocks)
     try:
         for ex in (split, *others):
             ex.init(0)
@@ -62,13 +64,18 @@ def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
         for other in others:
             saver_of(other, tmp_path).restore(reader_of(saver, 2))
             assert steps(other, 2, 2) == pytest.approx(want, rel=1e-5)
+        saver = saver_of(blocks, tmp_path)
+        save(saver, 4)
+        saver_of(alone, tmp_path).restore(reader_of(saver, 4))
+        assert steps(alone, 4, 1) == pytest.approx(steps(blocks, 4, 1), rel=1e-5)
     finally:
         for ex in (split, *others):
             ex.close()
 
 
 def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
-    split, whole = executor(3, 4, dtype="bfloat16"), executor(1, 2, dtype="bfloat16")
+    split = executor(3, 4, dtype="bfloat16")
+    whole = executor(1, 6, block=3, dtype="bfloat16")
     exact = executor(1, 1)
     try:
         for seed, ex in enumerate((split, whole, exact)):
@@ -78,7 +85,9 @@ def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
         masters = jax.tree.map(np.asarray, split.state.masters["llm"])
         for ex in (whole, exact):
             saver_of(ex, tmp_path).restore(reader_of(saver, 1))
-        jax.tree.map(np.testing.assert_array_equal, whole.state.masters["llm"], masters)
+        cuts = split_cuts(whole.programs.segments["llm"])
+        again = jax.tree.map(plain.whole_of, cuts, whole.state.masters["llm"])
+        jax.tree.map(np.testing.assert_array_equal, again, masters)
         jax.tree.map(np.testing.assert_array_equal, exact.state.params["llm"], masters)
         for ex in (split, whole):
             for held, master in zip(

@@ -32,10 +32,12 @@ PROFILE = assembled(
 )
 
 
-def held(module: str, mesh: MeshShape, zero: int) -> tuple[float, float]:
+def held(module: str, mesh: MeshShape, zero: int, devices: int = 0) -> tuple[float, float]:
     """(bytes of parameters, of gradients) on one device, by their shardings."""
     spec = MODEL.modules[module]
-    plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True, "none", zero)
+    plan = SegmentPlan(
+        module, module, 0, spec.n_layers, "m", True, True, "none", zero, shard_devices=devices
+    )
     segment = Segment(
         plan, spec, device_mesh(mesh, jax.devices()), 1, frozenset(parts_of(plan, spec))
     )
@@ -61,6 +63,31 @@ def test_what_is_held_is_what_shardings_say(module, data, zero):
     assert params == pytest.approx(shard if zero == 3 else size)
     assert grads == pytest.approx(shard if zero >= 2 else size)
     assert state_bytes(plan, mesh, PROFILE, trained=False) == pytest.approx(params)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_block_of_ranks_holds_all_of_it(zero):
+    """Two blocks of 3 ranks hold what 3 ranks do."""
+    plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
+    plan = dataclasses.replace(plan, zero=zero, shard_devices=3)
+    assert held("llm", MeshShape(data=6), zero, 3) == held("llm", MeshShape(data=3), zero)
+    in_blocks, alone = (state_bytes(plan, MeshShape(data=n), PROFILE, trained=True) for n in (6, 3))
+    assert in_blocks == alone
+
+
+@pytest.mark.parametrize("devices, model, wanted", [
+    (0, 1, [1, 4, 6, 8, 12]),
+    (4, 1, [1, 4, 6, 4, 4]),
+    (4, 2, [1, 2, 2, 2, 2]),
+    (4, 4, [1, 4, 6, 8, 12]),
+    (3, 1, [1, 4, 3, 8, 3]),
+])  # fmt: skip
+def test_ranks_of_a_block(devices, model, wanted):
+    """Whole data ranks, several of them, that divide the degree; else there are no blocks."""
+    plan = SegmentPlan("m", "m", 0, 1, "m", True, True, shard_devices=devices)
+    degrees = np.array([1, 4, 6, 8, 12])
+    assert plan.shard_ranks(degrees, model).tolist() == wanted
+    assert [plan.shard_ranks(int(n), model) for n in degrees] == wanted
 
 
 def test_a_ranks_share_by_hand():

@@ -140,8 +140,8 @@ class PlanConfig:
     ] = "auto"
     shard_devices: Annotated[
         NonNegativeInt,
-        "neighbouring devices that share what `zero` says, as every block of so many does; 0: all, "
-        "or those of a node where that is faster",
+        "neighbouring devices that share what `zero` says, as every block of so many does where "
+        "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
     ] = 0
     effort: Annotated[
         Effort, "quick, or full: more placements and sizes of buckets are tried out"

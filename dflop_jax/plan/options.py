@@ -40,9 +40,15 @@ class Option:
 
 
 def options_of(layout: Layout) -> dict[str, Option]:
-    """The option of every module, which all its segments share."""
-    firsts = {m: layout.segments_of(m)[0] for m in layout.modules}
-    return {m: Option.held_by(s) for m, s in firsts.items()}
+    """The option of every module, which all its segments share; without blocks of devices where
+    these change nothing."""
+    options = {}
+    for m in layout.modules:
+        segment = layout.segments_of(m)[0]
+        mesh = layout.submesh(segment.submesh)
+        none = segment.shard_ranks(mesh.data, mesh.model) == mesh.data
+        options[m] = Option.held_by(replace(segment, shard_devices=0) if none else segment)
+    return options
 
 
 def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:

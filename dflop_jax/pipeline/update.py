@@ -112,7 +112,7 @@ class SegmentUpdate:
             transform_non_params=lambda leaf: sharded(leaf, everywhere),
         )
 
-    def of_state(self, of_params: Tree, other: Any) -> Tree:
+    def _of_state(self, of_params: Tree, other: Any) -> Tree:
         """What a tree by parts says of the parameters, of each leaf of the state; `other` of those
         that belong to no parameter."""
         return optax.tree_utils.tree_map_params(
@@ -125,11 +125,11 @@ class SegmentUpdate:
 
     def state_cuts(self) -> Tree:
         """How each leaf of the state is cut."""
-        return self.of_state(self._cuts, Cut(P(), P()))
+        return self._of_state(self._cuts, Cut(P(), P()))
 
     def layered(self) -> Tree:
         """Whether each leaf of the state belongs to the stacked layers."""
-        return self.of_state(in_layers(self._params), False)
+        return self._of_state(in_layers(self._params), False)
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
+from dflop_jax.config_texts import named_rates, profiled_steps
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]  # and finite, as every number with a bound
@@ -136,6 +138,11 @@ class PlanConfig:
         "what data ranks share: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
         "auto (by module, the cheapest that memory holds)",
     ] = "auto"
+    shard_devices: Annotated[
+        NonNegativeInt,
+        "neighbouring devices that share what `zero` says, as every block of so many does where "
+        "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
+    ] = 0
     effort: Annotated[
         Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
@@ -265,47 +272,9 @@ class Config:
     def __post_init__(self) -> None:
         for leaf in fields():
             leaf.check(leaf.value(self))
-        for name, rate in named_rates(self.train).items():
+        for name, rate in named_rates(self.train.learning_rates).items():
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
-        profiled_steps(self.train)
-
-
-def named_rates(train: TrainConfig) -> dict[str, float]:
-    """`train.learning_rates` by name.
-
-    Raises:
-      ValueError: an entry that is not NAME=NUMBER, or a name given twice.
-    """
-    rates: dict[str, float] = {}
-    for entry in train.learning_rates:
-        name, equals, value = (part.strip() for part in entry.partition("="))
-        if name in rates:
-            raise ValueError(f"train.learning_rates gives {name!r} twice; drop one of them")
-        try:
-            rates[name] = float(value)
-        except ValueError:
-            equals = ""
-        if not (name and equals):
-            raise ValueError(
-                f"train.learning_rates has {entry!r}; write NAME=RATE, such as vision=2e-6"
-            )
-    return rates
-
-
-def profiled_steps(train: TrainConfig) -> range:
-    """The steps of `train.profile_steps`; empty where it is.
-
-    Raises:
-      ValueError: text that is not A:B with A up to B.
-    """
-    if not (text := train.profile_steps):
-        return range(0)
-    first, _, last = (part.strip() for part in text.partition(":"))
-    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ValueError(
-            f"train.profile_steps={text!r}: write FIRST:LAST, steps counted from 0, such as 3:5"
-        )
-    return range(int(first), int(last) + 1)
+        profiled_steps(self.train.profile_steps)
 
 
 class Field(NamedTuple):

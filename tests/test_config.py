@@ -181,6 +181,7 @@ NOT_NEGATIVE = [
     "plan.finalists",
     "plan.redecide_every",
     "plan.memory_bytes",
+    "plan.shard_devices",
     "data.max_bad_fraction",
     "checkpoint.every",
     "distributed.num_processes",

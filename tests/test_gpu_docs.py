@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli.experiment import experiment_arguments, load_experiment
-from dflop_jax.config import override, profiled_steps
+from dflop_jax.config import override
+from dflop_jax.config_texts import profiled_steps
 from dflop_jax.train.stages import adapted, trained_parts
 from models.llava import build
 
@@ -46,7 +47,7 @@ def test_every_command_is_one(words):
     given = {w[2:] for w in words if w.startswith("--")}
     assert given - changes.keys() <= {"explain", "resume"}
     config = override(load_experiment(str(ROOT / RECIPE)), changes)
-    assert profiled_steps(config.train).stop <= config.train.steps
+    assert profiled_steps(config.train.profile_steps).stop <= config.train.steps
 
 
 def test_flags_in_the_text_exist():

@@ -34,12 +34,12 @@ from dflop_jax.checkpoint.store import (
     WrittenPart,
 )
 from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import initial_structs
+from dflop_jax.pipeline.held import initial_cuts, initial_structs
 from dflop_jax.pipeline.update import in_layers
 
 log = logging.getLogger(__name__)
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StateArray:
     """Leaf number `leaf` of a segment's "params" or "opt_state".
 
     It is layers `start` and on of the array `name` of `n_layers`, or (None) all of that array,
-    which one segment of those that hold it `saves`.
+    which one segment of those that hold it `saves`. `cut` says how data ranks share it.
     """
 
     name: str
@@ -55,21 +55,29 @@ class StateArray:
     kind: str
     leaf: int
     struct: jax.ShapeDtypeStruct
+    cut: Cut
     start: int
     n_layers: int | None
     saves: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.struct.shape
+        shape = self.cut.shape_of(self.struct.shape)
         return shape if self.n_layers is None else (self.n_layers, *shape[1:])
 
-    def bounds(self, index: tuple[slice, ...]) -> Bounds:
-        """A shard's [start, stop) per dim of the array."""
-        spans = [s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True)]
+    def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
+        """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
+        spans = [*self._spans(index)]
         if self.n_layers is not None:
             spans[0] = (spans[0][0] + self.start, spans[0][1] + self.start)
-        return tuple(spans)
+        yield from self.cut.boxes(tuple(spans))
+
+    def is_first_copy(self, index: tuple[slice, ...]) -> bool:
+        """Whether a shard is of the first block of ranks, where several have the same."""
+        return self.cut.is_first_copy(self._spans(index))
+
+    def _spans(self, index: tuple[slice, ...]) -> Box:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
 
 
 def state_arrays(ex: Executor) -> list[StateArray]:
@@ -84,20 +92,22 @@ def state_arrays(ex: Executor) -> list[StateArray]:
         n = segment.module.n_layers
         structs = {"params": initial_structs(segment)}
         layered = {"params": in_layers(structs["params"])}
+        cuts = {"params": initial_cuts(segment)}
         if name in ex.trainable:
             update = ex.programs.updates[name]
             structs["opt_state"] = update.state_structs
             layered["opt_state"] = update.layered()
+            cuts["opt_state"] = update.state_cuts()
         for kind, tree in structs.items():
             leaves = jax.tree_util.tree_leaves_with_path(tree)
-            stacks = jax.tree.leaves(layered[kind])
-            for i, ((path, struct), stacked) in enumerate(zip(leaves, stacks, strict=True)):
+            facts = zip(leaves, jax.tree.leaves(layered[kind]), jax.tree.leaves(cuts[kind]))
+            for i, ((path, struct), stacked, cut) in enumerate(facts):
                 where = jax.tree_util.keystr(path, simple=True, separator="/")
                 array = f"{kind}/{s.module}/{where}"
                 layers = n if stacked else None
                 saves = stacked or array not in names
                 names.add(array)
-                arrays.append(StateArray(array, name, kind, i, struct, s.start, layers, saves))
+                arrays.append(StateArray(array, name, kind, i, struct, cut, s.start, layers, saves))
     return arrays
 
 
@@ -115,6 +125,13 @@ def _saved(ex: Executor, segment: str, kind: str) -> Any:
 
 def _is_float(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _pieces(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayPiece]:
+    """A shard, as boxes of its array."""
+    for place, box in a.boxes(index):
+        starts, sizes = tuple(b[0] for b in box), [b[1] - b[0] for b in box]
+        yield ArrayPiece(a.name, starts, data[place].reshape(sizes))
 
 
 class _Copying:
@@ -185,7 +202,7 @@ class Checkpointer:
             leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
-                    if shard.replica_id == 0:
+                    if shard.replica_id == 0 and a.is_first_copy(shard.index):
                         yield a, shard
 
     def _run(
@@ -196,11 +213,8 @@ class Checkpointer:
     ) -> None:
         try:
             try:
-                pieces = [
-                    # np.array copies: the buffer is donated to the next update.
-                    ArrayPiece(a.name, tuple(b[0] for b in a.bounds(s.index)), np.array(s.data))
-                    for a, s in held
-                ]
+                # np.array copies: the buffer is donated to the next update.
+                pieces = [p for a, s in held for p in _pieces(a, s.index, np.array(s.data))]
                 held.clear()
             finally:
                 self._copying.done.set()
@@ -285,10 +299,12 @@ class Checkpointer:
     def _read(reader: CheckpointReader, a: StateArray) -> jax.Array:
         def load(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            spans = a.bounds(index)
-            starts, stops = [s for s, _ in spans], [e for _, e in spans]
-            data = reader.read(a.name, starts, [e - s for s, e in zip(starts, stops)])
-            return data.astype(struct.dtype, copy=False)
+            spans = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
+            shard = np.zeros([stop - start for start, stop, _ in spans], struct.dtype)
+            for place, box in a.boxes(index):
+                read = reader.read(a.name, [b[0] for b in box], [b[1] - b[0] for b in box])
+                shard[place] = read.reshape(shard[place].shape)
+            return shard
 
         struct = a.struct
         return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)

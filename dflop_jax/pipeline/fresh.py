@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params, taps_of
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.fused import data_dim
-from dflop_jax.pipeline.held import grad_structs, initial_structs
+from dflop_jax.pipeline.cut import data_dim
+from dflop_jax.pipeline.held import grad_structs, initial_cuts, initial_structs
 from dflop_jax.pipeline.lowering import manual_spec
 from dflop_jax.pipeline.parts import ADAPTER, PARTS, STACKED, init_part
 from dflop_jax.pipeline.segment import Segment
@@ -45,8 +45,12 @@ def draw_by_parts(segment: Segment, key: Array) -> Params:
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
             out[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
-    structs = initial_structs(segment)
-    return jax.tree.map(lambda a, s: place(a.astype(s.dtype), s.sharding), out, structs)
+    return jax.tree.map(
+        lambda a, cut, s: place(cut.hold(a).astype(s.dtype), s.sharding),
+        out,
+        initial_cuts(segment),
+        initial_structs(segment),
+    )
 
 
 def zero_gradients(segment: Segment) -> Params:
@@ -75,22 +79,24 @@ def _zeroing(segment: Segment) -> Callable[[], Params]:
 def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
     """The program that draws: it takes the data of a key."""
 
-    structs = initial_structs(segment)
+    structs, cuts = initial_structs(segment), initial_cuts(segment)
 
     def draw(data: Array) -> Params:
         key, out = jax.random.wrap_key_data(data, impl=impl), {}
         for part, part_key in _keys(segment, key):
             if part in STACKED:
-                out[part] = _layers(segment, part, part_key, structs[part])
+                out[part] = _layers(segment, part, part_key, structs[part], cuts[part])
             else:
                 drawn = segment.module.init(part, part_key)
-                out[part] = jax.tree.map(lambda a, s: a.astype(s.dtype), drawn, structs[part])
+                out[part] = jax.tree.map(
+                    lambda a, cut, s: cut.hold(a).astype(s.dtype), drawn, cuts[part], structs[part]
+                )
         return out
 
     return jax.jit(draw, out_shardings=jax.tree.map(lambda a: a.sharding, structs))
 
 
-def _layers(segment: Segment, part: str, key: Array, structs: Params) -> Params:
+def _layers(segment: Segment, part: str, key: Array, structs: Params, cuts: Params) -> Params:
     """A part of the segment's layers, of one key each: every stage draws its own, one after the
     other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
     plan, ways = segment.plan, segment.data_ranks
@@ -98,12 +104,14 @@ def _layers(segment: Segment, part: str, key: Array, structs: Params) -> Params:
     # Traced out here: a library's annotations could take the manual mesh for their own.
     one = jax.make_jaxpr(partial(segment.module.init, part))(keys[0])
     flat, tree = jax.tree.flatten(structs)
+    by_leaf = jax.tree.leaves(cuts)
 
     def draw(key: Array) -> list[Array]:
         mine, rank = [], jax.lax.axis_index("data")
-        for array, struct in zip(jaxpr_as_fun(one)(key), flat, strict=True):
-            dim = data_dim(struct.sharding.spec) - 1  # without that of layers
-            if dim >= 0:
+        for drawn, cut, struct in zip(jaxpr_as_fun(one)(key), by_leaf, flat, strict=True):
+            array = cut.hold(drawn)
+            if cut.is_split:
+                dim = data_dim(cut.spec) - 1  # without that of layers
                 size = array.shape[dim] // ways
                 array = jax.lax.dynamic_slice_in_dim(array, rank * size, size, dim)
             mine.append(array.astype(struct.dtype))

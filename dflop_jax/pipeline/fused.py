@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
+from dflop_jax.pipeline.cut import Cut, axes_of, data_dim
 
 Tree = Any
 # Elements that are laid end to end for one collective; twice as many copy twice as much at a time,
@@ -24,20 +26,21 @@ MOST_ELEMENTS = 1 << 25
 
 
 def sum_scatter(
-    mesh: Mesh, grad_specs: Tree, shard_specs: Tree, counted: Collection[str]
+    mesh: Mesh, grad_specs: Tree, cuts: Tree, counted: Collection[str]
 ) -> Callable[[Tree, Tree], Tree]:
     """(ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their sum, sharded
-    over "data" as `shard_specs` say; the sum of squares of all elements of the `counted` parts).
+    over "data" as `cuts` say; the sum of squares of all elements of the `counted` parts).
 
     `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; without "data"
     there the gradient is sharded as the sum already, and so is what is to be added.
     """
-    specs, tree = jax.tree.flatten(shard_specs)
+    by_leaf, tree = jax.tree.flatten(cuts)
+    shard_specs = jax.tree.map(lambda cut: cut.spec, cuts)
     ranks = [set(axes_of(s[0])) for s in jax.tree.leaves(grad_specs)]
     ways = mesh.shape["data"]
 
     counts = jax.tree.leaves({p: jax.tree.map(lambda _, p=p: p in counted, tree)
-                              for p, tree in shard_specs.items()})  # fmt: skip
+                              for p, tree in cuts.items()})  # fmt: skip
 
     def body(grads: Tree, more: Tree) -> tuple[Tree, Array]:
         local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
@@ -46,15 +49,19 @@ def sum_scatter(
             _replace(local, over_stage, lambda flat: jax.lax.psum(flat, "stage"))
         if ways > 1:
             apart = [i for i, axes in enumerate(ranks) if "data" in axes]
-            whole = [i for i in apart if data_dim(specs[i]) < 0]
+            whole = [i for i in apart if not by_leaf[i].is_split]
             _replace(local, whole, lambda flat: jax.lax.psum(flat, "data"))
-            scatter(local, {i: data_dim(specs[i]) for i in apart if i not in whole}, ways)
+            scatter(local, {i: by_leaf[i] for i in apart if i not in whole}, ways)
+            _sum_copies(local, by_leaf, ways)
         total = jax.tree.unflatten(tree, local)
         added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
         total = {**total, **added}
         local = jax.tree.leaves(total)
         # An element counts once, on however many devices it is.
-        copies = [mesh.size // prod(mesh.shape[a] for d in s for a in axes_of(d)) for s in specs]
+        copies = [
+            mesh.size * cut.copies // prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
+            for cut in by_leaf
+        ]
         squares = sum(
             (jnp.sum(jnp.square(x)) / n for x, n, yes in zip(local, copies, counts) if yes),
             start=jnp.float32(0),
@@ -71,71 +78,95 @@ def sum_scatter(
     return add_up
 
 
-def gather(mesh: Mesh, shard_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
-    """Arrays sharded as `shard_specs` say -> the same as `specs` do: whole on every data rank, or
-    split as before."""
-    dims = [
-        data_dim(old) if data_dim(new) < 0 else -1
-        for old, new in zip(jax.tree.leaves(shard_specs), jax.tree.leaves(specs), strict=True)
-    ]
+def gather(mesh: Mesh, cuts: Tree, specs: Tree) -> Callable[[Tree], Tree]:
+    """Arrays that are cut as `cuts` say -> the same sharded by `specs`: whole on every data rank,
+    or cut as before."""
+    placed = enumerate(zip(jax.tree.leaves(cuts), jax.tree.leaves(specs), strict=True))
+    joined = {i: cut for i, (cut, new) in placed if cut.is_split and data_dim(new) < 0}
+    shard_specs = jax.tree.map(lambda cut: cut.spec, cuts)
     ways = mesh.shape["data"]
 
     def body(arrays: Tree) -> Tree:
         local, tree = jax.tree.flatten(arrays)
         if ways > 1:
-            join(local, {i: d for i, d in enumerate(dims) if d >= 0}, ways)
+            join(local, joined, ways)
         return jax.tree.unflatten(tree, local)
 
     return jax.shard_map(body, mesh=mesh, in_specs=(shard_specs,), out_specs=specs, check_vma=False)
 
 
-# Of one rank, under a `shard_map` that is manual over "data": `dims` says by the place of an array
-# which dim of it is split over `ways` ranks.
+# Of one rank, under a `shard_map` that is manual over "data": `cuts` says by the place of an array
+# how it is cut over `ways` ranks, or over each block of so many.
 
 
-def join(arrays: list[Array], dims: Mapping[int, int], ways: int, *, together: bool = True) -> None:
+def join(arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True) -> None:
     """Put whole arrays in the place of pieces.
 
     Args:
       together: lay them end to end; not where some are split over "model" and others are not.
     """
+    dims = _dims(cuts, arrays)
     for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        blocks = _blocks(cuts[part[0]], ways)
         if len(part) == 1:
             (i,) = part
-            arrays[i] = jax.lax.all_gather(arrays[i], "data", axis=dims[i], tiled=True)
+            arrays[i] = jax.lax.all_gather(
+                arrays[i], "data", axis=dims[i], tiled=True, axis_index_groups=blocks
+            )
             continue
         flat = jnp.concatenate([arrays[i].ravel() for i in part])
-        every = jax.lax.all_gather(flat, "data")
+        every = jax.lax.all_gather(flat, "data", axis_index_groups=blocks)
         for i, piece in zip(part, _cut(every, [arrays[i].shape for i in part])):
             arrays[i] = _joined(piece, dims[i])
+    for i, cut in cuts.items():
+        if cut.part:
+            arrays[i] = cut.part_of(arrays[i])
 
 
 def scatter(
-    arrays: list[Array], dims: Mapping[int, int], ways: int, *, together: bool = True
+    arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True
 ) -> None:
-    """Put each rank's piece of the ranks' sums in the place of whole arrays; see `join`."""
+    """Put each rank's piece of the ranks' sums in the place of whole arrays, of the sums of its
+    block where there are several; see `join`."""
+    for i, cut in cuts.items():
+        if cut.part:
+            arrays[i] = cut.flat(arrays[i])
+    dims = _dims(cuts, arrays)
     for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
+        blocks = _blocks(cuts[part[0]], ways)
         if len(part) == 1:
             (i,) = part
             arrays[i] = jax.lax.psum_scatter(
-                arrays[i], "data", scatter_dimension=dims[i], tiled=True
+                arrays[i], "data", scatter_dimension=dims[i], tiled=True, axis_index_groups=blocks
             )
             continue
-        chunks = [_chunks(arrays[i], dims[i], ways) for i in part]
-        flat = jnp.concatenate([c.reshape(ways, -1) for c in chunks], axis=1)
-        reduced = jax.lax.psum_scatter(flat, "data")
+        ranks = ways // cuts[part[0]].copies
+        chunks = [_chunks(arrays[i], dims[i], ranks) for i in part]
+        flat = jnp.concatenate([c.reshape(ranks, -1) for c in chunks], axis=1)
+        reduced = jax.lax.psum_scatter(flat, "data", axis_index_groups=blocks)
         for i, piece in zip(part, _cut(reduced, [c.shape[1:] for c in chunks])):
             arrays[i] = piece
 
 
-def axes_of(dim: Any) -> tuple[str, ...]:
-    """Mesh axes that one entry of a spec names."""
-    return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
+def _blocks(cut: Cut, ways: int) -> list[list[int]] | None:
+    """Neighbouring data ranks that share what is cut; None: all do. Equal for all cuts of a
+    segment."""
+    if cut.copies == 1:
+        return None
+    return np.arange(ways).reshape(cut.copies, -1).tolist()
 
 
-def data_dim(spec: P) -> int:
-    """The dim sharded over "data"; -1: none."""
-    return next((i for i, dim in enumerate(spec) if "data" in axes_of(dim)), -1)
+def _sum_copies(arrays: list[Array], cuts: Sequence[Cut], ways: int) -> None:
+    """Add up the blocks' sums of what every block of ranks has."""
+    which = [i for i, cut in enumerate(cuts) if cut.copies > 1]
+    if which:
+        alike = np.arange(ways).reshape(cuts[which[0]].copies, -1).T.tolist()
+        _replace(arrays, which, lambda flat: jax.lax.psum(flat, "data", axis_index_groups=alike))
+
+
+def _dims(cuts: Mapping[int, Cut], arrays: Sequence[Array]) -> dict[int, int]:
+    """The dim of each array that is split; an array may lack the dim of layers."""
+    return {i: data_dim(c.spec) - (len(c.spec) - arrays[i].ndim) for i, c in cuts.items()}
 
 
 def _parts(which: Iterable[int], arrays: Sequence[Array], max_elements: int) -> Iterator[list[int]]:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Params, split_dim, working_dtype_of
-from dflop_jax.pipeline.fused import axes_of, data_dim
+from dflop_jax.pipeline.cut import Cut, cut_over
 from dflop_jax.pipeline.parts import STACKED, logical_axes, part_struct
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.shards import split_spec
 
 
 def param_structs(s: Segment) -> Params:
@@ -30,10 +29,13 @@ def param_structs(s: Segment) -> Params:
 def program_structs(s: Segment) -> Params:
     """`param_structs` with their shardings: what programs read."""
     return jax.tree.map(
-        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s.sharding(*spec)),
-        param_structs(s),
-        held_specs(s),
+        lambda a, cut: held_struct(s, cut, a.shape, a.dtype), param_structs(s), held_cuts(s)
     )
+
+
+def held_struct(s: Segment, cut: Cut, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """What the segment's devices hold of an array of a shape that is cut so."""
+    return jax.ShapeDtypeStruct(cut.held_shape(shape), dtype, sharding=s.sharding(*cut.spec))
 
 
 def placed_structs(s: Segment) -> Params:
@@ -50,17 +52,27 @@ def has_masters(s: Segment) -> bool:
 def initial_structs(s: Segment) -> Params:
     """The segment's own parts as they are drawn, read and saved: masters of what trains, if it has
     them, split over data ranks; all else as programs read it."""
-    placed, specs = placed_structs(s), split_specs(s)
-
-    def master(a: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s.sharding(*spec))
-
+    structs, cuts = param_structs(s), initial_cuts(s)
     return {
-        part: jax.tree.map(master, tree, specs[part])
-        if has_masters(s) and part in s.trainable
-        else tree
-        for part, tree in placed.items()
+        part: jax.tree.map(
+            lambda a, cut, p=part: held_struct(
+                s, cut, a.shape, jnp.float32 if _is_master(s, p) else a.dtype
+            ),
+            structs[part],
+            cuts[part],
+        )
+        for part in s.own_parts
     }
+
+
+def initial_cuts(s: Segment) -> Params:
+    """How `initial_structs` are cut."""
+    split, held = split_cuts(s), held_cuts(s)
+    return {p: split[p] if _is_master(s, p) else held[p] for p in s.own_parts}
+
+
+def _is_master(s: Segment, part: str) -> bool:
+    return has_masters(s) and part in s.trainable
 
 
 def param_specs(s: Segment) -> Params:
@@ -97,46 +109,49 @@ def _check_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spec: P) -
             )
 
 
-def split_specs(s: Segment) -> Params:
-    """`param_specs`, and over data ranks: of optimizer state, of gradients from ZeRO 2 on, of
-    parameters in ZeRO 3."""
-    split = partial(split_spec, ways=s.mesh.shape["data"])
-    return jax.tree.map(split, param_structs(s), param_specs(s))
-
-
-def held_specs(s: Segment) -> Params:
-    """How the parameters that programs read are sharded."""
-    return split_specs(s) if s.plan.zero == 3 else param_specs(s)
-
-
-def grad_specs(s: Segment) -> Params:
-    """The specs of the accumulators. Their leading dim keeps ranks apart that are added up at the
-    step's end: stages, of the ends, and data ranks, unless each has its piece of their sum."""
-
-    def accumulator(lead: tuple[str, ...], whole: P, split: P) -> P:
-        if s.plan.zero >= 2 and data_dim(split) >= 0:
-            lead, whole = lead[1:], split
-        return P(lead if len(lead) > 1 else lead[0] if lead else None, *whole)
-
-    whole, split = param_specs(s), split_specs(s)
+def split_cuts(s: Segment) -> Params:
+    """How data ranks share optimizer state, gradients from ZeRO 2 on, and parameters in ZeRO 3."""
+    structs, specs = param_structs(s), param_specs(s)
+    shards = int(s.plan.shard_ranks(s.data_ranks, s.mesh.shape["model"]))
+    degrees = {
+        "data": shards,
+        "model": s.mesh.shape["model"],
+        "copies": s.data_ranks // shards,
+    }
     return {
         part: jax.tree.map(
-            partial(accumulator, ("data",) if part in STACKED else ("data", "stage")),
-            whole[part],
-            split[part],
+            partial(cut_over, stacked=part in STACKED, **degrees), structs[part], specs[part]
+        )
+        for part in s.parts
+    }
+
+
+def held_cuts(s: Segment) -> Params:
+    """How the parameters that programs read are cut."""
+    return split_cuts(s) if s.plan.zero == 3 else _uncut(s)
+
+
+def _uncut(s: Segment) -> Params:
+    return jax.tree.map(lambda spec: Cut(spec, spec), param_specs(s))
+
+
+def grad_structs(s: Segment) -> Params:
+    """Float32 accumulators. Their leading dim keeps ranks apart that are added up at the step's
+    end: stages, of the ends, and data ranks, unless each has its piece of their sum."""
+
+    def accumulator(
+        ranks: tuple[str, ...], leaf: jax.ShapeDtypeStruct, cut: Cut
+    ) -> jax.ShapeDtypeStruct:
+        ranks = ranks if cut.is_split else ("data", *ranks)
+        lead = ranks if len(ranks) > 1 else ranks[0] if ranks else None
+        shape = (prod(s.mesh.shape[axis] for axis in ranks), *cut.held_shape(leaf.shape))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s.sharding(lead, *cut.spec))
+
+    structs, cuts = param_structs(s), split_cuts(s) if s.plan.zero >= 2 else _uncut(s)
+    return {
+        part: jax.tree.map(
+            partial(accumulator, () if part in STACKED else ("stage",)), structs[part], cuts[part]
         )
         for part in s.parts
         if part in s.trainable
     }
-
-
-def grad_structs(s: Segment) -> Params:
-    """Float32 accumulators, sharded by `grad_specs`."""
-
-    def accumulator(leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-        lead = prod(s.mesh.shape[axis] for axis in axes_of(spec[0]))
-        shape = (lead, *leaf.shape)
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s.sharding(*spec))
-
-    structs, specs = param_structs(s), grad_specs(s)
-    return {part: jax.tree.map(accumulator, structs[part], specs[part]) for part in specs}

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import any_order_of, chip_of
 from dflop_jax.pipeline import spmd_loop
+from dflop_jax.pipeline.cut import axes_of
 from dflop_jax.pipeline.flow import field_structs, x_structs, y_structs
-from dflop_jax.pipeline.fused import axes_of
 from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
@@ -140,5 +140,5 @@ class Lowering:
 
 def manual_spec(struct: jax.ShapeDtypeStruct) -> P:
     """The part of a sharding that `shard_map` handles."""
-    spec = struct.sharding.spec
-    return P(*(dim if {*axes_of(dim)} <= {*MANUAL_AXES} else None for dim in spec))
+    dims = [tuple(a for a in axes_of(dim) if a in MANUAL_AXES) for dim in struct.sharding.spec]
+    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in dims))

@@ -22,7 +22,7 @@ from jax import lax
 
 from dflop_jax.contract import Array, Params
 from dflop_jax.pipeline import shards
-from dflop_jax.pipeline.held import held_specs, split_specs
+from dflop_jax.pipeline.held import held_cuts, split_cuts
 from dflop_jax.pipeline.parts import STACKED, layer_params
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
 from dflop_jax.pipeline.segment import Segment
@@ -51,8 +51,8 @@ def _own(segment: Segment, grads: Tree) -> Tree:
     split."""
     if segment.plan.zero == 1:
         return grads
-    specs = split_specs(segment)
-    return shards.scatter(segment.mesh, {part: specs[part] for part in grads}, grads)
+    cuts = split_cuts(segment)
+    return shards.scatter(segment.mesh, {part: cuts[part] for part in grads}, grads)
 
 
 def _added_at(segment: Segment, grads: Tree, layer: int | Array, more: Tree) -> Tree:
@@ -106,8 +106,8 @@ class Pieces:
 
     def _whole_layer(self, layer: Params) -> Params:
         """The stacked parts of one layer, gathered where they are split over data ranks."""
-        specs = held_specs(self.segment)
-        return shards.gather(self.segment.mesh, {part: specs[part] for part in layer}, layer)
+        cuts = held_cuts(self.segment)
+        return shards.gather(self.segment.mesh, {part: cuts[part] for part in layer}, layer)
 
     def _over_layers(
         self,

@@ -1,8 +1,7 @@
-"""What is split over data ranks (ZeRO, arXiv 1910.02054): one rule, and how pieces become whole.
+"""What is split over data ranks (ZeRO, arXiv 1910.02054), and how pieces become whole.
 
-Of every parameter one dim is split over the mesh axis "data", the first that is free and that the
-ranks divide; a parameter without such a dim stays whole. Its optimizer state, its gradient and the
-parameter itself are cut the same way, so that none of them moves to meet another.
+A parameter is cut as `cut` says. Its optimizer state, its gradient and the parameter itself are cut
+the same way, so that none of them moves to meet another.
 
 `gather`, `scatter` and `scan_layers` are called under a `shard_map` that is manual over "data".
 """
@@ -20,56 +19,49 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
+from dflop_jax.pipeline.cut import axes_of
 
 Tree = Any
 
 
-def split_spec(leaf: jax.ShapeDtypeStruct, spec: P, ways: int) -> P:
-    """`spec` with "data" on the first free dim that `ways` divides; as it is if there is none."""
-    axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
-    for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        if axis is None and ways > 1 and size > 0 and size % ways == 0:
-            return P(*axes[:i], "data", *axes[i + 1 :])
-    return spec
-
-
-def gather(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
+def gather(mesh: Mesh, cuts: Tree, arrays: Tree) -> Tree:
     """Pieces -> whole arrays, equal on every data rank, in their own dtype.
 
     Args:
-      specs: how each array is split; the leading dims that an array lacks (the layers' dim of one
-        layer) are left out.
+      cuts: how each array is cut; arrays may lack the dim of layers.
     """
-    return _on_tensor_ranks(fused.join, mesh, specs, arrays)
+    return _on_tensor_ranks(fused.join, mesh, cuts, arrays, joins=True)
 
 
-def scatter(mesh: Mesh, specs: Tree, arrays: Tree) -> Tree:
+def scatter(mesh: Mesh, cuts: Tree, arrays: Tree) -> Tree:
     """Whole arrays of each data rank -> float32 pieces of their sum over the ranks; an array that
-    is not split stays this rank's own. `specs` as for `gather`."""
+    is not cut stays this rank's own. `cuts` as for `gather`."""
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
     whole = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
-    return _on_tensor_ranks(fused.scatter, mesh, specs, whole)
+    return _on_tensor_ranks(fused.scatter, mesh, cuts, whole, joins=False)
 
 
 def _on_tensor_ranks(
-    collective: Callable[..., None], mesh: Mesh, specs: Tree, arrays: Tree
+    collective: Callable[..., None], mesh: Mesh, cuts: Tree, arrays: Tree, *, joins: bool
 ) -> Tree:
     """A collective over "data" on what each tensor-parallel device has of the arrays: left to the
-    compiler, "model" is gathered first."""
+    compiler, "model" is gathered first. `joins`: whether it makes whole arrays of pieces."""
     local, tree = jax.tree.flatten(arrays)
-    dims, ways = _dims(specs, local), mesh.shape["data"]
+    moving = {i: cut for i, cut in enumerate(jax.tree.leaves(cuts)) if cut.is_split}
+    ways = mesh.shape["data"]
     if mesh.shape["model"] == 1:
-        collective(local, dims, ways)
+        collective(local, moving, ways)
         return jax.tree.unflatten(tree, local)
 
     def on_tensor_rank(moved: list[Array]) -> list[Array]:
-        collective(moved, dict(enumerate(dims.values())), ways, together=False)
+        collective(moved, dict(enumerate(moving.values())), ways, together=False)
         return moved
 
-    named = jax.tree.leaves(specs)
-    parts = [_over_model(named[i], local[i].ndim) for i in dims]
-    moved = jax.shard_map(on_tensor_rank, in_specs=(parts,), out_specs=parts, axis_names={"model"})
-    for i, array in zip(dims, moved([local[i] for i in dims]), strict=True):
+    pieces = [_over_model(cut.spec, local[i].ndim) for i, cut in moving.items()]
+    whole = [_over_model(cut.whole, local[i].ndim) for i, cut in moving.items()]
+    ins, outs = (pieces, whole) if joins else (whole, pieces)
+    moved = jax.shard_map(on_tensor_rank, in_specs=(ins,), out_specs=outs, axis_names={"model"})
+    for i, array in zip(moving, moved([local[i] for i in moving]), strict=True):
         local[i] = array
     return jax.tree.unflatten(tree, local)
 
@@ -77,13 +69,7 @@ def _on_tensor_ranks(
 def _over_model(spec: P, n_dims: int) -> P:
     """How the last dims of an array are split over "model"."""
     axes = list(spec)[len(spec) - n_dims :]
-    return P(*("model" if "model" in fused.axes_of(axis) else None for axis in axes))
-
-
-def _dims(specs: Tree, arrays: list[Array]) -> dict[int, int]:
-    """The dim of each array that is split, by the place of the array."""
-    placed = enumerate(zip(jax.tree.leaves(specs), arrays, strict=True))
-    return {i: d - (len(s) - a.ndim) for i, (s, a) in placed if (d := fused.data_dim(s)) >= 0}
+    return P(*("model" if "model" in axes_of(axis) else None for axis in axes))
 
 
 def scan_layers(

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Params
-from dflop_jax.pipeline import fused, shards
-from dflop_jax.pipeline.held import held_specs
+from dflop_jax.pipeline import shards
+from dflop_jax.pipeline.cut import Cut
+from dflop_jax.pipeline.held import held_cuts
 from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.pieces import Pieces, added
 from dflop_jax.pipeline.segment import Segment
@@ -254,17 +254,17 @@ def _varying(tree: Tree, *axes: str) -> Tree:
 def _prepared(segment: Segment, params: Params) -> Params:
     """Parameters marked as differing per rank: layers along data, ends along stage too. Ends are
     gathered where they are split over data ranks, layers when their turn comes."""
-    specs = held_specs(segment)
+    cuts = held_cuts(segment)
 
-    def mark(part: str, array: Array, spec: P) -> Array:
+    def mark(part: str, array: Array, cut: Cut) -> Array:
         axes = () if part in STACKED else ("stage",)
-        if fused.data_dim(spec) < 0:  # else it differs along data as it is
+        if not cut.is_split:  # else it differs along data as it is
             axes = (*axes, "data")
         return lax.pcast(array, axes, to="varying") if axes else array
 
-    marked = {part: jax.tree.map(partial(mark, part), params[part], specs[part]) for part in params}
+    marked = {part: jax.tree.map(partial(mark, part), params[part], cuts[part]) for part in params}
     ends = {part: tree for part, tree in marked.items() if part not in STACKED}
-    whole = shards.gather(segment.mesh, {part: specs[part] for part in ends}, ends)
+    whole = shards.gather(segment.mesh, {part: cuts[part] for part in ends}, ends)
     return {**marked, **whole}
 
 

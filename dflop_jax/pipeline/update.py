@@ -9,7 +9,7 @@ state, and what programs hold is made of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,16 +17,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
 from dflop_jax.pipeline.communicator import absent, is_local
+from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.held import (
     grad_structs,
     has_masters,
+    held_struct,
     initial_structs,
+    param_structs,
     program_structs,
-    split_specs,
+    split_cuts,
 )
 from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.segment import Segment
@@ -64,14 +68,16 @@ class SegmentUpdate:
         self.adds_shared = adds_shared
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
-        structs, split = program_structs(segment), split_specs(segment)
+        structs, cuts = program_structs(segment), split_cuts(segment)
+        shapes = param_structs(segment)
         trained = [p for p in segment.parts if p in segment.trainable]
         self._trained = {p: structs[p] for p in trained}
         self._params = self._own(self._trained)
-        self._split = {p: split[p] for p in trained}
+        self._cuts = {p: cuts[p] for p in trained}
+        self._shards = {p: self._shard_structs(cuts[p], shapes[p]) for p in trained}
         initial = self._own(initial_structs(segment))
         self.master_structs = initial if has_masters(segment) else {}
-        self.state_structs = self._state_structs(initial)
+        self.state_structs = self._state_structs()
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -82,7 +88,17 @@ class SegmentUpdate:
         own_parts = self.segment.own_parts
         return {p: tree for p, tree in by_part.items() if p in self._trained and p in own_parts}
 
-    def _state_structs(self, params: Tree) -> Tree:
+    def _shard_structs(self, cuts: Tree, structs: Tree) -> Tree:
+        return jax.tree.map(
+            lambda cut, a: held_struct(self.segment, cut, a.shape, jnp.float32), cuts, structs
+        )
+
+    def _fresh_state(self) -> Tree:
+        """The optimizer's state, which AdamW begins with zeros whatever the parameters are."""
+        shards = self._own(self._shards)
+        return self.tx.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shards))
+
+    def _state_structs(self) -> Tree:
         everywhere = self.segment.sharding()
 
         def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -90,31 +106,37 @@ class SegmentUpdate:
 
         return optax.tree_utils.tree_map_params(
             self.tx,
-            sharded,
-            jax.eval_shape(self.tx.init, params),
-            self._shardings(self._own(self._split)),
+            lambda leaf, shard: sharded(leaf, shard.sharding),
+            jax.eval_shape(self._fresh_state),
+            self._own(self._shards),
             transform_non_params=lambda leaf: sharded(leaf, everywhere),
         )
 
-    def _shardings(self, specs: Tree) -> Tree:
-        return jax.tree.map(lambda spec: self.segment.sharding(*spec), specs)
+    def _of_state(self, of_params: Tree, other: Any) -> Tree:
+        """What a tree by parts says of the parameters, of each leaf of the state; `other` of those
+        that belong to no parameter."""
+        return optax.tree_utils.tree_map_params(
+            self.tx,
+            lambda _, said: said,
+            self.state_structs,
+            self._own(of_params),
+            transform_non_params=lambda _: other,
+        )
+
+    def state_cuts(self) -> Tree:
+        """How each leaf of the state is cut."""
+        return self._of_state(self._cuts, Cut(P(), P()))
 
     def layered(self) -> Tree:
         """Whether each leaf of the state belongs to the stacked layers."""
-        return optax.tree_utils.tree_map_params(
-            self.tx,
-            lambda _, layered: layered,
-            self.state_structs,
-            in_layers(self._params),
-            transform_non_params=lambda _: False,
-        )
+        return self._of_state(in_layers(self._params), False)
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
         optimizer state)."""
         params, masters = self.take_masters(initial)
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
-        state = jax.jit(self.tx.init, out_shardings=shardings)(self._own(initial))
+        state = jax.jit(self._fresh_state, out_shardings=shardings)()
         return params, masters, state
 
     def take_masters(self, initial: Tree) -> tuple[Tree, Tree]:
@@ -125,22 +147,24 @@ class SegmentUpdate:
         if not is_local(self.segment.mesh):
             return {**initial, **jax.tree.map(absent, self._params)}, masters
 
+        whole = self._gather()
+
         def made(masters: Tree) -> Tree:
-            return jax.tree.map(lambda m, a: m.astype(a.dtype), masters, self._params)
+            return whole(jax.tree.map(lambda m, a: m.astype(a.dtype), masters, self._params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self._params)
         return {**initial, **jax.jit(made, out_shardings=shardings)(masters)}, masters
+
+    def _gather(self) -> Callable[[Tree], Tree]:
+        """Shards of the own parts -> what programs hold."""
+        return fused.gather(self.segment.mesh, self._own(self._cuts), _specs(self._params))
 
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
     def shard_structs(self) -> Tree:
         """Reduced gradients, each data rank its piece; shared parts included."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
-            self._trained,
-            self._shardings(self._split),
-        )
+        return self._shards
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
@@ -156,7 +180,7 @@ class SegmentUpdate:
         the owner of a tied parameter."""
         grads, shards = grad_structs(self.segment), self.shard_structs()
         add_up = fused.sum_scatter(
-            self.segment.mesh, _specs(grads), self._split, counted=tuple(self._params)
+            self.segment.mesh, _specs(grads), self._cuts, counted=tuple(self._params)
         )
         more = {"entry": shards["entry"]} if self.adds_shared else {}
 
@@ -167,6 +191,15 @@ class SegmentUpdate:
         outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
         return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, more)
 
+    def _pieces(self, params: Tree) -> Tree:
+        """Each rank's pieces of what programs hold."""
+        if self.segment.plan.zero == 3:
+            return params
+        cuts = self._own(self._cuts)
+        shardings = jax.tree.map(lambda cut: self.segment.sharding(*cut.spec), cuts)
+        held = jax.tree.map(lambda cut, a: cut.hold(a), cuts, params)
+        return jax.lax.with_sharding_constraint(held, shardings)
+
     def lower_update(self, n_segments: int) -> jax.stages.Lowered:
         """(params, masters, state, gradient pieces, sums of squares of all segments, the most that
         these may add up to) -> (params, masters, state, what they add up to); params, masters and
@@ -175,9 +208,7 @@ class SegmentUpdate:
         Each data rank makes new parameters of its piece only; these are gathered in the dtype that
         programs hold them in."""
         pieces, scalar = self._own(self.shard_structs()), self._scalar()
-        split = self._own(self._split)
-        sharding = self._shardings(split)
-        whole = fused.gather(self.segment.mesh, split, _specs(self._params))
+        whole = self._gather()
 
         def update(
             params: Tree,
@@ -193,7 +224,7 @@ class SegmentUpdate:
                 norm = jnp.sqrt(total)
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
-            mine = masters or jax.lax.with_sharding_constraint(params, sharding)
+            mine = masters or self._pieces(params)
             # optax relies on implicit promotion, which the user may have forbidden.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 updates, next_state = self.tx.update(grads, state, mine)

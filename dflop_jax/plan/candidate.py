@@ -70,10 +70,10 @@ class Candidate:
         return max(self.plan.predicted.peak_bytes.values())
 
     @cached_property
-    def key(self) -> tuple[str, str, int, tuple[tuple[int, int], ...]]:
+    def key(self) -> tuple[str, str, int, tuple[tuple[int, int, int], ...]]:
         """What decides between candidates that are equally fast: the least key is the better."""
         options = options_of(self.plan.layout).values()
-        simplest = tuple((o.zero, REMAT.index(o.remat)) for o in options)
+        simplest = tuple((o.zero, o.shard_devices, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.cut, simplest
 
     @property

@@ -60,8 +60,8 @@ class Rules:
 
     volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
     memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
-    or values of `SegmentPlan`. node_devices: of a node; 0: as the
-    profile's hardware says, or all.
+    or values of `SegmentPlan`. node_devices: of a node; 0: as the profile's hardware says, or all.
+    shard_devices: values of `SegmentPlan` that are tried.
     """
 
     costs: CostModel
@@ -73,6 +73,7 @@ class Rules:
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
     node_devices: int = 0
+    shard_devices: tuple[int, ...] = (0,)
 
     @property
     def profile(self) -> ModelProfile:
@@ -87,7 +88,12 @@ class Rules:
         """What is tried for a module, the simplest first: of equals the first is taken."""
         remats = (self.remat,) if self.remat != "auto" else self.costs.fits.known_policies(module)
         degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else get_args(Zero)
-        return tuple(Option(r, z) for z in degrees for r in remats)
+        return tuple(
+            Option(r, z, d)
+            for z in degrees
+            for d in (self.shard_devices if z > 1 else self.shard_devices[:1])
+            for r in remats
+        )
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -263,10 +269,12 @@ def _costs(
     costs, trains = rules.costs, rules.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     profile = rules.profile
-    moved = {o.zero: moved_by(o, mesh, profile) for o in options}
+    moved = {(o.zero, o.shard_devices): moved_by(o, mesh, profile) for o in options}
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
-        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved[s.zero])
+        static_s = costs.task_s(
+            s, mesh, group_size, figures, direction, moved[s.zero, s.shard_devices]
+        )
         unit_s = costs.group_content_s(s, mesh, group_size, direction)
         return static_s + content_s(unit_s, content)
 
@@ -284,17 +292,18 @@ def _costs(
     none = np.zeros((len(options), *figures.is_there.shape))
     backward = BACKWARD in tasks
     # Without hardware what is moved takes no time.
-    both = ("remat", "zero") if profile.hardware else ("remat",)
+    shared = ("zero", "shard_devices")
+    both = ("remat", *shared) if profile.hardware else ("remat",)
     held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
             for o in options}  # fmt: skip
 
     def held_bytes(name: str) -> Array:
-        return each(lambda o: getattr(held[o], name), "remat", "zero")
+        return each(lambda o: getattr(held[o], name), "remat", *shared)
 
     return SegmentCosts(
-        each(lambda o: task_s(o, FORWARD), "zero") if FORWARD in tasks else none,
+        each(lambda o: task_s(o, FORWARD), *shared) if FORWARD in tasks else none,
         each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
-        each(lambda o: reduce_s(o, mesh, profile), "zero") if trains else none,
-        each(lambda o: update_s(o, mesh, profile), "zero") if trains else none,
+        each(lambda o: reduce_s(o, mesh, profile), *shared) if trains else none,
+        each(lambda o: update_s(o, mesh, profile), *shared) if trains else none,
         SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
     )

@@ -14,29 +14,46 @@ class Option:
 
     remat: Remat = "none"
     zero: Zero = 1
+    shard_devices: int = 0
 
     def of(self, segment: SegmentPlan) -> SegmentPlan:
         """The segment with this option, and no second recompute policy."""
-        return replace(segment, remat=self.remat, zero=self.zero, remat_less=None)
+        return replace(
+            segment,
+            remat=self.remat,
+            zero=self.zero,
+            shard_devices=self.shard_devices,
+            remat_less=None,
+        )
+
+    @staticmethod
+    def held_by(segment: SegmentPlan) -> Option:
+        """The segment's option."""
+        return Option(segment.remat, segment.zero, segment.shard_devices)
 
     @property
     def words(self) -> str:
         """What differs from the default; "" if nothing does."""
         parts = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
+        parts += [f"within {self.shard_devices}"] * (self.shard_devices > 0)
         return " ".join(parts)
 
 
 def options_of(layout: Layout) -> dict[str, Option]:
-    """The option of every module, which all its segments share."""
-    firsts = {m: layout.segments_of(m)[0] for m in layout.modules}
-    return {m: Option(s.remat, s.zero) for m, s in firsts.items()}
+    """The option of every module, which all its segments share; without blocks of devices where
+    these change nothing."""
+    options = {}
+    for m in layout.modules:
+        segment = layout.segments_of(m)[0]
+        mesh = layout.submesh(segment.submesh)
+        none = segment.shard_ranks(mesh.data, mesh.model) == mesh.data
+        options[m] = Option.held_by(replace(segment, shard_devices=0) if none else segment)
+    return options
 
 
 def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:
     """The plan with other options of some modules."""
-    segments = tuple(
-        options.get(s.module, Option(s.remat, s.zero)).of(s) for s in plan.layout.segments
-    )
+    segments = tuple(options.get(s.module, Option.held_by(s)).of(s) for s in plan.layout.segments)
     return plan.with_layout(segments=segments)
 
 

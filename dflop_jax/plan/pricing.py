@@ -103,7 +103,7 @@ def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSec
     working = profile.working_share(s.module) * (s.zero == 3)
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
-        return _over_ranks(n_bytes, mesh, profile.hardware, collective)
+        return _over_block(n_bytes, s, mesh, profile.hardware, collective)
 
     return ShardSeconds(
         layer_gather_s=seconds(all_gather_s, layer * working),
@@ -115,9 +115,11 @@ def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSec
 
 def reduce_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
-    programs do not; each keeps its part of the sum."""
-    size = parameter_bytes(s, mesh, profile) * (s.zero == 1)
-    return _over_ranks(size, mesh, profile.hardware, reduce_scatter_s)
+    programs do not; each keeps its part of the sum. What blocks of ranks have is added up over
+    these, whoever added it up within them."""
+    size = parameter_bytes(s, mesh, profile)
+    within = _over_block(size * (s.zero == 1), s, mesh, profile.hardware, reduce_scatter_s)
+    return within + _over_copies(s, mesh, profile)
 
 
 def update_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
@@ -125,10 +127,11 @@ def update_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     ranks where these hold all of them."""
     size, hardware = parameter_bytes(s, mesh, profile), profile.hardware
     working = profile.working_share(s.module) * (s.zero != 3)
-    gathered = _over_ranks(size * working, mesh, hardware, all_gather_s)
+    gathered = _over_block(size * working, s, mesh, hardware, all_gather_s)
     if hardware is None:
         return gathered
-    return gathered + _UPDATE_PASSES * size / np.asarray(mesh.data) / hardware.memory_bandwidth
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    return gathered + _UPDATE_PASSES * size / ranks / hardware.memory_bandwidth
 
 
 def step_end_seconds(layout: Layout, profile: ModelProfile) -> dict[Task, float]:
@@ -185,10 +188,27 @@ def _between(
     return send_s(n_bytes, hardware, across=len(nodes) > 1)
 
 
-def _over_ranks(
-    n_bytes: float, mesh: MeshShape, hardware: Hardware | None, collective: Collective
+def _over_block(
+    n_bytes: float,
+    s: SegmentPlan,
+    mesh: MeshShape,
+    hardware: Hardware | None,
+    collective: Collective,
 ) -> Array:
-    """Seconds of a collective over the data ranks, by degree."""
+    """Seconds of a collective over the data ranks that share a parameter, by degree."""
     if hardware is None or not n_bytes:
         return np.zeros(np.shape(mesh.data))
-    return collective(n_bytes, mesh.data, hardware, stride=mesh.stride("data"))
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    return collective(n_bytes, ranks, hardware, stride=mesh.stride("data"))
+
+
+def _over_copies(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
+    """Seconds to add up a rank's part of the gradients over the blocks of ranks that have all of
+    them, by degree."""
+    hardware = profile.hardware
+    if hardware is None or not s.shard_devices:
+        return np.zeros(np.shape(mesh.data))
+    ranks = s.shard_ranks(mesh.data, mesh.model)
+    blocks, size = np.asarray(mesh.data) // ranks, parameter_bytes(s, mesh, profile) / ranks
+    stride = max(1, s.shard_devices // mesh.model) * mesh.stride("data")
+    return sum(of(size, blocks, hardware, stride=stride) for of in (reduce_scatter_s, all_gather_s))

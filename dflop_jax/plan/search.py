@@ -30,6 +30,7 @@ from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     DataProfile,
+    Hardware,
     ModelProfile,
     Plan,
     Prices,
@@ -210,5 +211,15 @@ def _prepared(
         remat=spec.remat,
         zero=spec.zero,
         node_devices=spec.config.node,
+        shard_devices=_blocks(spec, profile.hardware),
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
+
+
+def _blocks(spec: SearchSpec, hardware: Hardware | None) -> tuple[int, ...]:
+    """Sizes of blocks of devices that may share state: as asked for, else all or, where links have
+    prices and there are several nodes, those of a node."""
+    if spec.config.shard_devices:
+        return (spec.config.shard_devices,)
+    node = hardware and (spec.config.node or hardware.devices_per_node)
+    return (0, node) if node and node < spec.n_devices else (0,)

@@ -56,7 +56,8 @@ class CostModel:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
             segment.module, segment.n_layers, segment.first, segment.last, segment.remat,
-            segment.zero, self.hands_over(segment), self.inputs_kept(segment),
+            segment.zero, segment.shard_devices, self.hands_over(segment),
+            self.inputs_kept(segment),
         )  # fmt: skip
 
     def slowdown(self, mesh: MeshShape) -> Array:

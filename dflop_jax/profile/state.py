@@ -66,36 +66,34 @@ def float32_bytes(parameters: Sequence[ParamDims]) -> int:
     return 4 * sum(prod(p.sizes) for p in parameters)
 
 
-def shared_share(parameters: Sequence[ParamDims], data: Array) -> Array:
-    """Share of parameters' elements that the data ranks split among them: of those with a dim that
-    is not tensor parallelism's and that their number divides (`pipeline.shards`)."""
+def shard_share(parameters: Sequence[ParamDims], data: Array, model: int = 1) -> Array:
+    """Share of parameters' elements that one of the data ranks has of what they split among them:
+    they cut what a tensor rank has of each into equal pieces (`pipeline.cut`), the last of which
+    may have zeros at its end."""
     data = np.asarray(data)
-    return np.reshape(_shares(tuple(parameters), tuple(data.ravel().tolist())), data.shape)
+    shares = _shares(tuple(parameters), tuple(data.ravel().tolist()), model)
+    return np.reshape(shares, data.shape)
 
 
 @lru_cache(maxsize=4096)  # asked again for every option of a module
-def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...]) -> np.ndarray:
+def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int) -> np.ndarray:
     ranks = np.array(data)
-    shared, total = np.zeros(ranks.shape), 0
-    for p in parameters:
-        whole = [n for i, n in enumerate(p.sizes) if i != p.split]
-        divides = np.any([n % ranks == 0 for n in whole], axis=0) if whole else False
-        shared = shared + prod(p.sizes) * np.where(divides, 1.0, 0.0)
-        total += prod(p.sizes)
-    return shared / total if total else np.ones(ranks.shape)
+    parts = [prod(p.sizes) // (model if p.split >= 0 else 1) for p in parameters]
+    total = sum(parts)
+    held = sum((-(-n // ranks) for n in parts), start=np.zeros(ranks.shape))
+    return held / total if total else 1 / ranks
 
 
-def split_bytes(
-    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile
-) -> tuple[Array, Array]:
-    """(bytes of a segment's parameters that one data rank has of what they split, float32; bytes of
-    those that every rank holds whole)."""
+def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
+    """Bytes of what one data rank has of a segment's parameters where they split them, float32."""
     layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
     ends = ends_bytes(segment, mesh, profile)
-    shares = (shared_share(d.get(segment.module, ()), mesh.data)
-              for d in (profile.layer_dims, profile.ends_dims))  # fmt: skip
-    shared = sum(size * share for size, share in zip((layers, ends), shares, strict=True))
-    return shared / np.asarray(mesh.data), layers + ends - shared
+    ranks = segment.shard_ranks(mesh.data, mesh.model)
+    layer_share, ends_share = (
+        shard_share(dims.get(segment.module, ()), ranks, mesh.model)
+        for dims in (profile.layer_dims, profile.ends_dims)
+    )
+    return layers * layer_share + ends * ends_share
 
 
 def state_bytes(
@@ -103,7 +101,7 @@ def state_bytes(
 ) -> Array:
     """Bytes of parameters, gradients and AdamW's moments on one device; of masters too where the
     parameters are not float32. `trained`: whether the segment has trainable parameters."""
-    size, shard = parameter_bytes(segment, mesh, profile), sum(split_bytes(segment, mesh, profile))
+    size, shard = parameter_bytes(segment, mesh, profile), shard_bytes(segment, mesh, profile)
     working = profile.working_share(segment.module)
     state = working * (shard if segment.zero == 3 else size)
     if not trained:
@@ -144,7 +142,7 @@ _REDUCED_COPIES, _UPDATED_COPIES = 1.7, 2.0
 def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes beside its state while a trained segment is reduced or updated: the rank's own reduced
     gradients with what is made of them, and all new parameters where ranks gather them."""
-    shard = sum(split_bytes(segment, mesh, profile))
+    shard = shard_bytes(segment, mesh, profile)
     gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
     gathers = (np.asarray(mesh.data) > 1) & (segment.zero < 3)
     return np.where(gathers, _UPDATED_COPIES * shard + gathered, _REDUCED_COPIES * shard)

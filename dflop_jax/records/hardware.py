@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Collective = Literal["send", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute"]
@@ -61,6 +61,12 @@ class Hardware:
         """What was measured of a collective; None: nothing."""
         named = (k for k in self.measured if (k.collective, k.across) == (collective, across))
         return next(named, None)
+
+    def with_links(self, times: float) -> Hardware:
+        """The same with links of so many times the bandwidth."""
+        faster = {k: times * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
+        measured = tuple(replace(k, bandwidth=times * k.bandwidth) for k in self.measured)
+        return replace(self, measured=measured, **faster)
 
     @property
     def usable_bytes(self) -> float:

@@ -8,6 +8,8 @@ from functools import cached_property
 from math import gcd
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Bucket, Shape
 from dflop_jax.records.mesh import SubmeshPlan
@@ -63,7 +65,9 @@ class SegmentPlan:
     `Group.remat_less`); None: there is none.
 
     `zero` says what is split over the data ranks instead of whole on each (ZeRO): 1: optimizer
-    state, 2: gradients too, 3: parameters too.
+    state, 2: gradients too, 3: parameters too. It is split within each block of `shard_devices`
+    neighbouring devices, where such blocks are several whole data ranks and divide these (hybrid
+    sharding), else, and for 0, over all.
     """
 
     name: str
@@ -76,8 +80,10 @@ class SegmentPlan:
     remat: Remat = "none"
     zero: Zero = 1
     remat_less: Remat | None = None
+    shard_devices: int = 0
 
     def __post_init__(self) -> None:
+        require(self.shard_devices >= 0, f"segment {self.name!r}: shard_devices is negative")
         require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
         require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
         require(self.zero in ZERO, f"segment {self.name!r}: zero={self.zero!r} not in {ZERO}")
@@ -91,6 +97,12 @@ class SegmentPlan:
     @property
     def n_layers(self) -> int:
         return self.stop - self.start
+
+    def shard_ranks(self, data: Any, model: int) -> Any:
+        """Of so many data ranks, of `model` devices each, those that share a parameter among them;
+        of an array of degrees an array."""
+        ranks, data = self.shard_devices // model, np.asarray(data)
+        return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
 
     @property
     def keeping(self) -> SegmentPlan:
@@ -205,11 +217,12 @@ class Layout:
             ends = parts[0].start == 0 and parts[0].first and parts[-1].last
             inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
             require(joined and ends and inner, f"segments of {module!r} do not join end to end")
-            degrees = {s.zero for s in parts}
-            require(
-                len(degrees) == 1,
-                f"segments of {module!r} have zero={sorted(degrees)}; give all of them one degree",
-            )
+            for name in ("zero", "shard_devices"):
+                values = {getattr(s, name) for s in parts}
+                require(
+                    len(values) == 1,
+                    f"segments of {module!r} have {name}={sorted(values)}; give all of them one",
+                )
         by_module = [s.module for s in self.segments]
         runs = [m for m, before in zip(by_module, [None, *by_module]) if m != before]
         require(len(runs) == len(set(runs)), f"segments must stand module by module, got {runs}")

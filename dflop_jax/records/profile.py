@@ -97,11 +97,11 @@ class ModelProfile:
     order. `piece_tokens` holds the modules whose rows take one piece each, and its tokens; the
     others pack pieces of any length into a row. `halved` names the modules whose programs work on
     bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
-    `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks share only those
-    with a dim that their number divides; where they are not said all are shared. `host_s` is the
-    work of a process's dispatching thread for a task (see `prices.with_host_work`). `computed`:
-    seconds come from formulas that hold at any size, not from runs. `hardware` says what crosses
-    nodes and links takes; None: no time.
+    `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks cut each of them
+    into equal pieces; where they are not said, what all come to is cut. `host_s` is the work of a
+    process's dispatching thread for a task (see `prices.with_host_work`). `computed`: seconds come
+    from formulas that hold at any size, not from runs. `hardware` says what crosses nodes and links
+    takes; None: no time.
     """
 
     key: str

@@ -10,7 +10,7 @@ from functools import partial
 
 from dflop_jax.cluster.ending import preemption
 from dflop_jax.cluster.peers import RunFailed
-from dflop_jax.config import profiled_steps
+from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
@@ -210,7 +210,7 @@ class Loop:
 
     def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
         """Return what traces the steps of `train.profile_steps` that are still to be done."""
-        wanted = profiled_steps(self.config.train)
+        wanted = profiled_steps(self.config.train.profile_steps)
         steps = range(max(wanted.start, self._done), wanted.stop)
         if wanted and not steps:
             self.progress.log(

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflop_jax.config import Config, profiled_steps
+from dflop_jax.config import Config
+from dflop_jax.config_texts import profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
@@ -184,11 +185,7 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
     if limit:
         changes.append(("twice the memory", {"memory_bytes": 2 * limit}, profile.model))
     if hardware := profile.model.hardware:
-        fast = replace(
-            hardware,
-            link_bandwidth=8 * hardware.link_bandwidth,
-            network_bandwidth=8 * hardware.network_bandwidth,
-        )
+        fast = hardware.with_links(8)
         changes.append(("links 8x", {}, replace(profile.model, hardware=fast)))
     for m in sources:
         changes.append((f"half the work in {m}", {}, _cheaper(profile.model, m)))
@@ -227,7 +224,7 @@ def check_trainable(config: Config) -> None:
             f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
             "and checkpoint.every=0 writes none; give it a number of steps"
         )
-    if profiled_steps(config.train).stop > config.train.steps:
+    if profiled_steps(config.train.profile_steps).stop > config.train.steps:
         raise ValueError(
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "

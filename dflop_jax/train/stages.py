@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dflop_jax.config import TrainConfig, named_rates
+from dflop_jax.config import TrainConfig
+from dflop_jax.config_texts import named_rates
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups
@@ -62,7 +63,7 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
         why = "train.lora_rank" if name == LORA else stage
         raise ValueError(f"train.freeze names {name!r}, which {why} trains; drop one of the two")
     trained = [g for g in known if g in wanted and g not in config.freeze]
-    rates = named_rates(config)
+    rates = named_rates(config.learning_rates)
     for name in rates:
         if name not in trained:
             what = "which is frozen" if name in known else "which the model does not have"

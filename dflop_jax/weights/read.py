@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from dflop_jax.pipeline.held import initial_structs
+from dflop_jax.pipeline.cut import Box, Cut
+from dflop_jax.pipeline.held import initial_cuts, initial_structs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import Folder
 from dflop_jax.weights.slices import Range, pieces, read_slice
 
 Tree = Any
+WHOLE = Cut(P(), P())
 PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
 
@@ -24,7 +27,8 @@ def read_segment(
 ) -> Tree:
     """`held.initial_structs` from a folder; see `read_params`."""
     s = segment.plan
-    return read_params(folder, s.module, initial_structs(segment), s.start, initial)
+    structs, cuts = initial_structs(segment), initial_cuts(segment)
+    return read_params(folder, s.module, structs, s.start, initial, cuts)
 
 
 def read_params(
@@ -33,6 +37,7 @@ def read_params(
     structs: Tree,
     start: int = 0,
     initial: Callable[[], Tree] | None = None,
+    cuts: Tree = None,
 ) -> Tree:
     """Parameters of (a part of) a module, each read into the shards that this process holds.
 
@@ -44,6 +49,7 @@ def read_params(
       structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
         are stacked along the first dim.
       start: which of the module's layers is the first in `structs`.
+      cuts: how data ranks share what is in `structs`; None: all as in the folder.
       initial: makes parameters like `structs`, for those that the folder's map leaves out; called
         only if there are such.
 
@@ -56,12 +62,12 @@ def read_params(
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     given: dict[Any, jax.Array] = {}
 
-    def one(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: Cut = WHOLE) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             if part == "layers":
                 tensors = tensors[start : start + struct.shape[0]]
-            return _read_leaf(folder, tensors, struct, part == "layers")
+            return _read_leaf(folder, tensors, struct, cut, part == "layers")
         if initial is not None and not given:
             given.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in given:
@@ -71,39 +77,65 @@ def read_params(
             )
         return given[path]
 
-    params = jax.tree.map_with_path(one, structs)
+    params = jax.tree.map_with_path(one, structs, *([cuts] if cuts else []))
     folder.close()
     return params
 
 
 def _read_leaf(
-    folder: Folder, tensors: Sequence[Tensor], struct: jax.ShapeDtypeStruct, stacked: bool
+    folder: Folder,
+    tensors: Sequence[Tensor],
+    struct: jax.ShapeDtypeStruct,
+    cut: Cut,
+    stacked: bool,
 ) -> jax.Array:
     sharding = struct.sharding
     assert sharding is not None, "read_params needs to know where the parameters go"
-    holders: dict[tuple[Range, ...], list[jax.Device]] = {}
+    holders: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
         ranges = tuple(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True))
         holders.setdefault(ranges, []).append(device)
     shards = [
         shard
         for ranges, devices in holders.items()
-        for shard in _read_shard(folder, tensors, struct.dtype, ranges, devices, stacked)
+        for shard in _read_cut(folder, tensors, struct.dtype, ranges, devices, cut, stacked)
     ]
     return jax.make_array_from_single_device_arrays(
         struct.shape, sharding, shards, dtype=struct.dtype
     )
 
 
+def _read_cut(
+    folder: Folder,
+    tensors: Sequence[Tensor],
+    dtype: Any,
+    ranges: Box,
+    devices: Sequence[jax.Device],
+    cut: Cut,
+    stacked: bool,
+) -> list[jax.Array]:
+    """One shard of what is held of a parameter, on each of the devices that hold it."""
+    if not cut.part:
+        return _read_shard(folder, tensors, dtype, ranges, devices, stacked)
+    shape = tuple(stop - start for start, stop in ranges)
+    shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
+    for (_, there), box in cut.boxes(ranges):
+        place = np.asarray([*[0] * (len(shape) - 1), there.start], np.int32)
+        sizes = (*shape[:-1], there.stop - there.start)
+        parts = _read_shard(folder, tensors, dtype, box, devices, stacked)
+        shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
+    return shards
+
+
 def _read_shard(
     folder: Folder,
     tensors: Sequence[Tensor],
     dtype: Any,
-    ranges: tuple[Range, ...],
+    ranges: Box,
     devices: Sequence[jax.Device],
     stacked: bool,
 ) -> list[jax.Array]:
-    """One shard of a parameter, on each of the devices that hold it."""
+    """A box of a parameter, on each of the devices that hold it."""
     layers, inner = (ranges[0], ranges[1:]) if stacked else ((0, 1), ranges)
     layout = tensors[0].layout
     shape = tuple(stop - start for start, stop in ranges)

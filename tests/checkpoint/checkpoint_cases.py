@@ -16,7 +16,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import placed_structs
+from dflop_jax.pipeline.held import held_cuts, placed_structs, split_cuts
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -119,9 +119,12 @@ def joined(ex: Executor):
     """Parameters, both moments and the counters on the host, without a trace of the plan."""
     adam = {n: state[0] for n, state in ex.state.opt_state.items()}
     trees = [ex.state.params, *({n: getattr(a, k) for n, a in adam.items()} for k in ("mu", "nu"))]
+    segments = ex.programs.segments.items()
+    held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
     leaves = jax.tree.leaves(ex.state.opt_state)
     counts = {int(a) for a in leaves if np.issubdtype(a.dtype, np.integer)}
-    return [plain.join(ex.plan, tree) for tree in trees], counts
+    cuts = (held, split, split)
+    return [plain.join(ex.plan, *one) for one in zip(trees, cuts, strict=True)], counts
 
 
 def assert_same(got, want) -> None:

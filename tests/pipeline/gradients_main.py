@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from dflop_jax.pipeline import compiling
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import split_cuts
 from tests.small import Small
 
 from . import plain
@@ -39,6 +40,9 @@ LAYOUTS = {
     (4, 1): {
         "chunks of both on two ranks of two": lambda m: chunked(
             m, 2, {"vision": 1, "llm": 2}, 2, data=2
+        ),
+        "blocks of two on four": lambda m: plain.with_zero(
+            plan_of(m, (0, 1, 4, 1), (0, 1, 4, 1)), vision=(2, 2), llm=(3, 2)
         ),
     },
 }  # fmt: skip
@@ -93,12 +97,16 @@ def check(want, name, plan):
     part = ex.run_step(schedule, arrays, scales).local()
     compared = 0
     for n, tree in captured.items():
-        s = ex.programs.segments[n].plan
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        s, cuts = ex.programs.segments[n].plan, split_cuts(ex.programs.segments[n])
+        of_tree = jax.tree.leaves({p: cuts[p] for p in tree})
+        for (path, leaf), cut in zip(
+            jax.tree_util.tree_leaves_with_path(tree), of_tree, strict=True
+        ):
             at = jax.tree_util.keystr(path)
             full = want[f"['{s.module}']{at}"]
             scale = np.abs(full).max()
             full = full[s.start : s.stop] if at.startswith("['layers']") else full
+            full = cut.hold(full)
             for shard in leaf.addressable_shards:
                 w, g = full[shard.index], np.asarray(shard.data)
                 assert np.abs(g - w).max() <= 1e-5 * scale, (name, n, at)

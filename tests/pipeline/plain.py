@@ -223,14 +223,37 @@ def run_module(module, params, fields):
     return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
 
 
-def join(plan: Plan, trees: dict[str, dict]) -> dict[str, dict]:
-    """Per-segment trees -> per-module trees of numpy arrays, layers concatenated."""
+def whole_of(cut, held) -> np.ndarray:
+    """A parameter from what data and tensor ranks hold of it, flat or not."""
+    held = np.asarray(held)
+    if not cut.part:
+        return held
+    lead = held.shape[: held.ndim - len(cut.part)]
+    blocks = held.reshape(*lead, cut.copies, cut.data, cut.model, -1)
+    pieces = blocks[..., 0, :, :, :]
+    for copy in range(1, cut.copies):
+        np.testing.assert_array_equal(blocks[..., copy, :, :, :], pieces)
+    n = int(np.prod(cut.part))
+    parts = []
+    for rank in range(cut.model):
+        mine = np.concatenate([pieces[..., d, rank, :] for d in range(cut.data)], axis=-1)
+        parts.append(mine[..., :n].reshape(*lead, *cut.part))
+    return np.concatenate(parts, axis=len(lead) + max(cut.tensor_dim, 0))
+
+
+def join(
+    plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None
+) -> dict[str, dict]:
+    """Per-segment trees -> per-module trees of numpy arrays, layers concatenated; `cuts` say by
+    segment how the arrays are cut, if some may be flat."""
     out = {}
     for module in plan.layout.modules:
         parts: dict = {}
         for s in plan.layout.segments_of(module):
             for part, tree in trees.get(s.name, {}).items():
                 host = jax.tree.map(np.asarray, tree)
+                if cuts is not None:
+                    host = jax.tree.map(whole_of, cuts[s.name][part], host)
                 if part in ("layers", "adapter") and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host
@@ -292,7 +315,12 @@ def _block(name: str, first: int, stage: int, data: int, model: int) -> SubmeshP
     return SubmeshPlan(name, first, stage=stage, data=data, model=model)
 
 
-def with_zero(plan: Plan, **degrees: int) -> Plan:
-    """The plan with other degrees of sharding of some modules."""
-    changed = (replace(s, zero=degrees.get(s.module, s.zero)) for s in plan.layout.segments)
-    return plan.with_layout(segments=tuple(changed))
+def with_zero(plan: Plan, **degrees: int | tuple[int, int]) -> Plan:
+    """The plan with other degrees of sharding of some modules, or (degree, devices of a block)."""
+
+    def changed(s):
+        degree = degrees.get(s.module, s.zero)
+        zero, devices = degree if isinstance(degree, tuple) else (degree, 0)
+        return replace(s, zero=zero, shard_devices=devices)
+
+    return plan.with_layout(segments=tuple(map(changed, plan.layout.segments)))

@@ -10,11 +10,12 @@ import pytest
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import param_structs
+from dflop_jax.pipeline.held import param_structs, split_cuts
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
 from ..checkpoint.checkpoint_cases import reader_of, save, saver_of
+from ..small import Small
 from . import plain
 
 TRAIN = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2)
@@ -22,10 +23,10 @@ NANO = build("nano")
 SAMPLES = plain.random_samples(NANO, 8, 5, max_tiles=0)
 
 
-def executor(zero, data, *, dtype="float32", size=NANO.size):
-    m = dataclasses.replace(NANO, size=size, dtype=jax.numpy.dtype(dtype))
+def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None):
+    m = m or dataclasses.replace(NANO, size=size, dtype=jax.numpy.dtype(dtype))
     plan = plain.plan_of(m, None, (0, 1, data, 1), bucket=(0, 96))
-    plan = plain.with_zero(plan, llm=zero)
+    plan = plain.with_zero(plan, llm=(zero, block))
     return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
 
 
@@ -42,9 +43,15 @@ def steps(ex, first, n):
 
 
 def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
-    split, alone = executor(3, 2), executor(1, 1)
+    """Of 6 ranks on 5 and on two blocks of 2, which divide different dims of the parameters, and
+    few; and of the blocks on 5."""
+    split, alone, blocks = (
+        executor(zero, data, block=block, m=Small())
+        for zero, data, block in ((3, 6, 0), (1, 5, 0), (2, 4, 2))
+    )
+    others = (alone, blocks)
     try:
-        for ex in (split, alone):
+        for ex in (split, *others):
             ex.init(0)
             ex.compile()
         before = steps(split, 0, 2)
@@ -54,15 +61,21 @@ def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
         assert max(want) < min(before)
         saver.restore(reader_of(saver, 2))
         assert steps(split, 2, 2) == want
-        saver_of(alone, tmp_path).restore(reader_of(saver, 2))
-        assert steps(alone, 2, 2) == pytest.approx(want, rel=1e-5)
+        for other in others:
+            saver_of(other, tmp_path).restore(reader_of(saver, 2))
+            assert steps(other, 2, 2) == pytest.approx(want, rel=1e-5)
+        saver = saver_of(blocks, tmp_path)
+        save(saver, 4)
+        saver_of(alone, tmp_path).restore(reader_of(saver, 4))
+        assert steps(alone, 4, 1) == pytest.approx(steps(blocks, 4, 1), rel=1e-5)
     finally:
-        split.close()
-        alone.close()
+        for ex in (split, *others):
+            ex.close()
 
 
 def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
-    split, whole = executor(3, 4, dtype="bfloat16"), executor(1, 2, dtype="bfloat16")
+    split = executor(3, 4, dtype="bfloat16")
+    whole = executor(1, 6, block=3, dtype="bfloat16")
     exact = executor(1, 1)
     try:
         for seed, ex in enumerate((split, whole, exact)):
@@ -72,7 +85,9 @@ def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
         masters = jax.tree.map(np.asarray, split.state.masters["llm"])
         for ex in (whole, exact):
             saver_of(ex, tmp_path).restore(reader_of(saver, 1))
-        jax.tree.map(np.testing.assert_array_equal, whole.state.masters["llm"], masters)
+        cuts = split_cuts(whole.programs.segments["llm"])
+        again = jax.tree.map(plain.whole_of, cuts, whole.state.masters["llm"])
+        jax.tree.map(np.testing.assert_array_equal, again, masters)
         jax.tree.map(np.testing.assert_array_equal, exact.state.params["llm"], masters)
         for ex in (split, whole):
             for held, master in zip(
@@ -97,7 +112,7 @@ def device_bytes(tree):
 
 @pytest.mark.parametrize("dtype, item", [("float32", 4), ("bfloat16", 2)])
 def test_a_degree_says_what_a_device_holds(dtype, item):
-    """On 3 ranks, which divide the width and nothing else."""
+    """On 3 ranks, which divide every matrix's width, and no bias of 8."""
     decoder = dataclasses.replace(NANO.size.decoder, width=24, n_heads=3, n_kv_heads=1)
     size = dataclasses.replace(NANO.size, decoder=decoder)
     held = {}
@@ -111,9 +126,9 @@ def test_a_degree_says_what_a_device_holds(dtype, item):
     sizes = {jax.tree_util.keystr(path): a.size
              for path, a in jax.tree_util.tree_leaves_with_path(structs)}  # fmt: skip
     n_whole = sum(sizes.values())
-    n_biases = sum(n for name, n in sizes.items() if "bias" in name)
-    assert n_biases == 4 * (3 + 1 + 1) * 8
-    n_split = (n_whole - n_biases) // 3 + n_biases
+    # Of 4 layers' biases of queries, keys and values: 24, 8 and 8, which a third of takes 3 of.
+    assert sum(n for name, n in sizes.items() if "bias" in name) == 4 * (24 + 8 + 8)
+    n_split = (n_whole - 4 * (8 + 8)) // 3 + 4 * (3 + 3)
     counters = held[1]["opt_state"] - 8 * n_split
     assert 0 < counters < 100
     for zero, found in held.items():

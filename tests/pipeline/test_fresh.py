@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from dflop_jax.pipeline import fresh
-from dflop_jax.pipeline.held import grad_structs, placed_structs
+from dflop_jax.pipeline.held import grad_structs, held_cuts, placed_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.programs import Training, make_programs
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, stand_in_groups
@@ -23,7 +23,10 @@ PLANS = {
     "a device each": (SMALL, (0, 1, 1, 1), (1, 1, 1, 1), {}),
     "stages, data and model": (MODEL, (0, 1, 2, 2), (0, 2, 2, 2), {"group_size": 2}),
     "two segments of the LLM": (SMALL, (0, 1, 4, 1), (4, 1, 1, 2), {"llm_segments": 2}),
+    "flat": (SMALL, (0, 1, 5, 1), (0, 1, 3, 2), {}),
+    "blocks": (SMALL, (0, 1, 6, 1), (0, 2, 4, 1), {"group_size": 2}),
 }
+ZERO = {"flat": {"vision": 3, "llm": 3}, "blocks": {"vision": (3, 3), "llm": (3, 2)}}
 
 
 def alone(module, part, key):
@@ -58,17 +61,19 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
     monkeypatch.setattr(fresh, "place", spied)
     model, vision, llm, options = PLANS[name]
     plan = plain.plan_of(model, vision, llm, **options)
+    plan = plain.with_zero(plan, **ZERO.get(name, {}))
     for segment in make_segments(model, plan.layout, jax.devices()).values():
         got = draw(segment, jax.random.key(7, impl="rbg"))
-        structs = placed_structs(segment)
+        structs, cuts = placed_structs(segment), held_cuts(segment)
         for part, tree in got.items():
             want = wanted[model.modules[segment.plan.module], part]
             if part == "layers":
                 want = jax.tree.map(lambda a, s=segment.plan: a[s.start : s.stop], want)
-            for g, w, struct in zip(
-                *map(jax.tree.leaves, (tree, want, structs[part])), strict=True
+            for g, w, struct, cut in zip(
+                *map(jax.tree.leaves, (tree, want, structs[part], cuts[part])), strict=True
             ):
-                np.testing.assert_array_equal(g, w)
+                np.testing.assert_array_equal(plain.whole_of(cut, g), w)
+                assert bool(cut.part) or name != "blocks"
                 assert g.sharding == struct.sharding
     on_host = draw is fresh.draw_by_parts
     assert (sum(placed) > 100) == on_host  # else keys, and nothing that a host has drawn

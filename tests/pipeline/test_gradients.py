@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import held_cuts, split_cuts
 from dflop_jax.plan.baselines import pytorch
 from models.llava import build
 from tests.small import Small
@@ -44,7 +45,9 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
     try:
         ex.init(0)
         change(ex)
-        params = plain.join(plan, ex.state.params)
+        segments = ex.programs.segments.items()
+        held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
+        params = plain.join(plan, ex.state.params, held)
         ex.compile()
         arrays = plain.pack(m, plan, schedule, samples)
         scales = plain.scales_of(arrays)
@@ -64,7 +67,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
         result = ex.run_step(schedule, arrays, scales).result()
         return (
             result.sums["llm.loss_sum"] * scales["llm"],
-            plain.join(plan, captured),
+            plain.join(plan, captured, split),
             params,
             result,
         )
@@ -91,7 +94,6 @@ def assert_trees_close(got, want, tolerance=1e-5):
 
 # name -> (vision (first, stage, data, model), llm, options)
 PLANS = {
-    "2+6, dp 2 and 3": ((0, 1, 2, 1), (2, 1, 3, 1), {}),
     "2+6, tp 2 and dp 3 x tp 2": ((0, 1, 1, 2), (2, 1, 3, 2), {}),
     "4+4, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
     "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
@@ -123,11 +125,23 @@ PLANS = {
     "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
     "gpipe": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2, "order": "gpipe"}),
     "rows": ((0, 1, 2, 1), (2, 1, 2, 1), {"rows": 2}),
+    "3+5, dp 3 and 5": ((0, 1, 3, 1), (3, 1, 5, 1), {}),
+    "dp 7 and 6, shared": ((0, 1, 7, 1), (0, 1, 6, 1), {}),
+    "dp 5, llm stage 2 of dp 3": ((0, 1, 5, 1), (0, 2, 3, 1), {"group_size": 2}),
+    "blocks of dp 6 and 2 x tp 2": ((0, 1, 6, 1), (0, 1, 4, 2), {}),
+    "blocks of dp 6, llm stage 2 of dp 4": ((0, 1, 6, 1), (0, 2, 4, 1), {"group_size": 2}),
 }
 
 
-# What some of them split over data ranks.
+# What some of them split over data ranks: of 3, 5, 6 and 7 ranks most parameters are held flat.
 ZERO = {
+    "2+6, tp 2 and dp 3 x tp 2": {"llm": 3},
+    "3+5, dp 3 and 5": {"vision": 3, "llm": 2},
+    "dp 7 and 6, shared": {"vision": 1, "llm": 3},
+    "dp 5, llm stage 2 of dp 3": {"vision": 3, "llm": 3},
+    # Blocks of two, two and three data ranks.
+    "blocks of dp 6 and 2 x tp 2": {"vision": (1, 2), "llm": (3, 4)},
+    "blocks of dp 6, llm stage 2 of dp 4": {"vision": (3, 3), "llm": (2, 2)},
     "4+4, dp 4 and tp 2 x dp 2": {"vision": 3, "llm": 2},
     "llm stage 2, dp 2, tp 2 on 8, shared": {"vision": 2, "llm": 3},
     "tied across segments of dp 2 x tp 2": {"vision": 2, "llm": 3},

@@ -14,27 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.gpu_compile.hlo_gathers import parameter_gathers
 from dflop_jax.pipeline import shards
+from dflop_jax.pipeline.cut import Cut, axes_of, cut_over
 
-LAYERS, WIDTH, MLP, ROWS = 3, 8, 6, 4
+from .plain import whole_of
 
-
-@pytest.mark.parametrize(
-    "shape, spec, ways, want",
-    [
-        ((6, 4), P(None, None), 2, P("data", None)),
-        ((5, 4), P(None, None), 2, P(None, "data")),
-        ((5, 3), P(None, None), 2, P(None, None)),
-        ((6, 4), P("model", None), 2, P("model", "data")),
-        ((2, 6, 4), P("stage", None, "model"), 3, P("stage", "data", "model")),
-        ((2, 4), P("stage", "model"), 2, P("stage", "model")),
-        ((0, 4), P(None, None), 2, P(None, "data")),
-        ((), P(), 2, P()),
-        ((6, 4), P(None, None), 1, P(None, None)),
-    ],
-)
-def test_the_first_free_dim_that_divides_is_split(shape, spec, ways, want):
-    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert shards.split_spec(struct, spec, ways) == want
+LAYERS, WIDTH, MLP, ROWS = 3, 8, 6, 60
 
 
 def layer(p, x):
@@ -53,17 +37,17 @@ def plain(layers, x, dy):
 
 
 SPECS = {
-    "up": P(None, None, "model"),
-    "down": P(None, "model", None),
-    "bias": P(None, None),
-    "odd": P(None, None),
+    "up": P("stage", None, "model"),
+    "down": P("stage", "model", None),
+    "bias": P("stage", None),
+    "odd": P("stage", None),
 }
 
 
-def program(mesh, specs):
+def program(mesh, cuts):
     """The same on data ranks: layers in pieces, gathered forward and backward, summed back."""
-    gather = partial(shards.gather, mesh, specs)
-    whole = [k for k, s in specs.items() if "data" not in s]
+    gather = partial(shards.gather, mesh, cuts)
+    whole = [k for k, cut in cuts.items() if not cut.is_split]
 
     def vary(tree):
         return {k: jax.lax.pcast(a, ("data",), to="varying") if k in whole else a
@@ -79,7 +63,7 @@ def program(mesh, specs):
         def backward(carry, p, now):
             (dh, totals), (i, h) = carry, now
             dp, dh = jax.vjp(layer, p, h)[1](dh)
-            dp = shards.scatter(mesh, specs, dp)
+            dp = shards.scatter(mesh, cuts, dp)
             return (dh, {k: a.at[i].add(dp[k]) for k, a in totals.items()}), None
 
         out, hs = shards.scan_layers(gather, forward, x, layers)
@@ -88,7 +72,10 @@ def program(mesh, specs):
         )
         return out, {k: jax.lax.psum(a, "data") if k in whole else a for k, a in totals.items()}, dx
 
-    manual = {k: P(*("data" if a == "data" else None for a in s)) for k, s in specs.items()}
+    manual = {
+        k: P(*("data" if "data" in axes_of(a) else None for a in cut.spec))
+        for k, cut in cuts.items()
+    }
     mapped = jax.shard_map(
         body,
         mesh=mesh,
@@ -99,8 +86,16 @@ def program(mesh, specs):
     return jax.jit(mapped)
 
 
-@pytest.mark.parametrize("data, model", [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_layers_in_pieces_equal_whole_ones(data, model):
+@pytest.mark.parametrize("data, model, flat", [
+    (1, 1, ""),
+    (2, 1, "odd"),
+    (4, 1, "bias odd"),
+    (2, 2, "odd"),
+    (5, 1, "bias down odd up"),
+    (3, 2, "down up"),
+])  # fmt: skip
+def test_layers_in_pieces_equal_whole_ones(data, model, flat):
+    """Those that ranks divide no dim of are held flat."""
     rng = np.random.default_rng(0)
     shapes = {"up": (WIDTH, MLP), "down": (MLP, WIDTH), "bias": (MLP,), "odd": (3,)}
     layers = {k: rng.normal(size=(LAYERS, *s)).astype(np.float32) * 0.3 for k, s in shapes.items()}
@@ -108,17 +103,23 @@ def test_layers_in_pieces_equal_whole_ones(data, model):
     mesh = Mesh(np.array(jax.devices()[: data * model]).reshape(1, data, model),
                 ("stage", "data", "model"))  # fmt: skip
     # As of a segment: the layers' dim is never split over data.
-    lead = {k: P("stage", *s[1:]) for k, s in SPECS.items()}
-    specs = {k: shards.split_spec(jax.ShapeDtypeStruct(a.shape, a.dtype), lead[k], data)
-             for k, a in layers.items()}  # fmt: skip
-    specs = {k: P(None, *s[1:]) for k, s in specs.items()}
-    assert ("data" in specs["up"], "data" in specs["odd"]) == (data > 1, False)
-    run = program(mesh, specs)
-    put = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in layers.items()}
+    cuts = {
+        k: cut_over(
+            jax.ShapeDtypeStruct(a.shape, a.dtype), SPECS[k], stacked=True, data=data, model=model
+        )
+        for k, a in layers.items()
+    }
+    assert " ".join(sorted(k for k, cut in cuts.items() if cut.part)) == flat
+    run = program(mesh, cuts)
+    put = {
+        k: jax.device_put(cuts[k].hold(a), NamedSharding(mesh, cuts[k].spec))
+        for k, a in layers.items()
+    }
     with jax.default_matmul_precision("highest"):
         compiled = run.lower(put, x, dy).compile()
         got, want = compiled(put, x, dy), plain(layers, x, dy)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    sums = {k: whole_of(cuts[k], a) for k, a in got[1].items()}
+    for g, w in zip(jax.tree.leaves((got[0], sums, got[2])), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
     for k, a in got[1].items():
         assert a.sharding.shard_shape(a.shape) == put[k].sharding.shard_shape(a.shape)
@@ -135,12 +136,13 @@ def test_layers_in_pieces_equal_whole_ones(data, model):
 def test_bfloat16_is_gathered_as_it_is_and_summed_in_float32():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4, 1), ("stage", "data", "model"))
     specs, rng = [P("data"), P(None, "data")], np.random.default_rng(1)
+    cuts = [Cut(P(*[None] * len(spec)), spec) for spec in specs]
     arrays = [rng.normal(size=(4,)).astype(jnp.bfloat16),
               rng.normal(size=(3, 8)).astype(jnp.bfloat16)]  # fmt: skip
 
     def body(*pieces):
-        whole = shards.gather(mesh, specs, list(pieces))
-        return [w[None] for w in whole], shards.scatter(mesh, specs, whole)
+        whole = shards.gather(mesh, cuts, list(pieces))
+        return [w[None] for w in whole], shards.scatter(mesh, cuts, whole)
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), axis_names={"data"},
                                 out_specs=([P("data"), P("data")], specs)))  # fmt: skip

@@ -426,10 +426,13 @@ def run(*asked, **options):
 
 
 def searched_anew(
-    policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3, **kwargs
-):
+    policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3,
+    shard_devices=0, **kwargs,
+):  # fmt: skip
     """A search, of the usual profiles where none are given."""
-    config = dataclasses.replace(CONFIG, policy=policy, effort=effort, finalists=finalists)
+    config = dataclasses.replace(
+        CONFIG, policy=policy, effort=effort, finalists=finalists, shard_devices=shard_devices
+    )
     return search_plan(
         profile or model_profile(),
         data or data_profile(),

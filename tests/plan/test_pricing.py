@@ -226,6 +226,41 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
             assert took[zero - 1] - took[0] == pytest.approx(extra + waits)
 
 
+def test_blocks_gather_inside_and_add_up_between():
+    """Two nodes of 4: what is shared within a node travels there, layer by layer; what the step
+    adds up between nodes is a rank's part, once."""
+    base, model = plan((1, 8, 1)), linked()
+
+    def prices(zero, devices):
+        segments = tuple(dataclasses.replace(s, zero=zero, shard_devices=devices)
+                         for s in base.layout.segments)  # fmt: skip
+        return plan_prices(base.with_layout(segments=segments).layout, model)
+
+    part = PARAMS["a"] / 4
+    between = sum(of(part, 2, HARDWARE, stride=4) for of in (reduce_scatter_s, all_gather_s))
+    assert between > 2e-5  # a network's, not a node's
+    update = 7 * part / HARDWARE.memory_bandwidth
+    within = reduce_scatter_s(PARAMS["a"], 4, HARDWARE)
+    for zero in (1, 2, 3):
+        end = prices(zero, 4).step_end
+        reduced = end[Task("a", NO_GROUP, REDUCE)]
+        assert reduced == pytest.approx(between + within * (zero == 1))
+        gathered = all_gather_s(PARAMS["a"], 4, HARDWARE) * (zero < 3)
+        assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(update + gathered)
+    on_four = plan((1, 4, 1))
+    on_four = on_four.with_layout(
+        segments=tuple(dataclasses.replace(s, zero=3) for s in on_four.layout.segments)
+    )
+    four = plan_prices(on_four.layout, model).programs
+    blocks, all_ranks = prices(3, 4).programs, prices(3, 0).programs
+    for direction in (FORWARD, BACKWARD):
+        key = ProgramId("a", Shape(2, 16), direction)
+        assert blocks[key].static_s == pytest.approx(four[key].static_s)
+        assert blocks[key].static_s < all_ranks[key].static_s
+    # Blocks of 3 devices do not divide 8 ranks.
+    assert prices(3, 3) == prices(3, 0)
+
+
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
     loose = plan_prices(plan(segments=2).layout, linked()).step_end
     tied = plan_prices(plan(segments=2, tied=["b"]).layout, linked(["b"])).step_end

@@ -149,6 +149,31 @@ def test_parameters_are_shared_where_they_do_not_fit():
             run("orch", 4, zero=1, memory_bytes=limit, **options)
 
 
+def test_nodes_share_among_themselves_where_memory_holds_it():
+    """Two nodes of 2 and a slow network between them, heavy parameters that all are shared."""
+    heavy = dataclasses.replace(
+        model_profile(degrees=(1,)), layer_param_bytes={"vision": 10**4, "llm": 10**7}
+    )
+    slow = dataclasses.replace(LINKS, devices_per_node=2, network_bandwidth=1e5)
+
+    def best(**options):
+        options |= {"profile": on(slow, heavy), "zero": 3}
+        return run("orch", 4, allowed=lambda m: m.stage == 1, **options).candidates[0]
+
+    def blocks(candidate):
+        layout = candidate.plan.layout
+        assert layout.data_ranks("llm") == 4
+        return {s.shard_devices for s in layout.segments_of("llm")}
+
+    free, of_all = best(), best(shard_devices=4)
+    assert (blocks(free), blocks(of_all)) == ({2}, {4})
+    assert free.makespan_s < of_all.makespan_s
+    assert free.peak_bytes > 1.5 * of_all.peak_bytes
+    tight = best(memory_bytes=1.05 * of_all.peak_bytes)
+    assert blocks(tight) == {0}
+    assert free.makespan_s < tight.makespan_s <= of_all.makespan_s
+
+
 def test_options_follow_the_buckets_that_were_chosen():
     plan = with_remat(run(profile=keeps_little()).plan, "layers")
     small, large = (

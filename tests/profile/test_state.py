@@ -16,8 +16,8 @@ from dflop_jax.profile.state import (
     end_bytes,
     ends_bytes,
     layer_bytes,
-    shared_share,
-    split_bytes,
+    shard_bytes,
+    shard_share,
     state_bytes,
     whole_bytes,
 )
@@ -32,10 +32,12 @@ PROFILE = assembled(
 )
 
 
-def held(module: str, mesh: MeshShape, zero: int) -> tuple[float, float]:
+def held(module: str, mesh: MeshShape, zero: int, devices: int = 0) -> tuple[float, float]:
     """(bytes of parameters, of gradients) on one device, by their shardings."""
     spec = MODEL.modules[module]
-    plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True, "none", zero)
+    plan = SegmentPlan(
+        module, module, 0, spec.n_layers, "m", True, True, "none", zero, shard_devices=devices
+    )
     segment = Segment(
         plan, spec, device_mesh(mesh, jax.devices()), 1, frozenset(parts_of(plan, spec))
     )
@@ -55,27 +57,53 @@ def test_what_is_held_is_what_shardings_say(module, data, zero):
     mesh, n_layers = MeshShape(data=data), MODEL.modules[module].n_layers
     plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
     params, grads = held(module, mesh, zero)
-    size = sum(split_bytes(plan, MeshShape(), PROFILE))
-    own, whole = split_bytes(plan, mesh, PROFILE)
-    moments = 2 * (own + whole)
+    size, shard = (shard_bytes(plan, shape, PROFILE) for shape in (MeshShape(), mesh))
     got = state_bytes(plan, mesh, PROFILE, trained=True)
-    assert got == pytest.approx(params + grads + moments)
-    assert params == pytest.approx(own + whole if zero == 3 else size)
+    assert got == pytest.approx(params + grads + 2 * shard)
+    assert params == pytest.approx(shard if zero == 3 else size)
+    assert grads == pytest.approx(shard if zero >= 2 else size)
     assert state_bytes(plan, mesh, PROFILE, trained=False) == pytest.approx(params)
 
 
-def test_the_share_that_ranks_divide_by_hand():
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_block_of_ranks_holds_all_of_it(zero):
+    """Two blocks of 3 ranks hold what 3 ranks do."""
+    plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
+    plan = dataclasses.replace(plan, zero=zero, shard_devices=3)
+    assert held("llm", MeshShape(data=6), zero, 3) == held("llm", MeshShape(data=3), zero)
+    in_blocks, alone = (state_bytes(plan, MeshShape(data=n), PROFILE, trained=True) for n in (6, 3))
+    assert in_blocks == alone
+
+
+@pytest.mark.parametrize("devices, model, wanted", [
+    (0, 1, [1, 4, 6, 8, 12]),
+    (4, 1, [1, 4, 6, 4, 4]),
+    (4, 2, [1, 2, 2, 2, 2]),
+    (4, 4, [1, 4, 6, 8, 12]),
+    (3, 1, [1, 4, 3, 8, 3]),
+])  # fmt: skip
+def test_ranks_of_a_block(devices, model, wanted):
+    """Whole data ranks, several of them, that divide the degree; else there are no blocks."""
+    plan = SegmentPlan("m", "m", 0, 1, "m", True, True, shard_devices=devices)
+    degrees = np.array([1, 4, 6, 8, 12])
+    assert plan.shard_ranks(degrees, model).tolist() == wanted
+    assert [plan.shard_ranks(int(n), model) for n in degrees] == wanted
+
+
+def test_a_ranks_share_by_hand():
     many = (ParamDims((6, 10), split=1), ParamDims((7,)), ParamDims((4, 4), split=0))
-    got = shared_share(many, np.array([1, 2, 3, 4, 5, 7, 11]))
-    np.testing.assert_allclose(got, np.array([83, 76, 60, 16, 0, 7, 0]) / 83)
-    assert shared_share((), 5) == 1.0
+    got = shard_share(many, np.array([1, 2, 3, 4, 100]))
+    np.testing.assert_allclose(got, np.array([83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]) / 83)
+    # Two tensor ranks have 30, 7 and 8 elements.
+    np.testing.assert_allclose(shard_share(many, 4, model=2), (8 + 2 + 2) / 45)
+    assert shard_share((), 5) == 0.2
 
 
 def test_only_gathered_parameters_are_whole_at_the_end():
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
     one, three = (dataclasses.replace(plan, zero=z) for z in (1, 3))
-    own = sum(split_bytes(plan, MeshShape(data=4), PROFILE))
-    size = sum(split_bytes(plan, MeshShape(), PROFILE))
+    own = shard_bytes(plan, MeshShape(data=4), PROFILE)
+    size = shard_bytes(plan, MeshShape(), PROFILE)
     assert end_bytes(three, MeshShape(data=4), PROFILE) == pytest.approx(1.7 * own)
     assert end_bytes(one, MeshShape(data=4), PROFILE) == pytest.approx(2.0 * own + size)
     assert end_bytes(one, MeshShape(), PROFILE) == end_bytes(three, MeshShape(), PROFILE)

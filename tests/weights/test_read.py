@@ -1,18 +1,21 @@
 """Reading a folder into submeshes: every value in its place, no byte read twice."""
 
+import dataclasses
 import math
 
 import jax
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.held import placed_structs
+from dflop_jax.pipeline.held import held_cuts, placed_structs
 from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.records import SubmeshPlan
 from dflop_jax.weights import Folder, ModuleParams, read, read_params, read_segment, write_folder
 from dflop_jax.weights.slices import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
 
+from ..pipeline.plain import whole_of
 from .conftest import MODEL, PLAN, held, random_params
 
 LAYOUTS = [
@@ -60,8 +63,20 @@ def test_pieces_are_the_whole(layout, limit, layers):
     assert seen.sum() == (layers[1] - layers[0]) * math.prod(layout.shape)
 
 
-@pytest.mark.parametrize("piece_bytes", [4096, 32 * 2**20])
-def test_segments_hold_their_slices(folder, params, monkeypatch, piece_bytes):
+# The same modules on other meshes, with their parameters in pieces, most of them flat: the tower's
+# of all data ranks, the LLM's of each block of 2.
+IN_PIECES = PLAN.with_layout(
+    submeshes=(SubmeshPlan("v", 0, 1, 3, 2), SubmeshPlan("a", 0, 1, 6, 1),
+               SubmeshPlan("b", 0, 2, 4, 1)),
+    segments=tuple(dataclasses.replace(s, zero=3, shard_devices=2 * (s.module == "llm"))
+                   for s in PLAN.layout.segments),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "plan, piece_bytes", [(PLAN, 4096), (PLAN, 32 * 2**20), (IN_PIECES, 32 * 2**20)]
+)
+def test_segments_hold_their_slices(folder, params, monkeypatch, plan, piece_bytes):
     monkeypatch.setattr(read, "PIECE_BYTES", piece_bytes)
     source = Folder(folder, MODEL.weights)
     source.check()
@@ -75,16 +90,18 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, piece_bytes):
         return array
 
     monkeypatch.setattr(source, "read", counted)
-    for s in make_segments(MODEL, PLAN.layout, jax.devices()).values():
+    for s in make_segments(MODEL, plan.layout, jax.devices()).values():
         found = read_segment(source, s)
         want = {part: params[s.plan.module][part] for part in s.parts}
         cut = slice(s.plan.start, s.plan.stop)
         want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
-        jax.tree.map(np.testing.assert_array_equal, found, want)
+        cuts = held_cuts(s)
+        whole = {part: jax.tree.map(whole_of, cuts[part], found[part]) for part in found}
+        jax.tree.map(np.testing.assert_array_equal, whole, want)
         shardings = jax.tree.map(lambda a: a.sharding, placed_structs(s))
         assert jax.tree.map(lambda a: a.sharding, found) == shardings
     # Nothing twice, whatever is replicated; nothing for others.
-    assert read_bytes == sum(a.nbytes for a in jax.tree.leaves(params))
+    assert plan is IN_PIECES or read_bytes == sum(a.nbytes for a in jax.tree.leaves(params))
 
 
 def one_device(params, dtype=np.float32):

@@ -1,0 +1,43 @@
+"""Settings that are written as text: what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def named_rates(entries: Iterable[str]) -> dict[str, float]:
+    """The entries of `train.learning_rates` by name.
+
+    Raises:
+      ValueError: an entry that is not NAME=NUMBER, or a name given twice.
+    """
+    rates: dict[str, float] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if name in rates:
+            raise ValueError(f"train.learning_rates gives {name!r} twice; drop one of them")
+        try:
+            rates[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not (name and equals):
+            raise ValueError(
+                f"train.learning_rates has {entry!r}; write NAME=RATE, such as vision=2e-6"
+            )
+    return rates
+
+
+def profiled_steps(text: str) -> range:
+    """The steps that `train.profile_steps` names; none for an empty text.
+
+    Raises:
+      ValueError: text that is not A:B with A up to B.
+    """
+    if not text:
+        return range(0)
+    first, _, last = (part.strip() for part in text.partition(":"))
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(
+            f"train.profile_steps={text!r}: write FIRST:LAST, steps counted from 0, such as 3:5"
+        )
+    return range(int(first), int(last) + 1)

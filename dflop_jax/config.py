@@ -128,6 +128,11 @@ class PlanConfig:
     max_microbatches: Annotated[
         NonNegativeInt, "most microbatches of a global batch tried; 0: by the batch and the memory"
     ] = 0
+    microbatches_per_stage: Annotated[
+        NonNegativeInt,
+        "microbatches of a group for each stage of a module that is a loop of stages: more keep it "
+        "fuller and hold more memory; 0: the fastest of 1, 2, 4 and 8",
+    ] = 0
     memory_bytes: Annotated[
         NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
     ] = 0.0

@@ -215,5 +215,6 @@ def _prepared(
         zero=spec.zero,
         hardware=spec.hardware,
         node_devices=spec.config.node,
+        microbatches_per_stage=spec.config.microbatches_per_stage,
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)

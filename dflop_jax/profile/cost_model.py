@@ -1,6 +1,7 @@
 """Seconds and bytes of any plan's segments, from a profile.
 
-Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
+Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees and the number
+of microbatches in a group.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         direction: str,
         moved: ShardSeconds = _AT_HAND,
@@ -121,10 +122,10 @@ class CostModel:
         return np.where(figures.is_there, seconds, 0.0)
 
     def group_content_s(
-        self, segment: SegmentPlan, mesh: MeshShape, group_size: int, direction: str
+        self, segment: SegmentPlan, mesh: MeshShape, group_size: Array, direction: str
     ) -> Array:
         """Seconds that a group's task takes more for a unit of each feature of the group's content,
-        [features, *data degrees].
+        [features, *data degrees], these with the group sizes where there are several.
 
         A stage sees every microbatch once, and S - 1 more times one of mean content: what it
         computes while the pipeline inside the segment fills and drains.
@@ -133,8 +134,8 @@ class CostModel:
         kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
         layer_s = sum(self.fits.content_s(segment.module, mesh.model, kind) for kind in kinds)
         ticks = group_size + stages - 1
-        alone_s = layer_s * segment.n_layers / stages * ticks / group_size
-        return np.multiply.outer(alone_s, self.slowdown(mesh))
+        alone_s = layer_s * segment.n_layers / stages
+        return np.multiply.outer(alone_s, self.slowdown(mesh) * (ticks / group_size))
 
     def hands_over(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, whose results its backward task begins with: not
@@ -209,7 +210,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         *,
         trained: bool,
@@ -231,7 +232,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         *,
         trained: bool,
@@ -252,8 +253,8 @@ class CostModel:
         of_tick = of_tick + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
         handed = ticks * of_tick
         work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
-        if backward and ticks > 1:
-            work = work + of_tick
+        if backward:
+            work = work + of_tick * (ticks > 1)
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):

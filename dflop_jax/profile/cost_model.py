@@ -241,26 +241,25 @@ class CostModel:
         """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
         takes beside its arguments and what it hands over).
 
-        What forward hands over is there for every tick of the loop over stages, those included in
-        which a stage has nothing of its own to do; backward copies that of the tick that it is at,
-        where there are several. A task that runs forward and backward holds all of it among its
+        What forward hands over is there for every microbatch; backward copies that of the one that
+        it is at, where there are several ticks. A task that runs forward and backward holds all of it among its
         temporaries, with the hidden states after the last layer and their gradients; when its loss
         is computed, backward has not begun.
         """
         stages, again, alone = mesh.stage, _again(segment), not self.hands_over(segment)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        of_tick = layers * figures[f"{again}.layer_bytes"]
-        of_tick = of_tick + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        handed = ticks * of_tick
+        of_one = layers * figures[f"{again}.layer_bytes"]
+        of_one = of_one + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        handed = group_size * of_one
         work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
         if backward:
-            work = work + of_tick * (ticks > 1)
+            work = work + of_one * (ticks > 1)
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):
             if alone:
                 work = np.maximum(work, figures[f"{again}.loss_bytes"])
-            work = work + handed + 2 * ticks * figures["hidden"]
+            work = work + handed + 2 * group_size * figures["hidden"]
             handed = np.zeros_like(handed)
         work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
         return handed, np.where(figures.is_there, work, 0.0)

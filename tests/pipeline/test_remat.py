@@ -134,7 +134,7 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert inner.unrolls
     assert last.unrolls
     assert device_bytes(structs) == kept
-    assert len(structs["ticks"]["layers 0"]) == 2  # of each layer its own
+    assert len(structs["microbatches"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
         assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want

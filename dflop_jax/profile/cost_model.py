@@ -242,9 +242,9 @@ class CostModel:
         takes beside its arguments and what it hands over).
 
         What forward hands over is there for every microbatch; backward copies that of the one that
-        it is at, where there are several ticks. A task that runs forward and backward holds all of it among its
-        temporaries, with the hidden states after the last layer and their gradients; when its loss
-        is computed, backward has not begun.
+        it is at, where there are several ticks. A task that runs forward and backward holds all of
+        it among its temporaries, with the hidden states after the last layer and their gradients;
+        when its loss is computed, backward has not begun.
         """
         stages, again, alone = mesh.stage, _again(segment), not self.hands_over(segment)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages

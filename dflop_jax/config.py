@@ -2,6 +2,8 @@
 
 The annotation of a field says what it may hold (a type, a `Literal` of names, bounds) and ends with
 its help line. Checks, conversions and the command line are made from the annotations alone.
+
+Long because every flag of a run stands here, with its help line.
 """
 
 from __future__ import annotations

@@ -134,6 +134,8 @@ def chosen(result: SearchResult) -> str:
         buckets += (
             f", up to {plan.layout.fan_in} groups of {' and '.join(plan.layout.divided)} for one"
         )
+    if plan.layout.group_size > 1:
+        buckets += f", groups of {plan.layout.group_size} microbatches"
     if plan.scheduling.kept:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
     return (

@@ -370,6 +370,19 @@ def test_modules_with_inner_edges_lie_in_segments_not_in_stages():
     assert any("generator=2x" in c.name for c in result.candidates)
 
 
+def test_a_loops_groups_are_as_large_as_asked():
+    """3 microbatches a stage, and not the usual numbers; without stages a group has one."""
+    config = dataclasses.replace(CONFIG, policy="orch", microbatches_per_stage=3)
+    result = search_plan(
+        model_profile(), data_profile(), n_devices=2, global_batch=BATCH, config=config,
+        refine=False, shown=20,
+    )  # fmt: skip
+    stages = [max(m.stage for m in c.plan.layout.submeshes) for c in result.candidates]
+    assert set(stages) == {1, 2}
+    sizes = [c.group_size for c in result.candidates]
+    assert sizes == [6 if n == 2 else 1 for n in stages]
+
+
 def test_sampled_batches():
     loads = data_profile().loads
     batches = sample_batches(loads, 8, 3)

@@ -25,7 +25,7 @@ from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
 
 MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
     "llm as 3 segments": ("dots", "named", "segment", "layers"),
-    "llm as 2 segments of stage 2": ("layers", "named", "dots"),
+    "llm as 2 segments of stage 2, 8 times as many": ("layers", "named", "dots"),
     "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
 }
 

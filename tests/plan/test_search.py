@@ -290,8 +290,9 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     free = run(profile=profile)
     step_s = free.plan.predicted.makespan_s
     bound = run(profile=dataclasses.replace(profile, host_s=step_s / 2))
-    assert [r.candidates[0].microbatches for r in (free, bound)] == [4, 1]
-    sizes = [max(s.size for s in r.plan.layout.shapes("llm")) for r in (free, bound)]
+    assert [r.candidates[0].cut for r in (free, bound)] == [4, 1]
+    layouts = [r.plan.layout for r in (free, bound)]
+    sizes = [max(s.size for s in x.shapes("llm")) * x.group_size for x in layouts]
     assert sizes[1] >= 2 * sizes[0]
     # A group of both modules keeps the host at work three times, one segment after the other.
     assert bound.plan.predicted.makespan_s >= 3 * step_s / 2

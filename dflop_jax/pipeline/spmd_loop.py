@@ -128,13 +128,12 @@ class _Loop:
         y = {"taps": tapped} if self.segment.taps else {}
         return y, self._scatter_over_stages(hs), {"microbatches": residuals}
 
-    def _tick_into(self, carry: tuple[Array, Tree], t: Array) -> tuple[tuple[Array, Tree], None]:
+    def _tick_into(self, carry: tuple[Array | None, Tree], t: Array) -> tuple[Tree, None]:
         """A tick that writes what it makes to its microbatch's place [M, ...]."""
-        h, every = carry
-        h, made = self._tick(h, t)
-        i = self._microbatch(t)
-        place = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-        return (h, jax.tree.map(place, every, made)), None
+        passed, every = carry
+        passed, made = self._tick(passed, t)
+        place = partial(lax.dynamic_update_index_in_dim, index=self._microbatch(t), axis=0)
+        return (passed, jax.tree.map(place, every, made)), None
 
     def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree, Tree]]:
         x, fields = self._now(t)

@@ -2,6 +2,8 @@
 
 The annotation of a field says what it may hold (a type, a `Literal` of names, bounds) and ends with
 its help line. Checks, conversions and the command line are made from the annotations alone.
+
+Long because every flag of a run stands here, with its help line.
 """
 
 from __future__ import annotations
@@ -129,6 +131,11 @@ class PlanConfig:
     ] = 0
     max_microbatches: Annotated[
         NonNegativeInt, "most microbatches of a global batch tried; 0: by the batch and the memory"
+    ] = 0
+    microbatches_per_stage: Annotated[
+        NonNegativeInt,
+        "microbatches of a group for each stage of a module that is a loop of stages: more keep it "
+        "fuller and hold more memory; 0: the fastest of 1, 2, 4 and 8",
     ] = 0
     memory_bytes: Annotated[
         NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"

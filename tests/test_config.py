@@ -178,6 +178,7 @@ NOT_NEGATIVE = [
     "plan.max_model",
     "plan.max_stage",
     "plan.max_microbatches",
+    "plan.microbatches_per_stage",
     "plan.finalists",
     "plan.redecide_every",
     "plan.memory_bytes",

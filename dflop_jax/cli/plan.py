@@ -82,7 +82,16 @@ def run(args: argparse.Namespace) -> Any:
 
 def plain(result: SearchResult) -> dict[str, object]:
     """What `--json` prints of a search: of a candidate its figures alone."""
-    figures = ("policy", "name", "microbatches", "saving", "makespan_s", "busy_s", "peak_bytes")
+    figures = (
+        "policy",
+        "name",
+        "microbatches",
+        "group_size",
+        "saving",
+        "makespan_s",
+        "busy_s",
+        "peak_bytes",
+    )
     values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
     values["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
     return values
@@ -95,6 +104,7 @@ def ranking(result: SearchResult, explain: bool) -> Table:
     table = Table(
         "placement (stage x data x model @ device)",
         "micro-\nbatches",
+        "a\ngroup",
         "step ms",
         "GiB",
         title=f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
@@ -106,8 +116,8 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         table.add_column("against the first")
     best = result.candidates[0]
     for c in result.candidates:
-        row = [f"{c.policy}: {c.name}", str(c.microbatches), f"{1e3 * c.makespan_s:.1f}"]
-        row.append(f"{c.peak_bytes / GIB:.2f}")
+        row = [f"{c.policy}: {c.name}", str(c.microbatches), str(c.group_size)]
+        row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
         table.add_row(*row, *([c.saving, why_it_lost(c, best)] if explain else []))
     return table
 
@@ -127,6 +137,8 @@ def chosen(result: SearchResult) -> str:
         buckets += (
             f", up to {plan.layout.fan_in} groups of {' and '.join(plan.layout.divided)} for one"
         )
+    if plan.layout.group_size > 1:
+        buckets += f", groups of {plan.layout.group_size} microbatches"
     if plan.scheduling.kept:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
     return (

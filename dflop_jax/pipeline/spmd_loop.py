@@ -3,8 +3,9 @@
 A group's microbatches flow through the stages: at tick t stage s works on microbatch t - s and
 passes its activations on with `ppermute`. The axis "model" stays automatic, so tensor parallelism
 comes from the parameters' shardings alone. With one stage the same code is a plain scan. Backward
-runs the ticks in reverse, on what forward kept of each, those included in which a stage had nothing
-of its own to do: their gradients are zeros.
+runs the ticks in reverse, on what forward kept of each microbatch. Where a stage has nothing to do
+yet, what it computes is overwritten by its first microbatch; where it has nothing left to do, it
+runs its last one again, on equal inputs; the gradients of such ticks are zeros.
 
 A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
 and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
@@ -79,7 +80,7 @@ def backward_program(
         douts = dy["next"]
     dx: Tree = {}
     if loop.pieces.active or segment.taps:
-        dx, grads = loop.run_back(held["ticks"], douts, dy.get("taps", {}), grads)
+        dx, grads = loop.run_back(held["microbatches"], douts, dy.get("taps", {}), grads)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
     dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
@@ -102,20 +103,37 @@ class _Loop:
         self.no_hidden = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
         self.pieces = Pieces(segment, self.params, here, now, self.no_hidden, records=records)
 
+    def _microbatch(self, t: Array) -> Array:
+        """Which one this stage works on at a tick."""
+        return jnp.clip(t - self.stage, 0, self.m - 1)
+
     def _now(self, t: Array) -> tuple[Tree, Tree]:
         """(x, fields) of the microbatch that this stage works on at a tick."""
-        i = jnp.clip(t - self.stage, 0, self.m - 1)
+        i = self._microbatch(t)
         return _at(self.x, i), _at(self.fields, i)
 
     # ---- layers ----
 
     def run(self) -> tuple[Tree, Array, Tree]:
         """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...],
-        {"ticks": what backward needs [ticks, ...]})."""
-        start = self.no_hidden if self.s > 1 else None
-        _, (hs, tapped, residuals) = _ticks(self._tick, start, jnp.arange(self.m + self.s - 1))
+        {"microbatches": what backward needs [M, ...]})."""
+        ticks = jnp.arange(self.m + self.s - 1)
+        if self.s == 1:
+            _, (hs, tapped, residuals) = _ticks(self._tick, None, ticks)
+        else:
+            _, made = jax.eval_shape(self._tick, self.no_hidden, ticks[0])
+            nothing = jax.tree.map(lambda a: jnp.zeros((self.m, *a.shape), a.dtype), made)
+            start = self.no_hidden, _varying(nothing, "stage", "data")
+            (_, (hs, tapped, residuals)), _ = _ticks(self._tick_into, start, ticks)
         y = {"taps": tapped} if self.segment.taps else {}
-        return y, self._scatter_over_stages(hs[self.s - 1 :]), {"ticks": residuals}
+        return y, self._scatter_over_stages(hs), {"microbatches": residuals}
+
+    def _tick_into(self, carry: tuple[Array | None, Tree], t: Array) -> tuple[Tree, None]:
+        """A tick that writes what it makes to its microbatch's place [M, ...]."""
+        passed, every = carry
+        passed, made = self._tick(passed, t)
+        place = partial(lax.dynamic_update_index_in_dim, index=self._microbatch(t), axis=0)
+        return (passed, jax.tree.map(place, every, made)), None
 
     def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree, Tree]]:
         x, fields = self._now(t)
@@ -135,11 +153,18 @@ class _Loop:
         self, residuals: Tree, douts: Array, dtapped: Tree, grads: Tree
     ) -> tuple[Tree, Tree]:
         """The gradient of `run`: (of x [M, ...], grads + parameters')."""
-        dhs = self._gather_from_stages(douts)
-        dhs = jnp.concatenate([jnp.zeros_like(dhs[: self.s - 1]), dhs]) if self.s > 1 else dhs
-        now = (jnp.arange(self.m + self.s - 1), residuals, dhs, dtapped)
-        start = self.no_hidden if self.s > 1 else None
-        (_, grads), dx = _ticks(self._tick_back, (start, grads), now, reverse=True)
+        ticks, every = jnp.arange(self.m + self.s - 1), (residuals, douts, dtapped)
+        if self.s == 1:
+            (_, grads), dx = _ticks(self._tick_back, (None, grads), (ticks, *every), reverse=True)
+            return dx, grads
+        every = residuals, self._gather_from_stages(douts), dtapped
+
+        def tick_back(carry: tuple[Array, Tree], t: Array) -> tuple[Tree, Tree]:
+            of_microbatch, dh, more = _at(every, self._microbatch(t))
+            dh = jnp.where(t >= self.stage, dh, jnp.zeros_like(dh))
+            return self._tick_back(carry, (t, of_microbatch, dh, more))
+
+        (_, grads), dx = _ticks(tick_back, (self.no_hidden, grads), ticks, reverse=True)
         # Stage 0 works on microbatch t at tick t.
         return jax.tree.map(lambda a: a[: self.m], dx), grads
 
@@ -225,8 +250,6 @@ class _Loop:
 
     def _gather_from_stages(self, douts: Array) -> Array:
         """The transpose of `_scatter_over_stages`."""
-        if self.s == 1:
-            return douts
         every = lax.all_gather(douts.astype(jnp.float32), "stage", tiled=True)
         return self._on_last_stage(every.astype(douts.dtype))
 

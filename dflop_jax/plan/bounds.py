@@ -10,7 +10,7 @@ Arrays are [n_placements, n_cuts].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -50,20 +50,26 @@ class Divided:
 class Space:
     """Layouts of one graph at every cut.
 
-    layout: of each number, without shapes. tables, forms, members: of every module, and the rows of
-    its table that the layouts have. devices: of a segment of every module, [n_layouts, 1]. divided:
-    None where one group of each module goes with one of the others.
+    layout: of each number, without shapes, in the smallest groups. cuts, group_sizes: groups of a
+    mean batch at every cut, and microbatches of a group. tables, forms, members: of every module,
+    and the rows of its table that the layouts have. devices: of a segment of every module,
+    [n_layouts, 1]. divided: None where one group of each module goes with one of the others.
     """
 
     layout: Callable[[int], Layout]
     structure: Structure
     rules: Rules
     cuts: np.ndarray
+    group_sizes: np.ndarray
     tables: Mapping[str, Segments]
     forms: Mapping[str, np.ndarray]
     members: Mapping[str, Member]
     devices: Mapping[str, Array]
     divided: Divided | None = None
+
+    def layout_at(self, p: int, c: int) -> Layout:
+        """A layout in a cut's groups."""
+        return replace(self.layout(p), group_size=int(self.group_sizes[c]))
 
     def bucket(self, p: int, c: int) -> Bucket:
         return Bucket.of({m: t.shape(self.forms[m][p], c) for m, t in self.tables.items()})
@@ -176,10 +182,11 @@ class Bounds:
             return [min(choices, key=lambda choice: sum(choice.bounds_s))]
         return choices
 
-    def largest(self, p: int, options: Mapping[str, Option]) -> Bucket:
-        """The largest bucket of a placement that memory holds with these options."""
+    def largest(self, p: int, cut: int, options: Mapping[str, Option]) -> Bucket:
+        """The largest bucket of a placement that memory holds with these options in groups of as
+        many microbatches as the cut has."""
         space = self.space
-        for c in range(len(space.cuts)):
+        for c in np.flatnonzero(space.group_sizes == space.group_sizes[cut]).tolist():
             if not space.trusted(p, c):
                 continue
             peaks = []
@@ -200,19 +207,19 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
     degrees: dict[tuple[str, Form, int], set[int]] = {}
     for f in families:
         for m, form, data in zip(names, f.forms, f.data.T, strict=True):
-            degrees.setdefault((m, form, f.group_size), set()).update(np.unique(data).tolist())
+            degrees.setdefault((m, form, f.stages), set()).update(np.unique(data).tolist())
 
     @cache
-    def table(module: str, form: Form, group_size: int, tasks: Tasks) -> Segments:
-        data = sorted(degrees[module, form, group_size])
-        return module_table(rules, module, form, group_size, data, tasks)
+    def table(module: str, form: Form, stages: int, tasks: Tasks) -> Segments:
+        data = sorted(degrees[module, form, stages])
+        return module_table(rules, module, form, stages, data, tasks)
 
     @cache
     def member(
-        module: str, form: Form, group_size: int, tasks: Tasks, resource: tuple[int, ...],
+        module: str, form: Form, stages: int, tasks: Tasks, resource: tuple[int, ...],
         in_flight: tuple[int, ...],
     ) -> Member:  # fmt: skip
-        return Member.of(table(module, form, group_size, tasks), resource, in_flight)
+        return Member.of(table(module, form, stages, tasks), resource, in_flight)
 
     @cache
     def alone(key: tuple[Any, ...]) -> Least:
@@ -227,7 +234,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
             structures[key] = structure_of(_layout_of(f, rules)(0), rules)
         structure = structures[key]
         keys = {
-            m: (m, form, f.group_size, *structure.facts(m))
+            m: (m, form, f.stages, *structure.facts(m))
             for m, form in zip(names, f.forms, strict=True)
         }
         tables = {m: table(*key[:4]) for m, key in keys.items()}
@@ -247,7 +254,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
             _layout_of(f, rules),
             structure,
             rules,
-            rules.cuts(f.group_size),
+            *rules.cuts(f.stages),
             tables,
             forms,
             members,

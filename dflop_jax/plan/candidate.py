@@ -51,7 +51,7 @@ class Candidate:
     @property
     def microbatches(self) -> int:
         """Microbatches into which a mean batch is cut."""
-        return self.cut * self.plan.layout.group_size
+        return self.cut * self.group_size
 
     @property
     def makespan_s(self) -> float:
@@ -69,12 +69,17 @@ class Candidate:
         """Bytes of the device that needs most, where figures are predicted."""
         return max(self.plan.predicted.peak_bytes.values())
 
+    @property
+    def group_size(self) -> int:
+        """Microbatches of a group."""
+        return self.plan.layout.group_size
+
     @cached_property
-    def key(self) -> tuple[str, str, int, tuple[tuple[int, int, int], ...]]:
+    def key(self) -> tuple[str, str, int, int, tuple[tuple[int, int, int], ...]]:
         """What decides between candidates that are equally fast: the least key is the better."""
         options = options_of(self.plan.layout).values()
         simplest = tuple((o.zero, o.shard_devices, REMAT.index(o.remat)) for o in options)
-        return self.policy, self.name, self.cut, simplest
+        return self.policy, self.name, self.group_size, self.cut, simplest
 
     @property
     def exact(self) -> bool:

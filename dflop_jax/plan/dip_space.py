@@ -30,7 +30,7 @@ def dip_bounds(rules: Rules, n_devices: int, config: PlanConfig) -> list[Bounds]
 
 
 def _bounds(rules: Rules, layout: Layout) -> Bounds:
-    cuts, n_ranks = rules.cuts(1), len(layout.submeshes)
+    (cuts, group_sizes), n_ranks = rules.cuts(1), len(layout.submeshes)
     whole = _buckets(rules, layout.submeshes[0], cuts)
     at_cut = [with_sub_microbatches(replace(layout, buckets=(b,)), rules) for b in whole]
     fan_in = tuple(one.fan_in for one in at_cut)
@@ -51,6 +51,7 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
         structure,
         rules,
         cuts,
+        group_sizes,
         tables,
         forms=dict.fromkeys(tables, np.zeros(1, int)),
         members=members,

@@ -52,6 +52,9 @@ from dflop_jax.records import (
 # Times the largest timed shape of a module up to which prices by timings are believed; twice as
 # much admits fewer and larger groups, priced by a fit that nothing near them was timed for.
 _TRUSTED_GROWTH = 2.0
+# Microbatches of a group for each stage of a loop. A loop of S stages takes 1 + (S - 1) / (k S)
+# times what it needs: with 8, at most an eighth more, which 16 would halve.
+_FILLS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Rules:
     volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
     memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
     or values of `SegmentPlan`. node_devices: of a node; 0: as the profile's hardware says, or all.
-    shard_devices: values of `SegmentPlan` that are tried.
+    shard_devices: values of `SegmentPlan` that are tried. microbatches_per_stage: of a group where
+    modules have stages; 0: the usual ones are tried.
     """
 
     costs: CostModel
@@ -74,6 +78,7 @@ class Rules:
     zero: Zero | Literal["auto"] = "auto"
     node_devices: int = 0
     shard_devices: tuple[int, ...] = (0,)
+    microbatches_per_stage: int = 0
 
     @property
     def profile(self) -> ModelProfile:
@@ -118,8 +123,17 @@ class Rules:
         timed = (t.shape.size for t in self.profile.timings if t.module == module)
         return _TRUSTED_GROWTH * max(timed)
 
-    def cuts(self, group_size: int) -> np.ndarray:
-        """Groups that a mean batch may be cut into."""
+    def cuts(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
+        """(groups that a mean batch may be cut into, microbatches of a group): groups of as many
+        microbatches as the deepest loop has stages, and, where there is a loop, of more."""
+        given = self.microbatches_per_stage
+        fills = [given] if given else [k for k in _FILLS if k * stages <= self.max_microbatches]
+        sizes = [k * stages for k in fills or [1]] if stages > 1 else [1]
+        groups = [self._groups(size) for size in sizes]
+        return np.concatenate(groups), np.repeat(sizes, [len(n) for n in groups])
+
+    def _groups(self, group_size: int) -> np.ndarray:
+        """Groups of so many microbatches that a mean batch may be cut into."""
         finest = max(1, self.max_microbatches // group_size)
         return np.array([*(c for c in CUTS if c < finest), finest])
 
@@ -184,7 +198,7 @@ class SegmentCosts:
 
 @dataclass(frozen=True)
 class Segments:
-    """A module in forms of one kind, with every option.
+    """A module in forms of one kind, with every option, at the cuts of `Rules.cuts`.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
     the data has no piece. trusted: whether its prices are believed, or no cut is finer. content: of
@@ -210,17 +224,20 @@ def module_table(
     rules: Rules,
     module: str,
     form: Form,
-    group_size: int,
+    stages: int,
     degrees: Sequence[int],
     tasks: Sequence[Collection[str]],
 ) -> Segments:
-    """A module's table for rising data degrees; `form` has any, `tasks` are each segment's."""
+    """A module's table for rising data degrees; `form` has any, `stages` are those of the deepest
+    loop, `tasks` each segment's."""
     costs, volume = rules.costs, rules.volumes[module]
     data: Array = np.array(degrees)[:, None]
-    cuts, mesh = rules.cuts(group_size), replace(form.mesh, data=data)
-    rows, tokens = rules.row_sizes(module, cuts * group_size, data, mesh.model)
+    (cuts, group_size), mesh = rules.cuts(stages), replace(form.mesh, data=data)
+    microbatches = cuts * group_size
+    rows, tokens = rules.row_sizes(module, microbatches, data, mesh.model)
     room = rules.room(module, rows, tokens) * data * group_size
     sizes, content = rows * tokens, group_content(volume, cuts, data)
+    smallest = sizes[:, [int(microbatches.argmax())]]
     figures = costs.at(module, mesh.model, rows, tokens)
 
     segments = rules.segments(module, form)
@@ -229,7 +246,7 @@ def module_table(
         data[:, 0],
         rows,
         tokens,
-        sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
+        sizes <= np.maximum(rules.trusted_tokens(module), smallest),
         content,
         least_groups(volume, room),
         segment_costs(rules, segments, tasks, mesh, group_size, figures, content),
@@ -241,11 +258,12 @@ def segment_costs(
     segments: Sequence[SegmentPlan],
     tasks: Sequence[Collection[str]],
     mesh: MeshShape,
-    group_size: int,
+    group_size: Array,
     figures: Figures,
     content: Sequence[Array],
 ) -> list[SegmentCosts]:
-    """What each of a module's segments takes, of which most are alike; `tasks` are each one's."""
+    """What each of a module's segments takes, of which most are alike; `tasks` are each one's,
+    `group_size` of each cut."""
     known: dict[tuple[object, ...], SegmentCosts] = {}
     costs = []
     for s, has in zip(segments, tasks, strict=True):
@@ -260,7 +278,7 @@ def _costs(
     rules: Rules,
     s: SegmentPlan,
     mesh: MeshShape,
-    group_size: int,
+    group_size: Array,
     figures: Figures,
     content: Sequence[Array],
     tasks: Collection[str],

@@ -64,7 +64,7 @@ def refined(
     ]  # fmt: skip
     tried: list[Finalist] = []
     for candidate in close:
-        cut = candidate.cut * candidate.plan.layout.group_size
+        cut = candidate.microbatches
         max_microbatches = evaluator.config.max_microbatches
         finest = sorted(
             {max(1, min(max_microbatches, round(x * cut))) for x in _GRANULARITIES}, reverse=True

@@ -174,7 +174,7 @@ class Ranking:
     def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
         cannot form its submeshes."""
-        layout = bounds.space.layout(p)
+        layout = bounds.space.layout_at(p, c)
         if not all(map(self.allowed, layout.submeshes)):
             return []
         space = bounds.space
@@ -184,7 +184,7 @@ class Ranking:
         for choice in bounds.choices(p, c):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=space.fan_in(c))
-            largest = bounds.largest(p, choice.options) if self.rules.memory_bytes else None
+            largest = bounds.largest(p, c, choice.options) if self.rules.memory_bytes else None
             uniform = self.evaluator.uniform(plan, content, space.parts(c))
             candidates.append(
                 Candidate(
@@ -214,7 +214,7 @@ class Ranking:
             needed, options = bounds.least_peak(p, c)
             if needed < best[0]:
                 plan = as_plan(
-                    bounds.space.layout(p),
+                    bounds.space.layout_at(p, c),
                     policy,
                     (bounds.space.bucket(p, c),),
                     self.rules,

@@ -212,6 +212,7 @@ def _prepared(
         zero=spec.zero,
         node_devices=spec.config.node,
         shard_devices=_blocks(spec, profile.hardware),
+        microbatches_per_stage=spec.config.microbatches_per_stage,
     )
     return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
 

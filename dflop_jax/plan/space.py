@@ -45,7 +45,8 @@ class Family:
         return len(self.data)
 
     @property
-    def group_size(self) -> int:
+    def stages(self) -> int:
+        """Of the deepest loop."""
         return max(f.mesh.stage for f in self.forms)
 
     def layout(self, i: int, n_layers: Mapping[str, int], ends: Ends | None = None) -> Layout:
@@ -158,8 +159,8 @@ def _forms(
 def _family(forms: Sequence[Form], blocks: tuple[int, ...], sizes: np.ndarray) -> Iterator[Family]:
     """The family of these forms on the splits that they divide, unless it is empty or no group of
     microbatches can be one of every segment's."""
-    group_size = max(f.mesh.stage for f in forms)
-    if any(group_size % f.mesh.stage for f in forms):
+    stages = max(f.mesh.stage for f in forms)
+    if any(stages % f.mesh.stage for f in forms):
         return
     n_devices = sizes[:, list(blocks)]
     unit = np.array([f.n_devices for f in forms])

@@ -1,6 +1,7 @@
 """Seconds and bytes of any plan's segments, from a profile.
 
-Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
+Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees and the number
+of microbatches in a group.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         direction: str,
         moved: ShardSeconds = _AT_HAND,
@@ -122,10 +123,10 @@ class CostModel:
         return np.where(figures.is_there, seconds, 0.0)
 
     def group_content_s(
-        self, segment: SegmentPlan, mesh: MeshShape, group_size: int, direction: str
+        self, segment: SegmentPlan, mesh: MeshShape, group_size: Array, direction: str
     ) -> Array:
         """Seconds that a group's task takes more for a unit of each feature of the group's content,
-        [features, *data degrees].
+        [features, *data degrees], these with the group sizes where there are several.
 
         A stage sees every microbatch once, and S - 1 more times one of mean content: what it
         computes while the pipeline inside the segment fills and drains.
@@ -134,8 +135,8 @@ class CostModel:
         kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
         layer_s = sum(self.fits.content_s(segment.module, mesh.model, kind) for kind in kinds)
         ticks = group_size + stages - 1
-        alone_s = layer_s * segment.n_layers / stages * ticks / group_size
-        return np.multiply.outer(alone_s, self.slowdown(mesh))
+        alone_s = layer_s * segment.n_layers / stages
+        return np.multiply.outer(alone_s, self.slowdown(mesh) * (ticks / group_size))
 
     def hands_over(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, whose results its backward task begins with: not
@@ -210,7 +211,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         *,
         trained: bool,
@@ -232,7 +233,7 @@ class CostModel:
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
-        group_size: int,
+        group_size: Array,
         figures: Figures,
         *,
         trained: bool,
@@ -241,26 +242,25 @@ class CostModel:
         """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
         takes beside its arguments and what it hands over).
 
-        What forward hands over is there for every tick of the loop over stages, those included in
-        which a stage has nothing of its own to do; backward copies that of the tick that it is at,
-        where there are several. A task that runs forward and backward holds all of it among its
-        temporaries, with the hidden states after the last layer and their gradients; when its loss
-        is computed, backward has not begun.
+        What forward hands over is there for every microbatch; backward copies that of the one that
+        it is at, where there are several ticks. A task that runs forward and backward holds all of
+        it among its temporaries, with the hidden states after the last layer and their gradients;
+        when its loss is computed, backward has not begun.
         """
         stages, again, alone = mesh.stage, _again(segment), not self.hands_over(segment)
         ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        of_tick = layers * figures[f"{again}.layer_bytes"]
-        of_tick = of_tick + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        handed = ticks * of_tick
+        of_one = layers * figures[f"{again}.layer_bytes"]
+        of_one = of_one + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        handed = group_size * of_one
         work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
-        if backward and ticks > 1:
-            work = work + of_tick
+        if backward:
+            work = work + of_one * (ticks > 1)
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):
             if alone:
                 work = np.maximum(work, figures[f"{again}.loss_bytes"])
-            work = work + handed + 2 * ticks * figures["hidden"]
+            work = work + handed + 2 * group_size * figures["hidden"]
             handed = np.zeros_like(handed)
         work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
         return handed, np.where(figures.is_there, work, 0.0)

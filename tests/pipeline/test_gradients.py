@@ -99,8 +99,8 @@ PLANS = {
     "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
     "llm stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
     "llm stage 2, dp 2, tp 2 on 8, shared": ((0, 1, 8, 1), (0, 2, 2, 2), {"group_size": 2}),
-    "llm stage 4": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 4}),
-    "vision stage 2": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 2}),
+    "llm stage 4, twice as many": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 8}),
+    "vision stage 2, 4 times as many": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 8}),
     "llm as 3 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3}),
     "llm as 3 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3, "tied": False}),
     "tied across segments of dp 2 x tp 2": ((0, 1, 2, 1), (0, 1, 2, 2), {"llm_segments": 2}),
@@ -115,10 +115,10 @@ PLANS = {
         (2, 2, 1, 1),
         {"group_size": 2, "fan_in": 2},
     ),
-    "llm as 2 segments of stage 2": (
+    "llm as 2 segments of stage 2, 8 times as many": (
         (0, 1, 2, 1),
         (2, 2, 1, 1),
-        {"llm_segments": 2, "group_size": 2},
+        {"llm_segments": 2, "group_size": 16},
     ),
     "same mesh": ((0, 1, 4, 2), (0, 1, 4, 2), {}),
     "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {}),

@@ -25,7 +25,7 @@ from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
 
 MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
     "llm as 3 segments": ("dots", "named", "segment", "layers"),
-    "llm as 2 segments of stage 2": ("layers", "named", "dots"),
+    "llm as 2 segments of stage 2, 8 times as many": ("layers", "named", "dots"),
     "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
 }
 
@@ -134,7 +134,7 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert inner.unrolls
     assert last.unrolls
     assert device_bytes(structs) == kept
-    assert len(structs["ticks"]["layers 0"]) == 2  # of each layer its own
+    assert len(structs["microbatches"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
         assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want

@@ -169,15 +169,15 @@ def simple_buckets(loads, problem, *, effort, **options):
     return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0, {})
 
 
-def shape_of(module, cut, group_size, data, profile, ranks, model):
-    """The shape that cuts a mean batch into `cut` groups: 5 % above the even share, enough for
-    the largest sample; of several row counts the cheapest per token."""
+def shape_of(module, microbatches, data, profile, ranks, model):
+    """The shape that cuts a mean batch into so many microbatches: 5 % above the even share, enough
+    for the largest sample; of several row counts the cheapest per token."""
     loads = data.loads
 
     def up(x):
         return int(np.ceil(x - 1e-9))
 
-    n = cut * group_size * ranks
+    n = microbatches * ranks
     tile = profile.piece_tokens.get(module)
     totals = [len(x.lengths(module)) if tile else x.tokens(module) for x in loads]
     if not max(totals):
@@ -247,7 +247,8 @@ def layouts(space, n_devices, n_layers, ends=None, **limits):
 
 
 def every_candidate(policy, n_devices, profile, data, config):
-    """(placement, microbatches, plan, content of groups, groups of each batch) of everything."""
+    """(placement, (groups, microbatches of a group), plan, content of groups, groups of each batch)
+    of everything."""
     ends = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
@@ -264,20 +265,28 @@ def every_candidate(policy, n_devices, profile, data, config):
     ):
         if hardware and not in_nodes(place, hardware.devices_per_node):
             continue
-        size = place.group_size
-        top = max(1, config.max_microbatches // size)
+        stages, finest = place.group_size, config.max_microbatches
+        sizes = [
+            k * stages for k in (1, 2, 4, 8) if k == 1 or (stages > 1 and k * stages <= finest)
+        ]
+        if config.microbatches_per_stage and stages > 1:
+            sizes = [config.microbatches_per_stage * stages]
         ranks = {s.module: place.submesh(s.submesh).data for s in place.segments}
         model = {s.module: place.submesh(s.submesh).model for s in place.segments}
-        for cut in sorted({*(c for c in CUTS if c < top), top}):
-            bucket = Bucket.of(
-                {m: shape_of(m, cut, size, data, profile, r, model[m]) for m, r in ranks.items()}
+
+        def bucket_of(microbatches, ranks=ranks, model=model):
+            return Bucket.of(
+                {m: shape_of(m, microbatches, data, profile, r, model[m]) for m, r in ranks.items()}
             )
-            finest = Bucket.of(
-                {m: shape_of(m, top, size, data, profile, r, model[m]) for m, r in ranks.items()}
-            )
-            timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
+
+        tops = {size: max(1, finest // size) for size in sizes}
+        smallest = bucket_of(max(size * top for size, top in tops.items()))
+        timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
+        each = ((c, size) for size, top in tops.items() for c in {*CUTS, top} if c <= top)
+        for cut, size in sorted(each):
+            bucket = bucket_of(cut * size)
             if not profile.computed and any(
-                s.size > max(2 * timed[m], finest.tokens(m)) for m, s in bucket.shapes
+                s.size > max(2 * timed[m], smallest.tokens(m)) for m, s in bucket.shapes
             ):
                 continue  # far beyond what was timed
             pairs = {
@@ -294,7 +303,7 @@ def every_candidate(policy, n_devices, profile, data, config):
                 place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
             )
             plan = Plan(policy, layout)
-            yield name_of(place), cut * size, plan, pairs, n_groups[key]
+            yield name_of(place), (cut, size), plan, pairs, n_groups[key]
 
 
 def every_option(plan, remats, degrees):
@@ -313,7 +322,7 @@ def exhaustive(
     policy, n_devices, profile, data, config, trains=None, remats=("none",),
     degrees=(1,), tight=False,
 ):  # fmt: skip
-    """([(placement, microbatches, makespan, peak bytes)] of everything that memory holds, memory):
+    """([(placement, cut, makespan, peak bytes)] of everything that memory holds, memory):
     with these recompute policies and ZeRO degrees of every module, and, if `tight`, with memory for
     half of all, else (0) for everything."""
     trains = trains or (lambda s: True)

@@ -104,9 +104,8 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     node, shares = rules.node(n_devices), []
     for bounds in all_bounds(families(rules.facts, n_devices, node, config)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
-            layout = bounds.space.layout(p)
-            m = int(bounds.space.cuts[c]) * layout.group_size
-            exact_s = took[name_of(layout), m]
+            layout = bounds.space.layout_at(p, c)
+            exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
             shares.append(bounds.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)

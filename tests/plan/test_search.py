@@ -316,8 +316,9 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     free = run(profile=profile)
     step_s = free.plan.predicted.makespan_s
     bound = run(profile=dataclasses.replace(profile, host_s=step_s / 2))
-    assert [r.candidates[0].microbatches for r in (free, bound)] == [4, 1]
-    sizes = [max(s.size for s in r.plan.layout.shapes("llm")) for r in (free, bound)]
+    assert [r.candidates[0].cut for r in (free, bound)] == [4, 1]
+    layouts = [r.plan.layout for r in (free, bound)]
+    sizes = [max(s.size for s in x.shapes("llm")) * x.group_size for x in layouts]
     assert sizes[1] >= 2 * sizes[0]
     # A group of both modules keeps the host at work three times, one segment after the other.
     assert bound.plan.predicted.makespan_s >= 3 * step_s / 2
@@ -394,6 +395,19 @@ def test_modules_with_inner_edges_lie_in_segments_not_in_stages():
         assert all("*" in degrees[m] or degrees[m][0] == "1" for m in ("vision", "llm"))
     assert any("vision=3*" in c.name or "vision=2*" in c.name for c in result.candidates)
     assert any("generator=2x" in c.name for c in result.candidates)
+
+
+def test_a_loops_groups_are_as_large_as_asked():
+    """3 microbatches a stage, and not the usual numbers; without stages a group has one."""
+    config = dataclasses.replace(CONFIG, policy="orch", microbatches_per_stage=3)
+    result = search_plan(
+        model_profile(), data_profile(), n_devices=2, global_batch=BATCH, config=config,
+        refine=False, shown=20,
+    )  # fmt: skip
+    stages = [max(m.stage for m in c.plan.layout.submeshes) for c in result.candidates]
+    assert set(stages) == {1, 2}
+    sizes = [c.group_size for c in result.candidates]
+    assert sizes == [6 if n == 2 else 1 for n in stages]
 
 
 def test_sampled_batches():

@@ -356,14 +356,14 @@ def test_peak_bytes_by_hand(remat, zero, half):
     more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
     own = tuple(getattr(more, f"{name}_bytes") / llm for name in ("layer", "ends", "temp"))
 
-    def one(forward, layers, ticks, flying, fused, ranks, params):
+    def one(forward, layers, flying, fused, ranks, params):
         """Bytes of a segment: the input is 100 forwards of a layer. At the step's end it has its
         reduced gradients, and all new parameters where ranks gather them."""
-        of_tick = forward * (layers * own[0] + own[1])
-        kept = ticks * of_tick
-        work = own[2] * forward + of_tick * (ticks > 1)
+        of_one = forward * (layers * own[0] + own[1])
+        kept = 4 * of_one  # microbatches, and not the 5 ticks of 2 stages
+        work = own[2] * forward + of_one
         if fused or again:
-            work += kept + 2 * ticks * 100 * forward
+            work += kept + 2 * 4 * 100 * forward
             kept = 0.0
         reads = layer + ends / 2 * fused  # where the loss is
         whole = (zero == 3) * (0.5 if half else 1.0) * reads
@@ -375,10 +375,10 @@ def test_peak_bytes_by_hand(remat, zero, half):
         return flying * (4 * 100 * forward + kept) + work
 
     vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(
-        tiles, 4, 4, 2, False, 1, 4 * layer + ends
+        tiles, 4, 2, False, 1, 4 * layer + ends
     )
     text = state_by_hand(2 * layer + ends, 2, zero, half) + one(
-        llm, 2, 5, 1, True, 2, 2 * layer + ends
+        llm, 2, 1, True, 2, 2 * layer + ends
     )
     peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits

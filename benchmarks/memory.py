@@ -148,7 +148,7 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
             module, shape, ways, policy, half_bytes=half_bytes, loss=segment.has_loss
         )
         quick += ticks * layer * segment.plan.n_layers / segment.stages
-        quick += 2 * ticks * hidden_bytes(module, shape, half_bytes)
+        quick += 2 * ticks * hidden_bytes(module, shape, ways, half_bytes)
     return ProgramBytes(device_bytes(args), device_bytes(outs), quick, device_bytes(args[4]))
 
 

@@ -40,6 +40,8 @@ _NO_PRODUCT = re.compile(
     r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
     r"DeviceSort|RngBitGenerator|MoveTo|xla\.gpu\.collective|command_buffer|AssumeGatherIndices"
 )
+# Beginnings of collectives whose type holds what they read, too.
+_HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
 # Operations that hand an array on, perhaps in another layout, or as elementwise work of it.
 _LAYOUT = ("bitcast", "copy", "transpose", "reshape", "pad", "slice", "dynamic-slice",
            "get-tuple-element", "tuple", "concatenate", "copy-start", "copy-done",
@@ -226,8 +228,8 @@ def moved_bytes(computation: Computation, instruction: Instruction) -> float:
         for a in computation[name].arrays
     )
     made = sum(a.n_bytes for a in instruction.arrays)
-    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        made -= read  # their type holds what they read too
+    if instruction.opcode in _HOLD_OPERANDS:
+        made -= read
     return max(read, made)
 
 

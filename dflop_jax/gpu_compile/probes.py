@@ -17,8 +17,8 @@ from dflop_jax.gpu_compile.child import device_bytes, one_line
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.parts import hidden_struct
 from dflop_jax.profile.kernels import Kernel
+from dflop_jax.profile.parts import hidden_bytes
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, Shape
 from dflop_jax.train.prepare import set_up
@@ -106,12 +106,11 @@ def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -
         if segment.compiles_forward_first:
             lowering.learn_residuals(probe.shape, executable)
     backward = lowering.lower(probe.shape, BACKWARD).compile()
-    hidden = hidden_struct(segment.module, probe.shape)
     return Found(
         _program(backward, content=content),
         forward,
         device_bytes(lowering.residual_structs(probe.shape)),
-        float(hidden.size * hidden.dtype.itemsize),
+        hidden_bytes(segment.module, probe.shape, probe.ways),
     )
 
 

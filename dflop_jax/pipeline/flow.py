@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dflop_jax.pipeline.parts import exit_struct, hidden_struct, tap_struct
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.token_split import token_spec
 from dflop_jax.records import Edge, Shape
 
 Tree = Any
@@ -31,13 +32,11 @@ def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 def x_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """What the segment receives: "hidden" from the one before it, and what edges bring."""
-    hidden = {} if s.plan.first else {"hidden": hidden_struct(s.module, shape)}
     placed = {
-        name: s.module.field_spec(name, shape.rows, shape.tokens)
+        name: _global(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
         for name in (*s.entry_inputs, *(name for name, _ in s.inlets))
     }
-    every = {**hidden, **placed}
-    return {name: _global(s, struct, None, "data") for name, struct in every.items()}
+    return placed if s.plan.first else {"hidden": _hidden(s, shape), **placed}
 
 
 def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
@@ -50,7 +49,7 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
         }
     if not s.plan.last:
         # As the next segment takes it, so that the transfer is a copy of equal pieces.
-        return {**y, "next": _global(s, hidden_struct(s.module, shape), None, "data")}
+        return {**y, "next": _hidden(s, shape)}
     if not s.has_loss:
         return {**y, "exit": _global(s, exit_struct(s.module, shape), "stage", "data")}
     if not sums:
@@ -65,6 +64,14 @@ def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
     """What an edge takes from the segment: features of its exit, or of a tap."""
     y = y_structs(s, shape)
     return y["taps"][edge.tap] if edge.tap else y["exit"]
+
+
+def _hidden(s: Segment, shape: Shape) -> jax.ShapeDtypeStruct:
+    """Hidden states between segments."""
+    struct = hidden_struct(s.module, shape)
+    rows, tokens, _ = struct.shape
+    by_rows, by_tokens = token_spec(rows, tokens, s.tensor_ranks if s.passes_split else 1)
+    return _global(s, struct, None, ("data", by_rows) if by_rows else "data", by_tokens)
 
 
 def _global(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:

@@ -99,6 +99,10 @@ def make_segments(
             # All of the model's that it reads, also from modules that the plan leaves out.
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
+            passes_split=len(
+                {layout.submesh(o.submesh).model for o in layout.segments_of(s.module)}
+            )
+            == 1,
         )
         param_specs(segments[s.name])  # raises for a degree that does not divide a dim
     return segments

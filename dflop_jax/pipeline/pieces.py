@@ -23,9 +23,10 @@ from jax import lax
 from dflop_jax.contract import Array, Params
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.held import held_cuts, split_cuts
-from dflop_jax.pipeline.parts import STACKED, layer_params
+from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.token_split import run_part
 
 Tree = Any
 
@@ -157,21 +158,11 @@ class Pieces:
     # ---- what a piece is ----
 
     def _piece(self, name: str) -> Piece:
-        module: Any = self.segment.module
-        is_tap = name in dict(self.segment.taps)
+        module, ways = self.segment.module, self.segment.tensor_ranks
 
         def piece(free: Tree, h: Array | None, placed: Tree, given: Tree) -> Tree:
             frozen, x, fields = given
-            params, x = {**frozen, **free}, {**x, **placed}
-            if name == "entry":
-                return module.entry(params["entry"], {**fields, **x})
-            if name == "layer":
-                return module.layer(layer_params(params), h, fields)
-            if name == "exit":
-                return module.exit(params["exit"], h, fields, params.get("entry"))
-            if is_tap:
-                return module.tap(name, params.get(name), h, fields)
-            return module.inlet(name, h, x[name], fields)
+            return run_part(module, name, ways, {**frozen, **free}, h, {**x, **placed}, fields)
 
         return piece
 

@@ -35,7 +35,9 @@ _ELEMENTWISE = """
 _CHEAP = frozenset(_ELEMENTWISE.split())
 
 
-def _is_dear(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "sharding_constraint":  # whole on every rank, it is gathered again
+        return any(axis is not None for axis in params["sharding"].spec)
     return primitive.name not in _CHEAP
 
 

@@ -35,6 +35,8 @@ class Segment:
       wants_gradient: names of its inputs that get one, because what they come from trains.
       shares_entry: whether it reads the entry's parameters of its module, which another segment
         owns (a tied head).
+      passes_split: whether hidden states between it and its module's other segments are split over
+        tensor ranks, of which all these then have as many.
     """
 
     plan: SegmentPlan
@@ -45,6 +47,7 @@ class Segment:
     wants_gradient: frozenset[str] = frozenset()
     edges: tuple[Edge, ...] = ()
     shares_entry: bool = False
+    passes_split: bool = True
 
     @property
     def name(self) -> str:
@@ -69,8 +72,12 @@ class Segment:
         return self.mesh.shape["data"]
 
     @property
+    def tensor_ranks(self) -> int:
+        return self.mesh.shape["model"]
+
+    @property
     def splits_tensors(self) -> bool:
-        return self.mesh.shape["model"] > 1
+        return self.tensor_ranks > 1
 
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))

@@ -1,11 +1,12 @@
 """The loop inside a segment: per-device code under `shard_map`, manual over (stage, data).
 
 A group's microbatches flow through the stages: at tick t stage s works on microbatch t - s and
-passes its activations on with `ppermute`. The axis "model" stays automatic, so tensor parallelism
-comes from the parameters' shardings alone. With one stage the same code is a plain scan. Backward
-runs the ticks in reverse, on what forward kept of each microbatch. Where a stage has nothing to do
-yet, what it computes is overwritten by its first microbatch; where it has nothing left to do, it
-runs its last one again, on equal inputs; the gradients of such ticks are zeros.
+passes its activations on with `ppermute`. The axis "model" stays automatic: tensor parallelism
+comes from the parameters' shardings and from how activations are laid out (`token_split`). With one
+stage the same code is a plain scan. Backward runs the ticks in reverse, on what forward kept of
+each microbatch. Where a stage has nothing to do yet, what it computes is overwritten by its first
+microbatch; where it has nothing left to do, it runs its last one again, on equal inputs; the
+gradients of such ticks are zeros.
 
 A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
 and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
@@ -29,6 +30,7 @@ from dflop_jax.pipeline.held import held_cuts
 from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.pieces import Pieces, added
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.token_split import before_exit, by_tensor_rank, split
 
 Tree = Any
 
@@ -82,7 +84,10 @@ def backward_program(
     if loop.pieces.active or segment.taps:
         dx, grads = loop.run_back(held["microbatches"], douts, dy.get("taps", {}), grads)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
-    dx = jax.tree.map(lambda a: lax.psum(a.astype(jnp.float32), "stage").astype(a.dtype), dx)
+    total = partial(lax.psum, axis_name="stage")
+    for name, a in dx.items():
+        ways = segment.tensor_ranks if name == "hidden" else 1  # all else is whole
+        dx[name] = by_tensor_rank(total, a.astype(jnp.float32), ways).astype(a.dtype)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
     return sums, dx, grads, done
 
@@ -100,7 +105,8 @@ class _Loop:
         like = here.get("hidden")
         if segment.plan.first:
             like = jax.eval_shape(segment.module.entry, self.params["entry"], {**now, **here})
-        self.no_hidden = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
+        nothing = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
+        self.no_hidden = split(nothing, segment.tensor_ranks)
         self.pieces = Pieces(segment, self.params, here, now, self.no_hidden, records=records)
 
     def _microbatch(self, t: Array) -> Array:
@@ -229,7 +235,8 @@ class _Loop:
             def loss(free: Params, h: Array) -> Tree:
                 params = {**self.params, **free}
                 entry = params.get("entry") if self.segment.module.tied else None
-                return self.segment.module.exit(params["exit"], h, now[1], entry)
+                whole = before_exit(h, self.segment.tensor_ranks)
+                return self.segment.module.exit(params["exit"], whole, now[1], entry)
 
             sums, vjp = jax.vjp(loss, free, now[0])
             dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
@@ -246,11 +253,13 @@ class _Loop:
             return outs
         # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
         masked = self._on_last_stage(outs).astype(jnp.float32)
-        return lax.psum_scatter(masked, "stage", scatter_dimension=0, tiled=True).astype(outs.dtype)
+        scatter = partial(lax.psum_scatter, axis_name="stage", scatter_dimension=0, tiled=True)
+        return by_tensor_rank(scatter, masked, self.segment.tensor_ranks).astype(outs.dtype)
 
     def _gather_from_stages(self, douts: Array) -> Array:
         """The transpose of `_scatter_over_stages`."""
-        every = lax.all_gather(douts.astype(jnp.float32), "stage", tiled=True)
+        gather = partial(lax.all_gather, axis_name="stage", tiled=True)
+        every = by_tensor_rank(gather, douts.astype(jnp.float32), self.segment.tensor_ranks)
         return self._on_last_stage(every.astype(douts.dtype))
 
     def _on_last_stage(self, a: Array) -> Array:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dflop_jax.profile.sharded_trace import LAYOUT, Op, Region, Value
+from dflop_jax.profile.sharded_trace import LAID_OUT, LAYOUT, Op, Region, Value
 
 MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
@@ -62,7 +62,11 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         elif op.name in _LOOKUPS:
             moved = op.outs[0] if op.name == "gather" else op.ins[-1]
             kernels.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))
-    kernels += [Kernel(REDUCE, 0.0, v.n_bytes, repeats=repeats) for v in region.reduced]
+    for v in region.reduced:  # scattered: as a gather, of what each has of the sum's terms
+        whole_bytes = v.n_bytes * (1 if v.dim is None else v.ways)
+        kind = REDUCE if v.dim is None else GATHER
+        kernels.append(Kernel(kind, 0.0, whole_bytes, repeats=repeats))
+    kernels += [Kernel(GATHER, 0.0, v.n_bytes, repeats=repeats) for v in region.gathered]
     return kernels + _fused(region, repeats)
 
 
@@ -117,7 +121,12 @@ class Fusion:
 
 def is_anchor(op: Op) -> bool:
     """Whether an operation is a kernel of its own (or a loop of them)."""
-    return op.name in _ANCHORS or op.body is not None
+    return op.name in _ANCHORS or op.body is not None or is_moved(op)
+
+
+def is_moved(op: Op) -> bool:
+    """Whether an operation lays an array out another way: gathers it, or scatters a sum."""
+    return op.name == LAID_OUT and op.ins[0].dim != op.outs[0].dim
 
 
 def _fused(region: Region, repeats: int) -> list[Kernel]:
@@ -186,7 +195,7 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     dies: dict[Value, int] = {}
     for i, op in enumerate(region.ops):
         into_own = op.name in _SCATTERS and op.ins[0] not in region.ins
-        if op.name in LAYOUT or into_own:
+        if (op.name in LAYOUT and not is_moved(op)) or into_own:
             held |= dict.fromkeys(op.outs, held.get(op.ins[0], op.ins[0]))
         elif is_anchor(op):  # a loop's carries stay where they began
             born |= dict.fromkeys(op.outs[len(op.carry) :], i)

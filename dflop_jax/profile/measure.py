@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -38,13 +37,13 @@ from dflop_jax.contract import (
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.parts import ADAPTER, hidden_struct
+from dflop_jax.pipeline.parts import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
-from dflop_jax.profile.parts import ENDS, forward_flops, param_dims, part_names
+from dflop_jax.profile.parts import ENDS, forward_flops, hidden_bytes, param_dims, part_names
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
@@ -199,10 +198,6 @@ def seconds_of(
     return [median(mine) for mine in took]
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-
 def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
     return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
 
@@ -236,7 +231,7 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = _nbytes(hidden_struct(segment.module, shape))
+    hidden = hidden_bytes(segment.module, shape, segment.tensor_ranks)
     return _Programs(tuple(runs), float(temp), hidden, segment.hands_over)
 
 

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, split_dim, taps_of
-from dflop_jax.pipeline.parts import ADAPTER, PARTS, layer_params, part_struct
+from dflop_jax.pipeline.parts import ADAPTER, PARTS, hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
+from dflop_jax.pipeline.token_split import matrix_cuts, run_part, token_dim
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape
@@ -63,8 +64,19 @@ def forward_flops(module: Module, part: str, shape: Shape) -> float:
 
 
 @lru_cache(maxsize=1024)
+def _traced_ways(module: Module, part: str, shape: Shape, ways: int) -> int:
+    """The degree that a part is traced at: 2 where that lays out its activations as `ways` does."""
+
+    def laid_out(ways: int) -> tuple[Any, ...]:
+        rows, tokens, _ = hidden_struct(module, shape).shape
+        return token_dim(rows, tokens, ways), matrix_cuts(module, part, ways)
+
+    return 2 if ways > 2 and laid_out(2) == laid_out(ways) else ways
+
+
+@lru_cache(maxsize=1024)
 def _recorded(
-    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
+    module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
     hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
@@ -73,7 +85,8 @@ def _recorded(
     hidden = x.pop("hidden", None)
 
     def piece(params: Tree, h: Tree, x: Tree, fields: Tree) -> Tree:
-        return _forward(module, part, params, x if h is None else {"hidden": h}, fields)
+        x = x if h is None else {"hidden": h}
+        return _forward(module, part, ways, params, x, fields)
 
     args = (params, hidden, x, fields)
     recorded = Recorded(REMAT[remat], piece, *args, wants_hidden=hidden is not None)
@@ -84,23 +97,27 @@ def _recorded(
 def has_loss(module: Module, shape: Shape) -> bool:
     """Whether the module's exit gives a loss."""
     return isinstance(
-        jax.eval_shape(partial(_forward, module, "exit"), *_arguments(module, "exit", shape)), dict
+        jax.eval_shape(partial(_forward, module, "exit", 1), *_arguments(module, "exit", shape)),
+        dict,
     )
 
 
 @lru_cache(maxsize=1024)
-def _traced_forward(module: Module, part: str, shape: Shape, placed: Names) -> core.ClosedJaxpr:
-    """Jaxpr of a part; its first inputs are its parameters."""
-    return jax.make_jaxpr(partial(_forward, module, part))(*_arguments(module, part, shape, placed))
+def _traced_forward(
+    module: Module, part: str, shape: Shape, placed: Names, ways: int
+) -> tuple[core.ClosedJaxpr, Tree]:
+    """Jaxpr of a part, and its arguments (parameters, what gets a gradient, fields)."""
+    args = _arguments(module, part, shape, placed)
+    return jax.make_jaxpr(partial(_forward, module, part, ways))(*args), args
 
 
 @lru_cache(maxsize=1024)
 def _traced_backward(
-    module: Module, part: str, shape: Shape, placed: Names, remat: Remat
-) -> core.ClosedJaxpr:
-    """Jaxpr of a part's gradient and of its sum into the accumulators, which are its last inputs;
-    its first inputs are its parameters, the next what was kept."""
-    recorded, args, _, (out, residuals) = _recorded(module, part, shape, placed, remat)
+    module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
+) -> tuple[core.ClosedJaxpr, Tree]:
+    """Jaxpr of a part's gradient and of its sum into the accumulators, and its arguments
+    (parameters, what was kept, what edges place, fields, the output's gradient, accumulators)."""
+    recorded, args, _, (out, residuals) = _recorded(module, part, shape, placed, ways, remat)
     params, _, x, fields = args
 
     def backward(
@@ -110,7 +127,8 @@ def _traced_backward(
         return dh, dx, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
 
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
-    return jax.make_jaxpr(backward)(params, residuals, x, fields, out, grads)
+    args = (params, residuals, x, fields, out, grads)
+    return jax.make_jaxpr(backward)(*args), args
 
 
 @lru_cache(maxsize=1024)
@@ -119,15 +137,6 @@ def _param_dims(module: Module, part: str, shape: Shape, placed: Names, ways: in
     params = _arguments(module, part, shape, placed)[0]
     leaves = [leaf for p in sorted(params) for leaf in _leaves(module, p)]
     return tuple(split_dim(leaf.shape, axes, ways) for leaf, axes in leaves)
-
-
-def _on_device(
-    closed: core.ClosedJaxpr, first: Dims, last: Dims,
-    ways: int,
-) -> Region:  # fmt: skip
-    """The jaxpr on one of `ways` devices; which dims of its first and last inputs are split."""
-    whole = len(closed.jaxpr.invars) - len(first) - len(last)
-    return trace(closed, [*first, *[None] * whole, *last], ways)
 
 
 def _region(
@@ -141,11 +150,22 @@ def _region(
 ) -> Region:
     """What one of `ways` tensor-parallel devices runs of a part."""
     split = _param_dims(module, part, shape, placed, ways)
+    alike = _traced_ways(module, part, shape, ways)
     if direction != BACKWARD:
-        return _on_device(_traced_forward(module, part, shape, placed), split, (), ways)
-    residual_dims = [v.dim for v in _kept_region(module, part, shape, placed, ways, remat).outs]
-    closed = _traced_backward(module, part, shape, placed, remat)
-    return _on_device(closed, (*split, *residual_dims), split, ways)
+        closed, args = _traced_forward(module, part, shape, placed, alike)
+        return trace(closed, [*split, *_dims_of(args[1:], module, shape, ways)], ways)
+    kept = [v.dim for v in _kept_region(module, part, shape, placed, ways, remat).outs]
+    closed, args = _traced_backward(module, part, shape, placed, alike, remat)
+    given = _dims_of(args[2:-1], module, shape, ways)
+    return trace(closed, [*split, *kept, *given, *split], ways)
+
+
+def _dims_of(args: Tree, module: Module, shape: Shape, ways: int) -> Dims:
+    """The split dim of each array that a part is given: of hidden states that of their tokens."""
+    hidden = hidden_struct(module, shape)
+    rows, tokens, _ = hidden.shape
+    dim = token_dim(rows, tokens, ways)
+    return tuple(dim if a.shape == hidden.shape else None for a in jax.tree.leaves(args))
 
 
 @lru_cache(maxsize=1024)
@@ -153,9 +173,10 @@ def _kept_region(
     module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> Region:
     """What one device runs of a part's forward; its outputs are what is kept."""
-    _, _, closed, (out, _) = _recorded(module, part, shape, placed, remat)
+    alike = _traced_ways(module, part, shape, ways)
+    _, args, closed, (out, _) = _recorded(module, part, shape, placed, alike, remat)
     split = _param_dims(module, part, shape, placed, ways)
-    region = _on_device(closed, split, (), ways)
+    region = trace(closed, [*split, *_dims_of(args[1:], module, shape, ways)], ways)
     return replace(region, outs=region.outs[len(jax.tree.leaves(out)) :])
 
 
@@ -182,15 +203,10 @@ def _arguments(
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
 
-def _forward(module: Module, part: str, params: Tree, x: Tree, fields: Tree) -> Tree:
-    if part == "entry":
-        return module.entry(params["entry"], {**fields, **x})
-    if part == "layers":
-        return module.layer(layer_params(params), x["hidden"], fields)
-    if part == "exit":
-        return module.exit(params["exit"], x["hidden"], fields, params.get("entry"))
-    tap: Any = module.tap  # type: ignore[attr-defined]
-    return tap(part, params.get(part), x["hidden"], fields)
+def _forward(module: Module, part: str, ways: int, params: Tree, x: Tree, fields: Tree) -> Tree:
+    placed = {name: a for name, a in x.items() if name != "hidden"}
+    name = "layer" if part == "layers" else part
+    return run_part(module, name, ways, params, x.get("hidden"), placed, fields)
 
 
 @lru_cache(maxsize=1024)
@@ -209,13 +225,15 @@ def traced_forward(
         for name in sorted(by_name)
         for _ in jax.tree.leaves(by_name[name])
     )
-    return jax.make_jaxpr(partial(_forward, module, part))(params, x, fields), inputs
+    return jax.make_jaxpr(partial(_forward, module, part, 1))(params, x, fields), inputs
 
 
-def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
-    """Bytes of the hidden states between layers, on one data rank."""
-    hidden = _arguments(module, "layers", shape)[1]["hidden"]
-    return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
+def hidden_bytes(module: Module, shape: Shape, ways: int, half_bytes: int = 2) -> float:
+    """Bytes of the hidden states between layers, on one of `ways` tensor-parallel devices."""
+    hidden = hidden_struct(module, shape)
+    rows, tokens, _ = hidden.shape
+    value = Value(hidden.shape, hidden.dtype, ways, token_dim(rows, tokens, ways))
+    return value_bytes(value, half_bytes)
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,10 @@
 
 The jaxpr is walked with one sharded dim per value, in the manner of GSPMD (arXiv 2105.04663):
 parameters bring their dims from the contract's logical axes, every operation hands them on, and a
-contraction over a sharded dim gives a sum to reduce over the group. Nothing is compiled, so it
-takes milliseconds. Known limits: one sharded dim per value, and a `while` counts once.
+contraction over a sharded dim gives a sum to reduce over the group. Where the traced function lays
+an array out (`dflop_jax.pipeline.token_split`), a sharded one is gathered or a sum is scattered.
+Nothing is compiled, so it takes milliseconds. Known limits: one sharded dim per value, and a
+`while` counts once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 from jax.extend import core
 
-LAYOUT = frozenset({"reshape", "transpose", "squeeze", "slice", "copy", "stop_gradient"})
+LAID_OUT = "sharding_constraint"
+LAYOUT = frozenset({"reshape", "transpose", "squeeze", "slice", "copy", "stop_gradient", LAID_OUT})
 # What lays its result out as its consumers want it: their sharding reaches through.
 _FREE = LAYOUT | {"broadcast_in_dim", "iota", "scatter-add", "convert_element_type", "select_n"}
 
@@ -54,12 +57,14 @@ class Op:
 
 @dataclass(eq=False)
 class Region:
-    """Operations in order, which values enter and leave them, and which the group adds up."""
+    """Operations in order, which values enter and leave them, which the group adds up (a sharded
+    one piece by piece), and which it makes whole."""
 
     ins: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     outs: list[Value] = field(default_factory=list)
     reduced: list[Value] = field(default_factory=list)
+    gathered: list[Value] = field(default_factory=list)
 
 
 def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], ways: int) -> Region:
@@ -162,6 +167,9 @@ def _passed_on(op: Op, out: Value) -> tuple[int | None, bool]:
     """(dim of an output that is sharded, whether the output is a sum over the group)."""
     if op.name == "dot_general":
         return _dot_dim(op)
+    if op.name == LAID_OUT:
+        spec = op.params["sharding"].spec
+        return next((i for i, axis in enumerate(spec) if axis is not None), None), False
     sharded = next((v for v in op.ins if v.dim is not None), None)
     if sharded is None or sharded.dim is None:
         return None, False
@@ -221,7 +229,7 @@ def _settle(region: Region) -> None:
             wanted = next((v for v in op.outs if v.dim is not None), None)
             pairs = [(v, wanted) for v in op.ins if wanted and v.shape == wanted.shape]
         for v, like in pairs:
-            if v.dim is None and v in maker and maker[v].name in _FREE:
+            if v.dim is None and v in maker and maker[v].name in _FREE - {LAID_OUT}:
                 v.dim = like.dim
 
 
@@ -233,7 +241,7 @@ def _without_dead(region: Region) -> Region:
             alive.update(op.ins)
             reversed_ops.append(op)
     ops = reversed_ops[::-1]
-    return Region(region.ins, ops, region.outs, _reduced(ops, region.outs))
+    return Region(region.ins, ops, region.outs, _reduced(ops, region.outs), _gathered(ops))
 
 
 def _reduced(ops: Sequence[Op], outs: Sequence[Value]) -> list[Value]:
@@ -249,3 +257,11 @@ def _reduced(ops: Sequence[Op], outs: Sequence[Value]) -> list[Value]:
         else:
             summed |= dict.fromkeys(terms)
     return list(summed | {v: None for v in outs if v in open_})
+
+
+def _gathered(ops: Sequence[Op]) -> list[Value]:
+    """Values that are whole where they were sharded before; those of one array once."""
+    laid_out = (op for op in ops if op.name == LAID_OUT)
+    whole = {op.ins[0]: op.outs[0] for op in laid_out
+             if op.ins[0].dim is not None and op.outs[0].dim is None}  # fmt: skip
+    return list(whole.values())

@@ -249,6 +249,7 @@ def test_collectives_count_the_larger_side():
             "%g = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), dimensions={0}",
             "%d = bf16[16,8]{1,0} all-gather-done(%g)",
             "%s = bf16[1,8]{1,0} reduce-scatter(%x), dimensions={0}",
+            "%b = ((bf16[4,8]{1,0}), bf16[1,8]{1,0}) reduce-scatter-start(%x), dimensions={0}",
             "%p = (bf16[4,8]{1,0}, bf16[4,8]{1,0}) collective-permute-start(%x)",
             "%a = (bf16[4,8]{1,0}, f32[2]{0}) all-reduce(%x, %f), to_apply=%add",
             "%f = f32[2]{0} parameter(1)",
@@ -256,7 +257,7 @@ def test_collectives_count_the_larger_side():
     )
     assert cost.collectives == {
         "all-gather": Traffic(1.0, 16 * 8 * 2),
-        "reduce-scatter": Traffic(1.0, 4 * 8 * 2),
+        "reduce-scatter": Traffic(2.0, 2 * 4 * 8 * 2),
         "collective-permute": Traffic(1.0, 4 * 8 * 2),
         "all-reduce": Traffic(1.0, 4 * 8 * 2 + 2 * 4),
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def test_nothing_of_attention_is_gathered(kernel, heads, kv_heads, ways):
     s = segment(decoder(heads, kv_heads, "pallas"), (1, 1, ways))
     text = Lowering(s).lower(Shape(ROWS, TOKENS), BACKWARD).compile().as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
-    assert not [line for line in gathers if f"{ROWS},{TOKENS}," in line]
+    assert not [g for g in gathers if re.search(rf"\[{ROWS},{TOKENS},\d+,\d+\]", g)]
 
 
 def test_a_degree_that_does_not_divide_the_query_heads():

@@ -7,6 +7,7 @@ import pytest
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ELEMENTWISE,
+    GATHER,
     LOOKUP,
     MATMUL,
     REDUCE,
@@ -157,17 +158,20 @@ def test_a_gradient_repeats_its_forward_and_devices_share_products(family, name)
 @pytest.mark.parametrize(
     "family, name", [("llava", "vision"), ("llava", "llm"), ("audio", "audio")]
 )
-def test_a_layer_reduces_after_attention_and_after_the_mlp(family, name):
-    """After attention and after the MLP; backward has one for each input, and repeats the first if
-    the layer is computed again."""
+def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(family, name):
+    """Attention and the MLP each. Backward does so with gradients and gathers what both read again;
+    if the layer is computed again, it scatters attention's sum, too. What is left to reduce are
+    gradients of norms and biases, of which each rank's tokens have a part."""
     module = MODELS[family].modules[name]
     shape = module_shape(MODELS[family], name)
     for direction, remat, n in (
-        (FORWARD, "none", 2), (BACKWARD, "none", 2), (BACKWARD, "layers", 3)
+        (FORWARD, "none", 4), (BACKWARD, "none", 6), (BACKWARD, "layers", 7)
     ):  # fmt: skip
         for ways in (1, 2):
             kernels = part_kernels(module, "layers", direction, shape, ways, (), remat)
-            assert len(of_kind(kernels, REDUCE)) == n * (ways > 1)
+            whole = hidden_bytes(module, shape, 1)
+            assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (ways > 1)
+            assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
 def test_attention_is_told_from_products_with_parameters():
@@ -208,11 +212,12 @@ def test_half_precision_may_count_twice():
 def test_a_part_keeps_what_its_policy_says():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
-    hidden = hidden_bytes(llm, shape)
+    hidden = hidden_bytes(llm, shape, 1)
     none, dots, layers, segment = (
         part_kept(llm, "layers", shape, 1, 2, (), r) for r in ("none", "dots", "layers", "segment")
     )
     assert layers == hidden < dots < none == segment
+    assert part_kept(llm, "layers", shape, 2, 2, (), "layers") == hidden / 2
     assert part_kept(llm, "entry", shape, 1, 2) == 0.0  # tokens and features are there anyway
     flops = {
         r: sum(k.flops * k.repeats for k in part_kernels(llm, "layers", BACKWARD, shape, 1, (), r))

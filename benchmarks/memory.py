@@ -32,6 +32,7 @@ from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.parts import PARTS
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
+from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import hidden_bytes, part_work
 from dflop_jax.records import (
@@ -148,7 +149,8 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
             module, shape, ways, policy, half_bytes=half_bytes, loss=segment.has_loss
         )
         quick += ticks * layer * segment.plan.n_layers / segment.stages
-        quick += 2 * ticks * hidden_bytes(module, shape, ways, half_bytes)
+        share = rank_share(shape.rows, shape.tokens, ways)
+        quick += 2 * ticks * share * hidden_bytes(module, shape, half_bytes)
     return ProgramBytes(device_bytes(args), device_bytes(outs), quick, device_bytes(args[4]))
 
 

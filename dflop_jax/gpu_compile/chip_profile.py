@@ -21,6 +21,7 @@ from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.probes import Found, Probe
 from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
 from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
@@ -254,6 +255,7 @@ class Ladder:
         if self.has_loss:
             whole_bytes = ends[_WORK] + self.depths[1] * layer[_WORK]
             layer, ends = self._split(costs, shape, remat, ends=False)
+            hidden_bytes *= rank_share(shape.rows, shape.tokens, self.ways)
             kept_bytes = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - kept_bytes
         figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])

@@ -110,7 +110,7 @@ def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -
         _program(backward, content=content),
         forward,
         device_bytes(lowering.residual_structs(probe.shape)),
-        hidden_bytes(segment.module, probe.shape, probe.ways),
+        hidden_bytes(segment.module, probe.shape),
     )
 
 

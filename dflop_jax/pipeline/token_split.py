@@ -17,6 +17,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
@@ -60,6 +61,12 @@ def token_dim(rows: int, tokens: int, ways: int) -> int | None:
     if ways == 1:
         return None
     return next((dim for dim, size in enumerate((rows, tokens)) if size % ways == 0), None)
+
+
+def rank_share(rows: Any, tokens: Any, ways: int) -> Any:
+    """Share of hidden states [rows, tokens, width] that a tensor rank has; of numbers or arrays."""
+    divides = (np.asarray(rows) % ways == 0) | (np.asarray(tokens) % ways == 0)
+    return np.where(divides, 1 / ways, 1.0)[()]
 
 
 def token_spec(rows: int, tokens: int, ways: int) -> tuple[str | None, str | None]:

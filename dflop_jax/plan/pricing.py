@@ -155,9 +155,9 @@ def send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
     """Seconds of what each segment sends to one on other devices, for every shape of the reader,
     and of the gradients that come back, which are as many bytes.
 
-    Each device that reads gets its data rank's activations over its own link: hidden states of the
-    reader's shape, for every edge between the two. Of several groups that feed one, each is priced
-    as if it filled all places of it.
+    Each device that reads gets its data rank's activations over its own link: its tokens of hidden
+    states of the reader's shape, all of them for every edge between the two. Of several groups that
+    feed one, each is priced as if it filled all places of it.
     """
     seconds: dict[SendId, float] = {}
     hardware = costs.profile.hardware
@@ -167,10 +167,9 @@ def send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
             layout.submesh(layout.segment(n).submesh) for n in (link.target, link.source)
         )
         for shape in layout.shapes(reader.module):
-            hidden = costs.fits.predict(
-                reader.module, here.model, shape.rows, shape.tokens, "hidden"
-            )
-            took_s = _between(here, there, float(hidden) * layout.group_size, hardware)
+            figures = costs.at(reader.module, here.model, shape.rows, shape.tokens)
+            n_bytes = figures["hidden"] * (1.0 if link.edge else figures.rank_share)
+            took_s = _between(here, there, float(n_bytes) * layout.group_size, hardware)
             for direction in (FORWARD, BACKWARD):
                 key = SendId(link.source, link.target, shape, direction)
                 if took_s:

@@ -11,6 +11,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
@@ -40,6 +41,7 @@ class Figures:
 
     def __init__(self, fits: Fits, module: str, model: int, rows: Array, tokens: Array):
         self.is_there = np.asarray(rows) > 0
+        self.rank_share = rank_share(rows, tokens, model)  # of hidden states, on a tensor rank
         self._predict = cache(partial(fits.at, module, model, shape_features(rows, tokens)))
 
     def __getitem__(self, kind: str) -> Array:
@@ -156,12 +158,13 @@ class CostModel:
         share = self.profile.entry_share[segment.module]
         return share * segment.first + (1.0 - share) * segment.last
 
-    def inputs_kept(self, segment: SegmentPlan) -> int:
-        """Arrays of the hidden states' size that a segment keeps from forward to backward: what
-        every edge brings, and the hidden states of the segment before it; of a first segment that
-        no edge enters, its fields."""
+    def inputs_kept(self, segment: SegmentPlan) -> tuple[int, int]:
+        """Arrays of the hidden states' size that a segment keeps from forward to backward: (those
+        that every tensor rank has whole, those that are split over tensor ranks). The former are
+        what every edge brings, and of a first segment that no edge enters its fields, the latter
+        the hidden states of the segment before it."""
         entering = sum(segment.reads(e) for e in self.profile.edges)
-        return max(1, entering + (not segment.first))
+        return (max(1, entering), 0) if segment.first else (entering, 1)
 
     def segment_bytes(
         self,
@@ -223,9 +226,10 @@ class CostModel:
         )
         if trained:
             temporaries = np.maximum(temporaries, end_bytes(segment, mesh, self.profile))
+        whole, split = self.inputs_kept(segment)
         return SegmentBytes(
             state=state_bytes(segment, mesh, self.profile, trained=trained),
-            kept=figures["hidden"] * group_size * self.inputs_kept(segment) + handed,
+            kept=figures["hidden"] * group_size * (whole + split * figures.rank_share) + handed,
             temporaries=temporaries,
         )
 
@@ -260,7 +264,7 @@ class CostModel:
         elif FORWARD in self.loops(segment, BACKWARD):
             if alone:
                 work = np.maximum(work, figures[f"{again}.loss_bytes"])
-            work = work + handed + 2 * group_size * figures["hidden"]
+            work = work + handed + 2 * group_size * figures.rank_share * figures["hidden"]
             handed = np.zeros_like(handed)
         work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
         return handed, np.where(figures.is_there, work, 0.0)

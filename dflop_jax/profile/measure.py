@@ -231,7 +231,7 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         batch = _packed(fields, n, below)
         runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = hidden_bytes(segment.module, shape, segment.tensor_ranks)
+    hidden = hidden_bytes(segment.module, shape)
     return _Programs(tuple(runs), float(temp), hidden, segment.hands_over)
 
 

@@ -228,12 +228,10 @@ def traced_forward(
     return jax.make_jaxpr(partial(_forward, module, part, 1))(params, x, fields), inputs
 
 
-def hidden_bytes(module: Module, shape: Shape, ways: int, half_bytes: int = 2) -> float:
-    """Bytes of the hidden states between layers, on one of `ways` tensor-parallel devices."""
+def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
+    """Bytes of the hidden states between layers, on one data rank."""
     hidden = hidden_struct(module, shape)
-    rows, tokens, _ = hidden.shape
-    value = Value(hidden.shape, hidden.dtype, ways, token_dim(rows, tokens, ways))
-    return value_bytes(value, half_bytes)
+    return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
 
 
 @lru_cache(maxsize=1024)

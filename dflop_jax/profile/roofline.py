@@ -127,7 +127,7 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
                 layer_backward_s=p.part_s("layers", BACKWARD, shape) + back * full_s,
                 ends_forward_s=p.ends_s(FORWARD, shape),
                 ends_backward_s=p.ends_s(BACKWARD, shape),
-                hidden_bytes=hidden_bytes(p.module, shape, p.ways),
+                hidden_bytes=hidden_bytes(p.module, shape),
                 content_forward_s=unit_s,
                 content_backward_s=times(back, unit_s),
                 recompute=recompute,

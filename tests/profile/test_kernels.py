@@ -169,7 +169,7 @@ def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(fami
     ):  # fmt: skip
         for ways in (1, 2):
             kernels = part_kernels(module, "layers", direction, shape, ways, (), remat)
-            whole = hidden_bytes(module, shape, 1)
+            whole = hidden_bytes(module, shape)
             assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (ways > 1)
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
@@ -212,7 +212,7 @@ def test_half_precision_may_count_twice():
 def test_a_part_keeps_what_its_policy_says():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
-    hidden = hidden_bytes(llm, shape, 1)
+    hidden = hidden_bytes(llm, shape)
     none, dots, layers, segment = (
         part_kept(llm, "layers", shape, 1, 2, (), r) for r in ("none", "dots", "layers", "segment")
     )

@@ -226,6 +226,19 @@ def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "compiled_rows", rows)
 
 
+def layers_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """So do layers of a 7B for GPUs that are not here."""
+
+    def rows() -> Any:
+        for program, moves in (("forward", 4.0), ("backward", 6.0)):
+            yield {"program": program, "tensor": 2, "hidden_bytes": 1.0, "whole_bytes": 2.0,
+                   "residual_bytes": 1.0, "temp_bytes": 1.0, "moves_of_a_layer": moves,
+                   "attention_gathers": 0, "parameter_gathers": 0, "executed_over_needed": 1.5,
+                   "collectives": {"all-gather": {"count": 1.0, "n_bytes": 1.0}}}  # fmt: skip
+
+    patch.setattr(script, "compiled_rows", rows)
+
+
 def one_straggler(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Two processes that train take minutes: the metrics of each policy's run are made up."""
     rows = [{"step_s": 0.1, "slowness": {"0": 1.0, "1": 2.0}}] * 60
@@ -257,6 +270,7 @@ RUNS = {
     "simulator_speed": Tiny(2, (), no_second),
     "step_flops": Tiny(4, (), compiled_by_nobody),
     "straggler": Tiny(6, (), one_straggler),
+    "token_split": Tiny(2, (), layers_of_nobody),
 }
 
 

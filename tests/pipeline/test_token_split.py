@@ -13,7 +13,7 @@ from dflop_jax.pipeline.flow import x_structs, y_structs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.token_split import token_dim
+from dflop_jax.pipeline.token_split import rank_share, token_dim
 from dflop_jax.records import BACKWARD, FORWARD, MeshShape, SegmentPlan, Shape
 from tests.small import WIDTH, Text
 
@@ -35,6 +35,8 @@ def segment(ways, *, ends=False):
 )  # fmt: skip
 def test_rows_or_tokens_are_split_where_the_degree_divides(rows, tokens, ways, dim):
     assert token_dim(rows, tokens, ways) == dim
+    share = rank_share(np.array([rows]), np.array([tokens]), ways)
+    assert share.tolist() == [1 if dim is None else 1 / ways]
 
 
 @pytest.mark.parametrize("rows, tokens, piece", [(1, 24, (1, 12)), (2, 23, (1, 23))])

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Module, split_dim
@@ -103,7 +103,7 @@ def _constrain(a: Array, spec: P, ways: int) -> Array:
 
 @cache
 def _mesh(ways: int) -> AbstractMesh:
-    return AbstractMesh((ways,), (AXIS,))
+    return AbstractMesh((ways,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _by_tokens(h: Array, ways: int) -> P | None:

@@ -17,14 +17,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from json_rows import add_json, as_rows, write_json
+from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
 from dflop_jax import Config, ModelConfig, PlanConfig
 from dflop_jax.cluster.launch import launch
 from dflop_jax.hardware import GIB
-from dflop_jax.profile.links import node_size
+from dflop_jax.profile.links import LinkTiming, node_size
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.profiling import timed_links
 
@@ -46,18 +46,17 @@ def main() -> int:
 def measure(json_file: Path | None, pretended: int) -> None:
     """Time the links of this run's devices; process 0 shows and writes them."""
     place = set_up(Config(model=ModelConfig(size="nano"), plan=PlanConfig(devices=pretended)))
-    timings = timed_links(place, node_size(place.devices, place.hosts))
+    timings: list[LinkTiming] = timed_links(place, node_size(place.devices, place.hosts))
     place.peers.close()
     if not place.peers.is_hub:
         return
-    rows = []
+    rows = Rows(json_file, as_rows)
     table = Table("collective", "bytes", "ranks", "across", "ms", "GiB/s")
     for t in timings:
-        rows.append(asdict(t) | {"gib_s": t.n_bytes / t.seconds / GIB})
-        rows[-1]["bytes"] = rows[-1].pop("n_bytes")
+        row = asdict(t) | {"gib_s": t.n_bytes / t.seconds / GIB}
+        rows.append({"bytes": row.pop("n_bytes"), **row})
         table.add_row(t.collective, f"{t.n_bytes:,}", str(t.ranks), "yes" if t.across else "no",
                       f"{1e3 * t.seconds:.3f}", f"{t.n_bytes / t.seconds / GIB:.3f}")  # fmt: skip
-    write_json(json_file, as_rows(rows))
     Console().print(table)
 
 

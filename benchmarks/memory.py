@@ -32,7 +32,6 @@ from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.parts import PARTS
 from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
-from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import hidden_bytes, part_work
 from dflop_jax.records import (
@@ -44,6 +43,7 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     Shape,
+    rank_share,
 )
 from models.audio import AudioModule
 from models.decoder import DecoderModule
@@ -144,13 +144,14 @@ def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int =
         parts=segment.parts, half_bytes=half_bytes, loss=segment.has_loss,
     )  # fmt: skip
     if not segment.hands_over:  # what forward keeps is there as well
-        ticks = segment.microbatches + segment.stages - 1
+        n, ticks = segment.microbatches, segment.microbatches + segment.stages - 1
         layer, _ = kept_bytes(
             module, shape, ways, policy, half_bytes=half_bytes, loss=segment.has_loss
         )
-        quick += ticks * layer * segment.plan.n_layers / segment.stages
+        # Backward copies what it needs of the microbatch that it is at.
+        quick += (n + (ticks > 1)) * layer * segment.plan.n_layers / segment.stages
         share = rank_share(shape.rows, shape.tokens, ways)
-        quick += 2 * ticks * share * hidden_bytes(module, shape, half_bytes)
+        quick += 2 * n * share * hidden_bytes(module, shape, half_bytes)
     return ProgramBytes(device_bytes(args), device_bytes(outs), quick, device_bytes(args[4]))
 
 

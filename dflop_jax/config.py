@@ -120,7 +120,7 @@ class PlanConfig:
         str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
     ] = ""
     node: Annotated[
-        NonNegativeInt, "devices that share a node; 0: as many as their data sheet says"
+        NonNegativeInt, "devices that share a node; 0: those of a host, or of its data sheet"
     ] = 0
     buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
     max_model: Annotated[

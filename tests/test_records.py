@@ -18,9 +18,11 @@ from dflop_jax.records import (
     Event,
     ExchangeRoom,
     Group,
+    Hardware,
     Kept,
     LayerTiming,
     Layout,
+    Link,
     Load,
     MeshShape,
     ModelProfile,
@@ -69,7 +71,12 @@ SCHEDULE = Schedule(
     3, (TILES, ROWS), (Task("vision", 0, "forward"),), 0.5, 0.25, "optimal", 40, 0.01
 )
 PROGRAM = ProgramId("llm", SHAPE, "backward")
+LINK = Link("all_reduce", True, 1e9, 1e-3)
+HARDWARE = Hardware("x", "sm_90", 1e15, 5e14, 8e10, 3e12, 8, 4e11, 2e-6, 5e10, 4e-6, "", (LINK,))
 EXAMPLES = [
+    LINK,
+    HARDWARE,
+    dataclasses.replace(MODEL, hardware=HARDWARE, computed=True),
     DATA.loads[1],
     DATA,
     SHAPE,

@@ -21,7 +21,6 @@ from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.probes import Found, Probe
 from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
 from dflop_jax.gpu_compile.toolchain import compiler_environment
-from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
@@ -35,6 +34,7 @@ from dflop_jax.records import (
     Recompute,
     Remat,
     Shape,
+    rank_share,
 )
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees

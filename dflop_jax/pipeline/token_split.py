@@ -17,7 +17,6 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Module, split_dim
 from dflop_jax.pipeline.parts import layer_params, logical_axes, part_struct
+from dflop_jax.records import token_dim
 
 Tree = Any
 AXIS = "model"
@@ -53,20 +53,6 @@ def run_part(
     if name == "exit":
         return module.exit(params["exit"], whole, fields, params.get("entry"))
     return module.tap(name, params.get(name), whole, fields)
-
-
-def token_dim(rows: int, tokens: int, ways: int) -> int | None:
-    """The dim of hidden states [rows, tokens, width] that is split over tensor ranks: rows, whose
-    pieces lie together in memory, else tokens, as one of them divides; None: neither."""
-    if ways == 1:
-        return None
-    return next((dim for dim, size in enumerate((rows, tokens)) if size % ways == 0), None)
-
-
-def rank_share(rows: Any, tokens: Any, ways: int) -> Any:
-    """Share of hidden states [rows, tokens, width] that a tensor rank has; of numbers or arrays."""
-    divides = (np.asarray(rows) % ways == 0) | (np.asarray(tokens) % ways == 0)
-    return np.where(divides, 1 / ways, 1.0)[()]
 
 
 def token_spec(rows: int, tokens: int, ways: int) -> tuple[str | None, str | None]:

@@ -11,7 +11,6 @@ from functools import cache, partial
 
 import numpy as np
 
-from dflop_jax.pipeline.token_split import rank_share
 from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
@@ -29,6 +28,7 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     Shape,
+    rank_share,
     shape_features,
     with_host_work,
 )

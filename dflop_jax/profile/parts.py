@@ -21,10 +21,10 @@ from jax.extend import core
 from dflop_jax.contract import Module, split_dim, taps_of
 from dflop_jax.pipeline.parts import ADAPTER, PARTS, hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
-from dflop_jax.pipeline.token_split import matrix_cuts, run_part, token_dim
+from dflop_jax.pipeline.token_split import matrix_cuts, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import Region, Value, trace
-from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape
+from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
 
 Tree = Any
 ENDS = ("entry", "exit")

@@ -26,6 +26,7 @@ from dflop_jax.records.features import (
     times,
 )
 from dflop_jax.records.hardware import PLANNED_SHARE, USABLE_MEMORY, Collective, Hardware, Link
+from dflop_jax.records.hidden import rank_share, token_dim
 from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan
 from dflop_jax.records.pieces import PiecePlaces
 from dflop_jax.records.plan import (
@@ -130,9 +131,11 @@ __all__ = [
     "pairs",
     "piece_tokens",
     "rank_nodes",
+    "rank_share",
     "shape_features",
     "times",
     "to_json",
+    "token_dim",
     "traffic",
     "with_host_work",
     "with_remat",

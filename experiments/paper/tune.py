@@ -97,7 +97,7 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
     bounds = {"max_model": min(MAX_MODEL, case.hardware.devices_per_node), "max_stage": MAX_STAGE}
     for family in separate(case.n_devices, profile.n_layers, **bounds):
         *encoders, _ = family.forms
-        if family.group_size > 1 or any(f.n_segments > 1 for f in encoders):
+        if family.stages > 1 or any(f.n_segments > 1 for f in encoders):
             continue
         for i, (*_, first) in enumerate(family.first.tolist()):
             if first % family.forms[-1].mesh.model or first % step:

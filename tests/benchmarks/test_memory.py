@@ -125,14 +125,13 @@ def test_a_task_of_both_keeps_what_is_counted_per_layer(remat):
 @pytest.mark.parametrize("remat", ["none", "named", "layers", "segment"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
 def test_residuals_are_what_is_counted(remat, mesh):
-    """Of the first half of the layers, which hands over: each tick of the loop over stages."""
+    """Of the first half of the layers, which hands over: every microbatch of the loop."""
     s = segment(mesh, mesh[0], remat)
     plan = dataclasses.replace(s.plan, stop=DEEP.n_layers // 2, last=False)
     s = dataclasses.replace(s, plan=plan)
     handed = device_bytes(Lowering(s).residual_structs(ROWS))
     layer, ends = kept_bytes(DEEP, ROWS, 1, remat, placed=("visual",), loss=True)
-    ticks = 2 * mesh[0] - 1
-    want = ticks * (layer * plan.n_layers / mesh[0] + ends) * (remat != "segment")
+    want = mesh[0] * (layer * plan.n_layers / mesh[0] + ends) * (remat != "segment")
     assert handed == pytest.approx(want, rel=1e-6, abs=8)
 
 

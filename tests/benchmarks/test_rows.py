@@ -2,6 +2,8 @@
 at small sizes or, where minutes or hardware forbid that, the part that its line in `RUNS` states.
 
 A new benchmark gets a line in `RUNS`, or in `ELSEWHERE` where another file runs its `main`.
+
+Long because every benchmark has a line here.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -246,6 +249,34 @@ def one_straggler(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
 
 
+def links_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Collectives are compiled by their own tests."""
+    timings = [script.LinkTiming("send", False, 2, n, 1e-3) for n in (1 << 16, 1 << 21)]
+    patch.setattr(script, "timed_links", lambda place, node: timings)
+
+
+def hosts_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Hosts with links of their own are made by root only, and train for minutes."""
+    row = {"plan": "orch", "predicted_s": 1.0, "measured_s": 2.0}
+    patch.setattr(script, "two_hosts", lambda rate: nullcontext())
+    patch.setattr(script, "train", lambda *_: None)
+    patch.setattr(script, "result", lambda run, *names: {**row, "links": names[0],
+                                                         "plan_for": names[1]})  # fmt: skip
+    patch.setattr(script.os, "geteuid", lambda: 0)
+    patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    patch.setattr(script.shutil, "which", lambda name: name)
+
+
+def losses_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Two processes that train take minutes."""
+
+    def measured(name: str, folder: Path, steps: int) -> dict[str, Any]:
+        return {"row": name, "processes": 2, "plan": "loop", "does": True, "steps": steps,
+                "losses": [1.0], "most_apart": 1e-6}  # fmt: skip
+
+    patch.setattr(script, "measured", measured)
+
+
 RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
     "bad_samples": Tiny(3, (), made_up_job),
@@ -254,11 +285,13 @@ RUNS = {
     "decode": Tiny(
         5, ("--passes", 1, "--samples", 2, "--workers", 1, "--minutes", 0.01), some_media
     ),
+    "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
     "gpu_plans": Tiny(1, (), plans_of_nobody),
     "hostile": Tiny(4, (), quiet_jobs),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(2, ("--kills", 2), one_campaign),
+    "links": Tiny(2, ("--pretended", 2), links_of_nobody),
     "memory_plan": Tiny(2, ("--random", 1), no_paper),
     "native_padding": Tiny(4, ("--shapes", ".", "--steps", 1), traces),
     "pipeline_search": Tiny(5, ("--small", 1, "--large", 0), few_tasks),
@@ -268,6 +301,7 @@ RUNS = {
     "shape_choice": Tiny(1, ("--shapes", ".", "--cases", 3, "--seeds", 1), traces),
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
     "simulator_speed": Tiny(2, (), no_second),
+    "slow_links": Tiny(4, (), hosts_of_nobody),
     "step_flops": Tiny(4, (), compiled_by_nobody),
     "straggler": Tiny(6, (), one_straggler),
     "token_split": Tiny(2, (), layers_of_nobody),

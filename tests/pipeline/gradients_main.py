@@ -30,6 +30,9 @@ LAYOUTS = {
         "1+1, two groups read one": lambda m: plan_of(
             m, (0, 1, 1, 1), (1, 1, 1, 1), fan_in=2, divided_readers=("llm",)
         ),
+        "a loop of stages over processes": lambda m: plan_of(
+            m, (0, 1, 1, 1), (0, 2, 1, 1), group_size=4
+        ),
         "tied across processes": lambda m: plan_of(
             m, (0, 1, 1, 1), (0, 1, 1, 1), llm_segments=2
         ),
@@ -40,6 +43,9 @@ LAYOUTS = {
     (4, 1): {
         "chunks of both on two ranks of two": lambda m: chunked(
             m, 2, {"vision": 1, "llm": 2}, 2, data=2
+        ),
+        "tensor ranks of two data ranks that share": lambda m: plain.with_zero(
+            plan_of(m, (0, 1, 2, 2), (0, 1, 2, 2)), vision=2, llm=3
         ),
         "blocks of two on four": lambda m: plain.with_zero(
             plan_of(m, (0, 1, 4, 1), (0, 1, 4, 1)), vision=(2, 2), llm=(3, 2)

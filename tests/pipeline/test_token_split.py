@@ -13,8 +13,15 @@ from dflop_jax.pipeline.flow import x_structs, y_structs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.token_split import rank_share, token_dim
-from dflop_jax.records import BACKWARD, FORWARD, MeshShape, SegmentPlan, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    MeshShape,
+    SegmentPlan,
+    Shape,
+    rank_share,
+    token_dim,
+)
 from tests.small import WIDTH, Text
 
 

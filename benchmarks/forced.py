@@ -89,6 +89,7 @@ class Row:
         return Layout(
             tuple(submeshes.values()), tuple(segments), (Bucket.of(shapes),),
             tuple(edges_of(model)), self.group_size,
+            tied=tuple(m for m in named if model.modules[m].tied),
         )  # fmt: skip
 
 
@@ -122,12 +123,16 @@ ROWS = {
 
 def config_of(name: str, folder: Path, steps: int) -> Config:
     """What a row and its plain run have in common."""
-    generator, changes = name == "generator", name == "redecide"
+    generator, changes, row = name == "generator", name == "redecide", ROWS[name]
     return Config(
         model=GENERATOR if generator else ModelConfig(size="nano"),
         data=DataConfig(n_samples=512, tokenizer=str(WORDS) if generator else ""),
         plan=PlanConfig(
-            policy="auto", buckets=2, max_model=1, max_microbatches=8, effort="quick", finalists=1
+            buckets=2,
+            max_model=max(row.vision[1].model, row.llm[1].model),
+            max_microbatches=8,
+            effort="quick",
+            finalists=1,
         ),
         train=TrainConfig(steps=steps, global_batch=16),
         checkpoint=CheckpointConfig(every=4 if changes else 0),

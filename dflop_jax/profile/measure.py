@@ -265,8 +265,10 @@ def time_layer(
     devices: Sequence[jax.Device],
     *,
     most_runs: int = MOST_RUNS,
+    sync: Callable[[], None] = lambda: None,
 ) -> LayerTiming:
-    """Time a module at a per-rank shape with `devices` as its tensor-parallel ranks."""
+    """Time a module at a per-rank shape with `devices` as its tensor-parallel ranks.
+    `sync` waits for their processes once all is compiled."""
     tp = len(devices)
     features = content_flops_of(on_chip(model.modules[module], chip_of(devices[0])))
     fillings = _FILLINGS[: len(features) + 1] if features else (PIECES_A_ROW,)
@@ -275,6 +277,7 @@ def time_layer(
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     runs = [run for depths in by_filling for both in depths for run in both]
+    sync()
     took_s = iter(seconds_of(runs, most_runs=most_runs))
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.pipeline.communicator import zeros
 from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.profile.measure import LEAST_RUNS, MOST_RUNS, time_layer
 from dflop_jax.profile.parts import divides
@@ -60,17 +67,34 @@ def timing_jobs(
 
 
 def time_layers(
-    model: MultimodalModel, jobs: Sequence[TimingJob], on_progress: Progress | None = None
+    model: MultimodalModel,
+    jobs: Sequence[TimingJob],
+    on_progress: Progress | None = None,
+    sync: Callable[[], None] = lambda: None,
 ) -> list[LayerTiming]:
-    """Time this process's jobs; of a module's shapes all but the least may be too large for the
-    device's memory, and are left out then."""
+    """Time this process's jobs, those of several processes last; of a module's shapes all but the
+    least may be too large for the device's memory, and are left out then. `sync` waits for all
+    processes, which call this with the same jobs."""
     least = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
     here = jax.process_index()
-    mine = [j for j in jobs if here in j.processes]
+    mine = sorted((j for j in jobs if here in j.processes), key=_is_shared)
+    met = not any(map(_is_shared, jobs))
     timings: list[LayerTiming] = []
     for i, job in enumerate(mine):
+        if _is_shared(job) and not met:
+            # gloo connects processes at their first collective, which may not wait for 30 s.
+            met = True
+            sync()
+            _meet(job)
         try:
-            timing = time_layer(model, job.module, job.shape, job.devices, most_runs=job.most_runs)
+            timing = time_layer(
+                model,
+                job.module,
+                job.shape,
+                job.devices,
+                most_runs=job.most_runs,
+                sync=partial(_meet, job),
+            )
             if here == job.processes[0]:
                 timings.append(timing)
         except jax.errors.JaxRuntimeError as e:
@@ -78,4 +102,24 @@ def time_layers(
                 raise
         if on_progress:
             on_progress(i + 1, len(mine))
+    if not met:
+        sync()  # with those that have a part in shared jobs
     return timings
+
+
+def _is_shared(job: TimingJob) -> bool:
+    return len(job.processes) > 1
+
+
+def _meet(job: TimingJob) -> None:
+    """Wait for all processes of a job: gloo's scattering reductions fail where one of them comes
+    30 s after another, its sums do not."""
+    if not _is_shared(job):
+        return
+    mesh = Mesh(np.array(job.devices), ("rank",))
+    apart = NamedSharding(mesh, P("rank"))
+    struct = jax.ShapeDtypeStruct((len(job.devices),), jnp.float32, sharding=apart)
+    add_up = jax.shard_map(
+        lambda x: lax.psum(x, "rank"), mesh=mesh, in_specs=P("rank"), out_specs=P()
+    )
+    jax.block_until_ready(jax.jit(add_up)(zeros(struct)))

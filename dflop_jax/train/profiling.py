@@ -147,7 +147,8 @@ def _timed_profile(
         return msgspec.json.decode(known, type=ModelProfile)
     apart = _compute_apart(devices, peers)
     blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
-    timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress)
+    sync = partial(peers.barrier, "profile/alone")
+    timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
     parts = peers.gather("profile/timings", msgspec.json.encode(timings))
     concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
     profile = None

@@ -39,11 +39,17 @@ def test_the_first_process_of_several_tells(monkeypatch, here, timed, told):
     monkeypatch.setattr(jax, "process_index", lambda: here)
     monkeypatch.setattr(jobs_module, "time_layer", lambda *a, **k: calls.append(k) or a[1:3])
     a, b = devices(0, 1)
-    jobs = timing_jobs(MODEL, SHAPES, [[(a,), (b,)], [(a, b)]])
+    met = []
+    monkeypatch.setattr(jobs_module, "_meet", lambda job: met.append(len(calls)))
+    jobs = timing_jobs(MODEL, SHAPES, [[(a, b)], [(a,), (b,)]])
     assert len([j for j in jobs if here in j.processes]) == timed
-    assert len(time_layers(MODEL, jobs)) == told
+    syncs = []
+    assert len(time_layers(MODEL, jobs, sync=lambda: syncs.append(len(calls)))) == told
     assert len(calls) == timed
-    assert time_layers(MODEL, []) == []
+    # All processes wait once, those with shared jobs before the first of them.
+    assert syncs == [2 * (timed > 0)]
+    assert met == ([2] if timed else [])
+    assert time_layers(MODEL, [], sync=lambda: 1 / 0) == []
 
 
 def test_a_degree_that_divides_nothing_is_left_out():
@@ -56,7 +62,7 @@ def test_a_degree_that_divides_nothing_is_left_out():
 
 
 def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):
-    def fake(model, module, shape, devices, *, most_runs):
+    def fake(model, module, shape, devices, **_):
         if shape.rows > limit:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return module, shape

@@ -157,3 +157,14 @@ def profile_of(
     if place.hardware:
         return predicted_profile(place, ticker("compiling"), note)
     return profiling.make_profile(place, place.source(), ticker("profiling"))
+
+
+def end_together(place: Workplace) -> None:
+    """End a command together with the other processes of its run, so that none is taken for dead
+    by those that still work."""
+    from dflop_jax.cluster.distributed import shutdown
+    from dflop_jax.cluster.ending import leave
+
+    place.peers.close()
+    if not shutdown():
+        leave(1)

@@ -15,6 +15,7 @@ from rich.table import Table
 from dflop_jax.cli.experiment import (
     add_out,
     add_profile_file,
+    end_together,
     experiment_config,
     out_folder,
     profile_of,
@@ -55,7 +56,6 @@ def run(args: argparse.Namespace) -> Any:
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
-    place.peers.close()  # from here on a process that ends is no failure
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> Any:
         show(chosen(result))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
+    end_together(place)
     search = plain(result)
     if not args.explain:
         return search

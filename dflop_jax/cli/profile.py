@@ -8,7 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import add_out, experiment_config, out_folder, profile_of
+from dflop_jax.cli.experiment import (
+    add_out,
+    end_together,
+    experiment_config,
+    out_folder,
+    profile_of,
+)
 from dflop_jax.cli.terminal import show
 
 
@@ -28,7 +34,6 @@ def run(args: argparse.Namespace) -> Any:
     profile = profile_of(args, place)
     out = out_folder(args, config) / PROFILE
     save(profile, out)
-    place.peers.close()  # from here on a process that ends is no failure
     if not args.json:
         table = Table("module", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
         for t in profile.model.timings:
@@ -42,6 +47,7 @@ def run(args: argparse.Namespace) -> Any:
             f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(asks)}; "
             f"wrote {out}"
         )
+    end_together(place)
     return profile.model
 
 

@@ -9,6 +9,7 @@ from dflop_jax.cli.experiment import (
     add_out,
     add_plan_file,
     add_profile_file,
+    end_together,
     experiment_config,
     out_folder,
     profile_of,
@@ -60,7 +61,6 @@ def run(args: argparse.Namespace) -> Any:
     draw(
         [panel_of(plan.layout, trace, f"{plan.policy}, simulated")], {}, folder / SIMULATED_PICTURE
     )
-    place.peers.close()  # from here on a process that ends is no failure
     summary = {
         "makespan_s": trace.makespan_s,
         "step_s": trace.makespan_s / args.batches,
@@ -72,4 +72,5 @@ def run(args: argparse.Namespace) -> Any:
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
             f"{busy}; wrote {folder / SIMULATED_PICTURE} and {SIMULATED}"
         )
+    end_together(place)
     return summary

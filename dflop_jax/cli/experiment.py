@@ -15,6 +15,7 @@ from dflop_jax.cli.terminal import Parser
 from dflop_jax.config import Config, Field, fields, override
 
 if TYPE_CHECKING:
+    from dflop_jax.cluster.peers import Peers
     from dflop_jax.records import Profile
     from dflop_jax.train.prepare import Workplace
 
@@ -159,12 +160,12 @@ def profile_of(
     return profiling.make_profile(place, place.source(), ticker("profiling"))
 
 
-def end_together(place: Workplace) -> None:
-    """End a command together with the other processes of its run, so that none is taken for dead
-    by those that still work."""
+def end_together(peers: Peers, exit_code: int = 0) -> None:
+    """End a command together with the other processes of its run: from here on one that ends is no
+    failure. Ends this process where not all come to it."""
     from dflop_jax.cluster.distributed import shutdown
     from dflop_jax.cluster.ending import leave
 
-    place.peers.close()
+    peers.close()
     if not shutdown():
-        leave(1)
+        leave(exit_code or 1)

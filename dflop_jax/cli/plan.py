@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Any:
         show(chosen(result))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
-    end_together(place)
+    end_together(place.peers)
     search = plain(result)
     if not args.explain:
         return search

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Any:
             f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(asks)}; "
             f"wrote {out}"
         )
-    end_together(place)
+    end_together(place.peers)
     return profile.model
 
 

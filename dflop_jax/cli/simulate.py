@@ -72,5 +72,5 @@ def run(args: argparse.Namespace) -> Any:
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
             f"{busy}; wrote {folder / SIMULATED_PICTURE} and {SIMULATED}"
         )
-    end_together(place)
+    end_together(place.peers)
     return summary

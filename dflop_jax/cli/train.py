@@ -9,11 +9,12 @@ from typing import Any
 from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
+    end_together,
     experiment_config,
     given_profile,
 )
 from dflop_jax.cli.terminal import show
-from dflop_jax.cluster.ending import PREEMPTED, end_now, leave, on_signal, signal_name
+from dflop_jax.cluster.ending import PREEMPTED, end_now, on_signal, signal_name
 from dflop_jax.config import Config
 
 
@@ -67,7 +68,6 @@ def run(args: argparse.Namespace) -> TrainAnswer:
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
-    from dflop_jax.cluster.distributed import shutdown
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.report.summary import summarise, summary_table
@@ -82,9 +82,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     trainers.append(trainer)
     result = trainer.fit()
     exit_code = _preempted_code(config) if result.preempted else 0
-    trainer.peers.close()  # from here on a process that ends is no failure
-    if not shutdown():
-        leave(exit_code or 1)
+    end_together(trainer.peers, exit_code)
     if not args.json and trainer.peers.is_hub and result.losses:
         show(summary_table(summarise(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")

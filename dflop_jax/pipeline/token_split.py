@@ -146,7 +146,7 @@ _laid.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _NamedDim:
     """The dim of a matrix that tensor parallelism names, and whether it is split: one that the
     degree does not divide may be whole."""
 
@@ -174,9 +174,13 @@ def matrix_cuts(module: Module, part: str, ways: int) -> Tree:
     """Of each parameter of a part (of one layer) how tensor parallelism cuts it, None for others;
     a tree of the part's form."""
 
-    def cut(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> _Cut | None:
+    def cut(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> _NamedDim | None:
         named = split_dim(leaf.shape, axes, 1)
-        return None if named is None else _Cut(named, split_dim(leaf.shape, axes, ways) is not None)
+        return (
+            None
+            if named is None
+            else _NamedDim(named, split_dim(leaf.shape, axes, ways) is not None)
+        )
 
     return jax.tree.map(cut, part_struct(module, part), logical_axes(module, part))
 
@@ -189,7 +193,7 @@ class _Walk:
     ways: int
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], cuts: dict[Any, _Cut]
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], cuts: dict[Any, _NamedDim]
     ) -> list[Any]:
         """The jaxpr's outputs; `cuts` are those of its inputs that are matrices."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -213,7 +217,7 @@ class _Walk:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _product(self, jaxpr: Any, eqn: Any, ins: list[Any], cuts: list[_Cut | None]) -> Array:
+    def _product(self, jaxpr: Any, eqn: Any, ins: list[Any], cuts: list[_NamedDim | None]) -> Array:
         """A product of an activation with a matrix that tensor parallelism names."""
         side = 0 if cuts[0] is None else 1  # of the activation
         cut, x = cuts[1 - side], ins[side]

@@ -141,7 +141,7 @@ def _calls(
         every = [d for block in blocks for d in block]
         joined = blocks if can_join(every) else [block[:1] for block in blocks]
         meshes = [Mesh(np.array(joined).T, ("node", "rank"))]
-    return [_collective_call(collective, m, n_bytes) for m in meshes if is_local(m)]
+    return [collective_call(collective, m, n_bytes) for m in meshes if is_local(m)]
 
 
 def _send_call(source: jax.Device, target: jax.Device, n_bytes: int) -> Call:
@@ -151,7 +151,8 @@ def _send_call(source: jax.Device, target: jax.Device, n_bytes: int) -> Call:
     return partial(send, zeros(struct), SingleDeviceSharding(target))
 
 
-def _collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
+def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
+    """A compiled collective over the axis "rank" of a mesh ("node", "rank"), on zeros."""
     ranks, items = mesh.shape["rank"], n_bytes // _ITEM_BYTES
     items = -(-items // ranks) * ranks
     mine = items // ranks if collective == "all_gather" else items

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.pipeline.communicator import zeros
 from dflop_jax.pipeline.out_of_memory import ran_out
+from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.measure import LEAST_RUNS, MOST_RUNS, time_layer
 from dflop_jax.profile.parts import divides
 from dflop_jax.records import LayerTiming, Shape
 
 Progress = Callable[[int, int], None]
+_MEETING_BYTES = 64  # that processes add up to meet; any number would do
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,10 @@ def _meet(job: TimingJob) -> None:
     30 s after another, its sums do not."""
     if not _is_shared(job):
         return
-    mesh = Mesh(np.array(job.devices), ("rank",))
-    apart = NamedSharding(mesh, P("rank"))
-    struct = jax.ShapeDtypeStruct((len(job.devices),), jnp.float32, sharding=apart)
-    add_up = jax.shard_map(
-        lambda x: lax.psum(x, "rank"), mesh=mesh, in_specs=P("rank"), out_specs=P()
-    )
-    jax.block_until_ready(jax.jit(add_up)(zeros(struct)))
+    jax.block_until_ready(_meeting(job.devices)())
+
+
+@cache
+def _meeting(devices: tuple[jax.Device, ...]) -> Call:
+    mesh = Mesh(np.array([devices]), ("node", "rank"))
+    return collective_call("all_reduce", mesh, _MEETING_BYTES)

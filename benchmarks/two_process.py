@@ -17,6 +17,8 @@ The planner's choice (`auto`) is the one that it predicts to be the fastest of t
 `dflop` runs three times more: with every task awaited by both processes before the next is
 dispatched, and with its schedules' tasks in either order that the scheduler chooses between: list
 scheduling by textbook durations (a backward is two forwards), and by the prices.
+`loop` is orch with the LLM in two stages over both processes, the shard_map loop. What its programs
+take over those of orch, a token, stands beside its ticks over those that are needed.
 `kept` and `recomputed` train another model, whose encoder does half of the work, encoder and LLM
 apart by one plan: backward is given what forward computed, or computes it again.
 
@@ -42,6 +44,7 @@ from rich.table import Table
 from two_process_runs import (
     AWAITED,
     BLIND,
+    LOOP,
     ORDERS,
     PAIR,
     PAIR_SIZE,
@@ -128,14 +131,16 @@ def chosen(rows: dict[str, Row]) -> str:
 
 def show(rows: dict[str, Row], figures: dict[str, Any]) -> None:
     console = Console(width=140)
-    table = Table("row", "plan", "step ms (min - max)", "as scheduled", "padded tokens %",
-                  "efficiency", "best rate", title="two processes, a core each")  # fmt: skip
+    table = Table("row", "plan", "step ms (min - max)", "planned", "as scheduled",
+                  "padded tokens %", "efficiency", "best rate",
+                  title="two processes, a core each")  # fmt: skip
     for name, r in rows.items():
         low, high = r["spread_s"]
         table.add_row(
             name,
             r["plan"],
             f"{1e3 * r['step_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
+            f"{1e3 * r['predicted_s']:.0f}",
             f"{1e3 * r['scheduled_s']:.0f}",
             ", ".join(f"{100 * p:.1f}" for p in r["padding"].values()),
             f"{r['efficiency']:.3f}",
@@ -148,6 +153,9 @@ def show(rows: dict[str, Row], figures: dict[str, Any]) -> None:
     ):
         if key in figures:
             console.print(f"{words}: {figures[key]:.2f} x")
+    if "over_needed" in rows.get(LOOP, {}):
+        planned, seen = (rows[LOOP]["over_needed"][k] for k in ("planned", "measured"))
+        console.print(f"loop: {planned:.3f} ticks for one that is needed, seconds {seen:.3f} times")
     if set(ORDERS) <= rows.keys():
         textbook_s, priced_s = (rows[n]["step_s"] for n in ORDERS)
         console.print(f"order by prices over the textbook's (dflop): {priced_s / textbook_s:.3f}")

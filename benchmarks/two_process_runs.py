@@ -42,8 +42,9 @@ ORDERS = ("textbook order", "priced order")
 # What backward computes again.
 PAIR: dict[str, Remat] = {"kept": "none", "recomputed": "segment"}
 PAIR_SIZE = "tiny-deep+tiny-short"
+LOOP = "loop"
 OWN_PLAN = (*SEARCHED, "kept")  # the others train by the plan of one of these, or a blind one
-ROWS = (*POLICIES, AWAITED, *ORDERS, *PAIR)
+ROWS = (*POLICIES, LOOP, AWAITED, *ORDERS, *PAIR)
 Row = dict[str, Any]  # see `summary`
 Seconds = Mapping[ProgramId, float]
 
@@ -58,7 +59,8 @@ class Options:
     pair_size: str = PAIR_SIZE
 
     def config(self, name: str) -> Config:
-        policy = cast(Policy, name.split()[0] if name in POLICIES else "dflop")
+        policies = {**{n: n.split()[0] for n in POLICIES}, LOOP: "orch"}
+        policy = cast(Policy, policies.get(name, "dflop"))
         return Config(
             model=ModelConfig(size=self.pair_size if name in PAIR else self.size),
             data=DataConfig(n_samples=8192),
@@ -156,6 +158,14 @@ class Bench:
         for name, trained in self.trained.items():
             if name not in PAIR:
                 trained.row["best_rate"] = useful_s / 2 / trained.row["step_s"]
+        if {"orch", LOOP} <= self.trained.keys():
+            loop, whole = self.trained[LOOP], self.trained["orch"]
+            ticks, needed = loop.plan.layout.group_size + 1, loop.plan.layout.group_size
+            loop.row["over_needed"] = {
+                "planned": ticks / needed,
+                "measured": rate(loop.plan, loop.seconds, "llm")
+                / rate(whole.plan, whole.seconds, "llm"),
+            }
 
     def _profile(self, like: str) -> Profile:
         place = self.place(like)
@@ -165,11 +175,12 @@ class Bench:
         """The plan that a row trains by; None: it searches its own, as any run."""
         if name in OWN_PLAN:
             return None
-        like = name if name in BLIND else model_of(name)
+        like = name if name in (*BLIND, LOOP) else model_of(name)
         return self.trained[like].plan if like in self.trained else self.planned(like)
 
     def _planned(self, like: str) -> Plan:
-        """The best plan of a policy; the blind one's two variants by what its submeshes may be."""
+        """The best plan of a policy; the blind one's two variants by what its submeshes may be, and
+        orch's whose LLM is a loop of two stages."""
         model, config = model_of(like), self.options.config(like)
         size = {"blind pipeline": 1, "blind data": 2}.get(like)
         return search_plan(
@@ -179,7 +190,10 @@ class Bench:
             global_batch=config.train.global_batch,
             config=config.plan,
             remat=config.train.remat,
-            allowed=lambda m: size in (None, m.n_devices),
+            allowed=lambda m: (
+                size in (None, m.n_devices)
+                and not (like == LOOP and m.name == "llm" and m.stage == 1)
+            ),
         ).plan
 
 

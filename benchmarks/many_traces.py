@@ -62,7 +62,7 @@ from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.losses import BatchLoss
 from dflop_jax.train.moved import BatchTraffic
-from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog
+from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog, Waits
 
 MICROBATCHES = 32
 VISION_SEGMENTS, LLM_SEGMENTS = 2, 8
@@ -176,7 +176,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
         for step in range(steps):
             batch = replace(made, step=step)
             handle = StepHandle(step, call, graph, order, {}, free_s)
-            finish_s.append(seconds(partial(log.finish, handle, batch, (0.0, 0.0), False)))
+            finish_s.append(seconds(partial(log.finish, handle, batch, Waits(0.0, 0.0), False)))
         *learn_s, decide_s = (
             seconds(partial(corrector.after_step, trace, replace(made, step=k))) for k in sampled
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dflop_jax.records import REDUCE, RETURN, SEND, UPDATE
+from dflop_jax.report import spent
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
 Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)
@@ -19,6 +20,11 @@ MODULE_COLOURS = {
 OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
 # Of tasks that look alike whatever their module.
 DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
+# Of what a run's seconds go to, training apart; the last is time that no process had.
+_SPENT_COLOURS = (
+    "#9ecae1", "#7fcdbb", "#fdd49e", "#d4b9da", "#c7d59f", "#c2455f", "#b3bcc8",
+    "#8793a3", "#d9c7b0", "#d98324", "#8e44ad", "#e0a100", "#6b8e23", "#52606d",
+)  # fmt: skip
 # Each colour of a timeline -> the one that stands for it on a dark page.
 DARK = {
     "#7fcdbb": "#2c7d6f",
@@ -47,6 +53,11 @@ def palette(modules: Sequence[str]) -> Palette:
     others = [m for m in modules if m not in MODULE_COLOURS]
     spare = {m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(others)}
     return {m: MODULE_COLOURS.get(m) or spare[m] for m in modules}
+
+
+def spent_colours() -> dict[str, str]:
+    """Colours of what a run's seconds go to (`report.spent.PARTS`)."""
+    return dict(zip(spent.PARTS, ("#2b6cb0", *_SPENT_COLOURS), strict=True))
 
 
 def luminance(colour: str) -> float:

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
-from dflop_jax.report.colours import DARK, INK, luminance
+from dflop_jax.report.colours import DARK, INK, luminance, spent_colours
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.panels import Panel, label_of, legend_entries, panel_of, rows_of
@@ -96,6 +96,7 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
         names=[run.name for run in stepped],
         speedups=_verdict(stepped, summaries),
         figures=figures[1:] if len(summaries) == 1 else figures,
+        spent=[_spent(run.name, run.summary) for run in stepped],
         warmup=WARMUP_STEPS,
         plans=[_plan(run) for run in runs],
     )
@@ -143,6 +144,13 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
         }
         for run, s, up in zip(runs, summaries, ups)
     ]
+
+
+def _spent(name: str, summary: RunSummary | None) -> dict[str, Any]:
+    """Where a run's time went: (what, share, colour) of every part; none where nothing tells."""
+    spent, colours = summary.spent if summary else None, spent_colours()
+    parts = spent.shares().items() if spent else ()
+    return {"name": name, "parts": [(what, share, colours[what]) for what, share in parts]}
 
 
 def _plan(run: _Run) -> dict[str, Any]:

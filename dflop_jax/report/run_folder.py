@@ -27,6 +27,7 @@ from dflop_jax.report.row_file import (
     last_line,
     whole_lines,
 )
+from dflop_jax.report.spent import EVENTS
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
@@ -39,6 +40,7 @@ from dflop_jax.report.trackers import (
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
+SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 _LOCK = "lock"
@@ -46,8 +48,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system t
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
-_WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES)
-_OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
+_OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _NUMBERS = {*SCALARS, *KEYED}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}

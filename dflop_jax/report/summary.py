@@ -21,6 +21,7 @@ from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, s
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     LOSS,
+    SPENT,
     SUMMARY,
     TIMELINE,
     TRACE,
@@ -28,6 +29,7 @@ from dflop_jax.report.run_folder import (
     read_plan,
     read_traces,
 )
+from dflop_jax.report.spent import TRAINING, Spent, read_spent
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class RunSummary(StepFigures):
     accuracy of the last evaluation: by "" of all held-out samples, and by the name of each dataset
     of a mixture.
     `steps_lost` are steps between the first and the last whose row found no room on the disk.
+    `spent` is where the run's time went, None where nothing tells.
     """
 
     name: str
@@ -67,6 +70,7 @@ class RunSummary(StepFigures):
     held_out: dict[str, tuple[float, float]]
     submeshes: list[str]
     buckets: list[str]
+    spent: Spent | None
 
 
 def summarise(folder: str | Path) -> RunSummary:
@@ -114,6 +118,7 @@ def summarise(folder: str | Path) -> RunSummary:
         held_out=_held_out(path),
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
+        spent=read_spent(path),
         **of_step,
     )
 
@@ -221,7 +226,19 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ),
         ("samples replaced", str(s.n_bad)),
         ("steps that changed no parameter", str(s.n_skipped)),
+        *(_spent_figures(s.spent) if s.spent else ()),
     ]
+
+
+def _spent_figures(spent: Spent) -> list[tuple[str, str]]:
+    """Where a run's time went."""
+    rows = [
+        ("wall time, starts", f"{number(spent.wall_s)} s, {spent.starts}"),
+        ("goodput: time of steps that count", percent(spent.goodput)),
+    ]
+    shares = spent.shares()
+    shares.pop(TRAINING, None)
+    return rows + [(f"time of {part}", percent(share)) for part, share in shares.items()]
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -256,7 +273,7 @@ def summary_table(s: RunSummary) -> Group:
         table.add_row(escape(label), escape(text))
     lines = [f"submesh {text}" for text in s.submeshes]
     lines += [f"bucket {text} per data rank" for text in s.buckets]
-    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
+    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SPENT, SUMMARY))
     lines += [str(path) for path in files if path.exists()]
     return Group(table, *(Text(line) for line in lines))
 
@@ -279,7 +296,9 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
 
 
 def write_summary(folder: str | Path) -> RunSummary:
-    """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
+    """Write timeline.png (when there is a trace), loss.png, spent.png and summary.md; return the
+    figures."""
+    from dflop_jax.report.spent_picture import draw_spent
     from dflop_jax.report.timeline import draw
 
     path = Path(folder)
@@ -290,7 +309,11 @@ def write_summary(folder: str | Path) -> RunSummary:
         draw(panels, {}, path / TIMELINE)
         pictures.append(TIMELINE)
     draw([], {summary.name: loss_curve(path)}, path / LOSS)
-    (path / SUMMARY).write_text(markdown(summary, [*pictures, LOSS]), encoding="utf-8")
+    pictures.append(LOSS)
+    if summary.spent:
+        draw_spent(summary.spent, path / SPENT)
+        pictures.append(SPENT)
+    (path / SUMMARY).write_text(markdown(summary, pictures), encoding="utf-8")
     return summary
 
 

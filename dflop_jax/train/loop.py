@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dflop_jax.cluster.ending import preemption
@@ -15,6 +16,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
+from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -29,7 +31,7 @@ from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Resumed
 from dflop_jax.train.saves import Saves
 from dflop_jax.train.skips import Skipping, Skips
-from dflop_jax.train.step_log import RowFacts, StepLog
+from dflop_jax.train.step_log import RowFacts, StepLog, Waits
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
 
@@ -91,6 +93,7 @@ class Loop:
             peers,
             place.trained.rates,
             Peaks.of(config, self.ex.plan.layout, place.devices),
+            place.time,
         )
         self.log = StepLog(
             facts, self.folder, self.progress, counter, self._corrector, self._skipping
@@ -101,14 +104,17 @@ class Loop:
             self._evaluate(held_out, start)  # the run may have ended before it did
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption(self.progress.log) as asked:
+            place.time.go_on_with(TRAINING)
             with closing(batches):
                 preempted = self._steps(batches, held_out, asked)
+            place.time.go_on_with(END)
             if self._next:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
-            if config.checkpoint.every:
-                self._save(done)
-            self.saver.wait()
+            with place.time.part(SAVE):
+                if config.checkpoint.every:
+                    self._save(done)
+                self.saver.wait()
         evaluation = None
         if held_out and not preempted and not self._next:
             evaluation = self._evaluate(held_out, done)
@@ -166,18 +172,19 @@ class Loop:
         asked: threading.Event,
     ) -> bool:
         """Whether the steps were cut short."""
-        pending: tuple[StepHandle, ReadyBatch, float] | None = None
+        pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
         stop = False
+        asked_s = time.perf_counter()
 
         def finish() -> None:
             nonlocal pending, stop
             if pending is None:
                 return
-            handle, batch, wait_s = pending
+            handle, batch, waits = pending
             pending = None
-            waits_s = wait_s, self.saver.stall_s - self._stalled_s
+            waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
-            stop |= self.log.finish(handle, batch, waits_s, asked.is_set()).stop
+            stop |= self.log.finish(handle, batch, waits, asked.is_set()).stop
             self._done = batch.step + 1
             self._saves.tell(self._done, self._skipping.known)
             if self.folder and (why := self._skipping.end_reason()):
@@ -189,6 +196,7 @@ class Loop:
 
         with closing(self._profiler(drain)) as profiler:
             for batch, wait_s in batches:
+                waits = Waits(wait_s, time.perf_counter() - asked_s - wait_s)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
                         batch.schedule,
@@ -198,13 +206,14 @@ class Loop:
                     )
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
-                pending = (handle, batch, wait_s)
+                pending = (handle, batch, waits)
                 profiler.dispatched(batch.step)
                 if stop:
                     break
                 self._after(batch.step + 1, held_out, finish)
                 if self._next or stop:
                     break
+                asked_s = time.perf_counter()
             finish()
         return stop and self._done < self.config.train.steps
 
@@ -232,10 +241,12 @@ class Loop:
             self._evaluate(held_out, done)
             self.log.pause()
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
-            self._next = self._redecider.look(done, self.log.step_s[-look:])
+            with self._ready.place.time.part(REDECISION):
+                self._next = self._redecider.look(done, self.log.step_s[-look:])
 
     def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
-        row = held_out.run(done)
+        with self._ready.place.time.part(EVALUATION):
+            row = held_out.run(done)
         self.progress.log(f"after step {done}: {HeldOutLoss(row.loss, row.accuracy)}")
         for name, loss in row.by_source.items():
             self.progress.log(f"  {name}: {loss}")

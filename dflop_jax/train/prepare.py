@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
+from dflop_jax.report.spent import CONNECT, START, TimeLog, time_log
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
@@ -116,7 +117,7 @@ class Workplace:
     """What every stage of a run works on.
 
     `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
-    names the host of each process; () for one process.
+    names the host of each process; () for one process. `time` notes what the run's time goes to.
     """
 
     config: Config
@@ -125,6 +126,7 @@ class Workplace:
     peers: Peers
     hardware: Hardware | None = None
     hosts: tuple[str, ...] = ()
+    time: TimeLog = field(default_factory=TimeLog)
 
     @property
     def n_devices(self) -> int:
@@ -220,14 +222,16 @@ def set_up(config: Config) -> Workplace:
             "--cache_dir"
         ) from None
     use_cache(config.cache_dir)
-    member = initialise(config.distributed, config.plan.devices)
-    n = config.plan.devices
-    devices = use_devices(n) if member.number == 1 else run_devices(n, member)
-    peers = _peers(member, config.distributed.peer_timeout_s)
-    if member.number > 1 and devices[0].platform == "cpu":
-        connect_pairs(tuple(devices), peers)
+    noted, n = time_log(), config.plan.devices
+    with noted.part(CONNECT):
+        member = initialise(config.distributed, n)
+        devices = use_devices(n) if member.number == 1 else run_devices(n, member)
+        peers = _peers(member, config.distributed.peer_timeout_s)
+        if member.number > 1 and devices[0].platform == "cpu":
+            connect_pairs(tuple(devices), peers)
+    noted.go_on_with(START)
     model = _model_on(chip_of(devices[0]), config)
-    place = Workplace(config, model, devices, peers, hosts=_hosts(peers))
+    place = Workplace(config, model, devices, peers, hosts=_hosts(peers), time=noted)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.spent import DATA, SAVE, SCHEDULE, TimeLog
 from dflop_jax.report.trace import group_labels
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
@@ -59,6 +61,7 @@ class RowFacts:
       prices: of programs run alone.
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
+      time: told of the steps that end.
     """
 
     config: TrainConfig
@@ -67,6 +70,25 @@ class RowFacts:
     peers: Peers
     rates: Mapping[str, float] = field(default_factory=dict)
     peaks: Peaks | None = None
+    time: TimeLog = field(default_factory=TimeLog)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that a process waited before a step: for its schedule, then for the rest of its
+    batch, and for a save. Devices may have been at work meanwhile."""
+
+    schedule_s: float
+    data_s: float
+    save_s: float = 0.0
+
+    def of_devices(self, idle_s: float) -> dict[str, float]:
+        """What these waits come to, by name, if devices idled so long."""
+        idle: dict[str, float] = {}
+        for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
+            idle[name] = min(s, idle_s)
+            idle_s -= idle[name]
+        return idle
 
 
 class StepLog:
@@ -98,14 +120,9 @@ class StepLog:
         self._ended_s: float | None = None
         self._kept: tuple[Trace, ReadyBatch] | None = None
 
-    def finish(
-        self, handle: StepHandle, batch: ReadyBatch, waits_s: tuple[float, float], stop: bool
-    ) -> Verdict:
-        """Wait for a step on every process, log it and learn from it.
-
-        `waits_s` is what training waited for its schedule and for a checkpoint; `stop` asks all to
-        end the run.
-        """
+    def finish(self, handle: StepHandle, batch: ReadyBatch, waits: Waits, stop: bool) -> Verdict:
+        """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
+        run."""
         part = handle.local()
         compiled = self._counter.read()
         report = Report(part, compiled - self._compiled, stop)
@@ -141,7 +158,7 @@ class StepLog:
                 ]
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
                 self._stragglers.after_step(batch.step, slow)
-            self._log(result, batch, waits_s, verdict)
+            self._log(result, batch, waits, verdict)
         self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
         return verdict
 
@@ -149,12 +166,15 @@ class StepLog:
         self,
         result: StepResult,
         batch: ReadyBatch,
-        waits_s: tuple[float, float],
+        waits: Waits,
         verdict: Verdict,
     ) -> None:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
+        # Of the first step nothing tells when devices began to wait.
+        idle_s = math.inf if self._ended_s is None else max(result.started_s - begun, 0.0)
+        self._facts.time.step(batch.step, waits.of_devices(idle_s))
         skipped = self._skipping.of(batch.step, result)
         if skipped:
             self.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
@@ -176,8 +196,8 @@ class StepLog:
             groups=batch.groups_run,
             compiles=verdict.compiles,
             schedule_s=batch.schedule.elapsed_s,
-            schedule_wait_s=waits_s[0],
-            save_wait_s=waits_s[1],
+            schedule_wait_s=waits.schedule_s,
+            save_wait_s=waits.save_s,
             makespan_s=batch.schedule.makespan_s,
             lower_bound_s=batch.schedule.lower_bound_s,
             made_by=batch.schedule.made_by,

@@ -30,6 +30,7 @@ from dflop_jax.records import (
     to_json,
 )
 from dflop_jax.report.progress import Progress
+from dflop_jax.report.spent import COMPILE
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.trying import in_agreement, plan_words
@@ -97,7 +98,9 @@ def compile_and_time(place: Workplace, ex: Executor, *, ends: bool = False) -> T
     """
     peers = place.peers
     limit_s = place.config.distributed.peer_timeout_s
-    n = in_agreement(peers, ex.plan, "compiling its programs", lambda sync: ex.compile(sync=sync))
+    with place.time.part(COMPILE):
+        compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
+        n = compiling(lambda sync: ex.compile(sync=sync))
     mine = in_agreement(
         peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends), limit_s
     )

@@ -23,6 +23,7 @@ from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
+from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.evaluate import Evaluation
@@ -133,6 +134,7 @@ class Trainer:
                 new = results[-1].next
                 if new is None or results[-1].preempted:
                     break
+                self.place.time.go_on_with(REDECISION)
                 self._existing, self.profile = "resume", new.profile
                 self._executor = self._timed = None  # whose memory the next one's state needs
                 self._executor = self._make_executor(new.plan)
@@ -159,7 +161,10 @@ class Trainer:
         if peers.is_hub:
             folder = RunFolder(config.run_dir, existing=self._existing)
             stack.enter_context(folder)
+            stack.callback(self.place.time.stop_writing)
             samples = SampleFile(folder.rows[SAMPLES])
+            if not resumed:
+                self.place.time.write_to(folder.rows[EVENTS])
         progress = stack.enter_context(Progress(config.train.steps, start, quiet=not peers.is_hub))
         begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)
@@ -177,6 +182,8 @@ class Trainer:
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
                 folder.restart(first_step)
+            self.place.time.write_to(folder.rows[EVENTS])
+            self.place.time.resumed(first_step)
             folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)
             folder.write_profile(self.profile)
@@ -216,13 +223,15 @@ class Trainer:
         refuse(self.place, self.source, self.profile, plan)
         if self.profile is None:
             progress.log("profiling model and data")
-            self.profile = make_profile(self.place, self.source)
-            shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
+            with self.place.time.part(PROFILE):
+                self.profile = make_profile(self.place, self.source)
+                shared = self.peers.share("profiled", msgspec.json.encode(self.profile))
             self.profile = msgspec.json.decode(shared, type=Profile)
         remat = self.config.train.remat
         if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
             plan, prices = other, None
-        plan, prices = self._choose(plan, prices, self.profile, progress)
+        with self.place.time.part(PLAN):
+            plan, prices = self._choose(plan, prices, self.profile, progress)
         if self._executor is None or self._executor.plan != plan:
             self._executor = self._make_executor(plan)
         meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)

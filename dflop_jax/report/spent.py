@@ -32,6 +32,7 @@ PARTS = (
     TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
     IMPORT, CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
+_LEAST_S = 1e-3  # of a row that tells nothing but seconds
 _MOST_WAITING = 1_000  # rows: a run begins with dozens, and only process 0 has a file
 
 
@@ -109,6 +110,9 @@ class TimeLog:
         waits_s: Mapping[str, float] | None = None,
     ) -> None:
         now_s = max(self._clock(), self._until_s)  # a clock that is set back
+        says_more = step >= 0 or resumed is not None or self._begun_s is not None
+        if now_s - self._until_s < _LEAST_S and not says_more:
+            return  # goes to what comes next
         rest_s, seconds = now_s - self._until_s, {}
         for name, wait_s in (waits_s or {}).items():
             if (waited_s := min(wait_s, rest_s)) > 0:

@@ -11,6 +11,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.report.spent import read_spent
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
 
@@ -248,6 +249,8 @@ RUN_FILES = {
     "trace.json",
     "timeline.png",
     "loss.png",
+    "spent.png",
+    "events.jsonl",
     "summary.md",
 }
 
@@ -270,6 +273,9 @@ def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
     assert load(Plan, "run/plan.json").layout.submeshes == NANO.layout.submeshes
     assert json.loads(Path("run/config.json").read_text())["train"]["steps"] == 3
     assert "makespan" in Path("run/summary.md").read_text()
+    spent = read_spent("run")
+    assert sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
+    assert {"start", "compile", "training", "end"} <= spent.seconds.keys()
 
     # The same again, on a machine whose clock shows other times: measured seconds may differ from
     # run to run, so nothing that reaches the parameters may depend on them.

@@ -11,6 +11,7 @@ import pytest
 
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.report.spent import STOPPED, read_spent
 from dflop_jax.train.trainer import Trainer
 
 from ..benchmarks.scripts import module
@@ -46,6 +47,13 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert {k.victim for k in done} <= {kills.LAUNCHER, 0, 1}
     assert any(k.rows > 0 for k in done)
     assert kills.table(done, runs, STEPS).row_count >= 2
+
+    # What its time went to is known of all starts together.
+    spent = [read_spent(tmp_path / f"killed{i}") for i in range(runs)]
+    assert sum(s.starts for s in spent) > runs
+    for s in spent:
+        assert sum(s.seconds.values()) == pytest.approx(s.wall_s)
+    assert sum(s.seconds.get(STOPPED, 0.0) for s in spent) > 0
 
     # A step whose gradients are not finite changes nothing, on both processes alike.
     rows = read_metrics(tmp_path / "undisturbed")

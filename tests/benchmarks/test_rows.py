@@ -267,6 +267,17 @@ def hosts_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script.shutil, "which", lambda name: name)
 
 
+def nobody_else(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """A process takes seconds to start: the row is made by this one alone."""
+
+    def alone(command: list[str], n: int, devices_per_process: int) -> Any:
+        file = command[command.index("--worker") + 1]
+        script.work(Path(file), int(command[command.index("--steps") + 1]), 0.0)
+        return SimpleNamespace(exit_code=0)
+
+    patch.setattr(script, "launch", alone)
+
+
 def losses_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Two processes that train take minutes."""
 
@@ -292,6 +303,7 @@ RUNS = {
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(2, ("--kills", 2), one_campaign),
     "links": Tiny(2, ("--pretended", 2), links_of_nobody),
+    "many": Tiny(1, ("--processes", 2, "--steps", 2, "--idle", 0), nobody_else),
     "memory_plan": Tiny(2, ("--random", 1), no_paper),
     "native_padding": Tiny(4, ("--shapes", ".", "--steps", 1), traces),
     "pipeline_search": Tiny(5, ("--small", 1, "--large", 0), few_tasks),

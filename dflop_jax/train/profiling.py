@@ -8,8 +8,9 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import msgspec
@@ -34,6 +35,7 @@ from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, 
 from dflop_jax.train.prepare import Workplace
 
 OnProgress = Callable[[int, int], None]
+Measured = TypeVar("Measured", ModelProfile, Hardware)
 DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profiled
 
 
@@ -125,62 +127,77 @@ def _timed_profile(
     degrees: list[int],
     on_progress: OnProgress | None,
 ) -> ModelProfile:
-    config, model, peers = place.config, place.model, place.peers
+    model, peers = place.model, place.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
     shared = peers.share("profile/degrees", msgspec.json.encode(degrees))
     degrees = msgspec.json.decode(shared, type=list[int])
     devices = _local(place)
-    cached, known = Path(), b""
-    if peers.is_hub:
+
+    @cache
+    def key() -> str:
         n = len(place.devices)
-        key = profile_key(model, devices, shapes, config.model, degrees, n, peers.count)
-        cached = Path(config.cache_dir) / f"profile-{key}.json"
-        if cached.exists():
-            known = msgspec.json.encode(load(ModelProfile, cached))
-        elif not os.access(cached.parent, os.W_OK):
+        return profile_key(model, devices, shapes, place.config.model, degrees, n, peers.count)
+
+    def measure() -> ModelProfile | None:
+        apart = _compute_apart(devices, peers)
+        blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
+        sync = partial(peers.barrier, "profile/alone")
+        timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
+        parts = peers.gather("profile/timings", msgspec.json.encode(timings))
+        concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
+        if not peers.is_hub:
+            return None
+        timings = [t for p in parts for t in msgspec.json.decode(p, type=list[LayerTiming])]
+        profile = model_profile(model, shapes, timings, devices, key=key())
+        return replace(profile, concurrency=concurrency)
+
+    return _measured_once(place, "profile", key, ModelProfile, measure)
+
+
+def _measured_once(
+    place: Workplace,
+    name: str,
+    key: Callable[[], str],
+    kind: type[Measured],
+    measure: Callable[[], Measured | None],
+) -> Measured:
+    """What process 0's cache holds under a name and a key (asked of process 0), else what all
+    processes `measure` together, which process 0 returns."""
+    peers, folder, known, file = place.peers, Path(place.config.cache_dir), b"", Path()
+    if peers.is_hub:
+        file = folder / f"{name}-{key()}.json"
+        with suppress(ValueError):  # none yet, or one of another version
+            known = msgspec.json.encode(load(kind, file))
+        if not known and not os.access(folder, os.W_OK):
             raise ValueError(
-                f"cache_dir={config.cache_dir}: cannot be written, and the profile would be lost; "
+                f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
                 "choose another --cache_dir"
             )
-    known = peers.share("profile/cached", known)
-    if known:
-        return msgspec.json.decode(known, type=ModelProfile)
-    apart = _compute_apart(devices, peers)
-    blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
-    sync = partial(peers.barrier, "profile/alone")
-    timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
-    parts = peers.gather("profile/timings", msgspec.json.encode(timings))
-    concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
-    profile = None
-    if peers.is_hub:
-        timings = [t for p in parts for t in msgspec.json.decode(p, type=list[LayerTiming])]
-        profile = model_profile(model, shapes, timings, devices, key=key)
-        profile = replace(profile, concurrency=concurrency)
-        save(profile, cached)
-    encoded = peers.share("profile", msgspec.json.encode(profile))
-    return msgspec.json.decode(encoded, type=ModelProfile)
+    known = peers.share(f"{name}/cached", known)
+    if not known:
+        measured = measure()
+        if peers.is_hub:
+            save(measured, file)
+            known = msgspec.json.encode(measured)
+        known = peers.share(name, known)
+    return msgspec.json.decode(known, type=kind)
 
 
 def measured_hardware(place: Workplace) -> Hardware:
     """The devices' data sheet with nodes and links as they are here, from the cache when devices,
     hosts and versions are the same; all processes call this together."""
-    peers, kind, hosts = place.peers, place.devices[0].device_kind, place.hosts or ("",)
-    node, known, cached = node_size(place.devices, hosts), b"", Path()
-    if peers.is_hub:
+    kind, hosts = place.devices[0].device_kind, place.hosts or ("",)
+    node = node_size(place.devices, hosts)
+
+    def key() -> str:
         facts = kind, node, [d.process_index for d in place.devices], hosts, jax.__version__
-        key = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-        cached = Path(place.config.cache_dir) / f"links-{key}.json"
-        with suppress(ValueError):  # none yet, or one of another version
-            known = msgspec.json.encode(load(Hardware, cached))
-    known = peers.share("links/cached", known)
-    if not known:
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+    def measure() -> Hardware | None:
         timings = timed_links(place, node)
-        if peers.is_hub:
-            hardware = hardware_of(kind, node, timings)
-            save(hardware, cached)
-            known = msgspec.json.encode(hardware)
-        known = peers.share("links", known)
-    return msgspec.json.decode(known, type=Hardware)
+        return hardware_of(kind, node, timings) if place.peers.is_hub else None
+
+    return _measured_once(place, "links", key, Hardware, measure)
 
 
 def timed_links(place: Workplace, node: int) -> list[LinkTiming]:

@@ -7,6 +7,7 @@ the samples only, finds it at the same place; one of a replaced sample may be sm
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +17,29 @@ from dflop_jax.data.sample import Sample
 from dflop_jax.records import Group, Load, first_pieces, piece_tokens
 
 Samples = Mapping[int, Sample] | Sequence[Sample]
+
+
+@dataclass(frozen=True, eq=False)
+class PieceNumbers:
+    """A module's P pieces in a global batch of N samples.
+
+    first: number of every sample's first piece, and one past the last, int64 [N + 1].
+    length: tokens of every piece by its number, int64 [P].
+    """
+
+    first: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, loads: Sequence[Load], module: str) -> PieceNumbers:
+        return cls(
+            np.array(first_pieces(loads, module), np.int64),
+            np.array(piece_tokens(loads, module), np.int64),
+        )
+
+    def sample(self, piece: np.ndarray) -> np.ndarray:
+        """The place in the batch of the sample that each of some pieces is of."""
+        return np.searchsorted(self.first, piece, side="right") - 1
 
 
 class DecodedPiece(NamedTuple):
@@ -39,21 +63,22 @@ class DecodedPiece(NamedTuple):
 
 
 def decoded_pieces(
-    group: Group, loads: Sequence[Load], samples: Samples, ranks: Collection[int], *, alone: bool
+    group: Group, numbers: PieceNumbers, samples: Samples, ranks: Collection[int], *, alone: bool
 ) -> list[DecodedPiece]:
     """Return the pieces on the given ranks whose samples are here; a piece that a replaced sample
     lacks is left out. `alone`: the module takes one piece a row."""
+    if not ranks:
+        return []
     places, module = group.pieces, group.module
-    length = np.array(piece_tokens(loads, module), np.int64)[places.piece]
+    length = numbers.length[places.piece]
     offset = places.before(length)
     full = int((offset + length).max(initial=0))
     assert full <= group.shape.tokens, f"{full} tokens in rows of {group.shape.name}"
     assert not alone or places.segment.max(initial=1) == 1, f"{module!r} takes one piece a row"
-    first = np.array(first_pieces(loads, module))
-    sample = np.searchsorted(first, places.piece, side="right") - 1
+    sample = numbers.sample(places.piece)
     here = np.flatnonzero(np.isin(places.rank, list(ranks)))
     row = places.rank * group.shape.rows + places.row
-    columns = (sample, places.piece - first[sample], length, places.microbatch, row, offset,
+    columns = (sample, places.piece - numbers.first[sample], length, places.microbatch, row, offset,
                places.segment, places.rank)  # fmt: skip
     starts: dict[int, list[int]] = {}  # by sample, where each of its pieces begins, and all end
     pieces = []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dflop_jax.data.decoded import DecodedPiece
+from dflop_jax.data.decoded import DecodedPiece, PieceNumbers
 from dflop_jax.data.features import features_per_row
-from dflop_jax.data.sample import Sample
-from dflop_jax.records import Edge, Layout, Load, Schedule, first_pieces, piece_tokens, traffic
+from dflop_jax.records import Edge, Layout, Schedule, traffic
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
@@ -30,7 +29,7 @@ def joined(
     schedule: Schedule,
     group: int,
     pieces: Sequence[DecodedPiece],
-    loads: Sequence[Load],
+    numbers: Mapping[str, PieceNumbers],
     model: MultimodalModel,
 ) -> Joined:
     """Return where the features stand that a group with these pieces reads."""
@@ -46,25 +45,45 @@ def joined(
         for feeder in feeders:
             index = np.full(shape, -1, np.int32)
             places[feeder] = (index, np.zeros(shape, np.float32)) if k > 1 else (index,)
-        features = _Features(source, feeders, schedule, loads, model, edges[0])
-        for piece in pieces:
-            if pair not in piece.sample.places:
-                continue
-            joins = piece.sample.places[pair]
-            index = joins.index[piece.tokens]
-            for feeder, flat in features.of_sample(piece).items():
-                moved = np.where(index >= 0, flat[np.maximum(index, 0)], -1)
-                places[feeder][0][piece.row][piece.room] = moved
-                if k > 1:
-                    assert joins.weight is not None, f"places of {pair} have no weights"
-                    weight = np.where(moved >= 0, joins.weight[piece.tokens], 0)
-                    places[feeder][1][piece.row][piece.room] = weight
+        features = _Features(source, feeders, schedule, numbers[source], model, edges[0])
+        reading = [piece for piece in pieces if pair in piece.sample.places]
+        if reading:
+            _place(places, feeders, reading, pair, features)
         for feeder in feeders:
             low = schedule.groups[feeder].shape
             per_rank = low.rows * features_per_row(model.modules[source], edges[0], low)
             ranks = layout.data_ranks(source), layout.data_ranks(target.module)
             reads[feeder] = _reads(places[feeder][0], *ranks, per_rank)
     return Joined(places, reads)
+
+
+def _place(
+    places: Mapping[int, tuple[np.ndarray, ...]],
+    feeders: Sequence[int],
+    reading: Sequence[DecodedPiece],
+    pair: tuple[str, str],
+    features: _Features,
+) -> None:
+    """Write where the features of a pair of modules stand that some pieces of a group read."""
+    joins = [piece.sample.places[pair] for piece in reading]
+    index = [j.index[piece.tokens] for j, piece in zip(joins, reading, strict=True)]
+    tokens = np.array([len(of_piece) for of_piece in index])
+    owner, flat, starts = features.of_samples(reading)
+    wanted = np.concatenate(index)
+    wanted = np.where(wanted >= 0, wanted + np.repeat(starts, tokens)[:, None], -1)
+    # Each piece's tokens stand side by side in the flattened rows.
+    _, rows, length, _ = places[feeders[0]][0].shape
+    begins = [(p.row[0] * rows + p.row[1]) * length + p.room.start for p in reading]
+    stand = np.repeat(begins - np.cumsum(tokens) + tokens, tokens) + np.arange(len(wanted))
+    for feeder in feeders:
+        here = owner[wanted] == feeder
+        into, *weights = (a.reshape(-1, wanted.shape[1]) for a in places[feeder])
+        into[stand] = np.where(here, flat[wanted], -1)
+        for weight in weights:
+            given = [j.weight for j in joins]
+            assert all(w is not None for w in given), f"places of {pair} have no weights"
+            every = np.concatenate([w[p.tokens] for w, p in zip(given, reading, strict=True)])
+            weight[stand] = np.where(here, every, 0)
 
 
 def _reads(index: np.ndarray, low: int, high: int, per_rank: int) -> np.ndarray:
@@ -91,15 +110,14 @@ class _Features:
         source: str,
         feeders: Sequence[int],
         schedule: Schedule,
-        loads: Sequence[Load],
+        numbers: PieceNumbers,
         model: MultimodalModel,
         edge: Edge,
     ) -> None:
         self._source, self._alone = source, source in model.piece_tokens
-        self._first = first_pieces(loads, source)
-        length = np.array(piece_tokens(loads, source), np.int64)
+        self._first, length = numbers.first, numbers.length
         self._feeder, self._microbatch, self._base, self._per_row, self._tokens = np.full(
-            (5, self._first[-1]), -1
+            (5, len(length)), -1
         )
         for feeder in feeders:
             group = schedule.groups[feeder]
@@ -113,22 +131,28 @@ class _Features:
             self._base[places.piece] = row * n + inside
             self._per_row[places.piece], self._tokens[places.piece] = n, group.shape.tokens
 
-    def of_sample(self, target: DecodedPiece) -> dict[int, np.ndarray]:
-        """Return by feeding group where each feature of a piece's sample stands in the microbatch
-        of the piece: int64 [features of all its pieces of the source], -1 for those elsewhere."""
-        sample: Sample = target.sample
-        lengths = np.array(sample.load.lengths(self._source), np.int64)
-        first = self._first[target.place]
-        mine = slice(first, first + len(lengths))
-        assert (self._microbatch[mine] == target.row[0]).all(), (
-            f"pieces of {self._source!r} of sample {target.place} of the batch do not feed its "
-            "microbatch"
+    def of_samples(
+        self, targets: Sequence[DecodedPiece]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the features of the samples of some pieces, one sample after the other: the feeding
+        group that has each, and where it stands in its microbatch there, int64 [features + 1], -1
+        at the end; and where those of each piece's sample begin, int64 [pieces]."""
+        lengths = [p.sample.load.lengths(self._source) for p in targets]
+        n = np.array([len(of_sample) for of_sample in lengths])
+        place, microbatch = (np.array(c) for c in zip(*((p.place, p.row[0]) for p in targets)))
+        ends = np.cumsum(n)
+        mine = np.repeat(self._first[place] - ends + n, n) + np.arange(ends[-1])
+        astray = self._microbatch[mine] != np.repeat(microbatch, n)
+        assert not astray.any(), (
+            f"pieces of {self._source!r} of sample {np.repeat(place, n)[astray][0]} of the batch "
+            "do not feed its microbatch"
         )
         counts = self._per_row[mine]
         if not self._alone:
-            counts = lengths * counts // self._tokens[mine]
-        starts = np.cumsum(counts) - counts
-        flat = np.arange(int(counts.sum())) + np.repeat(self._base[mine] - starts, counts)
-        feeders = self._feeder[mine]
-        owner = np.repeat(feeders, counts)
-        return {g: np.where(owner == g, flat, -1) for g in dict.fromkeys(feeders.tolist())}
+            counts = np.concatenate(lengths).astype(np.int64) * counts // self._tokens[mine]
+        stops = np.cumsum(counts)
+        total = int(counts.sum())
+        flat = np.repeat(self._base[mine] - stops + counts, counts) + np.arange(total)
+        before = np.append(0, stops)[ends - n]
+        owner = np.repeat(self._feeder[mine], counts)
+        return np.append(owner, -1), np.append(flat, -1), before

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.decoded import DecodedPiece, Samples, decoded_pieces
+from dflop_jax.data.decoded import DecodedPiece, PieceNumbers, Samples, decoded_pieces
 from dflop_jax.data.joins import joined
-from dflop_jax.records import Layout, Load, Schedule, first_pieces
+from dflop_jax.records import Layout, Load, Schedule
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import Module, MultimodalModel
@@ -73,11 +73,11 @@ def own_samples(
     """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
     needed: set[int] = set()
     for module in layout.modules:
-        first = np.array(first_pieces(loads, module))
+        numbers = PieceNumbers.of(loads, module)
         filled = list(ranks.fills[module])
         for group in (g for g in schedule.groups if g.module == module):
             pieces = group.pieces.piece[np.isin(group.pieces.rank, filled)]
-            needed |= set((np.searchsorted(first, pieces, side="right") - 1).tolist())
+            needed |= set(numbers.sample(pieces).tolist())
     return sorted(needed)
 
 
@@ -91,18 +91,51 @@ def pack_group(
     model: MultimodalModel,
     ranks: Ranks | None = None,
 ) -> PackedGroup:
-    """Fill the group at a place of the schedule.
+    """Fill the group at a place of the schedule; arguments as for `pack_groups`."""
+    numbers = _numbers(layout, loads)
+    return _packed(layout, schedule, group, samples, numbers, model, ranks or Ranks.all(layout))
+
+
+def pack_groups(
+    layout: Layout,
+    schedule: Schedule,
+    samples: Samples,
+    loads: Sequence[Load],
+    *,
+    model: MultimodalModel,
+    ranks: Ranks,
+) -> list[PackedGroup]:
+    """Fill all groups of a schedule.
 
     Args:
       samples: by their place in the global batch, those that the ranks hold a part of (see
         `own_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
     """
-    ranks = ranks or Ranks.all(layout)
+    numbers = _numbers(layout, loads)
+    return [
+        _packed(layout, schedule, group, samples, numbers, model, ranks)
+        for group in range(len(schedule.groups))
+    ]
+
+
+def _numbers(layout: Layout, loads: Sequence[Load]) -> dict[str, PieceNumbers]:
+    return {module: PieceNumbers.of(loads, module) for module in layout.modules}
+
+
+def _packed(
+    layout: Layout,
+    schedule: Schedule,
+    group: int,
+    samples: Samples,
+    numbers: Mapping[str, PieceNumbers],
+    model: MultimodalModel,
+    ranks: Ranks,
+) -> PackedGroup:
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
     alone = module in model.piece_tokens
-    pieces = decoded_pieces(packed, loads, samples, ranks.fills[module], alone=alone)
+    pieces = decoded_pieces(packed, numbers[module], samples, ranks.fills[module], alone=alone)
     # Of the model, not the plan, which may leave out modules that the data does not use.
     from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
     reads = _reads(model.modules[module], from_edges, packed.shape.tokens)
@@ -116,7 +149,7 @@ def pack_group(
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
-    join = joined(layout, schedule, group, pieces, loads, model)
+    join = joined(layout, schedule, group, pieces, numbers, model)
     return PackedGroup(
         fields=fields,
         places=join.places,

@@ -15,7 +15,7 @@ import numpy as np
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
-from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
+from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import Load, Plan, Schedule, from_json, to_json
@@ -109,12 +109,9 @@ class Packer:
         Raises:
           RunFailed: the processes hold different schedules.
         """
-        packed = [
-            pack_group(
-                self.plan.layout, schedule, g, samples, loads, model=self.model, ranks=self.ranks
-            )
-            for g in range(len(schedule.groups))
-        ]
+        packed = pack_groups(
+            self.plan.layout, schedule, samples, loads, model=self.model, ranks=self.ranks
+        )
         total = _agree(self.peers, key, schedule, self._counts(schedule, packed, n_bad))
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:

@@ -72,20 +72,26 @@ class Routes:
             rows of the home's table, -1 where this round brings nothing.
         """
         index, *weight = places
-        asked = [_Asked.of(self, index, rank) for rank in range(self.high)]
+        if not self.received:
+            return [(self._own(index), *weight)]
+        ranks = (r for r in range(self.high) if (_part(index, r, self) >= 0).any())
+        asked = [_Asked.of(self, index, rank) for rank in ranks]
         if max_asked is None:
             max_asked = max((a.n_asked for a in asked), default=0)
-        n_rounds = max(1, -(-max_asked // self.capacity)) if self.received else 1
         rounds: list[Arrays] = []
-        for number in range(n_rounds):
+        for number in range(max(1, -(-max_asked // self.capacity))):
             slots = np.full(index.shape, -1, np.int32)
-            shape = self.stages, self.high, self.low, self.capacity
-            requests = np.full(shape if self.received else (0,), -1, np.int32)
+            requests = np.full((self.stages, self.high, self.low, self.capacity), -1, np.int32)
             for a in asked:
                 a.write(self, number, slots, requests)
-            flat = (requests.reshape(self.stages, self.high, -1),) if self.received else ()
-            rounds.append((*flat, slots, *weight))
+            rounds.append((requests.reshape(self.stages, self.high, -1), slots, *weight))
         return rounds
+
+    def _own(self, index: np.ndarray) -> np.ndarray:
+        """The slots where the source has one rank, whose tables hold its own features only."""
+        turn = np.arange(self.microbatches) % (self.microbatches // self.stages)
+        first = (turn * self.per_microbatch).reshape(-1, *[1] * (index.ndim - 1))
+        return np.where(index >= 0, index + first, -1).astype(np.int32)
 
     def stand_in(self, shape: tuple[int, ...]) -> np.ndarray:
         """An index in which every place reads: other ranks' features as far as one round brings
@@ -148,11 +154,10 @@ class _Asked:
         _part(slots, self.rank, routes)[self.reads] = np.where(
             self.round_n == number, self.slot_n, -1
         )
-        if routes.received:
-            stage, source, place, position = self.features
-            round_n, rest = np.divmod(position, routes.capacity)
-            now = round_n == number
-            requests[stage[now], self.rank, source[now], rest[now]] = place[now]
+        stage, source, place, position = self.features
+        round_n, rest = np.divmod(position, routes.capacity)
+        now = round_n == number
+        requests[stage[now], self.rank, source[now], rest[now]] = place[now]
 
 
 def _part(array: np.ndarray, rank: int, routes: Routes) -> np.ndarray:

@@ -117,3 +117,17 @@ class NamesTail(Protocol):
     def tail(self) -> Sequence[int]:
         """Samples of which, for every sample, one asks for no less of any module."""
         ...
+
+
+@runtime_checkable
+class LoadsTogether(Protocol):
+    """A source that gives many loads for less work than one by one."""
+
+    def loads(self, indices: Sequence[int]) -> list[Load]: ...
+
+
+def loads_of(source: Source, indices: Sequence[int]) -> list[Load]:
+    """Return the loads of some samples."""
+    if isinstance(source, LoadsTogether):
+        return source.loads(indices)
+    return [source.load(i) for i in indices]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -15,6 +15,7 @@ from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
 from dflop_jax.data.media.compose import blanked, compose
 from dflop_jax.data.media.counts import load_of, sample_counts
 from dflop_jax.data.media.decode import decode_opened
+from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
@@ -25,11 +26,24 @@ from dflop_jax.data.sample import Sample
 from dflop_jax.data.text.pieces import TextPiece, Tokenizer, chat_pieces, text_counts
 from dflop_jax.records import Load
 
+Headers = list[tuple[Kind, dict[str, int]]]
 Convert = Callable[[Image.Image], np.ndarray]
 STREAMS = {"train": 0, "eval": 1}
 MAX_REDRAWS = 100  # of a scene that is too large, before it is an error
 KEPT_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
 FRAMES_PER_S = 2  # of a drawn clip
+
+
+class Drawn(NamedTuple):
+    """A scene and its text, what headers of its pictures would say, and how it fits the limits:
+    by which preparation, with how many text tokens, and what it asks for then."""
+
+    scene: Scene
+    pieces: tuple[TextPiece, ...]
+    headers: Headers
+    way: int
+    text_tokens: int
+    load: Load
 
 
 class SceneSource:
@@ -68,7 +82,8 @@ class SceneSource:
                              "give data.path")  # fmt: skip
         self._unit_px = shown.unit_px
         self._ways = preparations(how, self._limits.oversize)
-        self._draw = lru_cache(KEPT_SCENES)(self._drawn)
+        self._drawn: dict[int, Drawn] = {}
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return self._n
@@ -78,41 +93,64 @@ class SceneSource:
 
     def scene(self, index: int) -> Scene:
         """Return what sample `index` shows, asks and answers."""
-        return self._draw(index)[0]
+        return self._draw([index])[0].scene
 
     def load(self, index: int) -> Load:
-        _, _, table, fitted = self._draw(index)
-        how = self._ways[int(fitted.way[0])]
-        return load_of(table, 0, how, fitted.counts.pieces[0], int(fitted.all_tokens[0]))
+        return self._draw([index])[0].load
+
+    def loads(self, indices: Sequence[int]) -> list[Load]:
+        """Return the loads of some samples, for less work than one by one."""
+        return [drawn.load for drawn in self._draw(indices)]
 
     def sample(self, index: int) -> Sample:
-        scene, pieces, table, fitted = self._draw(index)
-        how = self._ways[int(fitted.way[0])]
-        shown = zip(scene.pictures, table.headers(0), strict=True)
+        (drawn,) = self._draw([index])
+        how = self._ways[drawn.way]
+        shown = zip(drawn.scene.pictures, drawn.headers, strict=True)
         sample = compose(
-            pieces,
+            drawn.pieces,
             decode_opened([(kind.name, _opened(p), header) for p, (kind, header) in shown], how),
             how,
             placeholder=self._tokenizer.placeholder_id,
-            text_tokens=int(fitted.text_tokens[0]),
+            text_tokens=drawn.text_tokens,
         )
         return blanked(sample, how) if self._blank else sample
 
-    def _drawn(self, index: int) -> tuple[Scene, tuple[TextPiece, ...], ShapeTable, Fitted]:
-        """A scene, its text, what an index would hold of both, and how it fits the limits."""
-        if not 0 <= index < self._n:
-            raise IndexError(f"{self.name} holds no sample {index}")
-        rng = np.random.default_rng((*self._key, index))
+    def _draw(self, indices: Sequence[int]) -> list[Drawn]:
+        """Return the scenes, those that are not kept drawn together."""
+        kept = {i: self._drawn.get(i) for i in indices}
+        if fresh := [i for i, drawn in kept.items() if drawn is None]:
+            kept |= (new := self._fitting(fresh))
+            with self._lock:
+                self._drawn |= new
+                for i in [*self._drawn][:-KEPT_SCENES]:
+                    del self._drawn[i]
+        return [drawn for i in indices if (drawn := kept[i]) is not None]
+
+    def _fitting(self, indices: Sequence[int]) -> dict[int, Drawn]:
+        """Draw scenes until each fits the limits."""
+        fitting: dict[int, Drawn] = {}
+        if outside := [i for i in indices if not 0 <= i < self._n]:
+            raise IndexError(f"{self.name} holds no sample {outside[0]}")
+        rngs = {i: np.random.default_rng((*self._key, i)) for i in indices}
         for _ in range(1 if self._limits.oversize == "error" else MAX_REDRAWS):
-            scene = draw_scene(rng, self._unit_px, self._limits)
-            pieces = chat_pieces(scene.turns, self._tokenizer)
-            headers = [_header(picture) for picture in scene.pictures]
-            table = table_of([text_counts(pieces)], [headers])
+            left = [i for i in indices if i not in fitting]
+            scenes = [draw_scene(rngs[i], self._unit_px, self._limits) for i in left]
+            texts = [chat_pieces(scene.turns, self._tokenizer) for scene in scenes]
+            headers = [[_header(picture) for picture in scene.pictures] for scene in scenes]
+            table = table_of([text_counts(pieces) for pieces in texts], headers)
             fitted = self._fitted(table)
-            if fitted.fits[0]:
-                return scene, pieces, table, fitted
+            for row in np.flatnonzero(fitted.fits).tolist():
+                way, asked = int(fitted.way[row]), fitted.counts.pieces[row]
+                load = load_of(table, row, self._ways[way], asked, int(fitted.all_tokens[row]))
+                fitting[left[row]] = Drawn(
+                    scenes[row], texts[row], table.headers(row), way, int(fitted.text_tokens[row]),
+                    load,
+                )  # fmt: skip
+            if fitted.fits.all():
+                return fitting
+        row = int(np.flatnonzero(~fitted.fits)[0])
         raise ValueError(
-            f"{self.label(index)}: {int(fitted.counts.all_tokens[0])} tokens exceed "
+            f"{self.label(left[row])}: {int(fitted.counts.all_tokens[row])} tokens exceed "
             f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
             "truncate or drop"
         )

@@ -190,6 +190,19 @@ def test_scenes_at_native_resolution():
     assert len(lengths) > 5  # many resolutions
 
 
+@pytest.mark.parametrize("indices", [[], [7], [3, 3, 40, 1, *range(20)]])
+@pytest.mark.parametrize("oversize", ["truncate", "drop"])
+def test_scenes_drawn_together_are_those_drawn_alone(indices, oversize, monkeypatch):
+    """Also where some are drawn anew and few are kept."""
+    monkeypatch.setattr("dflop_jax.data.datasets.scene_source.KEPT_SCENES", 3)
+    limits = Limits(max_tokens=90, oversize=oversize)
+    data, alone = source(limits=limits), source(limits=limits)
+    assert data.loads(indices) == [alone.load(i) for i in indices]
+    assert [data.scene(i) for i in indices] == [alone.scene(i) for i in indices]
+    with pytest.raises(IndexError, match="no sample -1"):
+        data.loads([*indices, -1])
+
+
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
 def test_oversize_scenes(oversize):
     data = source(limits=Limits(max_tokens=90, oversize=oversize))

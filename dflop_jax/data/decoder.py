@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflop_jax.data.sample import EMPTY, Sample, Source, fits_in
+from dflop_jax.data.sample import EMPTY, DecodesParts, Sample, Source, fits_in
 
 MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
 MIN_SEEN = 64  # the share of bad samples is judged over at least so many (or the whole dataset)
@@ -29,13 +29,15 @@ class BadSample:
 
 
 Decoded = Sample | BadSample
+Modules = frozenset[str] | None  # that a process wants of a sample; None: all
 
 
 class Decoder(Protocol):
     """Decodes samples of one source in the background."""
 
-    def submit(self, index: int) -> Future[Decoded]:
-        """Begin to decode a sample; errors of the program itself are raised by the future."""
+    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
+        """Begin to decode a sample, what is left out elsewhere (see `sample.DecodesParts`) for
+        these modules only; errors of the program itself are raised by the future."""
         ...
 
     def close(self) -> None:
@@ -43,9 +45,11 @@ class Decoder(Protocol):
         ...
 
 
-def sample_of(source: Source, index: int) -> Decoded:
+def sample_of(source: Source, index: int, modules: Modules = None) -> Decoded:
     """Return the sample, or why there is none."""
     try:
+        if modules is not None and isinstance(source, DecodesParts):
+            return source.sample_for(index, modules)
         return source.sample(index)
     except ValueError as e:
         return BadSample(f"{e}")
@@ -60,9 +64,9 @@ def checked(source: Source, index: int, decoded: Decoded) -> Decoded:
     return BadSample(f"{label}: decoded to {decoded.load}, its header promised {promised}")
 
 
-def decode(source: Source, index: int) -> Decoded:
+def decode(source: Source, index: int, modules: Modules = None) -> Decoded:
     """Return the sample as large as its load says, or why there is none."""
-    return checked(source, index, sample_of(source, index))
+    return checked(source, index, sample_of(source, index, modules))
 
 
 class ThreadDecoder:
@@ -72,8 +76,8 @@ class ThreadDecoder:
         self._source = source
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
-    def submit(self, index: int) -> Future[Decoded]:
-        return self._pool.submit(decode, self._source, index)
+    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
+        return self._pool.submit(decode, self._source, index, modules)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -80,10 +80,9 @@ def _place(
         into, *weights = (a.reshape(-1, wanted.shape[1]) for a in places[feeder])
         into[stand] = np.where(here, flat[wanted], -1)
         for weight in weights:
-            given = [j.weight for j in joins]
-            assert all(w is not None for w in given), f"places of {pair} have no weights"
-            every = np.concatenate([w[p.tokens] for w, p in zip(given, reading, strict=True)])
-            weight[stand] = np.where(here, every, 0)
+            given = [j.weight[p.tokens] for j, p in zip(joins, reading) if j.weight is not None]
+            assert len(given) == len(joins), f"places of {pair} have no weights"
+            weight[stand] = np.where(here, np.concatenate(given), 0)
 
 
 def _reads(index: np.ndarray, low: int, high: int, per_rank: int) -> np.ndarray:

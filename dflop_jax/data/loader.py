@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.data.decoder import Decoded, Decoder, Replacements, ThreadDecoder
+from dflop_jax.data.decoder import Decoded, Decoder, Modules, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
 from dflop_jax.data.sample import Sample, Source, loads_of
 from dflop_jax.data.shuffle import shuffled
@@ -120,14 +120,14 @@ class Loader:
         self,
         steps: Iterable[int],
         prepare: Callable[[int, dict[int, Sample]], T],
-        select: Callable[[int], Iterable[int]] | None = None,
+        select: Callable[[int], Mapping[int, Modules]] | None = None,
         indices_of: Callable[[int], Sequence[int]] | None = None,
     ) -> Generator[T, None, None]:
         """Yield `prepare(step, samples)` of each of the steps, in order; `indices_of` gives the
         source indices of a step's batch (those of `indices`, unless given).
 
-        `samples` are by their place in the batch; `select(step)` says which places are wanted
-        (all, unless given). `select`, decoding and `prepare` run in the background, `prefetch`
+        `samples` are by their place in the batch; `select(step)` says which places are wanted, and
+        which modules of each (all, unless given). `select`, decoding and `prepare` run in the background, `prefetch`
         batches ahead, each in the order of the steps. Their errors are raised here. Closing the
         generator (or leaving `contextlib.closing`) ends them.
         """
@@ -138,11 +138,11 @@ class Loader:
 
         def begin(step: int) -> Begun:
             indices = (indices_of or self.indices)(step)
-            places = range(len(indices)) if select is None else select(step)
+            wanted = dict.fromkeys(range(len(indices))) if select is None else select(step)
             return [
                 (k, indices[k], None if indices[k] in self._replaced else
-                 decoder.submit(indices[k]))
-                for k in places
+                 decoder.submit(indices[k], modules))
+                for k, modules in wanted.items()
             ]  # fmt: skip
 
         def finish(step: int, begun: Future[Begun]) -> T:

@@ -69,16 +69,18 @@ class PackedGroup:
 
 def own_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: Ranks
-) -> list[int]:
-    """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
-    needed: set[int] = set()
+) -> dict[int, frozenset[str]]:
+    """Return which samples of the batch have a piece in a row that the ranks fill, sorted, and of
+    which modules."""
+    needed: dict[int, frozenset[str]] = {}
     for module in layout.modules:
         numbers = PieceNumbers.of(loads, module)
         filled = list(ranks.fills[module])
         for group in (g for g in schedule.groups if g.module == module):
             pieces = group.pieces.piece[np.isin(group.pieces.rank, filled)]
-            needed |= set(numbers.sample(pieces).tolist())
-    return sorted(needed)
+            for sample in dict.fromkeys(numbers.sample(pieces).tolist()):
+                needed[sample] = needed.get(sample, frozenset()) | {module}
+    return dict(sorted(needed.items()))
 
 
 def pack_group(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -116,6 +116,17 @@ class NamesTail(Protocol):
 
     def tail(self) -> Sequence[int]:
         """Samples of which, for every sample, one asks for no less of any module."""
+        ...
+
+
+@runtime_checkable
+class DecodesParts(Protocol):
+    """A source whose samples can always be decoded, so that a process may leave out what it has no
+    use for: one that can fail has to fail on every process."""
+
+    def sample_for(self, index: int, modules: Collection[str] | None) -> Sample:
+        """The sample, of which fields and places of other modules than these (None: all) may be
+        left out."""
         ...
 
 

@@ -58,7 +58,7 @@ class _Batch:
     indices: list[int]
     loads: list[Load]
     schedule: Schedule
-    places: list[int]
+    places: dict[int, frozenset[str]]
 
 
 class HeldOut:

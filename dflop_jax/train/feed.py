@@ -91,8 +91,8 @@ class Packer:
     peers: Peers
     needed: Mapping[str, PieceFlops]
 
-    def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
-        """Places in the batch of the samples that this process needs."""
+    def own(self, schedule: Schedule, loads: Sequence[Load]) -> dict[int, frozenset[str]]:
+        """Places in the batch of the samples that this process needs, and the modules of each."""
         return own_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
@@ -209,7 +209,7 @@ def feed(
     bad_before = 0
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
-    def select(step: int) -> list[int]:
+    def select(step: int) -> dict[int, frozenset[str]]:
         schedule, wait_s = schedules.get(step)
         loads = loader.loads(step)
         scheduled[step] = schedule, wait_s, loads

@@ -121,7 +121,9 @@ def test_only_selected_places_are_decoded():
     source.sample = lambda i: decoded.append(i) or sample(i)
     with closing(
         loader.batches(
-            range(2), lambda _, samples: numbers(samples.values()), lambda step: [step, 3]
+            range(2),
+            lambda _, samples: numbers(samples.values()),
+            lambda step: dict.fromkeys([step, 3]),
         )
     ) as batches:
         indices = [loader.indices(s) for s in range(2)]
@@ -202,7 +204,7 @@ class Slow:
     def __init__(self, source, workers):
         self.source, Slow.made = source, Slow.made + workers
 
-    def submit(self, index):
+    def submit(self, index, modules=None):
         answer = Future()
         answer.set_result(decode(self.source, index))
         return answer

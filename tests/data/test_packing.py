@@ -192,16 +192,17 @@ def test_the_parts_of_processes_make_the_whole(seed):
 def test_own_samples_are_those_of_the_ranks(seed):
     case = random_case(np.random.default_rng(seed), ranks=dict.fromkeys(BLOCKS, 3))
     nobody = dict.fromkeys(BLOCKS, ())
-    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == []
+    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == {}
     for module in BLOCKS:
         own = own_samples(case.plan.layout, case.schedule, case.loads,
                           Ranks({**nobody, module: {1}}, nobody))  # fmt: skip
         first = first_pieces(case.loads, module)
-        assert own == sorted({
+        assert [*own] == sorted({
             s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
             for row in mb[1] for p in row
             for s in range(len(case.loads)) if first[s] <= p < first[s + 1]
         })  # fmt: skip
+        assert {*own.values()} <= {frozenset({module})}
 
 
 def pack_row(row, tokens, samples, loads, module="c"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from PIL import Image
 from dflop_jax.data.datasets.fitting import Fitted, fit, preparations
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
 from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
-from dflop_jax.data.media.compose import blanked, compose
+from dflop_jax.data.media.compose import blanked, compose, media_fields
 from dflop_jax.data.media.counts import load_of, sample_counts
 from dflop_jax.data.media.decode import decode_opened
 from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import module_of
+from dflop_jax.data.media.medium import TEXT_MODULE, module_of
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO, Frames
@@ -103,16 +103,25 @@ class SceneSource:
         return [drawn.load for drawn in self._draw(indices)]
 
     def sample(self, index: int) -> Sample:
+        return self.sample_for(index, None)
+
+    def sample_for(self, index: int, modules: Collection[str] | None) -> Sample:
         (drawn,) = self._draw([index])
         how = self._ways[drawn.way]
         shown = zip(drawn.scene.pictures, drawn.headers, strict=True)
-        sample = compose(
-            drawn.pieces,
-            decode_opened([(kind.name, _opened(p), header) for p, (kind, header) in shown], how),
-            how,
-            placeholder=self._tokenizer.placeholder_id,
-            text_tokens=drawn.text_tokens,
-        )
+        opened = [(kind.name, _opened(p), header) for p, (kind, header) in shown]
+        media = decode_opened(opened, how, modules)
+        if modules is None or TEXT_MODULE in modules:
+            sample = compose(
+                drawn.pieces,
+                media,
+                how,
+                placeholder=self._tokenizer.placeholder_id,
+                text_tokens=drawn.text_tokens,
+            )
+        else:
+            takes = {m: [d for module, d in media if module == m] for m in modules}
+            sample = Sample({m: media_fields(d) for m, d in takes.items() if d}, {}, drawn.load)
         return blanked(sample, how) if self._blank else sample
 
     def _draw(self, indices: Sequence[int]) -> list[Drawn]:

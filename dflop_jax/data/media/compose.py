@@ -63,10 +63,7 @@ def compose(
         text |= medium.text_fields(sources.used, [mine[k] for k in starts if k in mine])
         lengths[module] = tuple(length for decoded in mine.values() for length in decoded.lengths)
         if lengths[module]:
-            fields[module] = {
-                name: np.concatenate([decoded.fields[name] for decoded in mine.values()])
-                for name in next(iter(mine.values())).fields
-            }
+            fields[module] = media_fields([*mine.values()])
             index = np.where(sources.weight > 0, sources.index, -1)
             places[module, TEXT_MODULE] = (
                 Places(index, sources.weight) if medium.sources > 1 else Places(index[:, :1])
@@ -74,12 +71,18 @@ def compose(
     return Sample(fields, places, text_load(lengths, n))
 
 
+def media_fields(media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+    """Return the fields of a module of which a sample has these media, one or more."""
+    names = media[0].fields
+    return {name: np.concatenate([decoded.fields[name] for decoded in media]) for name in names}
+
+
 def blanked(sample: Sample, how: Preparation) -> Sample:
     """Return the sample with nothing to be seen in its media."""
     fields = {m: dict(named) for m, named in sample.fields.items()}
     for module, medium in how.items():
         for name, value in medium.blank.items():
-            if module in fields:
+            if name in fields.get(module, {}):
                 fields[module][name] = np.full_like(fields[module][name], value)
     return replace(sample, fields=fields)
 

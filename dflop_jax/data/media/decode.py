@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dflop_jax.data.datasets.llava_records import Record
@@ -33,12 +33,19 @@ def decode_media(record: Record, table: ShapeTable, row: int, how: Preparation) 
     return decode_opened(opened, how)
 
 
-def decode_opened(media: Sequence[tuple[str, Any, Header]], how: Preparation) -> DecodedMedia:
-    """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header)."""
+def decode_opened(
+    media: Sequence[tuple[str, Any, Header]],
+    how: Preparation,
+    modules: Collection[str] | None = None,
+) -> DecodedMedia:
+    """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header); of
+    other modules than `modules` (None: all) they may be without fields."""
     kinds = [kind for kind, _, _ in media]
     decoded = []
     for kind, opened, header in media:
         module = module_of(how, kind)
         alone = kinds.count(kind) == 1
-        decoded.append((module, how[module].decode(kind, opened, header, alone)))
+        seen = modules is None or module in modules
+        unseen = None if seen else how[module].unseen(kind, header, alone)
+        decoded.append((module, unseen or how[module].decode(kind, opened, header, alone)))
     return tuple(decoded)

@@ -168,24 +168,30 @@ class TileMedium(Medium):
         if kind == IMAGE.name:
             size = header["width"], header["height"]
             image = opened(size, self.layout.least_size(*size))
-            return self._decoded(self.layout.cut(image, alone, size),
-                                 self.layout.place(*size, alone))  # fmt: skip
-        n = min(header["frames"], self.max_frames)
-        tiles = opened.spread(n, partial(frame_tile, tile_px=self.layout.tile_px))
+            tiles = self.layout.cut(image, alone, size)
+        else:
+            n = min(header["frames"], self.max_frames)
+            tiles = opened.spread(n, partial(frame_tile, tile_px=self.layout.tile_px))
+        return replace(self._placed(kind, header, alone, len(tiles)), fields={"pixels": tiles})
+
+    def unseen(self, kind: str, header: Header, alone: bool) -> Decoded:
+        if kind != IMAGE.name:
+            return self._placed(kind, header, alone, min(header["frames"], self.max_frames))
+        _, (n,), _ = self.layout.count(*np.array([[header["width"]], [header["height"]], [alone]]))
+        return self._placed(kind, header, alone, int(n))
+
+    def _placed(self, kind: str, header: Header, alone: bool, n: int) -> Decoded:
+        """A medium of n tiles, without them."""
+        lengths, features = (self.piece_tokens,) * n, n * self.layout.tokens_per_tile
+        if kind == IMAGE.name:
+            tokens = self.layout.place(header["width"], header["height"], alone)
+            return Decoded({}, lengths, features, tokens, np.full(len(tokens), -1))
         tokens, between = self.layout.place_clip(n), self.between_frames[: n - 1]
-        lengths = np.array([len(ids) for ids in between], np.int64)
-        places = np.repeat(np.arange(1, len(between) + 1) * (len(tokens) // n), lengths)
+        counts = np.array([len(ids) for ids in between], np.int64)
+        places = np.repeat(np.arange(1, len(between) + 1) * (len(tokens) // n), counts)
         text = [i for ids in between for i in ids]
         ids = np.insert(np.full(len(tokens), -1), places, text)
-        return self._decoded(tiles, with_text(tokens, places), ids)
-
-    def _decoded(
-        self, tiles: np.ndarray, tokens: TokenSources, ids: np.ndarray | None = None
-    ) -> Decoded:
-        n = len(tiles)
-        ids = np.full(len(tokens), -1) if ids is None else ids
-        features = n * self.layout.tokens_per_tile
-        return Decoded({"pixels": tiles}, (self.piece_tokens,) * n, features, tokens, ids)
+        return Decoded({}, lengths, features, with_text(tokens, places), ids)
 
     def smaller(self) -> TileMedium:
         tiles, frames = -(-self.layout.max_tiles // 2), -(-self.max_frames // 2)

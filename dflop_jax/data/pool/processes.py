@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from dflop_jax.children import command
-from dflop_jax.data.decoder import BadSample, Decoded, Decoder, ThreadDecoder, checked
+from dflop_jax.data.decoder import BadSample, Decoded, Decoder, Modules, ThreadDecoder, checked
 from dflop_jax.data.pool.messages import (
     MAX_LINE,
     DecoderReply,
@@ -69,7 +69,7 @@ class ProcessDecoder:
         )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
-    def submit(self, index: int) -> Future[Decoded]:
+    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
         return self._pool.submit(self._decode, index)
 
     def pids(self) -> list[int]:

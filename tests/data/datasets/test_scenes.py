@@ -10,6 +10,8 @@ from tests.data.views import llm_tokens, media_spec, n_tiles, supervised, tiles,
 
 SPEC = media_spec(48, 9)
 TOKENIZER = ByteTokenizer()
+NATIVE = MediaSpec.of({"vision": {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}}, {})
+NATIVE_LIMITS = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
 
 
 def source(n=400, seed=0, **options):
@@ -167,8 +169,7 @@ def test_blank_pictures_keep_the_loads():
 
 
 def test_scenes_at_native_resolution():
-    spec = MediaSpec.of({"vision": {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}}, {})
-    limits = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
+    spec, limits = NATIVE, NATIVE_LIMITS
     data = SceneSource(60, 0, spec, TOKENIZER, limits)
     lengths = set()
     for i in range(60):
@@ -188,6 +189,33 @@ def test_scenes_at_native_resolution():
             assert (blank.fields["vision"]["patches"] == 128).all()
             assert blank.load == sample.load
     assert len(lengths) > 5  # many resolutions
+
+
+@pytest.mark.parametrize("blank_images", [False, True])
+@pytest.mark.parametrize("layout", ["tiles", "anyres", "native"])
+def test_parts_of_a_sample_are_those_of_the_whole(layout, blank_images):
+    """What a process has no use for may be left out."""
+    spec = {"tiles": SPEC, "anyres": media_spec(32, 16, "anyres", 4), "native": NATIVE}[layout]
+    limits = NATIVE_LIMITS if layout == "native" else None
+    data = SceneSource(40, 0, spec, TOKENIZER, limits, blank_images=blank_images)
+    for i in range(40):
+        whole = data.sample(i)
+        for modules in (set(), {"llm"}, {"vision"}, {"llm", "vision"}):
+            part = data.sample_for(i, frozenset(modules))
+            assert part.load == whole.load
+            for module in modules & whole.fields.keys():
+                wanted, given = whole.fields[module], part.fields[module]
+                assert given.keys() == wanted.keys()
+                for name, array in wanted.items():
+                    np.testing.assert_array_equal(given[name], array)
+                    assert given[name].dtype == array.dtype
+            pair = "vision", "llm"
+            if "llm" in modules and pair in whole.places:
+                for name in ("index", "weight"):
+                    wanted, given = (getattr(s.places[pair], name) for s in (whole, part))
+                    np.testing.assert_array_equal(given, wanted)
+    without = data.sample_for(0, frozenset({"llm"})).fields.get("vision", {})
+    assert layout == "native" or not without, "pictures were drawn for nothing"
 
 
 @pytest.mark.parametrize("indices", [[], [7], [3, 3, 40, 1, *range(20)]])

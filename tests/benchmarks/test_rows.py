@@ -278,6 +278,18 @@ def nobody_else(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "launch", alone)
 
 
+def hosts_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """So do those whose host work is measured (test_host_work.py)."""
+
+    def launch(command: list[str], n: int, **_: object) -> Any:
+        for process in range(n):
+            out = Path(f"{command[command.index('--worker') + 1]}.{process}")
+            out.write_text(json.dumps({"decode": 1.0, "native": 2.0, "host": 1.0}))
+        return SimpleNamespace(exit_code=0)
+
+    patch.setattr(script, "launch", launch)
+
+
 def losses_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Two processes that train take minutes."""
 
@@ -299,6 +311,7 @@ RUNS = {
     "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
     "gpu_plans": Tiny(1, (), plans_of_nobody),
+    "host_work": Tiny(6, (), hosts_that_are_told),
     "hostile": Tiny(4, (), quiet_jobs),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(2, ("--kills", 2), one_campaign),

@@ -127,9 +127,9 @@ class Loader:
         source indices of a step's batch (those of `indices`, unless given).
 
         `samples` are by their place in the batch; `select(step)` says which places are wanted, and
-        which modules of each (all, unless given). `select`, decoding and `prepare` run in the background, `prefetch`
-        batches ahead, each in the order of the steps. Their errors are raised here. Closing the
-        generator (or leaving `contextlib.closing`) ends them.
+        which modules of each (all, unless given). `select`, decoding and `prepare` run in the
+        background, `prefetch` batches ahead, each in the order of the steps. Their errors are
+        raised here. Closing the generator (or leaving `contextlib.closing`) ends them.
         """
         selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoder = self._make_decoder()

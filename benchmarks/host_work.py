@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -83,7 +83,7 @@ class MainThread:
     """Seconds of the main thread by part, from calls that may be nested."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inner_s = 0.0  # of calls within the one that runs
 
     @contextmanager
@@ -110,10 +110,10 @@ class MainThread:
         return timed
 
 
-def thread_seconds() -> Counter[str]:
+def thread_seconds() -> dict[str, float]:
     """Processor seconds of all threads so far by part, and of the children under "schedule"."""
     parts = {t.native_id: part_of(t.name) for t in threading.enumerate()}
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for task in Path("/proc/self/task").iterdir():
         try:
             took_s = int((task / "schedstat").read_text().split()[0]) / 1e9
@@ -135,13 +135,14 @@ def part_of(name: str) -> str:
 
 def train(config: Config, like: Path | None) -> tuple[int, dict[str, float]]:
     """(number of this process, milliseconds of a counted step by part)."""
-    main, at = MainThread(), {}
+    main = MainThread()
+    seen: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
     counted = range(WARMUP, config.train.steps - DRAIN)
     run_step = Executor.run_step
 
     def noted(ex: Executor, schedule: Any, *args: Any, **more: Any) -> Any:
         if schedule.step in (counted.start, counted.stop):
-            at[schedule.step] = thread_seconds(), Counter(main.seconds)
+            seen[schedule.step] = thread_seconds(), dict(main.seconds)
         return run_step(ex, schedule, *args, **more)
 
     with patch.object(Executor, "run_step", noted), main.measured():
@@ -150,14 +151,17 @@ def train(config: Config, like: Path | None) -> tuple[int, dict[str, float]]:
             given = {"plan": load(Plan, like / PLAN), "profile": load(Profile, like / PROFILE)}
         training = trainer.Trainer(config, existing="overwrite", **given)
         training.fit()
-    (threads, calls), (threads_then, calls_then) = at[counted.stop], at[counted.start]
-    threads.subtract(threads_then)
-    calls.subtract(calls_then)
-    threads["main"] -= sum(calls.values())
-    threads.update(calls)
-    host_s = sum(s for part, s in threads.items() if part != NATIVE)
-    ms = {part: 1e3 * s / len(counted) for part, s in {**threads, HOST: host_s}.items()}
+    threads, calls = map(_spent, seen[counted.start], seen[counted.stop])
+    by_part = {**threads, **calls, "main": threads["main"] - sum(calls.values())}
+    for part in threads.keys() & calls.keys():  # the watchers'
+        by_part[part] = threads[part] + calls[part]
+    by_part[HOST] = sum(s for part, s in by_part.items() if part != NATIVE)
+    ms = {part: 1e3 * s / len(counted) for part, s in by_part.items()}
     return training.peers.process, ms
+
+
+def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {part: s - before.get(part, 0.0) for part, s in after.items()}
 
 
 def main() -> int:

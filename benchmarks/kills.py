@@ -36,7 +36,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.launch import PROCESS_ID_ENV
+from dflop_jax.cluster.variables import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, read_metrics
 
 LIMIT_S = 600.0  # nothing takes as long on any machine

@@ -229,10 +229,11 @@ def test_the_launch_command(monkeypatch, met):
 
 
 def test_every_variable_and_flag_named_exists():
-    from dflop_jax.cluster import launch
+    from dflop_jax.cluster import secret, variables
     from dflop_jax.config import DistributedConfig
 
-    known = {value for name, value in vars(launch).items() if name.endswith("_ENV")}
+    names = {**vars(variables), **vars(secret)}
+    known = {value for name, value in names.items() if name.endswith("_ENV")}
     assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known
     fields = {f"--distributed.{f.name}" for f in dataclasses.fields(DistributedConfig)}
     assert set(re.findall(r"--distributed\.[a-z_]+", CLUSTERS)) == fields

@@ -1,7 +1,8 @@
 """The `dflop` command: every stage of a run alone, or all of it.
 
 Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), 3 preempted: a
-signal ended the run, and what it had reached is saved.
+signal ended the run, and what it had reached is saved; 4 what ended it passes (a process that is
+gone or did not come, a port in use, a lock that is held): try again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from dflop_jax.cli import (
 )
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.cluster.ending import PREEMPTED, ended
-from dflop_jax.cluster.peers import RunFailed
+from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN, RunFailed, ended, exit_code_of
 from dflop_jax.config import Config, override
 
 
@@ -62,7 +62,8 @@ COMMANDS = (
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
-    f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved."
+    f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved, "
+    f"{TRY_AGAIN} try again: a process is gone or did not come, a port is in use, a lock is held."
 )
 
 
@@ -85,7 +86,7 @@ def _run(argv: Sequence[str] | None) -> int:
         result = args.run(args)
     except (ValueError, RunFailed, StorageError) as e:
         print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2 if isinstance(e, ValueError) else 1
+        return exit_code_of(e)
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1

@@ -78,9 +78,9 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
       plan_devices: devices of the whole run (`plan.devices`), shared evenly; 0: all there are.
 
     Raises:
-      ValueError: the description is incomplete or wrong, not all processes came within
-        `connect_timeout_s`, the run has no secret or not all have the same, devices cannot be
-        shared, or jax has started already.
+      ValueError: the description is incomplete or wrong, the run has no secret or not all have
+        the same, devices cannot be shared, or jax has started already.
+      TryAgain: not all processes came within `connect_timeout_s`, or the port is in use.
     """
     global _joined
     prepare()

@@ -12,13 +12,33 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-PREEMPTED = 3  # exit code: a signal ended the run, and what it had reached is saved
+# Exit codes beside 0 (done).
+FAILED = 1
+BAD_INPUT = 2
+PREEMPTED = 3  # a signal ended the run, and what it had reached is saved
+TRY_AGAIN = 4  # what ended the run lies outside of it and passes, so that another start may do
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C may come twice, from the terminal and from a program that passes it on.
 ONE_SIGNAL_S = 0.3
 SAY_S = 1.0  # longest wait for standard error to take the last line
 
 in_run = threading.Event()  # this process is one of several, and has not left them
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, through no mistake of the user; the message is one line."""
+
+
+class TryAgain(RunFailed):
+    """What ended the run lies outside of it and passes: a process that is gone or did not come, a
+    port in use, a lock that is held."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a command that ends by an error."""
+    if isinstance(error, TryAgain):
+        return TRY_AGAIN
+    return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
 @contextmanager

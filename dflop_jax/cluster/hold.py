@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflop_jax.cluster.addresses import Address
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.rendezvous import RETRY_S, send_at_once
 
 SERVICE_S = 30.0  # longest wait for the service, which process 0 starts as soon as all have met
@@ -28,7 +29,7 @@ def connect(service: Address) -> socket.socket:
     """A connection to the coordination service, which may start a little later.
 
     Raises:
-      ValueError: it does not start, or cannot be reached.
+      TryAgain: it does not start, or cannot be reached.
     """
     deadline = time.monotonic() + SERVICE_S
     while True:
@@ -37,7 +38,7 @@ def connect(service: Address) -> socket.socket:
             break
         except OSError as e:
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise TryAgain(
                     f"process 0 came to {service}, but jax does not answer there "
                     f"({e.strerror or e}); see the log of process 0"
                 ) from None

@@ -40,6 +40,7 @@ class PeerLink:
     Args:
       asks: whether this end compares clocks; the other then answers.
       now_s: this process's clock.
+      noun: what the other one is called.
 
     Attributes:
       name: of the other process, once it has greeted.
@@ -49,17 +50,22 @@ class PeerLink:
     """
 
     def __init__(
-        self, process: int, connection: socket.socket, asks: bool, now_s: Callable[[], float]
+        self,
+        process: int,
+        connection: socket.socket,
+        asks: bool,
+        now_s: Callable[[], float],
+        noun: str = "process",
     ) -> None:
         self.process, self.name, self.left = process, "not greeted yet", False
-        self.heard_s = time.monotonic()
+        self.heard_s, self.noun = time.monotonic(), noun
         self.clock = ClockOffset()
         self._socket, self._asks, self._now_s = connection, asks, now_s
         self._sending = threading.Lock()
         self._asked: tuple[float, ...] = ()  # the other's time, and when it came
 
     def __str__(self) -> str:
-        return f"process {self.process} ({self.name})"
+        return f"{self.noun} {self.process} ({self.name})"
 
     def greet(self, deadline: float) -> None:
         """Learn each other's names, and what time it is there; the other end does the same.

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from dflop_jax.cluster.ending import SAY_S, end_now
+from dflop_jax.cluster.ending import FAILED, SAY_S, TRY_AGAIN, RunFailed, TryAgain, end_now
 from dflop_jax.cluster.links import BEAT, PeerLink
 
 _FAILED, _BYE = "!failed", "!bye"
@@ -35,10 +35,6 @@ MOST_NAMES = 8  # in one line
 MOST_WORDS = 4000  # characters of a reason; a message that long never waits in an empty buffer
 
 
-class RunFailed(RuntimeError):
-    """The run cannot go on, through no mistake of the user; the message is one line."""
-
-
 class Peers:
     """The processes of a run, of which this is number `process`.
 
@@ -50,9 +46,11 @@ class Peers:
       on_failure: called, with a line that names the process and an exit code, instead of ending
         this one.
       clock: of this process, in seconds; what traces are in.
+      remedy: what follows on the news that one is lost.
+      noun: what one is called.
 
     Raises:
-      RunFailed: a process has gone, or does not greet within `timeout_s`.
+      TryAgain: a process has gone, or does not greet within `timeout_s`.
     """
 
     def __init__(
@@ -64,10 +62,12 @@ class Peers:
         timeout_s: float = 30.0,
         on_failure: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        remedy: str = _REMEDY,
+        noun: str = "process",
     ):
         assert set(links) == (set(range(1, count)) if process == 0 else {0}), (process, links)
         self.process, self.count = process, count
-        self._timeout_s = timeout_s
+        self._timeout_s, self._remedy = timeout_s, remedy
         self._on_failure = on_failure or end_now
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, str], list[bytes]] = {}  # in order, not taken yet
@@ -76,7 +76,7 @@ class Peers:
         self._closing = False
         self._failed = False
         self._told = False  # of the failure, after which nobody waits any more
-        self._links = {p: PeerLink(p, s, self.is_hub, clock) for p, s in links.items()}
+        self._links = {p: PeerLink(p, s, self.is_hub, clock, noun) for p, s in links.items()}
         self._greet_all()
         for link in self._links.values():
             threading.Thread(
@@ -146,13 +146,15 @@ class Peers:
 
     # ---- the end ----
 
-    def fail(self, why: str, exit_code: int = 1) -> None:
-        """Tell every process that this one stops, and why; they end with `exit_code`."""
-        if self._fails_first():
+    def fail(self, why: str, exit_code: int = FAILED) -> bool:
+        """Tell every process that this one stops, and why; they end with `exit_code`. Whether this
+        is the first failure."""
+        if first := self._fails_first():
             self._announce(why, exit_code)
             self._end_waits()
         else:
             self._await_end()
+        return first
 
     def close(self) -> None:
         """Leave together: after this a broken connection is no failure."""
@@ -178,11 +180,10 @@ class Peers:
             try:
                 link.greet(deadline)
             except TimeoutError:
-                raise RunFailed(
-                    f"process {link.process} did not answer within {patience_s:g} s{_REMEDY}"
-                ) from None
+                why = f"did not answer within {patience_s:g} s"
+                raise TryAgain(f"{link.noun} {link.process} {why}{self._remedy}") from None
             except OSError:
-                raise RunFailed(f"process {link.process} died{_REMEDY}") from None
+                raise TryAgain(f"{link.noun} {link.process} died{self._remedy}") from None
 
     # ---- threads ----
 
@@ -193,7 +194,7 @@ class Peers:
         except OSError:
             if link.left:
                 return
-            self._lost(f"{link} died{_REMEDY}", {link.process})
+            self._lost(f"{link} died{self._remedy}", {link.process})
             self._await_end()
             raise RunFailed(f"sending {key!r} to process {link.process}: it has gone") from None
 
@@ -233,7 +234,7 @@ class Peers:
                         self._changed.notify_all()
         except OSError:
             if not link.left:
-                self._lost(f"{link} died{_REMEDY}", {link.process})
+                self._lost(f"{link} died{self._remedy}", {link.process})
 
     def _beat(self) -> None:
         """Thread: give signs of life, and miss those of others."""
@@ -243,7 +244,7 @@ class Peers:
                 if self._changed.wait_for(lambda: self._closing or self._failed, every_s):
                     return
             if silent_s := self._silent_s(QUIET_BEATS * every_s):
-                self._lost(f"{_silence(self._links, silent_s)}{_REMEDY}", silent_s)
+                self._lost(f"{_silence(self._links, silent_s)}{self._remedy}", silent_s)
             for link in self._links.values():
                 link.post(BEAT, link.sign())
 
@@ -257,7 +258,7 @@ class Peers:
             return {}
         return {p: s for p, s in silent_s.items() if s > quiet_s}
 
-    def _lost(self, why: str, gone: Container[int] = (), exit_code: int = 1) -> None:
+    def _lost(self, why: str, gone: Container[int] = (), exit_code: int = TRY_AGAIN) -> None:
         """End the run for a reason that is not this process's; `gone` are not waited for."""
         if self._fails_first():
             self._announce(why, exit_code, gone)

@@ -19,13 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.launch import (
+from dflop_jax.cluster.launch_keeper import MARK_ENV
+from dflop_jax.cluster.variables import (
     COORDINATOR_ENV,
     DEVICES_ENV,
+    LOCAL_INDEX_ENV,
+    LOCAL_NUMBER_ENV,
     NUM_PROCESSES_ENV,
     PROCESS_ID_ENV,
 )
-from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.config import DistributedConfig
 
 log = logging.getLogger("dflop_jax")
@@ -107,17 +109,20 @@ def _from_launcher() -> Processes | None:
         raise ValueError(f"{' and '.join(missing)} must be set too: all of {', '.join(names)}")
     number, index = _number(NUM_PROCESSES_ENV), _number(PROCESS_ID_ENV)
     coordinator = _address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
-    if MARK_ENV in os.environ:  # started by `dflop launch`: all on this host
-        return Processes(number, index, coordinator, "dflop launch", number, index)
+    if MARK_ENV in os.environ:  # started by `dflop launch`, which says how many are on this host
+        here = _number(LOCAL_NUMBER_ENV, number), _number(LOCAL_INDEX_ENV, index)
+        return Processes(number, index, coordinator, "dflop launch", *here)
     return Processes(number, index, coordinator, "DFLOP_* variables")
 
 
 def _from_slurm() -> Processes | None:
-    from jax._src.clusters import SlurmCluster
-
     # The shell of salloc is one task, though SLURM_NTASKS says how many its job may start.
     number = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
-    if number == 1 or not SlurmCluster.is_env_present():
+    if number == 1:
+        return None
+    from jax._src.clusters import SlurmCluster
+
+    if not SlurmCluster.is_env_present():
         return None
     return Processes(
         number,
@@ -140,11 +145,11 @@ def _slurm_tasks_here() -> int:
 
 
 def _from_open_mpi() -> Processes | None:
-    from jax._src.clusters import OmpiCluster
-
     number = _number("OMPI_COMM_WORLD_SIZE", 1)
     if number == 1:
         return None
+    from jax._src.clusters import OmpiCluster
+
     names_launcher = "OMPI_MCA_orte_hnp_uri" in os.environ  # Open MPI 5 no longer does
     if not names_launcher and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
         raise ValueError(

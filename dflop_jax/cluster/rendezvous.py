@@ -28,6 +28,7 @@ from dflop_jax.cluster.addresses import (
     is_same_host,
 )
 from dflop_jax.cluster.door import Door, Guest
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import receive_message, send_message
 
@@ -63,8 +64,9 @@ def meet(
       secret: has to be equal on all processes, too, and is never sent.
 
     Raises:
-      ValueError: not all came in time, the address is wrong or in use, two processes have the same
-        index, or the processes disagree about their number, versions or secret.
+      TryAgain: not all came in time, or the address is in use.
+      ValueError: process 0 cannot listen there, two processes have the same index, or the
+        processes disagree about their number, versions or secret.
     """
     assert 0 <= index < number
     me = {"index": index, "number": number, "versions": versions}
@@ -86,7 +88,7 @@ class _Host:
         self._came: dict[int, socket.socket] = {}
 
     def wait(self) -> Meeting:
-        """The meeting of all processes; ValueError when some did not come in time."""
+        """The meeting of all processes; TryAgain when some did not come in time."""
         deadline = time.monotonic() + self._timeout_s
         wanted = set(range(1, self._me["number"]))
         door = Door(_listen(self._address), self._secret)
@@ -141,9 +143,9 @@ class _Host:
             "--distributed.connect_timeout_s"
         )
         for sock in self._came.values():
-            _say(sock, refused=why)
+            _say(sock, host=_PASSES, refused=why)
             sock.close()
-        raise ValueError(f"{why}; {turned_away}" if turned_away else why)
+        raise TryAgain(f"{why}; {turned_away}" if turned_away else why)
 
     def _send_on(self) -> Meeting:
         links = dict(sorted(self._came.items()))
@@ -182,8 +184,8 @@ def _listen(address: Address) -> socket.socket:
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             why = "the port is in use (another run, or a second process 0?); choose another"
-        else:
-            why = f"process 0 cannot listen there: {e.strerror}"
+            raise TryAgain(f"coordinator {address}: {why}") from None
+        why = f"process 0 cannot listen there: {e.strerror}"
         raise ValueError(f"coordinator {address}: {why}") from None
 
 
@@ -205,7 +207,7 @@ def _join(address: Address, me: dict[str, Any], secret: bytes, timeout_s: float)
         except OSError as e:  # process 0, or its name, may not be there yet
             why = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
         time.sleep(min(RETRY_S, left))
-    raise ValueError(
+    raise TryAgain(
         f"process {me['index']} did not reach process 0 at {address} within {timeout_s:g} s "
         f"({why}); is it the address of process 0's host, and does process 0 run?"
     )
@@ -217,7 +219,8 @@ def _enter(
     """Prove the secret and be welcomed.
 
     Raises:
-      ValueError: process 0 refuses us, or does not prove the secret itself.
+      ValueError: process 0 refuses us, or has another secret.
+      TryAgain: somebody else answers there.
     """
     # Without a listener, a connection to a port of one's own host may reach itself.
     if link.getsockname() == link.getpeername():
@@ -226,7 +229,9 @@ def _enter(
     try:
         introduce(link, secret, json.dumps(me).encode(), first)
     except Refused as e:
-        raise ValueError(f"{address} {_MEANINGS[str(e)]}") from None
+        # Whoever else answers there has a port that a run was to have.
+        kind = TryAgain if str(e) == "no host" else ValueError
+        raise kind(f"{address} {_MEANINGS[str(e)]}") from None
     _answer(link, first)
 
 
@@ -235,7 +240,7 @@ def _wait(link: socket.socket, address: Address, deadline: float) -> str:
     try:
         host = _answer(link, deadline)
     except TimeoutError:
-        raise ValueError(
+        raise TryAgain(
             f"process 0 at {address} is there, but still waits for other processes"
         ) from None
     send_at_once(link)
@@ -252,6 +257,8 @@ _MEANINGS = {
 
 # ---- words on the wire, once the secret is proved ----
 
+_PASSES = "again"  # in place of a host: what process 0 refuses for may pass
+
 
 def send_at_once(sock: socket.socket) -> None:
     """Small messages would wait 40 ms for the other side's delayed acknowledgement."""
@@ -265,8 +272,8 @@ def _say(sock: socket.socket, host: str = "", refused: str = "") -> None:
 
 
 def _answer(sock: socket.socket, deadline: float) -> str:
-    """What process 0 says next; ValueError when it refuses us, saying why."""
+    """What process 0 says next; ValueError or TryAgain when it refuses us, saying why."""
     refused, host = receive_message(sock, deadline)
     if refused:
-        raise ValueError(refused)
+        raise (TryAgain if host.decode() == _PASSES else ValueError)(refused)
     return host.decode()

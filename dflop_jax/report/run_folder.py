@@ -43,19 +43,27 @@ TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
+RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
+_LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that knows no flock
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
-_OUTPUTS = (*_WRITTEN_BY_STEP, TRACE, TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_OF_LAUNCH = (RESTARTS, _LAUNCH)
+_OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
 
 log = logging.getLogger("dflop_jax")
+
+
+class FolderInUse(ValueError):
+    """Another run is writing to the folder; it may end."""
 
 
 class RunFolder:
@@ -65,10 +73,12 @@ class RunFolder:
       path: the folder, made with its parents.
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
         and checkpoints are removed) or "resume" (they stay; call `restart`).
+      launch: the name of the launch that the run belongs to; "" for none.
 
     Raises:
-      ValueError: the folder holds metrics and `existing` is "error", another run is writing to
-        it, it cannot be written, or `path` is a file.
+      FolderInUse: another run is writing to the folder.
+      ValueError: it holds metrics and `existing` is "error", it cannot be written, or `path` is a
+        file.
     """
 
     def __init__(
@@ -76,6 +86,7 @@ class RunFolder:
         path: str | Path,
         *,
         existing: Literal["error", "overwrite", "resume"] = "error",
+        launch: str = "",
     ) -> None:
         self.path = Path(path)
         self.trackers: Sequence[Tracker] = ()
@@ -92,6 +103,8 @@ class RunFolder:
             ) from None
         try:
             self._open(existing)
+            if launch:  # last, since a folder that is named so is resumed
+                (self.path / _LAUNCH).write_text(launch)
         except BaseException:
             self._lock.close()
             raise
@@ -101,7 +114,7 @@ class RunFolder:
             # Held until the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
+            raise FolderInUse(
                 f"{self.path}: another run is writing to it; wait for it, or choose another "
                 "--run_dir"
             ) from None
@@ -341,6 +354,12 @@ def check_answer_file(file: str | Path) -> None:
     path = Path(file)
     if path.name in _RECORDS and has_begun(path.parent):
         raise ValueError(f"{path}: is a record of a run, which stays; choose another --out")
+
+
+def launch_of(folder: str | Path) -> str:
+    """The name of the launch that has begun the run in a folder; "" for none."""
+    file = Path(folder) / _LAUNCH
+    return file.read_text() if file.exists() else ""
 
 
 def read_plan(folder: str | Path) -> Plan:

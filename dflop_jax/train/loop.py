@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dflop_jax.cluster.ending import preemption
-from dflop_jax.cluster.peers import RunFailed
+from dflop_jax.cluster.ending import RunFailed, preemption
+from dflop_jax.cluster.told import tell_step
 from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
@@ -66,6 +66,16 @@ class Loop:
         )
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
+        self._step: int | None = None
+
+    def under_way(self) -> tuple[int | None, tuple[str, ...]]:
+        """The step that is worked on, None before the first one, and the samples of its batch."""
+        if self._step is None:
+            return None, ()
+        names: list[str] = []
+        with suppress(Exception):  # what is wrong may be where they come from
+            names = sample_names(self._ready.source, self.loader, self._step)
+        return self._step, tuple(names)
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
         """Run the steps that are left, and save what they reached."""
@@ -181,11 +191,12 @@ class Loop:
             if pending is None:
                 return
             handle, batch, waits = pending
-            pending = None
+            pending, self._step = None, batch.step
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
             stop |= self.log.finish(handle, batch, waits, asked.is_set()).stop
             self._done = batch.step + 1
+            tell_step()
             self._saves.tell(self._done, self._skipping.known)
             if self.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
@@ -194,8 +205,10 @@ class Loop:
             finish()
             self.log.pause()
 
+        self._step = self._done
         with closing(self._profiler(drain)) as profiler:
             for batch, wait_s in batches:
+                self._step = batch.step
                 waits = Waits(wait_s, time.perf_counter() - asked_s - wait_s)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
@@ -207,6 +220,7 @@ class Loop:
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
                 pending = (handle, batch, waits)
+                self._step = batch.step + 1
                 profiler.dispatched(batch.step)
                 if stop:
                     break

@@ -16,13 +16,14 @@ from typing import Any, Literal
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.cluster.ending import exit_code_of
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
-from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
+from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY
 from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
@@ -39,6 +40,7 @@ from dflop_jax.train.planning import (
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import check_not_empty, make_profile
 from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
+from dflop_jax.train.restart import is_begun, line_of, open_folder, tell_agent
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import PlanTrials, Timed, compile_and_time, make_executor
@@ -72,11 +74,13 @@ class Trainer:
       config: what to train.
       plan, profile: made from the configuration when not given.
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
-        from its newest whole checkpoint (from the start if it has none).
+        from its newest whole checkpoint (from the start if it has none). A run that `dflop launch`
+        starts again is resumed, whatever this says.
 
     Raises:
-      ValueError: the model cannot be built, the data cannot be read, too few devices exist, the
-        given plan is for another model, or the processes do not find each other.
+      ValueError: the model cannot be built, the data cannot be read, too few devices exist, or the
+        given plan is for another model.
+      TryAgain: the processes do not find each other.
     """
 
     def __init__(
@@ -88,8 +92,13 @@ class Trainer:
         existing: Literal["error", "overwrite", "resume"] = "error",
     ):
         self.config, self._existing = config, existing
-        check_trainable(config)
-        self.place: Workplace = set_up(config)
+        self._loop: Loop | None = None
+        try:
+            check_trainable(config)
+            self.place: Workplace = set_up(config)
+        except BaseException as e:  # before there are others to be told
+            tell_agent(e)
+            raise
         self.peers = self.place.peers
         with self._told_to_others():
             self._begin = published(self.place.model, config.model.weights)
@@ -111,7 +120,9 @@ class Trainer:
         try:
             yield
         except BaseException as e:
-            self.peers.fail(_why(self.peers.process, e), 2 if isinstance(e, ValueError) else 1)
+            why = f"process {self.peers.process} stopped: {line_of(e)}"
+            if self.peers.fail(why, exit_code_of(e)):
+                tell_agent(e, *(self._loop.under_way() if self._loop else ()))
             raise
 
     def _make_executor(self, plan: Plan) -> Executor:
@@ -124,6 +135,7 @@ class Trainer:
         Raises:
           ValueError: the folder holds another run or its checkpoint is of another model, no plan
             fits, or too many samples are bad.
+          TryAgain: another run writes to the folder.
         """
         results: list[LoopResult] = []
         with self._told_to_others():
@@ -154,13 +166,14 @@ class Trainer:
         peers.new_run()
         agree(config, peers)
         checkpoints = Path(config.run_dir) / CHECKPOINTS
+        if is_begun(config.run_dir, peers):
+            self._existing = "resume"
         resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
         # Before anything is written: the folder may be of a run on other data.
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder, samples = None, None
         if peers.is_hub:
-            folder = RunFolder(config.run_dir, existing=self._existing)
-            stack.enter_context(folder)
+            folder = stack.enter_context(open_folder(config.run_dir, self._existing))
             stack.callback(self.place.time.stop_writing)
             samples = SampleFile(folder.rows[SAMPLES])
             if not resumed:
@@ -195,7 +208,9 @@ class Trainer:
         ready = ReadyRun(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s
         )
-        result = Loop(ready).run(stack, resumed)
+        self._loop = Loop(ready)
+        stack.callback(setattr, self, "_loop", None)  # and its memory
+        result = self._loop.run(stack, resumed)
         if folder and result.losses:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
@@ -276,7 +291,3 @@ class Trainer:
         took_s = time.perf_counter() - start_s
         progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
         return timed
-
-
-def _why(process: int, error: BaseException) -> str:
-    return f"process {process} stopped: {' '.join(str(error).split()) or type(error).__name__}"

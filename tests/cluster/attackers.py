@@ -23,8 +23,13 @@ from pathlib import Path
 
 from dflop_jax.cluster.addresses import free_port
 from dflop_jax.cluster.handshake import GREETING, introduce
-from dflop_jax.cluster.launch import COORDINATOR_ENV, DEVICES_ENV, NUM_PROCESSES_ENV, PROCESS_ID_ENV
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
+from dflop_jax.cluster.variables import (
+    COORDINATOR_ENV,
+    DEVICES_ENV,
+    NUM_PROCESSES_ENV,
+    PROCESS_ID_ENV,
+)
 
 LOOPBACK = "127.0.0.1"
 KINDS = ("random bytes", "half hello", "replayed hello", "forged hello", "slow sender")

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.ending import PREEMPTED
-from dflop_jax.cluster.launch import PROCESS_ID_ENV, STOP_GRACE_S
+from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN
+from dflop_jax.cluster.group import STOP_GRACE_S
+from dflop_jax.cluster.variables import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
 from tests.processes import ROOT
 from tests.test_docs import SLURM
@@ -198,9 +199,9 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
         start = time.monotonic()
         output, _ = job.communicate(timeout=LIMIT_S)
         took_s = time.monotonic() - start
-    assert job.returncode == 1, output
+    assert job.returncode == TRY_AGAIN, output
     assert re.search(rf"process {stopped} \(.*pid {pids[stopped]}\) is silent for", output), output
-    assert f"process {1 - stopped} ended with exit code 1; stopping the others" in output
+    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; stopping the others" in output
     # The launcher gives the hung process, too, time to end by itself.
     assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
 
@@ -230,7 +231,7 @@ def test_two_runs_on_one_folder(jobs, cut):
         before = contents(cut)
         code, output = jobs.run(2, cut, "--resume", "auto")
         assert contents(cut) == before
-    assert code == 2
+    assert code == TRY_AGAIN
     assert output.count("dflop train:") == 1
     assert "another run is writing to it" in " ".join(output.split())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import main
-from dflop_jax.cluster import launch as module
+from dflop_jax.cluster import variables as module
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs
 
@@ -115,7 +115,7 @@ def test_a_killed_process_gives_its_signals_exit_code(program):
 def test_a_process_that_does_not_stop_is_killed(program):
     """With a grace of half a second instead of ten."""
     code = (
-        "from dflop_jax.cluster import launch as l; l.STOP_GRACE_S = 0.5; "
+        "from dflop_jax.cluster import group as g, launch as l; g.STOP_GRACE_S = 0.5; "
         f"print(l.launch({program('stubborn')!r}, 2))"
     )
     done = run_code(code)

@@ -98,8 +98,8 @@ def test_a_launch_does_not_wait_for_who_reads_its_errors(program, tmp_path):
 def test_a_process_that_cannot_be_killed_is_left_behind(program):
     """As one is whose disk hangs; here the launcher's SIGKILL does nothing, its keeper's does."""
     code = (
-        "from dflop_jax.cluster import launch as l; l.STOP_GRACE_S = l.KILLED_S = 0.5; "
-        f"l._Group._kill = lambda self: None; print(l.launch({program('stubborn')!r}, 2))"
+        "from dflop_jax.cluster import group as g, launch as l; g.STOP_GRACE_S = g.KILLED_S = 0.5; "
+        f"g.Group._kill = lambda self: None; print(l.launch({program('stubborn')!r}, 2))"
     )
     done = run_code(code)
     assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"

@@ -1,0 +1,75 @@
+"""What an agent waits for, in one queue: signals, ends of processes, other hosts."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S
+
+TICK_S = 0.25  # between two looks at what processes have told
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A failure elsewhere ends the processes of a group."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The process in this place has ended; `exit_code` as `subprocess` says it."""
+
+    place: int
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Other hosts have answered what their agent waited for."""
+
+
+Event = int | Ended | Stop | Answered  # an int is the number of a signal that came
+# Unlike other queues it may be put to in a signal handler.
+Events = queue.SimpleQueue[Event]
+
+
+def next_event(
+    events: Events, until_s: float, tick: Callable[[], None] = lambda: None
+) -> Event | None:
+    """What comes next; None: too late."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            return events.get(timeout=min(TICK_S, left_s))
+        tick()
+    return None
+
+
+@contextmanager
+def signals_noted(note: Callable[[int], None]) -> Iterator[None]:
+    """Have `note` called with each SIGINT, SIGTERM and SIGHUP that comes meanwhile."""
+    last_s = float("-inf")
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s > ONE_SIGNAL_S:
+            last_s = now_s
+            note(signum)
+
+    # What is ignored (nohup, a shell's background job) stays so, here and below.
+    before = {s: signal.getsignal(s) for s in ENDING_SIGNALS}
+    taken = [s for s in before if before[s] is not signal.SIG_IGN]
+    for s in taken:
+        signal.signal(s, handle)
+    try:
+        yield
+    finally:
+        for s in taken:
+            signal.signal(s, before[s])

@@ -1,0 +1,45 @@
+"""What a run and the agent that starts it again (`dflop launch`) have to do with each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dflop_jax.cluster import told
+from dflop_jax.cluster.ending import TryAgain, exit_code_of
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder, launch_of
+
+
+def is_begun(run_dir: str, peers: Peers) -> bool:
+    """Whether this is a restart of a run that its launch has begun in this folder before. A script
+    may train in several folders: others may hold older runs, which are not to be gone on with.
+    Process 0, which writes there, says so to all."""
+    begun = told.is_restart() and launch_of(run_dir) == told.launch_name()
+    return peers.share("begun", str(int(begun)).encode() if peers.is_hub else None) == b"1"
+
+
+def open_folder(run_dir: str, existing: Literal["error", "overwrite", "resume"]) -> RunFolder:
+    """Process 0's run folder, of which its agent is told.
+
+    Raises:
+      TryAgain: another run writes to it.
+      ValueError: see `RunFolder`.
+    """
+    try:
+        folder = RunFolder(run_dir, existing=existing, launch=told.launch_name())
+    except FolderInUse as e:
+        raise TryAgain(str(e)) from None
+    told.tell_begun(folder.path / RESTARTS)
+    return folder
+
+
+def tell_agent(
+    error: BaseException, step: int | None = None, samples: tuple[str, ...] = ()
+) -> None:
+    """This process ends by an error of its own, at a step with these samples in its batch."""
+    told.tell_failure(told.Failure(exit_code_of(error), line_of(error), step, samples))
+
+
+def line_of(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -5,9 +5,10 @@ Minutes:  about 8 on two cores for 30 kills of two processes
 Expected: every loss sequence equal to the uninterrupted one's, no orphan, every job gone within 1 s
 
 One run is left alone. Others of the same configuration have a process killed, now at a random step,
-now while a checkpoint is being written, now while they start, and go on with `--resume auto` until
-they are done. Victims are the trainers (process 0 is also the parent of the schedule worker and the
-one that commits checkpoints) and sometimes the launcher.
+now while a checkpoint is being written, now while they start, and go on until they are done: with
+`--resume auto` in a new job, or with `--restarts` by themselves, as their launcher starts them
+again. Victims are the trainers (process 0 is also the parent of the schedule worker and the one
+that commits checkpoints) and sometimes the launcher.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ LIMIT_S = 600.0  # nothing takes as long on any machine
 ENDED_LIMIT_S = 30.0  # from a kill until no process of the job is left
 MARK_ENV = "DFLOP_KILLS"  # in the environment of a job and all it starts
 LAUNCHER = -1
+AGAIN = "has done a step"  # what a launcher says of a restart
+RESTARTS = ("--max-restarts", "1000000", "--restarts-an-hour", "1000000")
 SAVING, STEPPING, STARTING = "while saving", "at a step", "while starting"
 
 EXPERIMENT = """
@@ -79,7 +82,9 @@ class Kill:
       aimed: the moment that was waited for.
       in_save: a checkpoint was begun and not committed when it hit.
       rows: steps in the metrics then.
-      ended_s: from the kill until no process of the job was left.
+      ended_s: from the kill until no process of the job was left; of a launcher that starts them
+        again, until they had done a step.
+      cpu_s: of all processes until then, where they were started again.
     """
 
     victim: int
@@ -87,6 +92,7 @@ class Kill:
     in_save: bool
     rows: int
     ended_s: float
+    cpu_s: float = 0.0
 
 
 class Job:
@@ -107,19 +113,19 @@ class Job:
 
     def members(self) -> dict[int, int]:
         """Process id of every process of the job: -1 the launcher's, then the trainers'; what they
-        started has numbers from 1000."""
-        found = {}
-        for pid, environ in environments():
+        started has numbers from 1000, and so have processes that wait to take a trainer's place."""
+        members = {}
+        for pid, environ in sorted(environments(), key=lambda process: _begun(process[0])):
             if environ.get(MARK_ENV) == self._mark:
-                own = pid != self.launcher.pid and _parent(pid) == self.launcher.pid
+                is_child = pid != self.launcher.pid and _parent(pid) == self.launcher.pid
                 index = environ.get(PROCESS_ID_ENV)
                 if pid == self.launcher.pid:
-                    found[LAUNCHER] = pid
-                elif own and index is not None:
-                    found[int(index)] = pid
+                    members[LAUNCHER] = pid
+                elif is_child and index is not None and int(index) not in members:
+                    members[int(index)] = pid
                 else:
-                    found[1000 + pid] = pid
-        return found
+                    members[1000 + pid] = pid
+        return members
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
         """Whether it came true before the job ended."""
@@ -141,13 +147,20 @@ class Job:
         begun = list(folder.glob("[0-9]*")) if folder.exists() else []
         return len(begun) > len(CheckpointStore(folder).steps())
 
-    def kill(self, victim: int, aimed: str) -> Kill:
-        """SIGKILL it, and wait until all of the job have ended."""
+    def kill(self, victim: int, aimed: str, *, again: bool = False) -> Kill:
+        """SIGKILL it, and wait until all of the job have ended, or with `again` until the launcher
+        has started them again and they have done a step."""
         pid = self.members()[victim]
-        rows = self.rows()
+        rows, cpu_s = self.rows(), self.cpu_s()
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         in_save = self.saving()
+        if again and victim != LAUNCHER:
+            restarts = self.said().count(AGAIN)
+            alive = self.wait_for(lambda: self.said().count(AGAIN) > restarts)
+            assert alive, self.said()[-2000:]
+            took_s = float(re.findall(rf"{AGAIN}, ([\d.]+) s", self.said())[-1])
+            return Kill(victim, aimed, in_save, rows, took_s, self.cpu_s() - cpu_s)
         code = self.launcher.wait(ENDED_LIMIT_S)
         while self.members():
             assert victim == LAUNCHER, f"orphans: {self.members()}"  # nobody else ends them
@@ -161,6 +174,10 @@ class Job:
             assert f"process {victim} was killed by SIGKILL" in self.said(), self.log
         return Kill(victim, aimed, in_save, rows, ended_s)
 
+    def cpu_s(self) -> float:
+        """CPU seconds of the processes that the launcher has waited for or that still run."""
+        return sum(map(_cpu_s, self.members().values()))
+
 
 def environments() -> Iterator[tuple[int, dict[str, str]]]:
     """(process id, environment) of every running process that shows it to us."""
@@ -173,9 +190,24 @@ def environments() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _parent(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _begun(pid: int) -> int:
+    """When a process began, in ticks since the system did."""
+    return int(_stat(pid)[19])
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of those that it has waited for."""
+    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """What the system says of a process, from its state on; zeros where it has ended."""
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["0"] * 50
 
 
 def whole_run(command: Command, run_dir: Path, *more: str) -> list[float]:
@@ -194,15 +226,31 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def killed_run(
-    command: Command, run_dir: Path, *, n: int, steps: int, most: int, rng: random.Random
+    command: Command,
+    run_dir: Path,
+    *,
+    n: int,
+    steps: int,
+    most: int,
+    rng: random.Random,
+    again: bool = False,
 ) -> list[Kill]:
-    """Kills of one run, at most `most`, each followed by a resume, until it is done."""
+    """Kills of one run, at most `most`, each followed by a resume, until it is done; with `again`
+    the launcher starts it again, unless the launcher itself is killed."""
     kills: list[Kill] = []
     store, log = CheckpointStore(run_dir / CHECKPOINTS), run_dir.with_suffix(".log")
+
+    def strike() -> Kill | None:
+        newest = max(store.steps(), default=0)
+        return _strike(job, newest, n, steps, rng, again) if len(kills) < most else None
+
     while True:
         saved = max(store.steps(), default=0)
         job = Job(command(run_dir, *(["--resume", "auto"] if kills else [])), run_dir, log)
-        kill = _strike(job, saved, n, steps, rng) if len(kills) < most else None
+        kill = strike()
+        while again and kill is not None and kill.victim != LAUNCHER:
+            kills.append(kill)
+            kill = strike()
         if kill is None:
             code = job.launcher.wait(LIMIT_S)
             assert code == 0, f"exit code {code}: {job.said()[-2000:]}"
@@ -211,13 +259,16 @@ def killed_run(
         resumed = re.findall(r"resumed after step (\d+)", job.said())
         expected = [str(saved)] if saved else []
         started = kill is None or kill.aimed != STARTING
-        assert resumed == expected or not (started or resumed), f"{resumed}, not {expected}"
+        fits = again or resumed == expected or not (started or resumed)
+        assert fits, f"{resumed}, not {expected}"
         if kill is None:
             return kills
         kills.append(kill)
 
 
-def _strike(job: Job, saved: int, n: int, steps: int, rng: random.Random) -> Kill | None:
+def _strike(
+    job: Job, saved: int, n: int, steps: int, rng: random.Random, again: bool
+) -> Kill | None:
     """Kill a random process at a random moment; None when the run was done before."""
     victim = LAUNCHER if rng.random() < 0.1 else rng.randrange(n)
     aimed = rng.choices([SAVING, STEPPING, STARTING], [0.5, 0.4, 0.1])[0]
@@ -236,7 +287,7 @@ def _strike(job: Job, saved: int, n: int, steps: int, rng: random.Random) -> Kil
     time.sleep(delay_s)
     if not there or victim not in job.members():
         return None
-    return job.kill(victim, aimed)
+    return job.kill(victim, aimed, again=again)
 
 
 def campaign(
@@ -247,6 +298,7 @@ def campaign(
     steps: int,
     kills: int,
     seed: int,
+    again: bool = False,
     tell: Callable[[list[Kill], int], None] = lambda *_: None,
 ) -> tuple[list[Kill], int]:
     """(all kills, runs that had them): every run's losses equal the undisturbed run's; `tell` gets
@@ -258,7 +310,8 @@ def campaign(
     runs = 0
     while len(done) < kills:
         run_dir = folder / f"killed{runs}"
-        found = killed_run(command, run_dir, n=n, steps=steps, most=kills - len(done), rng=rng)
+        most = kills - len(done)
+        found = killed_run(command, run_dir, n=n, steps=steps, most=most, rng=rng, again=again)
         assert losses(run_dir) == expected, f"{run_dir}: other losses than {folder}/undisturbed"
         done += found
         runs += 1
@@ -275,6 +328,7 @@ def summary(kills: list[Kill], runs: int) -> dict[str, Any]:
         "in_save": sum(k.in_save for k in kills),
         "runs": runs,
         "resumes": len(kills),
+        "cpu_s": statistics.median([k.cpu_s for k in kills]) if kills else 0.0,
         "ended_s": {"median": statistics.median(ended), "worst": max(ended)} if ended else {},
         "each": kills,
     }
@@ -297,7 +351,7 @@ def table(kills: list[Kill], runs: int, steps: int) -> Table:
     return out
 
 
-def prepare(folder: Path, n: int, steps: int) -> Command:
+def prepare(folder: Path, n: int, steps: int, again: bool = False) -> Command:
     """Plan once for all runs; the command line of a job."""
     experiment = folder / "experiment.py"
     first, cache = str(folder / "plan"), str(folder / "cache")
@@ -308,9 +362,11 @@ def prepare(folder: Path, n: int, steps: int) -> Command:
     files = [a for f in ("plan", "profile") for a in (f"--{f}-file", f"{first}/{f}.json")]
 
     def command(run_dir: Path, *more: str) -> list[str]:
-        launch = [*dflop, "launch", "-n", str(n), "--devices-per-process", "1", "--"]
+        launch = [*dflop, "launch", "-n", str(n), "--devices-per-process", "1"]
         return [
             *launch,
+            *(RESTARTS if again else ()),
+            "--",
             "dflop",
             "train",
             str(experiment),
@@ -329,6 +385,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="of each job (default: 2)")
     parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
+    parser.add_argument(
+        "--restarts", action="store_true", help="the launcher starts again what is killed"
+    )
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
     add_json(parser)
     args = parser.parse_args()
@@ -343,7 +402,7 @@ def main() -> None:
         except OSError as e:
             parser.error(f"--folder {args.folder}: {e.strerror}; name a new one")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    command = prepare(folder.resolve(), args.processes, args.steps)
+    command = prepare(folder.resolve(), args.processes, args.steps, args.restarts)
     kills, runs = campaign(
         command,
         folder.resolve(),
@@ -351,6 +410,7 @@ def main() -> None:
         steps=args.steps,
         kills=args.kills,
         seed=args.seed,
+        again=args.restarts,
         tell=lambda kills, runs: write_json(args.json, summary(kills, runs)),
     )
     Console(width=None if sys.stdout.isatty() else 120).print(table(kills, runs, args.steps))

@@ -118,7 +118,7 @@ class Agent:
         self._report = Report(number=len(job.cores), name=uuid.uuid4().hex)
         self._codes: tuple[int, ...] = ()
         self._next: Group | None = None  # of spares
-        self._failed_s = 0.0
+        self._failed_s = time.time()  # the last time that one did
 
     def run(self) -> LaunchResult:
         """Start, and start again, until the run is over.
@@ -265,7 +265,7 @@ class Agent:
         begun.since_s = time.monotonic()
 
         def failed(why: str) -> None:
-            self._failed_s = time.monotonic()
+            self._failed_s = time.time()
             peers.fail(why)
 
         try:
@@ -274,7 +274,7 @@ class Agent:
         finally:
             group.close()
         self._codes = group.exit_codes
-        begun.gained |= told.has_stepped(begun.folder)
+        begun.gained |= told.stepped_s(begun.folder) is not None
         ends = []
         for place, exit_code, by_itself in group.ends:
             failure = told.failure_of(begun.folder, first + place)
@@ -314,15 +314,13 @@ class Agent:
         """Look how far this start is: the next one's spares begin once it does steps."""
         if not self._again or self._next is not None:
             return
-        now_s = time.monotonic()
-        if not begun.gained and told.has_stepped(begun.folder):
+        if not begun.gained and (stepped_s := told.stepped_s(begun.folder)) is not None:
             begun.gained = True
             if begun.order.start > 1:
-                after_s = now_s - self._failed_s
-                self._output.say(
-                    f"restart {begun.order.start - 1} does steps after {after_s:.1f} s"
-                )
-        if begun.gained or now_s - begun.since_s > SPARES_AFTER_S:
+                after_s = stepped_s - self._failed_s
+                name = f"restart {begun.order.start - 1}"
+                self._output.say(f"{name} has done a step, {after_s:.1f} s after the failure")
+        if begun.gained or time.monotonic() - begun.since_s > SPARES_AFTER_S:
             self._next = self._group(sum(begun.order.numbers[: self._hosts.index]))
             for i in range(len(self._job.cores)):
                 self._next.add_spare(self._how(begun.order, i, begun.folder))

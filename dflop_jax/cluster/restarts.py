@@ -190,7 +190,9 @@ class Count:
             return
         rows = b"".join(msgspec.json.encode(s) + b"\n" for s in self._unwritten)
         with suppress(OSError):  # a full disk does not keep a run from its restart
-            with self._file.open("ab") as file:
+            with self._file.open("ab+") as file:
+                if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    rows = b"\n" + rows  # after one that a kill cut short
                 file.write(rows)
                 file.flush()
                 os.fsync(file.fileno())

@@ -89,8 +89,10 @@ def count_file(folder: Path) -> Path | None:
     return Path(file.read_text()) if file.exists() else None
 
 
-def has_stepped(folder: Path) -> bool:
-    return (folder / _STEP).exists()
+def stepped_s(folder: Path) -> float | None:
+    """When the first step since a start was done, in seconds since 1970; None before."""
+    file = folder / _STEP
+    return file.stat().st_mtime if file.exists() else None
 
 
 def failure_of(folder: Path, process: int) -> Failure | None:

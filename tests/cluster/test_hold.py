@@ -9,6 +9,7 @@ import pytest
 
 from dflop_jax.cluster import hold
 from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.hold import connect, hold_open
 
 LONG_S = 60.0  # a wait that ends long before, or the test has failed
@@ -71,5 +72,5 @@ def test_a_service_that_starts_later_is_waited_for():
 
 def test_a_service_that_never_starts(monkeypatch):
     monkeypatch.setattr(hold, "SERVICE_S", 0.1)
-    with pytest.raises(ValueError, match="but jax does not answer there"):
+    with pytest.raises(TryAgain, match="but jax does not answer there"):
         connect(Address(LOOPBACK, free_port()))

@@ -11,6 +11,7 @@ import pytest
 
 from dflop_jax.cluster import addresses, rendezvous
 from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import introduce
 from dflop_jax.cluster.links import receive_message
 from dflop_jax.cluster.rendezvous import Meeting, meet
@@ -54,10 +55,10 @@ def join(pool, at):
                 sock.close()
 
 
-def refusal(part: Future[Meeting]) -> str:
+def refusal(part: Future[Meeting], kind: type[Exception] = ValueError) -> str:
     """The one line with which a part failed."""
     error = part.exception(LONG_S)
-    assert isinstance(error, ValueError)
+    assert isinstance(error, kind)
     assert "\n" not in str(error)
     return str(error)
 
@@ -167,22 +168,22 @@ def test_an_interface_of_its_own(monkeypatch):
 
 def test_who_is_missing_is_named_to_all(join, at):
     early, host = join(2, 4), join(0, 4, timeout_s=3.0)
-    line = refusal(host)
+    line = refusal(host, TryAgain)
     assert f"2 of 4 processes had not come to {at}: 1, 3;" in line
-    assert refusal(early) == line
+    assert refusal(early, TryAgain) == line
 
 
 def test_many_missing_are_not_all_named(join):
-    assert ": 1, 2, 3, 4, 5, 6, 7, 8, ...;" in refusal(join(0, 100, timeout_s=0.1))
+    assert ": 1, 2, 3, 4, 5, 6, 7, 8, ...;" in refusal(join(0, 100, timeout_s=0.1), TryAgain)
 
 
 def test_nobody_at_the_address(join, at):
-    line = refusal(join(1, 2, timeout_s=0.5))
+    line = refusal(join(1, 2, timeout_s=0.5), TryAgain)
     assert f"process 1 did not reach process 0 at {at} within 0.5 s (Connection refused)" in line
 
 
 def test_a_host_that_is_not_known(join):
-    line = refusal(join(1, 2, timeout_s=0.5, to=Address("no-such-host.invalid", 80)))
+    line = refusal(join(1, 2, timeout_s=0.5, to=Address("no-such-host.invalid", 80)), TryAgain)
     assert "at no-such-host.invalid:80" in line
     assert "is it the address of process 0's host" in line
 
@@ -200,7 +201,7 @@ def test_two_processes_of_one_number(join):
 
 def test_a_second_process_0(join, at):
     with socket.create_server((at.host, at.port)):
-        assert f"coordinator {at}: the port is in use" in refusal(join(0, 2))
+        assert f"coordinator {at}: the port is in use" in refusal(join(0, 2), TryAgain)
 
 
 def test_a_port_that_is_not_allowed(join, monkeypatch):
@@ -236,13 +237,15 @@ def test_a_server_that_is_something_else(join, at, answer):
         guest, _ = server.accept()
         with guest:
             guest.sendall(answer)
-            assert f"{at} answers, but is not process 0 of a dflop run" in refusal(part)
+            assert f"{at} answers, but is not process 0 of a dflop run" in refusal(part, TryAgain)
 
 
 def test_a_server_that_says_nothing(join, at, monkeypatch):
     monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
     with socket.create_server((at.host, at.port)):
-        assert "is not process 0 of a dflop run; is the port right?" in refusal(join(1, 2))
+        assert "is not process 0 of a dflop run; is the port right?" in refusal(
+            join(1, 2), TryAgain
+        )
 
 
 def test_processes_of_different_secrets(join, at):
@@ -258,7 +261,9 @@ def test_processes_of_different_secrets(join, at):
 def test_a_secret_that_nobody_else_has_is_named_by_process_0_too(join):
     host = join(0, 2, timeout_s=2.0)
     refusal(join(1, 2, secret=b"a secret of others"))
-    assert "turned away 1 connection without the run's secret (1 another secret)" in refusal(host)
+    assert "turned away 1 connection without the run's secret (1 another secret)" in refusal(
+        host, TryAgain
+    )
 
 
 def test_one_who_came_and_died_may_come_again(join, at):

@@ -1,0 +1,189 @@
+"""When a failed run is started again, and when that is enough: plain functions."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dflop_jax.cluster.decide import Report, decide
+from dflop_jax.cluster.restarts import (
+    LONGEST_WAIT_S,
+    Count,
+    End,
+    Limits,
+    Setback,
+    cause,
+    enough,
+    setback,
+    wait_s,
+)
+from dflop_jax.cluster.told import Failure
+
+NOW_S = 1e9
+OFTEN = Limits(restarts=100, an_hour=100)
+
+
+def error(step: int | None = 7, time_s: float = NOW_S, **more) -> Setback:
+    samples = tuple(f"row {i}" for i in range(12)) if step is not None else ()
+    return Setback(time_s, "process 1 ended with exit code 1 (no)", 1, True, step, samples, **more)
+
+
+def kill(time_s: float = NOW_S, **more) -> Setback:
+    return Setback(time_s, "process 1 was killed by SIGKILL", 137, **more)
+
+
+# ---- what brought the others about ----
+
+
+@pytest.mark.parametrize(
+    "ends, first",
+    [
+        # Killed: the others see it gone, or jax fails or aborts on them, before or after.
+        ([End(0, 4), End(1, -9)], 1),
+        ([End(0, -signal.SIGABRT), End(1, -signal.SIGSEGV)], 1),
+        ([End(0, 1, failure=Failure(1, "gloo: connection closed")), End(1, -9)], 1),
+        # An error: the others are told its exit code, and one that jax aborts is not to blame.
+        ([End(0, 1), End(1, 1, failure=Failure(1, "no"))], 1),
+        ([End(0, -signal.SIGABRT), End(1, 1)], 1),
+        ([End(0, -signal.SIGABRT, failure=Failure(1, "no")), End(1, 4)], 0),
+        # Bad input goes before all else.
+        ([End(0, -9), End(1, 2)], 1),
+        ([End(0, 1, failure=Failure(2, "a script's own")), End(1, 4)], 0),
+        # What was stopped is no cause.
+        ([End(0, -15, by_itself=False), End(1, 4)], 1),
+        ([End(0, 4), End(1, 4)], 0),
+    ],
+)
+def test_the_cause_of_several_ends(ends, first):
+    assert cause(ends) == ends[first]
+
+
+@pytest.mark.parametrize("codes", [[0, 0], [3, 3], [3, 0], []])
+def test_a_good_end_has_no_cause(codes):
+    assert cause(End(i, code) for i, code in enumerate(codes)) is None
+
+
+@pytest.mark.parametrize(
+    "end, exit_code, is_error, says",
+    [
+        (End(1, -9), 137, False, "process 1 was killed by SIGKILL"),
+        (End(1, 4), 4, False, "process 1 ended with exit code 4"),
+        (End(1, 2), 2, False, "process 1 ended with exit code 2"),
+        (End(0, 7), 7, True, "process 0 ended with exit code 7"),
+        (End(0, 1, failure=Failure(4, "x")), 4, False, "process 0 ended with exit code 1 (x)"),
+        (End(0, 1, failure=Failure(1, "no", 3)), 1, True, "process 0 ended with exit code 1 (no)"),
+    ],
+)  # fmt: skip
+def test_which_failures_are_the_runs_own(end, exit_code, is_error, says):
+    kept = setback(end, NOW_S, True)
+    assert (kept.exit_code, kept.error, kept.why) == (exit_code, is_error, says)
+
+
+# ---- limits ----
+
+
+def test_without_restarts_nothing_is_said():
+    assert enough([], kill(), Limits()) == " "
+
+
+def test_bad_input_is_never_tried_again():
+    assert enough([], Setback(NOW_S, "", 2), OFTEN) == " "
+
+
+def test_three_errors_at_one_step_stop_a_run():
+    others = [error(6), kill(), error(8), error(None)]
+    assert enough([*others, error()], error(), OFTEN) == ""
+    said = enough([*others, error(), kill(), error()], error(), OFTEN)
+    assert "3 errors of its own at step 7" in said
+    assert "(no)" in said
+    assert "row 0, row 1, row 2, row 3, row 4, row 5, row 6, row 7, ..." in said
+    assert "before the first step" in enough([error(None)] * 2, error(None), OFTEN)
+    assert enough([kill()] * 50, kill(), OFTEN) == ""
+
+
+def test_the_limits():
+    assert enough([kill()] * 4, kill(), Limits(5, 100)) == ""
+    assert "--max-restarts 5" in enough([kill()] * 5, kill(), Limits(5, 100))
+    old, new = [kill(NOW_S - 3601.0)] * 3, [kill(NOW_S - 3599.0)] * 2
+    assert enough([*old, *new], kill(), Limits(100, 3)) == ""
+    assert "--restarts-an-hour 3" in enough([*old, *new, kill()], kill(), Limits(100, 3))
+    with pytest.raises(ValueError, match="--max-restarts -1 must be at least 0"):
+        Limits(-1)
+    with pytest.raises(ValueError, match="--restarts-an-hour 0 must be at least 1"):
+        Limits(1, 0)
+
+
+def test_the_wait_grows_with_failures_in_vain():
+    waits, before = [], list[Setback]()
+    for last in (kill(gained=True), *[kill()] * 9, kill(gained=True), kill()):
+        waits.append(wait_s(before, last))
+        before.append(last)
+    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_WAIT_S, 60.0, 0.0, 0.0]
+
+
+# ---- counted in the run's folder ----
+
+
+def test_counts_survive_a_requeue_but_no_end(tmp_path):
+    file = tmp_path / "restarts.jsonl"
+    first = Count()
+    first.add(error(None))  # before the folder is known
+    first.keep_in(file)
+    first.add(kill())
+    requeued = Count()
+    requeued.add(error())
+    requeued.keep_in(file)
+    assert requeued.setbacks == [error(None), kill(), error()]
+    with file.open("ab") as rows:
+        rows.write(b'{"time_s": 12')  # cut short by a kill
+    again = Count()
+    again.keep_in(file)
+    assert len(again.setbacks) == 3
+    again.add(kill(is_last=True))
+    later = Count()
+    later.keep_in(file)
+    assert later.setbacks == []
+    later.add(Setback(NOW_S, "done", 0, is_last=True))
+    assert file.read_bytes().count(b"\n") == 5  # a run without a setback adds none
+
+
+# ---- hosts that agree ----
+
+
+def report(start: int, **more) -> Report:
+    return Report(number=2, name="a", start=start, **more)
+
+
+def test_hosts_start_together():
+    order = decide([report(0), Report(number=3, name="b")], Count(), Limits(), NOW_S)
+    assert (order.exit_code, order.start, order.numbers, order.name) == (None, 1, (2, 3), "a")
+
+
+def test_hosts_start_again_after_a_failure_on_one():
+    failed = report(1, ends=(End(2, -9),), exit_code=137)
+    stopped = report(1, ends=(End(0, -15, by_itself=False),), exit_code=143, lost="one failed")
+    count = Count()
+    order = decide([stopped, failed], count, OFTEN, NOW_S)
+    assert (order.exit_code, order.start) == (None, 2)
+    assert order.says == "process 2 was killed by SIGKILL; restart 1 of 100"
+    assert [s.exit_code for s in count.setbacks] == [137]
+    over = decide([stopped, failed], count, Limits(1), NOW_S)
+    assert (over.exit_code, over.says) == (137, "no restart is left of --max-restarts 1")
+
+
+def test_a_host_that_was_lost_is_told_the_rest():
+    stays = Report(number=2, name="b", start=4, lost="host 0 died")
+    order = decide([report(0), stays], Count(), OFTEN, NOW_S)
+    assert (order.start, order.name) == (5, "b")
+    assert "the launcher of host 0 was lost" in order.says
+    assert decide([report(0), stays], Count(), Limits(), NOW_S).exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "codes, signalled, ends_by",
+    [((0, 0), False, 0), ((0, 3), False, 3), ((0, 137), True, 137), ((0, 0), True, 0)],
+)
+def test_the_end_of_a_run(codes, signalled, ends_by):
+    reports = [report(2, exit_code=c, signalled=signalled) for c in codes]
+    assert decide(reports, Count(), OFTEN, NOW_S).exit_code == ends_by

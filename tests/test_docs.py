@@ -20,7 +20,9 @@ import pytest
 import yaml
 
 from dflop_jax.cli import main
+from dflop_jax.cli.main import _parser
 from dflop_jax.cluster import distributed, environment
+from dflop_jax.cluster.ending import BAD_INPUT
 from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.train import trainer
 
@@ -168,6 +170,13 @@ def test_the_jobset_starts_the_command_of_the_slurm_script():
     plain = [re.sub(r"--run_dir[ =]\S+", "", c).replace("=", " ").split() for c in commands]
     assert plain[0] == plain[1]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    # But bad input fails the Job, and by that reason the JobSet, which counts no restart then.
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [BAD_INPUT]}
+    assert rule == {"action": "FailJob", "onExitCodes": codes}
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "FailJobSet"
     # Any exit code but 0 of a pod, that of a preempted run as well, is a failure of its Job.
     assert spec["backoffLimit"] == 0
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
@@ -214,7 +223,11 @@ def test_the_command_by_hand(met):
 
 
 def test_the_launch_command(monkeypatch, met):
-    (text,) = [b for b in blocks("bash") if b.startswith("dflop launch")]
+    text, again, hosts = (b for b in blocks("bash") if b.startswith("dflop launch"))
+    for block in (again, hosts):  # which say more of how the same command is started
+        args = _parser().parse_args(shlex.split(block)[1:])
+        assert args.process[1:] == shlex.split(text.partition(" -- ")[2])
+        assert args.max_restarts == 20
     words = shlex.split(text)
     at = words.index("--")
     assert words[:at] == ["dflop", "launch", "-n", "2"]

@@ -84,7 +84,6 @@ class Kill:
       rows: steps in the metrics then.
       ended_s: from the kill until no process of the job was left; of a launcher that starts them
         again, until they had done a step.
-      cpu_s: of all processes until then, where they were started again.
     """
 
     victim: int
@@ -92,7 +91,6 @@ class Kill:
     in_save: bool
     rows: int
     ended_s: float
-    cpu_s: float = 0.0
 
 
 class Job:
@@ -147,20 +145,20 @@ class Job:
         begun = list(folder.glob("[0-9]*")) if folder.exists() else []
         return len(begun) > len(CheckpointStore(folder).steps())
 
-    def kill(self, victim: int, aimed: str, *, again: bool = False) -> Kill:
+    def kill(self, victim: int, aimed: str, *, again: bool = False) -> Kill | None:
         """SIGKILL it, and wait until all of the job have ended, or with `again` until the launcher
-        has started them again and they have done a step."""
+        has started them again and they have done a step; None: the run was done just before."""
         pid = self.members()[victim]
-        rows, cpu_s = self.rows(), self.cpu_s()
+        rows, restarts = self.rows(), self.said().count(AGAIN)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         in_save = self.saving()
         if again and victim != LAUNCHER:
-            restarts = self.said().count(AGAIN)
-            alive = self.wait_for(lambda: self.said().count(AGAIN) > restarts)
-            assert alive, self.said()[-2000:]
+            if not self.wait_for(lambda: self.said().count(AGAIN) > restarts):
+                assert self.launcher.returncode == 0, self.said()[-2000:]
+                return None
             took_s = float(re.findall(rf"{AGAIN}, ([\d.]+) s", self.said())[-1])
-            return Kill(victim, aimed, in_save, rows, took_s, self.cpu_s() - cpu_s)
+            return Kill(victim, aimed, in_save, rows, took_s)
         code = self.launcher.wait(ENDED_LIMIT_S)
         while self.members():
             assert victim == LAUNCHER, f"orphans: {self.members()}"  # nobody else ends them
@@ -173,10 +171,6 @@ class Job:
             assert code == 128 + signal.SIGKILL, (code, self.log)
             assert f"process {victim} was killed by SIGKILL" in self.said(), self.log
         return Kill(victim, aimed, in_save, rows, ended_s)
-
-    def cpu_s(self) -> float:
-        """CPU seconds of the processes that the launcher has waited for or that still run."""
-        return sum(map(_cpu_s, self.members().values()))
 
 
 def environments() -> Iterator[tuple[int, dict[str, str]]]:
@@ -196,11 +190,6 @@ def _parent(pid: int) -> int:
 def _begun(pid: int) -> int:
     """When a process began, in ticks since the system did."""
     return int(_stat(pid)[19])
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of those that it has waited for."""
-    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
@@ -328,7 +317,6 @@ def summary(kills: list[Kill], runs: int) -> dict[str, Any]:
         "in_save": sum(k.in_save for k in kills),
         "runs": runs,
         "resumes": len(kills),
-        "cpu_s": statistics.median([k.cpu_s for k in kills]) if kills else 0.0,
         "ended_s": {"median": statistics.median(ended), "worst": max(ended)} if ended else {},
         "each": kills,
     }

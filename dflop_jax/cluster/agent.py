@@ -36,7 +36,7 @@ from dflop_jax.cluster.ending import (
     TryAgain,
     signal_name,
 )
-from dflop_jax.cluster.events import Answered, Event, Events, Stop, next_event, signals_noted
+from dflop_jax.cluster.events import Answered, Ended, Event, Events, Stop, next_event, signals_noted
 from dflop_jax.cluster.group import Group, Start
 from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.output import Output
@@ -246,20 +246,16 @@ class Agent:
 
     def _start(self, order: Order, peers: Peers, folder: Path) -> bool:
         """Start this host's processes and await their end; whether all is well."""
-        begun = _Begun(order, folder / str(order.start))
-        begun.folder.mkdir()
+        begun = _Begun(order, Path(tempfile.mkdtemp(dir=folder)))
         number = len(self._job.cores)
         first = sum(order.numbers[: self._hosts.index])
         report = partial(Report, number=number, name=order.name, start=order.start)
-        deadline = time.monotonic() + order.wait_s
-        while (event := next_event(self._events, deadline)) is not None:
-            if isinstance(event, int):
-                peers.fail(f"{signal_name(event)} came")
-                self._report = report(exit_code=128 + event, signalled=True)
-                return False
-            if isinstance(event, Stop):
-                self._report = report(lost=event.why)
-                return False
+        if (event := self._awaited_start(order.wait_s)) is not None:
+            why = f"{signal_name(event)} came" if isinstance(event, int) else event.why
+            peers.fail(why)
+            code = 128 + event if isinstance(event, int) else 0
+            self._report = report(exit_code=code, signalled=code > 0, lost=why)
+            return False
         group = self._next or self._group(first)
         self._next = None
         begun.since_s = time.monotonic()
@@ -289,6 +285,12 @@ class Agent:
         )
         return not (group.stopped_by or any(c not in (0, PREEMPTED) for c in self._codes))
 
+    def _awaited_start(self, wait_s: float) -> int | Stop | None:
+        """Wait for the time to start; returns what comes in between, and then there is none."""
+        event = next_event(self._events, time.monotonic() + wait_s)
+        assert not isinstance(event, Ended | Answered), "nothing runs"
+        return event
+
     def _group(self, first: int) -> Group:
         return Group(
             self._output, first, self._job.environments[0].get(MARK_ENV, ""), again=self._again
@@ -312,7 +314,7 @@ class Agent:
 
     def _tick(self, begun: _Begun) -> None:
         """Look how far this start is: the next one's spares begin once it does steps."""
-        if not self._again or self._next is not None:
+        if not self._again:
             return
         if not begun.gained and (stepped_s := told.stepped_s(begun.folder)) is not None:
             begun.gained = True
@@ -320,7 +322,8 @@ class Agent:
                 after_s = stepped_s - self._failed_s
                 name = f"restart {begun.order.start - 1}"
                 self._output.say(f"{name} has done a step, {after_s:.1f} s after the failure")
-        if begun.gained or time.monotonic() - begun.since_s > SPARES_AFTER_S:
+        late = time.monotonic() - begun.since_s > SPARES_AFTER_S
+        if self._next is None and (begun.gained or late):
             self._next = self._group(sum(begun.order.numbers[: self._hosts.index]))
             for i in range(len(self._job.cores)):
                 self._next.add_spare(self._how(begun.order, i, begun.folder))

@@ -213,12 +213,13 @@ class Group:
                 self.ends.append((event.place, event.exit_code, not (told or killed or stopping)))
                 if code != 0 and first_failure is None:
                     first_failure = code
-                    how = self._how_ended(event.place, event.exit_code)
-                    if code != PREEMPTED:
-                        failed(how)
-                        self._signal(signal.SIGTERM)
-                        stopping = True
-                    self._output.say(how)
+                    if not stopping:
+                        how = self._how_ended(event.place, event.exit_code)
+                        if code != PREEMPTED:
+                            failed(how)
+                            self._signal(signal.SIGTERM)
+                            stopping = True
+                        self._output.say(how + self._what_follows(code))
                     grace_s = STOP_GRACE_S if code == PREEMPTED else self._grace_s
                     patience_ends_s = min(patience_ends_s, now_s + grace_s)
         return first_failure or max(self.exit_codes, default=0)
@@ -233,10 +234,12 @@ class Group:
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
-        name = f"process {self._first + place} {how}"
+        return f"process {self._first + place} {how}"
+
+    def _what_follows(self, code: int) -> str:
         if len(self.ends) == len(self._processes):
-            return name
-        return f"{name}; {'awaiting' if code == PREEMPTED else 'stopping'} the others"
+            return ""
+        return f"; {'awaiting' if code == PREEMPTED else 'stopping'} the others"
 
     def _signal(self, signum: int) -> None:
         """Tell each process, not what it started itself: a helper must not die before it."""

@@ -1,16 +1,19 @@
-"""Two kills of `benchmarks/kills.py`: the run goes on as if nothing had happened, or on one process
-under another ZeRO degree."""
+"""Two kills of `benchmarks/kills.py`: the launcher starts the run again, which goes on as if it had
+not been killed, or on one process under another ZeRO degree."""
 
+import json
 import runpy
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import SubmeshPlan
-from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.report.run_folder import CHECKPOINTS, RESTARTS, read_metrics
 from dflop_jax.report.spent import STOPPED, read_spent
 from dflop_jax.train.trainer import Trainer
 
@@ -34,19 +37,24 @@ ALONE = NANO.with_layout(
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     kills = module("kills")
     jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2, overflows=OVERFLOWS)
-    as_killed = tmp_path / "as_killed"
+    as_killed, counted = tmp_path / "as_killed", tmp_path / "killed0" / RESTARTS
 
     def command(run_dir, *more):
-        if more and not as_killed.exists():
-            shutil.copytree(run_dir, as_killed)
-        return jobs.command(2, run_dir, *more)
+        # What holds for the first start only: at a restart nothing is overwritten.
+        train = jobs.command(2, run_dir, "--overwrite", *more)
+        first = train.index("launch") + 1
+        return [*train[:first], "--max-restarts", "9", *train[first:]]
 
     # By this seed process 0 while it saves, then process 1 at a step.
-    done, runs = kills.campaign(command, tmp_path, n=2, steps=STEPS, kills=2, seed=1)
+    done, runs = kills.campaign(command, tmp_path, n=2, steps=STEPS, kills=2, seed=1, again=True)
     assert len(done) == 2
-    assert {k.victim for k in done} <= {kills.LAUNCHER, 0, 1}
+    assert {k.victim for k in done} <= {0, 1}
     assert any(k.rows > 0 for k in done)
     assert kills.table(done, runs, STEPS).row_count >= 2
+    *restarts, last = map(json.loads, counted.read_text().splitlines())
+    assert {r["exit_code"] for r in restarts} == {128 + signal.SIGKILL}
+    assert last["is_last"]
+    assert "resumed after step" in (tmp_path / "killed0.log").read_text()
 
     # What its time went to is known of all starts together.
     spent = [read_spent(tmp_path / f"killed{i}") for i in range(runs)]
@@ -60,6 +68,11 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert [r["step"] for r in rows if r["skipped"]] == [OVERFLOWS]
     assert all(np.isfinite(r["loss"]) for r in rows)
 
+    shutil.copytree(tmp_path / "undisturbed", as_killed)
+    store = CheckpointStore(as_killed / CHECKPOINTS)
+    for step in store.steps():
+        if step > OVERFLOWS:
+            store.discard(step)
     assert {s.zero for s in ALONE.layout.segments} == {1}
     config = replace(runpy.run_path(tmp_path / "small.py")["config"](), run_dir=str(as_killed))
     resumed = Trainer(config, plan=ALONE, profile=nano_profile(), existing="resume").fit()

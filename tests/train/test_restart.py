@@ -1,0 +1,92 @@
+"""What a run does that `dflop launch` starts again: where it goes on, and what it tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflop_jax.cluster import told
+from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.variables import AGENT_ENV, PROCESS_ID_ENV, RESTARTS_ENV, RUN_ENV
+from dflop_jax.report.run_folder import METRICS, RESTARTS, RunFolder
+from dflop_jax.train.restart import is_begun, open_folder, tell_agent
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Play a start of a launch's processes; returns the folder in which its agent is told."""
+
+    def play(name: str, restarts: int):
+        agent = tmp_path / f"agent-{name}-{restarts}"
+        agent.mkdir()
+        told_of = {AGENT_ENV: agent, RUN_ENV: name, RESTARTS_ENV: restarts, PROCESS_ID_ENV: 1}
+        for variable, value in told_of.items():
+            monkeypatch.setenv(variable, str(value))
+        return agent
+
+    return play
+
+
+def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
+    ours, old = str(tmp_path / "ours"), str(tmp_path / "old")
+    with RunFolder(old):
+        pass
+    start("a", 0)
+    assert not is_begun(ours, Peers())
+    with open_folder(ours, "overwrite"):
+        pass
+    assert not is_begun(ours, Peers())  # the first start obeys
+    start("a", 1)
+    assert is_begun(ours, Peers())
+    assert not is_begun(old, Peers())  # of an older run, which the script has not come to
+    start("b", 0)  # another launch, as after a requeue
+    assert not is_begun(ours, Peers())
+    with open_folder(ours, "resume"):
+        pass
+    start("b", 1)
+    assert is_begun(ours, Peers())
+
+
+def test_without_an_agent_nothing_changes(monkeypatch, tmp_path):
+    for name in (AGENT_ENV, RUN_ENV, RESTARTS_ENV):
+        monkeypatch.delenv(name, raising=False)
+    with open_folder(str(tmp_path), "error") as folder:
+        assert not is_begun(str(tmp_path), Peers())
+    told.tell_step()
+    tell_agent(ValueError("no"))
+    assert {p.name for p in folder.path.iterdir()} == {"lock", METRICS}
+
+
+def test_a_folder_that_is_overwritten_forgets_its_restarts(start, tmp_path):
+    run_dir = tmp_path / "run"
+    with RunFolder(run_dir):
+        (run_dir / RESTARTS).write_text("{}\n")
+    start("a", 0)
+    with open_folder(str(run_dir), "overwrite"):
+        assert not (run_dir / RESTARTS).exists()
+
+
+def test_a_lock_that_is_held_may_be_free_later(start, tmp_path):
+    start("a", 1)
+    with open_folder(str(tmp_path / "run"), "error"), pytest.raises(TryAgain, match="another run"):
+        open_folder(str(tmp_path / "run"), "resume")
+
+
+def test_what_the_agent_hears(start, tmp_path):
+    agent = start("a", 0)
+    assert (told.count_file(agent), told.stepped_s(agent)) == (None, None)
+    assert told.failure_of(agent, 1) is None
+    with open_folder(str(tmp_path / "run"), "error"):
+        pass
+    assert told.count_file(agent) == tmp_path / "run" / RESTARTS
+    told.tell_step()
+    assert told.stepped_s(agent) is not None
+    tell_agent(ValueError("of two\nlines"), 7, tuple(f"row {i}" for i in range(1000)))
+    heard = told.failure_of(agent, 1)
+    assert heard is not None
+    assert (heard.exit_code, heard.why, heard.step) == (2, "of two lines", 7)
+    assert heard.samples == tuple(f"row {i}" for i in range(told.MOST_SAMPLES))
+    tell_agent(TryAgain("a port"))
+    assert told.failure_of(agent, 1) == told.Failure(4, "a port")
+    tell_agent(KeyError())
+    assert told.failure_of(agent, 1) == told.Failure(1, "KeyError")

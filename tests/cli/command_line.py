@@ -33,10 +33,10 @@ def run(capsys, *args):
     return code, out, err
 
 
-def refused(capsys, *args):
+def refused(capsys, *args, exit_code=2):
     """The one line of a command line that is refused."""
     code, out, err = run(capsys, *args)
-    assert code == 2
+    assert code == exit_code
     assert out == ""
     assert err.endswith("\n")
     assert err.count("\n") == 1

@@ -12,6 +12,7 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
 from dflop_jax.cli.experiment import question
 from dflop_jax.cli.main import COMMANDS
+from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.contract import edges_of
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan
@@ -139,7 +140,8 @@ def test_names_of_questions(capsys):
 
 def test_a_running_run_is_not_disturbed(left, capsys):
     with RunFolder("run", existing="resume"):
-        assert "another run is writing to it" in refused(capsys, "train", *ASKED["train"][0][0])
+        said = refused(capsys, "train", *ASKED["train"][0][0], exit_code=TRY_AGAIN)
+        assert "another run is writing to it" in said
         for command in ("plan", "report", "export"):
             args, code, wrote = ASKED[command][0]
             assert run(capsys, command, *args)[::2] == (code, "")

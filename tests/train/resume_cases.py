@@ -124,8 +124,8 @@ def manifest(folder: Path, step: int) -> Path:
     return folder / f"checkpoints/{step:08d}/manifest.json"
 
 
-def refused(folder, existing="resume", **sections) -> str:
-    with pytest.raises(ValueError, match=r".+") as error:
+def refused(folder, existing="resume", *, kind: type[Exception] = ValueError, **sections) -> str:
+    with pytest.raises(kind, match=r".+") as error:
         fit(folder, existing, **sections)
     assert "\n" not in str(error.value)
     return str(error.value)

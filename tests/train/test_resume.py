@@ -16,6 +16,7 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig, ScheduleConfig
 from dflop_jax.cli import main
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, PriceList
@@ -289,7 +290,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(whole):
     folder = copy_of(whole)
     with RunFolder(folder, existing="resume"):
         for existing in ("resume", "overwrite"):
-            assert "another run is writing to it" in refused(folder, existing)
+            assert "another run is writing to it" in refused(folder, existing, kind=TryAgain)
     assert steps_saved(folder) == steps_saved(whole)
     assert_as_whole(folder, whole)
     assert "holds the metrics of another run" in refused(folder, "error")

@@ -24,12 +24,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from host_processes import begun, environments, parent
 from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
@@ -113,9 +113,9 @@ class Job:
         """Process id of every process of the job: -1 the launcher's, then the trainers'; what they
         started has numbers from 1000, and so have processes that wait to take a trainer's place."""
         members = {}
-        for pid, environ in sorted(environments(), key=lambda process: _begun(process[0])):
+        for pid, environ in sorted(environments(), key=lambda process: begun(process[0])):
             if environ.get(MARK_ENV) == self._mark:
-                is_child = pid != self.launcher.pid and _parent(pid) == self.launcher.pid
+                is_child = pid != self.launcher.pid and parent(pid) == self.launcher.pid
                 index = environ.get(PROCESS_ID_ENV)
                 if pid == self.launcher.pid:
                     members[LAUNCHER] = pid
@@ -171,32 +171,6 @@ class Job:
             assert code == 128 + signal.SIGKILL, (code, self.log)
             assert f"process {victim} was killed by SIGKILL" in self.said(), self.log
         return Kill(victim, aimed, in_save, rows, ended_s)
-
-
-def environments() -> Iterator[tuple[int, dict[str, str]]]:
-    """(process id, environment) of every running process that shows it to us."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                continue
-            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            yield int(folder.name), {k: v for k, _, v in (e.partition("=") for e in entries)}
-
-
-def _parent(pid: int) -> int:
-    return int(_stat(pid)[1])
-
-
-def _begun(pid: int) -> int:
-    """When a process began, in ticks since the system did."""
-    return int(_stat(pid)[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """What the system says of a process, from its state on; zeros where it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return ["0"] * 50
 
 
 def whole_run(command: Command, run_dir: Path, *more: str) -> list[float]:

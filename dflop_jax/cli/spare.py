@@ -15,6 +15,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from dflop_jax.report.spent import end_wait
+
 # What training imports, most of its start; models import flax. Modules import what they need by
 # themselves, so that one too few costs time only.
 MODULES = ("jax", "flax", "dflop_jax.cli.main", "dflop_jax.train.trainer")
@@ -32,6 +34,7 @@ def main() -> None:
         line = orders.readline()
     if not line.endswith(b"\n"):
         return
+    end_wait()
     job = json.loads(line)
     os.environ.update(job["environment"])
     run(job["arguments"], path)

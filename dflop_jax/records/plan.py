@@ -251,8 +251,8 @@ class Layout:
         )
         require(
             s.rounds == 1 or (stage > 1 and s.n_layers % (stage * s.rounds) == 0),
-            f"segment {s.name!r}: {s.n_layers} layers do not go through {stage} stages in "
-            f"{s.rounds} rounds; give it rounds=1, or several stages that divide them so",
+            f"segment {s.name!r}: {s.rounds} rounds need several stages, and layers that stages x "
+            f"rounds divide; it has stage={stage} and {s.n_layers} layers: choose rounds=1",
         )
         require(
             self.group_size % stage == 0,

@@ -206,18 +206,15 @@ def show(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Forward and backward of one group, by recompute policy")
     for name in ("module", "chip", "recompute"):
         table.add_column(name)
-    for name in ("stages", "microbatches", "rounds"):
-        table.add_column(name, justify="right")
-    for name in ("done/needed", "residuals GiB", "temporaries GiB"):
+    for name in ("stages x\nrounds", "micro-\nbatches", "done/\nneeded", "kept\nGiB", "temp.\nGiB"):
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
             r["module"],
             r["chip"],
             r["recompute"],
-            str(r["stages"]),
+            f"{r['stages']} x {r['rounds']}",
             str(r["microbatches"]),
-            str(r["rounds"]),
             f"{r['executed_over_needed']:.3f}",
             f"{r['residual_bytes'] / GIB:.2f}",
             f"{r['temp_bytes'] / GIB:.2f}",

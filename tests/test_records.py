@@ -206,9 +206,7 @@ BAD_LAYOUTS = {
     "3 rounds need .* it has stage=2 and 8 layers: choose": {
         "segments": (VISION, changed(LLM, rounds=3))
     },
-    "3 rounds need several stages.* stage=1": {
-        "segments": (changed(VISION, rounds=3), LLM)
-    },
+    "3 rounds need several stages.* stage=1": {"segments": (changed(VISION, rounds=3), LLM)},
     "must be a multiple of stage=2": {"group_size": 3},
     "do not join end to end": {"segments": (VISION, changed(LLM, last=False))},
     "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},

@@ -20,12 +20,21 @@ from models.sizes import VisionSize
 from models.vit import VisionModule
 
 from . import plain
-from .test_gradients import NANO, assert_trees_close, grads_of, oracle, planned
+from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle, planned
 
 MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
     "llm as 3 segments": ("dots", "named", "segment", "layers"),
-    "llm as 2 segments of stage 2 in 3 rounds, 8 times as many": ("layers", "named", "dots"),
+    "llm as 2 segments of stage 2 in 3 rounds": ("layers", "named", "dots"),
     "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
+}
+
+# Its loops go through two layers a round, for 8 microbatches a stage.
+ROUNDS = {
+    "llm as 2 segments of stage 2 in 3 rounds": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"llm_segments": 2, "group_size": 16, "n_layers": 24, "rounds": 3},
+    )
 }
 
 
@@ -33,7 +42,7 @@ MIXED = {  # layout -> policies of its segments; tests of gradients have "none" 
 def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
     """Of segments of a module the first is a loop over layers, the others are unrolled."""
     monkeypatch.setattr(Segment, "unrolls", property(lambda s: s.plan.start > 0))
-    m, plan = planned(name, m)
+    m, plan = planned((PLANS | ROUNDS)[name], m)
     samples, _, want_loss, want = oracle(m)
     segments = [
         dataclasses.replace(s, remat=remat)
